@@ -1,0 +1,80 @@
+"""What the user decides: budgets, paths and a tier per state. Everything about speed is measured or planned instead."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+
+from infinity.errors import ConfigError
+from infinity.units import parse_bytes
+
+Tier = Literal["gpu", "cpu", "nvme"]
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+def _as_paths(value: Any) -> Any:
+    return [value] if isinstance(value, (str, Path)) else value
+
+
+class Config(BaseModel):
+    """Placement and budgets of one engine.
+
+    `gpu_memory` and `cpu_memory` are upper limits, in bytes, on what the engine holds on the compute device and in host
+    memory ("20GiB" or an integer). With no GPU the compute device is the CPU and `gpu_memory` is its budget in RAM.
+    `nvme_memory` limits the bytes preallocated over all `nvme` directories (default: what they have free).
+
+    Raises `ConfigError` (a `ValueError`) that names the key, what is wrong with it and what is allowed.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    nvme: Annotated[tuple[Path, ...], BeforeValidator(_as_paths)] = ()
+    gpu_memory: Bytes
+    cpu_memory: Bytes
+    nvme_memory: Bytes | None = None
+
+    parameters: Tier = "nvme"
+    optimizer: Tier = "nvme"
+    gradients: Tier = "cpu"
+
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """dtype that floating-point parameters are stored and computed in; "auto" keeps the dtypes of the model."""
+    copy_on_write: bool = True
+    """Write every updated state beside its old value and flip, so that a failed step loses nothing; takes twice the space."""
+    poison: bool = False
+    """Debug: fill a slot with NaN when its lease ends, so that a use after release is seen at once."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    io_engine: Literal["auto", "io_uring", "posix"] = "auto"
+    instruction_set: Literal["auto", "scalar", "avx2", "avx512"] = "auto"
+    threads: int | None = None
+    """Threads of the CPU optimizer; None takes every CPU this process may run on, whatever OMP_NUM_THREADS says."""
+
+    def __init__(self, **values: Any) -> None:
+        for key in values:
+            if key not in type(self).model_fields:
+                near = difflib.get_close_matches(key, type(self).model_fields, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                allowed = ", ".join(type(self).model_fields)
+                raise ConfigError(f"unknown config key {key!r}; {hint}The keys are: {allowed}")
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            problems = "; ".join(
+                f"{'.'.join(str(part) for part in e['loc']) or 'config'}: {e['msg'].removeprefix('Value error, ')}"
+                + (f", not {e['input']!r}" if e["type"] == "literal_error" else "")
+                for e in error.errors()
+            )
+            raise ConfigError(problems) from None
+
+    @model_validator(mode="after")
+    def _check(self) -> Config:
+        if not self.nvme and "nvme" in (self.parameters, self.optimizer, self.gradients):
+            states = [s for s in ("parameters", "gradients", "optimizer") if getattr(self, s) == "nvme"]
+            raise ValueError(f"{' and '.join(states)} on nvme, but no directory is given: set nvme=[...]")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1, not {self.threads}")
+        return self

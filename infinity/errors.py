@@ -1,0 +1,42 @@
+"""Errors a user can meet. Wrong input is a `ValueError`; a failing world is a typed error that carries its context."""
+
+from __future__ import annotations
+
+import os
+
+
+class InfinityError(Exception):
+    """Base of every error that `infinity` raises on purpose."""
+
+
+class ConfigError(InfinityError, ValueError):
+    """A configuration key or value is unknown, contradictory or cannot work; nothing was changed."""
+
+
+class BudgetError(ConfigError):
+    """A memory budget cannot hold what has to be in it (invariant I10); names the smallest budget that can."""
+
+
+class ShardedParameterError(InfinityError, RuntimeError):
+    """A parameter's data was touched while it lives on another tier."""
+
+
+class PathInUseError(InfinityError, RuntimeError):
+    """Another process trains on the same NVMe path; names its pid."""
+
+
+class EngineClosedError(InfinityError, RuntimeError):
+    """The engine was closed, or failed earlier; the first failure is the `__cause__`."""
+
+
+class NvmeError(InfinityError, OSError):
+    """An I/O moved fewer bytes than asked (invariant I4).
+
+    Attributes: `operation` ("read" or "write"), `path`, `offset`, `asked` and `done` (bytes), and `errno` of `OSError`
+    (0 when the file ended before the asked bytes).
+    """
+
+    def __init__(self, operation: str, path: str, offset: int, code: int, asked: int, done: int) -> None:
+        reason = os.strerror(code) if code else "the file ends before the asked bytes"
+        super().__init__(code, f"{operation} of {asked} bytes at offset {offset} stopped after {done}: {reason}", path)
+        self.operation, self.path, self.offset, self.asked, self.done = operation, path, offset, asked, done

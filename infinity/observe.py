@@ -1,0 +1,90 @@
+"""Spans and counters of one engine: what happened when, on which lane, and how many bytes it moved."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+LANES = ("compute", "wait", "nvme read", "nvme write", "adam", "copy", "collective")
+MOST_SPANS = 200_000
+
+
+class Span(NamedTuple):
+    """Something that took time: `start` and `end` are seconds of `time.perf_counter`."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+class Recorder:
+    """Collects spans and counters; any thread may call it. Memory is bounded: the oldest spans are dropped."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
+        self._counters: defaultdict[str, int] = defaultdict(int)
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+
+    @contextmanager
+    def span(self, lane: str, name: str) -> Iterator[None]:
+        """Record the time spent inside as one span."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(lane, name, start, time.perf_counter())
+
+    def add(self, lane: str, name: str, start: float, end: float) -> None:
+        """Record a span whose times are already known."""
+        with self._lock:
+            self._spans.append(Span(lane, name, start, end))
+            self._seconds[lane, name] += end - start
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add `amount` to the counter `name`."""
+        with self._lock:
+            self._counters[name] += amount
+
+    def spans(self) -> list[Span]:
+        """The recorded spans, oldest first."""
+        with self._lock:
+            return list(self._spans)
+
+    def counters(self) -> dict[str, int]:
+        """A copy of all counters."""
+        with self._lock:
+            return dict(self._counters)
+
+    def seconds(self, lane: str) -> dict[str, float]:
+        """Total seconds per span name of one lane."""
+        with self._lock:
+            return {name: total for (at, name), total in self._seconds.items() if at == lane}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did, for people and for `--json`; times in seconds, sizes in bytes."""
+
+    parameters: int
+    steps: int
+    read_per_parameter: float
+    """NVMe bytes read per parameter in the last finished step, by our own count."""
+    written_per_parameter: float
+    planned_read_per_parameter: float
+    """What the planner states for the same step."""
+    planned_written_per_parameter: float
+    seconds: dict[str, float]
+    """Total per cause: "compute", "wait nvme", "wait adam", "adam" (the last runs beside the others)."""
+    waits: dict[str, float]
+    """Seconds the main thread waited for NVMe, by unit name."""
+    peaks: dict[str, int]
+    """Highest bytes in use per tier: "gpu", "cpu", "nvme"."""
+    budgets: dict[str, int]
+    """Budget per tier, same keys."""

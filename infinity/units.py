@@ -1,0 +1,42 @@
+"""Byte quantities: parsing what people write ("2GiB") and printing what they read."""
+
+from __future__ import annotations
+
+import re
+
+_FACTORS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+for _exponent, _prefix in enumerate("KMGT", start=1):
+    _FACTORS[f"{_prefix}IB"] = 1 << (10 * _exponent)
+    _FACTORS[f"{_prefix}B"] = 1000**_exponent
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(value: str | int) -> int:
+    """Bytes in `value`: an integer, or a number with B, KB, KiB, K (= KiB), MB, MiB, ... TiB.
+
+    Raises `ValueError` when it is neither, or negative.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise ValueError(f"a number of bytes cannot be negative: {value}")
+        return value
+    match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
+    factor = _FACTORS.get(match[2].upper()) if match else None
+    if match is None or factor is None:
+        raise ValueError(f"{value!r} is not a number of bytes; write for example 512MiB, 2GiB or 2000000000")
+    return int(float(match[1]) * factor)
+
+
+def format_bytes(count: int | float) -> str:
+    """`count` bytes with a binary prefix and three significant digits: 1536 -> "1.5 KiB"."""
+    value = float(count)
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.3g} {suffix}" if value < 1000 else f"{value:.0f} {suffix}"
+        value /= 1024
+    return f"{value:.3g} TiB" if value < 1000 else f"{value:.0f} TiB"
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `count`."""
+    return -(-count // multiple) * multiple
