@@ -16,7 +16,10 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
 def _as_paths(value: Any) -> Any:
-    return [value] if isinstance(value, (str, Path)) else value
+    paths = [value] if isinstance(value, (str, Path)) else value
+    if isinstance(paths, (list, tuple)) and "" in paths:
+        raise ValueError("a directory is empty text; write '.' for the current one")
+    return paths
 
 
 class Config(BaseModel):
@@ -43,7 +46,7 @@ class Config(BaseModel):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype that floating-point parameters are stored and computed in; "auto" keeps the dtypes of the model."""
     copy_on_write: bool = True
-    """Write every updated state beside its old value and flip, so that a failed step loses nothing; takes twice the space."""
+    """Write an updated state beside its old value and flip, so that a failed step loses nothing; takes twice the space."""
     poison: bool = False
     """Debug: fill a slot with NaN when its lease ends, so that a use after release is seen at once."""
 
@@ -57,15 +60,15 @@ class Config(BaseModel):
         for key in values:
             if key not in type(self).model_fields:
                 near = difflib.get_close_matches(key, type(self).model_fields, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
+                hint = f"; did you mean {near[0]!r}?" if near else "."
                 allowed = ", ".join(type(self).model_fields)
-                raise ConfigError(f"unknown config key {key!r}; {hint}The keys are: {allowed}")
+                raise ConfigError(f"unknown config key {key!r}{hint} The keys are: {allowed}")
         try:
             super().__init__(**values)
         except ValidationError as error:
             problems = "; ".join(
                 f"{'.'.join(str(part) for part in e['loc']) or 'config'}: {e['msg'].removeprefix('Value error, ')}"
-                + (f", not {e['input']!r}" if e["type"] == "literal_error" else "")
+                + (f", not {e['input']!r}" if e["type"] not in ("value_error", "missing") else "")
                 for e in error.errors()
             )
             raise ConfigError(problems) from None
@@ -75,6 +78,8 @@ class Config(BaseModel):
         if not self.nvme and "nvme" in (self.parameters, self.optimizer, self.gradients):
             states = [s for s in ("parameters", "gradients", "optimizer") if getattr(self, s) == "nvme"]
             raise ValueError(f"{' and '.join(states)} on nvme, but no directory is given: set nvme=[...]")
+        if len(set(self.nvme)) < len(self.nvme):
+            raise ValueError(f"nvme names a directory twice: {', '.join(map(str, self.nvme))}")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")
         return self

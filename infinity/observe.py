@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-LANES = ("compute", "wait", "nvme read", "nvme write", "adam", "copy", "collective")
+LANES = ("model", "compute", "wait nvme", "wait adam", "nvme read", "nvme write", "adam")
 MOST_SPANS = 200_000
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _FACTORS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 for _exponent, _prefix in enumerate("KMGT", start=1):
     _FACTORS[f"{_prefix}IB"] = 1 << (10 * _exponent)
     _FACTORS[f"{_prefix}B"] = 1000**_exponent
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*")
+_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_bytes(value: str | int) -> int:
-    """Bytes in `value`: an integer, or a number with B, KB, KiB, K (= KiB), MB, MiB, ... TiB.
+    """Bytes in `value`, rounded down: an integer, or a number with B, KB, KiB, K (= KiB), MB, MiB, ... TiB.
 
     Raises `ValueError` when it is neither, or negative.
     """
@@ -24,17 +25,17 @@ def parse_bytes(value: str | int) -> int:
     factor = _FACTORS.get(match[2].upper()) if match else None
     if match is None or factor is None:
         raise ValueError(f"{value!r} is not a number of bytes; write for example 512MiB, 2GiB or 2000000000")
-    return int(float(match[1]) * factor)
+    return int(Fraction(match[1]) * factor)
 
 
 def format_bytes(count: int | float) -> str:
-    """`count` bytes with a binary prefix and three significant digits: 1536 -> "1.5 KiB"."""
-    value = float(count)
-    for suffix in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.3g} {suffix}" if value < 1000 else f"{value:.0f} {suffix}"
+    """`count` bytes with a binary prefix and three significant digits, four from 1000 to 1023: 1536 -> "1.5 KiB"."""
+    value, suffixes = float(count), ["TiB", "GiB", "MiB", "KiB", "B"]
+    suffix = suffixes.pop()
+    while suffixes and abs(value) >= 1023.5:  # from there on it would print as 1024
         value /= 1024
-    return f"{value:.3g} TiB" if value < 1000 else f"{value:.0f} TiB"
+        suffix = suffixes.pop()
+    return f"{value:.0f} {suffix}" if abs(value) >= 999.5 else f"{value:.3g} {suffix}"
 
 
 def round_up(count: int, multiple: int) -> int:

@@ -2,25 +2,28 @@
 //
 // The six questions a caller has:
 //   Which thread?        Any thread may call submit(), wait() and done(); the engine has its own thread or threads.
-//   Does it block?       submit() returns at once unless the queue is full; wait() blocks until that ticket is complete.
-//   Queue full?          submit() blocks until there is room (bounded, back-pressure); it never fails for that reason.
+//   Does it block?       submit() returns at once unless the queue is full; wait() blocks until that ticket is
+//                        complete.
+//   Queue full?          submit() blocks until there is room (bounded, back-pressure); it does not fail for that.
 //   Completion seen?     Through the ticket: wait() or done(). No callbacks.
-//   What is the result?  Result: errno (0 = success) and the bytes moved. error == 0 if and only if done == asked. A short
-//                        transfer and EINTR/EAGAIN are continued inside; error == 0 is never reported for fewer bytes.
-//                        A read that meets the end of the file gives error = kEndOfFile with what was there.
-//   Who outlives whom?   The caller's memory and the File outlive the ticket's completion; the Engine outlives every
-//                        ticket it gave out (its destructor drains: it waits for what is in flight, then stops).
+//   What is the result?  Result: errno (0 = success) and the bytes moved. error == 0 if and only if done == asked. A
+//                        short transfer and EINTR/EAGAIN are continued inside; error == 0 is never reported for fewer
+//                        bytes. A read that meets the end of the file gives kEndOfFile with what was there.
+//   Who outlives whom?   The caller's memory outlives the ticket's completion. A File may go sooner: its descriptor
+//                        stays open until its last request is complete. A Ticket may outlive its Engine, whose destructor
+//                        drains: it waits for what is in flight, then stops.
 //
 // Files are opened with O_DIRECT where the file system allows it. Callers may pass any address, offset and length:
 // aligned spans go straight to the device in requests of `request_bytes`, the rest through aligned bounce buffers
 // (a partial block at either end of a write is read, patched and written back). Two concurrent writes that touch the
-// same 4096-byte block of a file are the caller's to order. The file's size grows to the aligned end of a write.
+// same 4096-byte block of a file are the caller's to order. With O_DIRECT the size grows to the aligned end of a write.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 
 namespace infinity::aio {
 
@@ -35,21 +38,21 @@ struct Result {
   std::uint64_t done = 0;   // bytes, contiguous from the start of the request
 };
 
-// Where an engine may be made to fail or to be slow; for tests and benchmarks. All zero: nothing is changed.
+// Where an engine may be made to fail or to be slow; for tests and benchmarks. The defaults change nothing.
 // Faults act on the engine's own device requests (pieces of at most request_bytes), counted from 0 in submission order.
 struct Faults {
   std::uint64_t seed = 0;
-  double short_fraction = 0;          // this share of device requests moves only a part (at least one block); continued
+  double short_fraction = 0;          // this share of device requests moves a part only (a block or more); continued
   std::int64_t fail_read_at = -1;     // the n-th device read from now returns fail_errno; -1: never
   std::int64_t fail_write_at = -1;    // likewise for writes
   int fail_errno = 5;                 // EIO
-  double bytes_per_second = 0;        // 0: full speed; else a token bucket shared by reads and writes delays completions
+  double bytes_per_second = 0;        // 0: full speed; else a token bucket shared by reads and writes delays them
 };
 
 struct Options {
   unsigned depth = 64;                     // device requests in flight
   unsigned threads = 4;                    // workers of the POSIX engine
-  std::size_t request_bytes = 1u << 20;    // size of one device request, a multiple of kAlignment
+  std::size_t request_bytes = 1u << 20;    // size of one device request, a multiple of kAlignment, at most 64 MiB
 };
 
 struct Counters {
@@ -58,30 +61,32 @@ struct Counters {
   std::uint64_t bounced_bytes = 0;                      // moved through bounce buffers
 };
 
-// An open file; closed by the destructor. `direct()` tells whether O_DIRECT is in force.
+class Descriptor;  // internal: an open descriptor, shared by the File and its requests in flight
+
+// An open file, used by one thread at a time (requests on it may come from any). `direct()`: O_DIRECT is in force.
 class File {
  public:
   // Opens for reading and writing, creating with `mode` (octal permissions) when `create`. Throws std::system_error.
   File(const std::string& path, bool create, unsigned mode, bool want_direct = true);
-  ~File();
   File(const File&) = delete;
   File& operator=(const File&) = delete;
-  int descriptor() const { return descriptor_; }
+  const std::shared_ptr<const Descriptor>& descriptor() const { return descriptor_; }
   bool direct() const { return direct_; }
   const std::string& path() const { return path_; }
-  // Reserves blocks so that later writes inside cannot meet ENOSPC. Throws std::system_error (ENOSPC, ...).
+  // All throw std::system_error.
+  // Reserves blocks for [0, bytes) so that later writes there cannot meet ENOSPC; the size grows to at least `bytes`.
   void allocate(std::uint64_t bytes);
   std::uint64_t size() const;
   void truncate(std::uint64_t bytes);
-  void sync();
+  void sync();  // returns when data and size are on the device
 
  private:
   std::string path_;
-  int descriptor_ = -1;
+  std::shared_ptr<const Descriptor> descriptor_;
   bool direct_ = false;
 };
 
-class Operations;  // internal: the state of one ticket
+class Transfer;  // internal: the state of one ticket
 
 // One request in flight; copyable, all copies name the same request.
 class Ticket {
@@ -89,26 +94,29 @@ class Ticket {
   Ticket() = default;
   bool done() const;
   Result wait() const;  // blocks; may be called many times, by any thread
-  explicit Ticket(std::shared_ptr<Operations> state) : state_(std::move(state)) {}
+  explicit Ticket(std::shared_ptr<Transfer> state) : state_(std::move(state)) {}
 
  private:
-  std::shared_ptr<Operations> state_;
+  std::shared_ptr<Transfer> state_;
 };
 
 class Engine {
  public:
   virtual ~Engine() = default;
   virtual const char* kind() const = 0;  // "io_uring" or "posix"
+  // Throws std::invalid_argument when `memory` is null or offset + bytes is past the largest file.
   virtual Ticket submit(Operation operation, File& file, std::uint64_t offset, void* memory, std::size_t bytes) = 0;
   virtual Counters counters() const = 0;
-  virtual void set_faults(const Faults& faults) = 0;  // takes effect for requests submitted afterwards; resets counting
+  // Takes effect for requests submitted afterwards; resets counting. Throws std::invalid_argument.
+  virtual void set_faults(const Faults& faults) = 0;
   virtual void drain() = 0;                           // blocks until nothing is in flight
 };
 
-// True when the library was built with liburing and the running kernel lets this process make a ring; else `reason` says why not.
+// True when the library was built with liburing and the running kernel lets this process make a ring; else `reason`
+// (which may be null) says why not.
 bool io_uring_available(std::string* reason);
 
-// Throws std::runtime_error with the reason when io_uring cannot be had.
+// Both throw std::invalid_argument on bad options; the first throws std::runtime_error when io_uring cannot be had.
 std::unique_ptr<Engine> make_io_uring(const Options& options);
 std::unique_ptr<Engine> make_posix(const Options& options);
 

@@ -1,0 +1,113 @@
+# Two commands are all a newcomer needs: `make demo` and `make test`. Each does its own set-up.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+WERROR ?= OFF
+PYTEST_ARGS ?=
+DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 384MiB --cpu-memory 400MiB --steps 20 \
+        --batch-size 1 --sequence-length 128 --output demo-output
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c constraints.txt
+CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
+SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
+
+.PHONY: help demo test python-test native-test sanitize lint format clean system
+
+help:  ## Say what there is
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+
+demo: $(VENV)/installed  ## Fine-tune a small Llama on budgets that it does not fit in, and show how
+	@mkdir -p demo-nvme
+	"$(BIN)/infinity" $(DEMO)
+
+test: python-test native-test  ## Run every test (`make -k test`: the native ones too when a Python one fails)
+
+# From an empty folder, so that Python finds the installed package and never the sources.
+python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" chooses
+	@mkdir -p build/empty
+	cd build/empty
+	"$(BIN)/pytest" -c ../../pyproject.toml --import-mode=importlib $(PYTEST_ARGS) ../../tests
+
+native-test: $(VENV)/tools  ## Build and run the native tests
+	@$(CMAKE) -B build/native >build/native.log || { cat build/native.log; exit 1; }
+	"$(BIN)/cmake" --build build/native
+	"$(BIN)/ctest" --test-dir build/native --output-on-failure --no-tests=error --timeout 300
+
+# ThreadSanitizer cannot map its shadow where the kernel randomizes addresses over many bits; setarch -R turns that off.
+sanitize: $(VENV)/tools  ## Run the native tests under the address, undefined and thread sanitizers
+	@setarch -R true 2>/dev/null && fixed="setarch -R" || fixed=
+	export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+	for sanitizer in address undefined thread; do
+	  echo "== $$sanitizer"
+	  $(CMAKE) -B build/$$sanitizer -DINFINITY_SANITIZE=$$sanitizer -DCMAKE_BUILD_TYPE=RelWithDebInfo >build/$$sanitizer.log ||
+	    { cat build/$$sanitizer.log; exit 1; }
+	  "$(BIN)/cmake" --build build/$$sanitizer
+	  $$fixed "$(BIN)/ctest" --test-dir build/$$sanitizer --output-on-failure --no-tests=error --timeout 600
+	done
+
+lint: $(VENV)/installed  ## Check style and types
+	@status=0
+	"$(BIN)/ruff" check . || status=1
+	"$(BIN)/ruff" format --check . || status=1
+	"$(BIN)/mypy" || status=1
+	exit $$status
+
+format: $(VENV)/installed  ## Rewrite the Python files in the project's style
+	@"$(BIN)/ruff" check --fix-only .
+	"$(BIN)/ruff" format .
+
+clean:  ## Remove everything that make made, the virtual environment and the demo's output included
+	@rm -rf $(VENV) build dist demo-nvme demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Without build isolation the compiled files stay valid from one install to the next, so only what changed is built again.
+$(VENV)/installed: $(VENV)/tools $(SOURCES)
+	@echo "Building and installing infinity with what it needs (a few minutes the first time)"
+	$(PIP) --no-build-isolation ".[finetune,test,lint]"
+	touch $@
+
+# torch comes from wherever pip is configured to look (PIP_EXTRA_INDEX_URL and so on); a CPU wheel is enough for everything here.
+$(VENV)/tools: constraints.txt | system
+	@"$(PYTHON)" -m venv $(VENV)
+	mkdir -p build
+	echo "Installing torch and the build tools into $(VENV)"
+	$(PIP) torch scikit-build-core pybind11 cmake ninja
+	touch $@
+
+# What pip cannot install. The first three are needed, liburing-dev is wanted; apt-get is tried where it may be used.
+system:
+	@if [ -e $(VENV)/tools ]; then exit 0; fi
+	"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+	  { echo "infinity needs Python 3.10 or later: make PYTHON=/path/to/python3" >&2; exit 1; }
+	lacks() {
+	  case $$1 in
+	    g++) ! command -v c++ >/dev/null ;;
+	    python3-venv) ! "$(PYTHON)" -c 'import ensurepip' 2>/dev/null ;;
+	    python3-dev) ! [ -e "$$("$(PYTHON)" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] ;;
+	    liburing-dev) ! c++ -E -include liburing.h -x c++ /dev/null >/dev/null 2>&1 ;;
+	  esac
+	}
+	apt=
+	if command -v apt-get >/dev/null; then
+	  if [ "$$(id -u)" = 0 ]; then apt=apt-get
+	  elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then apt="sudo -n apt-get"; fi
+	fi
+	export DEBIAN_FRONTEND=noninteractive
+	for package in g++ python3-venv python3-dev liburing-dev; do
+	  if lacks $$package && [ -n "$$apt" ]; then
+	    echo "Installing $$package"
+	    { $$apt update -qq && $$apt install -y -qq --no-install-recommends $$package; } >/dev/null || true
+	  fi
+	  if ! lacks $$package; then continue; fi
+	  if [ $$package = liburing-dev ]; then
+	    echo "liburing-dev is not installed: the POSIX-thread I/O engine will be used instead of io_uring"
+	  else
+	    echo "$$package is missing and could not be installed here: run \`apt-get install $$package\` as root, then make again" >&2
+	    exit 1
+	  fi
+	done

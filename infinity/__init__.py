@@ -1,0 +1,35 @@
+"""infinity: train models larger than GPU memory, and larger than RAM, with their states on GPU, host memory and NVMe."""
+
+from infinity.config import Config
+from infinity.engine import Engine, engine, wrap
+from infinity.errors import (
+    BudgetError,
+    ConfigError,
+    EngineClosedError,
+    InfinityError,
+    NvmeError,
+    PathInUseError,
+    ShardedParameterError,
+)
+from infinity.modules.gathered import gathered
+from infinity.modules.init import init
+from infinity.optim.adam import AdamW
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdamW",
+    "BudgetError",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "EngineClosedError",
+    "InfinityError",
+    "NvmeError",
+    "PathInUseError",
+    "ShardedParameterError",
+    "engine",
+    "gathered",
+    "init",
+    "wrap",
+]

@@ -1,0 +1,203 @@
+"""`infinity doctor`: what this machine offers, and what is missing for full speed."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib.metadata
+import importlib.util
+import json
+import mmap
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from infinity import native
+from infinity.cli.failure import plain_failures
+from infinity.errors import InfinityError
+from infinity.units import format_bytes
+
+_PACKAGES = ("zero-infinity", "torch", "numpy", "safetensors", "transformers", "matplotlib")
+_ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
+_NATIVE = ("_aio", "_cpu_adam", "_cuda")
+_IO_URING_SETUP = 425  # the same number on every architecture
+_IO_URING_PARAMS = 120  # sizeof(struct io_uring_params)
+_BLOCK = 4096
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def io_uring_problem() -> str | None:
+    """None when this process can make an io_uring, else why not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    parameters = ctypes.create_string_buffer(_IO_URING_PARAMS)
+    descriptor = int(libc.syscall(_IO_URING_SETUP, 2, parameters))
+    if descriptor >= 0:
+        os.close(descriptor)
+        return None
+    code = ctypes.get_errno()
+    switch = Path("/proc/sys/kernel/io_uring_disabled")
+    if code == errno.EPERM and switch.exists() and switch.read_text().strip() != "0":
+        return f"switched off by the kernel setting io_uring_disabled = {switch.read_text().strip()}"
+    if code == errno.EPERM:
+        return "refused (EPERM): a container's seccomp profile blocks it"
+    if code == errno.ENOSYS:
+        return "not known to this kernel (ENOSYS)"
+    return os.strerror(code)
+
+
+def _io_engine_problem() -> str | None:
+    """None when the engine will use io_uring, else why it will use POSIX threads."""
+    try:
+        available, reason = native.aio().io_uring_available()
+    except InfinityError as error:
+        return io_uring_problem() or str(error)
+    return None if available else str(io_uring_problem() or reason)
+
+
+def direct_io_problem(directory: Path) -> str | None:
+    """None when a 4096-byte O_DIRECT write to a temporary file in `directory` works, else why not."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".infinity-doctor-") as handle:
+            try:
+                descriptor = os.open(handle.name, os.O_WRONLY | os.O_DIRECT)
+            except OSError as error:
+                return f"O_DIRECT refused: {error.strerror}"
+            try:
+                with mmap.mmap(-1, _BLOCK) as block:
+                    os.write(descriptor, block)
+            except OSError as error:
+                return f"O_DIRECT write failed: {error.strerror}"
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        return f"cannot be written: {error.strerror}"
+    return None
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _isa() -> list[str]:
+    flags = next((line.split() for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))), [])
+    return [flag for flag in _ISA_FLAGS if flag in flags]
+
+
+def _huge_pages() -> dict[str, Any]:
+    modes = " ".join(_lines("/sys/kernel/mm/transparent_hugepage/enabled"))
+    chosen = modes.partition("[")[2].partition("]")[0]
+    meminfo = dict(line.split(":", 1) for line in _lines("/proc/meminfo") if ":" in line)
+    return {"transparent": chosen or None, "reserved": int(meminfo.get("HugePages_Total", "0").split()[0])}
+
+
+def _native() -> dict[str, str | None]:
+    """None per compiled module that loads, else why it does not."""
+    state: dict[str, str | None] = {}
+    for name in _NATIVE:
+        try:
+            importlib.import_module(f"infinity.{name}")
+            state[name] = None
+        except ImportError as error:
+            missing = importlib.util.find_spec(f"infinity.{name}") is None
+            state[name] = "not built" if missing else str(error)
+    return state
+
+
+def _path(directory: Path) -> dict[str, Any]:
+    if not directory.is_dir():
+        return {"path": str(directory), "problem": "not a directory", "free": None}
+    return {"path": str(directory), "problem": direct_io_problem(directory), "free": shutil.disk_usage(directory).free}
+
+
+def examine(nvme: list[Path]) -> dict[str, Any]:
+    """Everything `infinity doctor` knows, JSON-ready; sizes in bytes, None for "no limit" and "no problem"."""
+    import torch
+
+    from infinity.device import ComputeDevice
+
+    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return {
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "versions": {name: installed_version(name) for name in _PACKAGES},
+        "device": str(ComputeDevice("auto").torch),
+        "cpus": len(os.sched_getaffinity(0)),
+        "isa": _isa(),
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
+        "native": _native(),
+        "io_uring_problem": _io_engine_problem(),
+        "memlock": None if memlock == resource.RLIM_INFINITY else memlock,
+        "huge_pages": _huge_pages(),
+        "nvme": [_path(directory) for directory in nvme],
+    }
+
+
+def _rows(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
+    """(fine?, what, value) per line of the table."""
+    rows = [
+        (True, "Python", f"{facts['python']}, Linux {facts['kernel']}, {facts['machine']}"),
+        *((version is not None, name, version or "not installed") for name, version in facts["versions"].items()),
+        (True, "compute device", facts["device"]),
+        ("avx2" in facts["isa"], "CPU", f"{facts['cpus']} usable, {' '.join(facts['isa']) or 'no known vector extension'}"),
+    ]
+    for name, problem in facts["native"].items():
+        if name == "_cuda" and problem == "not built":
+            rows.append((facts["device"] == "cpu", f"infinity.{name}", "not built (needed for a GPU only)"))
+        else:
+            rows.append((problem is None, f"infinity.{name}", problem or "loads"))
+    problem = facts["io_uring_problem"]
+    rows.append((problem is None, "io_uring", "available" if problem is None else f"{problem}; POSIX threads are used"))
+    memlock = facts["memlock"]
+    rows.append((True, "memlock limit", "none" if memlock is None else format_bytes(memlock)))
+    pages = facts["huge_pages"]
+    rows.append(
+        (
+            pages["transparent"] in ("always", "madvise"),
+            "huge pages",
+            f"transparent: {pages['transparent'] or 'no'}, reserved: {pages['reserved']}",
+        )
+    )
+    for path in facts["nvme"]:
+        free = "" if path["free"] is None else f", {format_bytes(path['free'])} free"
+        rows.append((path["problem"] is None, path["path"], (path["problem"] or "O_DIRECT works") + free))
+    return rows
+
+
+def doctor(
+    nvme: Annotated[list[Path] | None, typer.Option(help="A directory to examine; may be given several times.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False,
+) -> None:
+    """Show what this machine offers: versions, instruction sets, io_uring, memory limits, NVMe directories."""
+    with plain_failures(debug):
+        facts = examine(nvme or [])
+        if as_json:
+            typer.echo(json.dumps(facts))
+            return
+        table = Table(show_header=False, box=None)
+        table.add_column(no_wrap=True)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for fine, name, value in _rows(facts):
+            table.add_row("ok" if fine else "!", name, value)
+        Console(file=sys.stdout).print(table, markup=False)

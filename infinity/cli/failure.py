@@ -1,0 +1,53 @@
+"""What a failure looks like to the person at the terminal: one plain sentence and an exit status."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from infinity.errors import InfinityError
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells write it: 128 + SIGINT."""
+
+
+def sentence(error: BaseException) -> str:
+    """`error` in one line: "PATH: reason" for an `OSError`, and the first failure where the error names one as its cause."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{error.filename}: {error.strerror}"
+    else:
+        text = str(error) or type(error).__name__
+    if isinstance(error, InfinityError) and error.__cause__ is not None:
+        text = f"{text} (because: {sentence(error.__cause__)})"
+    return " ".join(text.split())
+
+
+@contextmanager
+def plain_failures(debug: bool) -> Iterator[None]:
+    """Turn an expected failure inside into one line on stderr and exit status 1; with `debug` let it pass as it is."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("infinity: interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except (InfinityError, ValueError, OSError) as error:
+        if debug:
+            raise
+        typer.echo(f"infinity: {sentence(error)}", err=True)
+        raise typer.Exit(1) from None
+
+
+def require_extras(*modules: str) -> None:
+    """Raise `InfinityError` with the pip command when one of `modules` (the optional extra `finetune`) is missing."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            if (error.name or "").partition(".")[0] != module:
+                raise InfinityError(f"{module} is installed but cannot be imported: {error}") from None
+            raise InfinityError(
+                f"`infinity finetune` needs {module}; install it with: pip install 'zero-infinity[finetune]'"
+            ) from None

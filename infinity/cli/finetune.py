@@ -1,0 +1,61 @@
+"""`infinity finetune`: continue the training of a causal language model whose states live on NVMe."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import typer
+
+from infinity.cli import options as o
+from infinity.cli.failure import plain_failures, require_extras
+from infinity.cli.progress import Progress, print_summary
+
+
+def finetune(
+    model: o.Model = "llama-tiny",
+    checkpoint_activations: o.CheckpointActivations = True,
+    data: o.Data = None,
+    sequence_length: o.SequenceLength = 256,
+    seed: o.Seed = 0,
+    nvme: o.Nvme = None,
+    gpu_memory: o.GpuMemory = 1 << 30,
+    cpu_memory: o.CpuMemory = 2 << 30,
+    parameters: o.Parameters = "nvme",
+    optimizer: o.Optimizer = "nvme",
+    gradients: o.Gradients = "cpu",
+    precision: o.Precision = "bf16",
+    io_engine: o.IoEngine = "auto",
+    steps: o.Steps = 100,
+    batch_size: o.BatchSize = 4,
+    accumulate: o.Accumulate = 1,
+    lr: o.LearningRate = 3e-4,
+    weight_decay: o.WeightDecay = 0.1,
+    warmup: o.Warmup = None,
+    max_grad_norm: o.MaxGradNorm = 1.0,
+    eval_every: o.EvalEvery = 0,
+    eval_batches: o.EvalBatches = 8,
+    output: o.Output = None,
+    overwrite: o.Overwrite = False,
+    report: o.WriteReport = True,
+    as_json: o.AsJson = False,
+    debug: o.Debug = False,
+) -> None:
+    """Fine-tune a causal language model with parameters and optimizer states on NVMe, CPU or GPU."""
+    values: dict[str, Any] = {**locals()}
+    for name in ("as_json", "debug"):
+        del values[name]
+    values |= {"nvme": tuple(nvme or ()), "warmup": steps // 10 if warmup is None else warmup}
+    with plain_failures(debug):
+        require_extras("transformers", *(["matplotlib"] if output and report else []))
+        from infinity.cli.job import Job
+
+        job = Job(**values)
+        with Progress(steps) as progress:
+            summary = job.run(progress)
+        if as_json:
+            typer.echo(json.dumps(summary, allow_nan=False))
+        else:
+            print_summary(summary)
+        if summary["signal"] is not None:
+            raise typer.Exit(128 + summary["signal"])

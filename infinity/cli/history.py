@@ -1,0 +1,88 @@
+"""What happened in a run, step by step: filled by the training loop, read by progress, summary and report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infinity.observe import Report
+
+TIERS = ("gpu", "cpu", "nvme")
+WORST_WAITS = 5
+
+
+class Step(NamedTuple):
+    """One optimizer step; `number` counts from 1, `start` and `end` are seconds of `time.perf_counter`."""
+
+    number: int
+    loss: float
+    learning_rate: float
+    grad_norm: float | None
+    start: float
+    end: float
+
+
+class Sample(NamedTuple):
+    """Bytes in use per tier at one moment (seconds of `time.perf_counter`)."""
+
+    time: float
+    used: dict[str, int]
+
+
+class Validation(NamedTuple):
+    """Mean loss over held-out windows after step `step`."""
+
+    step: int
+    loss: float
+
+
+@dataclass
+class History:
+    """The record of one run; owned by the training loop, append-only."""
+
+    tokens_per_step: int
+    steps: list[Step] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    validations: list[Validation] = field(default_factory=list)
+    signal: int | None = None
+    """The signal that ended the run early."""
+
+    def tokens_per_second(self) -> float:
+        """Trained tokens per second, evaluation left out; the first step (planning, warm-up) counts only when it is alone.
+
+        Each step contains the wait for the update of the one before, so steps 2 to N carry N - 1 updates.
+        """
+        steps = self.steps[1:] or self.steps
+        seconds = sum(step.end - step.start for step in steps)
+        return len(steps) * self.tokens_per_step / seconds if seconds > 0 else 0.0
+
+
+def summarize(model: str, history: History, report: Report, output: Path | None, files: dict[str, str]) -> dict[str, Any]:
+    """The run in one JSON-ready object; times in seconds, sizes in bytes. `files` names what was written beside."""
+    worst = sorted(report.waits.items(), key=lambda item: -item[1])[:WORST_WAITS]
+    last = history.validations[-1] if history.validations else None
+    return {
+        "model": model,
+        "parameters": report.parameters,
+        "steps": len(history.steps),
+        "signal": history.signal,
+        "loss": {
+            "first": history.steps[0].loss if history.steps else None,
+            "last": history.steps[-1].loss if history.steps else None,
+            "validation": last.loss if last else None,
+            "validation_step": last.step if last else None,
+        },
+        "tokens_per_second": history.tokens_per_second(),
+        "nvme_bytes_per_parameter_per_step": {
+            "read": {"measured": report.read_per_parameter, "planned": report.planned_read_per_parameter},
+            "written": {"measured": report.written_per_parameter, "planned": report.planned_written_per_parameter},
+        },
+        "seconds": dict(report.seconds),
+        "worst_waits": [{"unit": unit, "seconds": seconds} for unit, seconds in worst],
+        "memory": {
+            tier: {"peak": report.peaks[tier], "budget": report.budgets.get(tier)} for tier in TIERS if tier in report.peaks
+        },
+        "output": str(output) if output else None,
+        **files,
+    }

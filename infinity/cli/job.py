@@ -1,0 +1,170 @@
+"""One fine-tuning run from its options to its output: check everything first, then build, train, save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from infinity.cli.data import Windows, load_windows
+from infinity.cli.history import History, summarize
+from infinity.cli.interrupt import Interrupt
+from infinity.cli.models import ModelSource, find_model
+from infinity.cli.output import prepare_output, save_model
+from infinity.cli.tokenizer import Tokenizer, load_tokenizer
+from infinity.cli.training import Engine, Schedule, Trainer, Watcher
+from infinity.config import Config, Tier
+
+
+class Display(Watcher, Protocol):
+    """A watcher that is also told which part of the run comes next."""
+
+    def phase(self, text: str) -> None:
+        """The run goes on with `text`."""
+
+    def attach(self, engine: Engine) -> None:
+        """The engine exists from now on."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The options of one run, as `infinity finetune` takes them; sizes in bytes."""
+
+    model: str
+    checkpoint_activations: bool
+    data: Path | None
+    sequence_length: int
+    seed: int
+    nvme: tuple[Path, ...]
+    gpu_memory: int
+    cpu_memory: int
+    parameters: Tier
+    optimizer: Tier
+    gradients: Tier
+    precision: Any
+    io_engine: Any
+    steps: int
+    batch_size: int
+    accumulate: int
+    lr: float
+    weight_decay: float
+    warmup: int
+    max_grad_norm: float
+    eval_every: int
+    eval_batches: int
+    output: Path | None
+    overwrite: bool
+    report: bool
+
+    def config(self) -> Config:
+        """The engine's configuration; raises `ValueError` when a state is on nvme and no directory is given."""
+        states = ("parameters", "optimizer", "gradients")
+        on_nvme = [state for state in states if getattr(self, state) == "nvme"]
+        if on_nvme and not self.nvme:
+            raise ValueError(
+                f"{' and '.join(on_nvme)} on nvme, but no directory is given: add --nvme DIR, "
+                f"or keep them in memory with {' '.join(f'--{state} cpu' for state in on_nvme)}"
+            )
+        return Config(
+            nvme=self.nvme,
+            gpu_memory=self.gpu_memory,
+            cpu_memory=self.cpu_memory,
+            parameters=self.parameters,
+            optimizer=self.optimizer,
+            gradients=self.gradients,
+            precision=self.precision,
+            io_engine=self.io_engine,
+        )
+
+    def schedule(self) -> Schedule:
+        """Length and portions of the training."""
+        return Schedule(self.steps, self.batch_size, self.accumulate, self.warmup, self.eval_every, self.eval_batches)
+
+    def run(self, display: Display) -> dict[str, Any]:
+        """Train and write the output; returns the summary (see `summarize`).
+
+        Everything that can be refused is refused before the model is built.
+        """
+        config = self.config()
+        if self.data is not None and not self.data.exists():
+            raise FileNotFoundError(f"--data {self.data} does not exist")
+        display.phase("model")
+        source = find_model(self.model, self.precision)
+        source.check_length(self.sequence_length)
+        if self.output is not None:
+            prepare_output(self.output, source.directory, self.overwrite)
+        display.phase("data")
+        tokenizer = load_tokenizer(source.directory, source.config.vocab_size)
+        windows = load_windows(self.data, tokenizer, self.sequence_length, self.seed)
+        display.phase("weights")
+        torch.manual_seed(self.seed)
+        model, engine, optimizer, device = assemble(self, source, config)
+        try:
+            display.attach(engine)
+            return self._train(display, tokenizer, windows, Parts(model, engine, optimizer, device))
+        finally:
+            engine.close()
+
+    def _train(self, display: Display, tokenizer: Tokenizer, windows: Windows, parts: Parts) -> dict[str, Any]:
+        trainer = Trainer(parts.model, parts.engine, parts.optimizer, windows, self.schedule(), parts.device)
+        with Interrupt() as interrupt:
+            display.phase("training")
+            history = trainer.train(interrupt, display)
+            report = parts.engine.report()
+            if self.output is not None:
+                display.phase("saving")
+                save_model(self.output, parts.model, parts.engine.weights(), tokenizer)
+        summary = summarize(self.model, history, report, self.output, {})
+        if self.output is not None and self.report:
+            display.phase("report")
+            summary |= self._write_report(self.output, history, parts.engine, summary)
+        return summary
+
+    def _write_report(self, output: Path, history: History, engine: Engine, summary: dict[str, Any]) -> dict[str, str]:
+        from infinity.cli.perfetto import write_trace
+        from infinity.cli.report import write_report
+
+        page, trace = output / "report.html", output / "trace.json"
+        spans = engine.recorder.spans()
+        write_report(page, summary, history, spans)
+        write_trace(trace, spans, history)
+        return {"report": str(page), "trace": str(trace)}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What training needs, assembled."""
+
+    model: torch.nn.Module
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+
+
+def assemble(
+    job: Job, source: ModelSource, config: Config
+) -> tuple[torch.nn.Module, Engine, torch.optim.Optimizer, torch.device]:
+    """Build the model without memory, stream its weights into the tiers, and give it an optimizer."""
+    import infinity
+    from infinity.device import ComputeDevice
+
+    with infinity.init():
+        model = source.build()
+    if job.checkpoint_activations:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = infinity.wrap(model, config, weights=source.directory, seed=job.seed)
+    engine: Engine = infinity.engine(model)
+    try:
+        optimizer = infinity.AdamW(
+            model.parameters(),
+            lr=job.lr,
+            betas=(0.9, 0.95),
+            weight_decay=job.weight_decay,
+            max_grad_norm=job.max_grad_norm or None,
+        )
+    except BaseException:
+        engine.close()
+        raise
+    return model, engine, optimizer, ComputeDevice(config.device).torch

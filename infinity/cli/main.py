@@ -1,0 +1,37 @@
+"""The command `infinity`: which subcommands exist. Each one lives in the file of its name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from infinity.cli.doctor import doctor, installed_version
+from infinity.cli.finetune import finetune
+from infinity.cli.gc import gc
+
+app = typer.Typer(
+    name="infinity",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(finetune)
+app.command()(doctor)
+app.command()(gc)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"infinity {installed_version('zero-infinity') or '(not installed)'}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Fine-tune PyTorch models larger than GPU memory, and larger than RAM, with their states on NVMe."""

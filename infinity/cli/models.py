@@ -1,0 +1,110 @@
+"""Which model to train: presets by name, or a Hugging Face directory."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from infinity.cli.tokenizer import BOS, BYTE_VOCABULARY, EOS, PAD
+from infinity.modules.load import INDEX, SINGLE
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+_LLAMA = {"model_type": "llama", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+_GPT2 = {"model_type": "gpt2", "n_positions": 1024}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama-tiny": _LLAMA | {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4},
+    "llama-100m": _LLAMA | {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 14, "num_attention_heads": 12},
+    "llama-1b": _LLAMA
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "llama-7b": _LLAMA | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "gpt2-tiny": _GPT2 | {"n_embd": 128, "n_layer": 4, "n_head": 4},
+}
+"""Shapes of models built from scratch, with the vocabulary of the byte tokenizer."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that can be built: its `transformers` configuration and, when it has any, the directory of its weights."""
+
+    name: str
+    config: Any
+    directory: Path | None
+
+    def check_length(self, length: int) -> None:
+        """Raise `ValueError` when the model has fewer positions than `length` tokens."""
+        most = getattr(self.config, "max_position_embeddings", None)
+        if isinstance(most, int) and 0 < most < length:
+            raise ValueError(f"a sequence length of {length} is more than the {most} positions of {self.name}")
+
+    def build(self) -> torch.nn.Module:
+        """A causal language model with this configuration; on the meta device inside `infinity.init()`.
+
+        Raises `ValueError` when the configuration is not that of a causal language model.
+        """
+        from transformers import AutoModelForCausalLM
+
+        if type(self.config) not in AutoModelForCausalLM._model_mapping:
+            raise ValueError(f"{self.name} is of type {self.config.model_type!r}, which is not a causal language model")
+        model: torch.nn.Module = AutoModelForCausalLM.from_config(self.config)
+        return model
+
+
+def find_model(name: str, precision: str) -> ModelSource:
+    """The model called `name`: a directory with config.json and model.safetensors, or one of `PRESETS`.
+
+    `precision` (bf16, fp16, fp32, or auto for the model's own) becomes the configuration's dtype. Raises `ValueError` that
+    lists the presets, with the nearest, for a name that is neither, and `FileNotFoundError` for an incomplete directory.
+    """
+    directory = Path(name)
+    if name in PRESETS and not directory.is_dir():
+        config = _preset(name)
+        source = ModelSource(name, config, None)
+    elif directory.is_dir():
+        source = ModelSource(name, _directory_config(directory), directory)
+    else:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"unknown model {name!r}; {hint}It is a directory with config.json and model.safetensors, "
+            f"or one of the presets: {', '.join(PRESETS)}"
+        )
+    if precision in _DTYPES:
+        source.config.dtype = _DTYPES[precision]
+    return source
+
+
+def _preset(name: str) -> Any:
+    from transformers import AutoConfig
+
+    values = dict(PRESETS[name])
+    return AutoConfig.for_model(
+        values.pop("model_type"),
+        vocab_size=BYTE_VOCABULARY,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+        **values,
+    )
+
+
+def _directory_config(directory: Path) -> Any:
+    if not (directory / "config.json").is_file():
+        raise FileNotFoundError(f"{directory} has no config.json, so it is not a Hugging Face model directory")
+    if not any((directory / name).is_file() for name in (SINGLE, INDEX)):
+        raise FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX} (weights in pickle files are never loaded)")
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(directory, local_files_only=True)

@@ -1,0 +1,96 @@
+"""The options of `infinity finetune`, each written once: name, limits, help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from infinity.units import parse_bytes
+
+
+def _bytes(value: Any) -> int:
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+_MODEL, _DATA, _TIERS, _TRAINING, _OUTPUT = "Model", "Data", "Where states live", "Training", "Output"
+
+TierName = Literal["gpu", "cpu", "nvme"]
+
+Model = Annotated[
+    str, typer.Option(help="A Hugging Face directory, or a preset (llama-tiny, llama-100m, ...).", rich_help_panel=_MODEL)
+]
+CheckpointActivations = Annotated[
+    bool, typer.Option(help="Recompute activations in backward instead of keeping them.", rich_help_panel=_MODEL)
+]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        help="A text file, a JSONL file (key text) or a folder of them.",
+        show_default="the Python standard library",
+        rich_help_panel=_DATA,
+    ),
+]
+SequenceLength = Annotated[int, typer.Option(min=2, help="Tokens per window.", rich_help_panel=_DATA)]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of new weights and of the order of windows.", rich_help_panel=_DATA)]
+
+Nvme = Annotated[
+    list[Path] | None,
+    typer.Option(help="A directory on NVMe; give it several times to stripe over drives.", rich_help_panel=_TIERS),
+]
+GpuMemory = Annotated[
+    int,
+    typer.Option(
+        parser=_bytes,
+        metavar="BYTES",
+        show_default="1GiB",
+        help="Budget on the compute device (RAM where there is no GPU).",
+        rich_help_panel=_TIERS,
+    ),
+]
+CpuMemory = Annotated[
+    int,
+    typer.Option(parser=_bytes, metavar="BYTES", show_default="2GiB", help="Budget in host memory.", rich_help_panel=_TIERS),
+]
+Parameters = Annotated[TierName, typer.Option(help="Home of the parameters.", rich_help_panel=_TIERS)]
+Optimizer = Annotated[TierName, typer.Option(help="Home of the optimizer states.", rich_help_panel=_TIERS)]
+Gradients = Annotated[TierName, typer.Option(help="Home of the gradients.", rich_help_panel=_TIERS)]
+Precision = Annotated[
+    Literal["auto", "bf16", "fp16", "fp32"],
+    typer.Option(help="dtype of parameters and compute; auto: the model's own.", rich_help_panel=_TIERS),
+]
+IoEngine = Annotated[
+    Literal["auto", "io_uring", "posix"], typer.Option(help="How NVMe is read and written.", rich_help_panel=_TIERS)
+]
+
+Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps.", rich_help_panel=_TRAINING)]
+BatchSize = Annotated[int, typer.Option(min=1, help="Windows per forward pass.", rich_help_panel=_TRAINING)]
+Accumulate = Annotated[int, typer.Option(min=1, help="Forward passes per optimizer step.", rich_help_panel=_TRAINING)]
+LearningRate = Annotated[float, typer.Option("--lr", min=0.0, help="Highest learning rate.", rich_help_panel=_TRAINING)]
+WeightDecay = Annotated[float, typer.Option(min=0.0, help="Decoupled weight decay.", rich_help_panel=_TRAINING)]
+Warmup = Annotated[
+    int | None,
+    typer.Option(min=0, show_default="a tenth of the steps", help="Steps of linear warm-up.", rich_help_panel=_TRAINING),
+]
+MaxGradNorm = Annotated[
+    float, typer.Option(min=0.0, help="Clip the global gradient norm to this; 0: never.", rich_help_panel=_TRAINING)
+]
+EvalEvery = Annotated[
+    int, typer.Option(min=0, help="Validate every so many steps; 0: only at the end.", rich_help_panel=_TRAINING)
+]
+EvalBatches = Annotated[int, typer.Option(min=1, help="Batches per validation.", rich_help_panel=_TRAINING)]
+
+Output = Annotated[
+    Path | None,
+    typer.Option(help="Directory for the trained model and the report.", show_default="none", rich_help_panel=_OUTPUT),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into an output that is not empty.", rich_help_panel=_OUTPUT)]
+WriteReport = Annotated[
+    bool, typer.Option("--report/--no-report", help="Write report.html and trace.json.", rich_help_panel=_OUTPUT)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.", rich_help_panel=_OUTPUT)]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.", rich_help_panel=_OUTPUT)]

@@ -1,0 +1,118 @@
+"""What the person at the terminal sees: a progress bar on stderr while it runs, a table on stdout at the end."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich import progress as bars
+from rich.console import Console
+from rich.table import Table
+
+from infinity.cli.history import TIERS, History
+from infinity.units import format_bytes
+
+if TYPE_CHECKING:
+    from infinity.cli.training import Engine
+
+LINES = 20
+"""Where stderr is not a terminal, about this many plain lines are written instead of a bar."""
+
+
+class Progress:
+    """A progress bar with loss, speed and the three tiers; plain lines where stderr is not a terminal."""
+
+    def __init__(self, steps: int) -> None:
+        self._console = Console(stderr=True)
+        self._steps = steps
+        self._engine: Engine | None = None
+        self._bar = bars.Progress(
+            bars.TextColumn("[bold]{task.description}"),
+            bars.BarColumn(bar_width=20),
+            bars.MofNCompleteColumn(),
+            bars.TextColumn("{task.fields[facts]}"),
+            bars.TimeRemainingColumn(compact=True),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=steps, facts="")
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def phase(self, text: str) -> None:
+        """The run goes on with `text`."""
+        self._bar.update(self._task, description=text)
+
+    def attach(self, engine: Engine) -> None:
+        """Show this engine's tiers from now on."""
+        self._engine = engine
+
+    def stepped(self, history: History) -> None:
+        """Advance the bar by one step."""
+        step = history.steps[-1]
+        facts = f"loss {step.loss:.4f}  {history.tokens_per_second():,.0f} tokens/s"
+        if self._console.is_terminal:
+            self._bar.update(self._task, completed=step.number, facts=f"{facts}  {self._tiers()}")
+        elif step.number in (1, self._steps) or step.number % max(1, self._steps // LINES) == 0:
+            self._line(f"step {step.number}/{self._steps}  {facts}  {self._tiers()}")
+
+    def validated(self, history: History) -> None:
+        """Write the validation loss above the bar."""
+        step, loss = history.validations[-1]
+        self._line(f"step {step}/{self._steps}  validation loss {loss:.4f}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _tiers(self) -> str:
+        if self._engine is None:
+            return ""
+        used, budgets = self._engine.memory(), self._engine.report().budgets
+        return "  ".join(
+            f"{tier} {format_bytes(used[tier])}" + (f"/{format_bytes(budgets[tier])}" if budgets.get(tier) else "")
+            for tier in TIERS
+            if tier in used
+        )
+
+
+def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The summary as (what, value) pairs of text, for the table and the report."""
+
+    def number(value: float | None, form: str = ".4f") -> str:
+        return "-" if value is None else format(value, form)
+
+    loss, nvme, seconds = summary["loss"], summary["nvme_bytes_per_parameter_per_step"], summary["seconds"]
+    rows = [
+        ("model", f"{summary['model']}, {summary['parameters']:,} parameters"),
+        ("steps", str(summary["steps"]) + (" (interrupted)" if summary["signal"] is not None else "")),
+        ("loss, first to last", f"{number(loss['first'])} to {number(loss['last'])}"),
+        ("validation loss", number(loss["validation"])),
+        ("tokens per second", f"{summary['tokens_per_second']:,.0f}"),
+    ]
+    for way in ("read", "written"):
+        rows.append((f"NVMe {way}", f"{nvme[way]['measured']:.2f} B per parameter and step, planned {nvme[way]['planned']:.2f}"))
+    rows += [(f"time: {cause}", f"{spent:.2f} s") for cause, spent in seconds.items()]
+    rows += [(f"waited for {wait['unit']}", f"{wait['seconds']:.2f} s") for wait in summary["worst_waits"]]
+    for tier, memory in summary["memory"].items():
+        budget = f" of {format_bytes(memory['budget'])}" if memory["budget"] else ""
+        rows.append((f"peak {tier}", f"{format_bytes(memory['peak'])}{budget}"))
+    rows += [(name, summary[name]) for name in ("output", "report", "trace") if summary.get(name)]
+    if not summary["output"]:
+        rows.append(("output", "none: the trained weights are gone; give --output DIR to keep them"))
+    return rows
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """Print the table of the run to stdout."""
+    table = Table(title="infinity finetune", show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in summary_rows(summary):
+        table.add_row(name, value)
+    Console(file=sys.stdout).print(table, markup=False)

@@ -1,0 +1,149 @@
+"""Text to token ids: the tokenizer a model directory brings, or one token per byte when it brings none."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.uint32] | npt.NDArray[np.uint16]
+
+BOS, EOS, PAD = 256, 257, 258
+SPECIAL = {BOS: "<|bos|>", EOS: "<|eos|>", PAD: "<|pad|>"}
+BYTE_VOCABULARY = 320
+"""259 ids are in use; the rest pads the embedding to a multiple of 64 rows."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+)
+_DEFINING_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+
+
+class Tokenizer(Protocol):
+    """Turns texts into ids below `vocabulary`; `separator` ends a document."""
+
+    vocabulary: int
+    separator: int
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """One array of ids per text, without any special token."""
+
+    def save(self, directory: Path) -> None:
+        """Write the files from which `transformers.AutoTokenizer` loads the same tokenizer."""
+
+
+class ByteTokenizer:
+    """One token per UTF-8 byte: ids 0 to 255 are the bytes themselves, then bos, eos and pad."""
+
+    vocabulary = BYTE_VOCABULARY
+    separator = EOS
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """One uint16 array of byte values per text."""
+        return [np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.uint16) for text in texts]
+
+    def decode(self, ids: npt.ArrayLike) -> bytes:
+        """The bytes of `ids`; everything above 255 is left out."""
+        array = np.asarray(ids)
+        return array[array < 256].astype(np.uint8).tobytes()
+
+    def save(self, directory: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json of an equal byte-level tokenizer."""
+        from transformers import PreTrainedTokenizerFast
+
+        PreTrainedTokenizerFast(
+            tokenizer_object=_byte_level(),
+            bos_token=SPECIAL[BOS],
+            eos_token=SPECIAL[EOS],
+            pad_token=SPECIAL[PAD],
+            clean_up_tokenization_spaces=False,
+        ).save_pretrained(directory)
+
+
+def _byte_level() -> Any:
+    """A `tokenizers.Tokenizer` without merges whose ids are the bytes.
+
+    Byte-level tokenizers write each byte as one printable character: itself where it is printable in Latin-1, else the
+    next free code point from 256 on, in the order of the bytes (the table of GPT-2's `bytes_to_unicode`).
+    """
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Backend
+
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
+    vocabulary: dict[str, int] = {}
+    free = 256
+    for byte in range(256):
+        if byte in printable:
+            vocabulary[chr(byte)] = byte
+        else:
+            vocabulary[chr(free)] = byte
+            free += 1
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(SPECIAL[i], special=True, normalized=False) for i in sorted(SPECIAL)])
+    return backend
+
+
+class DirectoryTokenizer:
+    """The tokenizer of a Hugging Face model directory."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._directory = directory
+        self._backend: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        self.vocabulary = len(self._backend)
+        ends = (self._backend.eos_token_id, self._backend.sep_token_id)
+        separator = next((token for token in ends if token is not None), None)
+        if separator is None:
+            raise ValueError(f"the tokenizer in {directory} has no end-of-text token to put between documents")
+        self.separator = int(separator)
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """One uint32 array of ids per text."""
+        if not texts:
+            return []
+        encoded = self._backend(
+            list(texts),
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
+
+    def save(self, directory: Path) -> None:
+        """Copy the tokenizer files of the source directory."""
+        for name in TOKENIZER_FILES:
+            if (self._directory / name).is_file():
+                shutil.copyfile(self._directory / name, directory / name)
+
+
+def load_tokenizer(directory: Path | None, vocabulary: int) -> Tokenizer:
+    """The tokenizer in `directory`, else the byte tokenizer; `vocabulary` is the number of rows of the model's embedding.
+
+    Raises `ValueError` when the model's vocabulary is too small for it.
+    """
+    if directory is not None and any((directory / name).is_file() for name in _DEFINING_FILES):
+        tokenizer: Tokenizer = DirectoryTokenizer(directory)
+        needed, name = tokenizer.vocabulary, f"the tokenizer in {directory}"
+    else:
+        tokenizer, needed, name = ByteTokenizer(), PAD + 1, "the byte tokenizer"
+    if needed > vocabulary:
+        raise ValueError(f"{name} has {needed} tokens but the model's vocabulary has {vocabulary}")
+    return tokenizer

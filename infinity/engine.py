@@ -1,0 +1,363 @@
+"""The engine: assembles tiers, units, plan, optimizer and hooks around one model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.device import ComputeDevice
+from infinity.errors import ConfigError, EngineClosedError
+from infinity.modules.grouping import find_owners, find_users, group_parameters
+from infinity.modules.hooks import Hooks
+from infinity.modules.init import initialise, replace_meta
+from infinity.modules.load import Weights, open_weights
+from infinity.observe import Recorder, Report
+from infinity.optim.step import Kernels, Updater
+from infinity.plan.planner import Traffic, UnitCost, predict
+from infinity.plan.runtime import Runtime
+from infinity.sharding import collectives
+from infinity.sharding.unit import GradientBuffer, Unit
+from infinity.tiers.block import Kind
+from infinity.tiers.nvme import ALIGNMENT
+from infinity.tiers.store import Store
+
+Model = TypeVar("Model", bound=nn.Module)
+
+log = logging.getLogger("infinity")
+
+_TRAFFIC = ("nvme bytes read", "nvme bytes written")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_ATTRIBUTE = "_infinity_engine"
+
+
+class Engine:
+    """The handle of one wrapped model, made by `infinity.wrap`. Used by the thread that trains; `close` may be called twice.
+
+    A context manager; also closed when the model is collected or the interpreter ends. After `close` the parameters keep
+    shape and dtype but have no data: save first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        weights: str | Path | None = None,
+        units: Sequence[type[nn.Module] | nn.Module] | None = None,
+        group: collectives.Group = None,
+        seed: int | None = None,
+    ) -> None:
+        self.config = config
+        self.recorder = Recorder()
+        self._model = weakref.ref(model)
+        self._device = ComputeDevice(config.device)
+        dtype = _DTYPES.get(config.precision)
+        owners = find_owners(model, units)
+        missing = replace_meta(model, dtype)
+        if not any(True for _ in model.parameters()):
+            raise ConfigError("the model has no parameters to manage")
+        for parameter in model.parameters():
+            if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+        self._units = [
+            Unit(index, g.name, g.parameters, g.parameters[0][1].dtype, group)
+            for index, g in enumerate(group_parameters(model, owners))
+        ]
+        self._unit_of = {id(p): unit for unit in self._units for p in unit.parameters}
+        self._store = Store(config, self._device, self.recorder)
+        self._open_store(model, users := self._users(model, owners), group)
+        try:
+            self._load(model, missing, weights, seed)
+            kernels = Kernels(config.instruction_set, config.threads or len(os.sched_getaffinity(0)))
+            self._runtime = Runtime(self._store, self._units, self.recorder)
+            self._updater = Updater(
+                self._store, self._units, kernels, self._runtime.trace.first_uses, self._stepped, self.recorder
+            )
+            self._hooks = Hooks(model, users, self._units, self._runtime, self._locate, self._after_backward, self.recorder)
+        except BaseException:
+            self._store.close()
+            raise
+        self._traffic_before: dict[str, int] = {}
+        self._traffic_last: dict[str, int] = {}
+        vars(model)[_ATTRIBUTE] = self
+        vars(model)["zero_grad"] = self.zero_grad
+        self._finalizer = weakref.finalize(model, _shut_down, self._hooks, self._updater, self._store, self._units)
+
+    def _users(self, model: nn.Module, owners: dict[str, nn.Module]) -> dict[nn.Module, list[Unit]]:
+        numbers = {key: unit.index for key, unit in self._unit_of.items()}
+        return {m: [self._units[i] for i in used] for m, used in find_users(model, owners, numbers).items()}
+
+    def _open_store(self, model: nn.Module, users: dict[nn.Module, list[Unit]], group: collectives.Group) -> None:
+        for unit in self._units:
+            unit.declare(self._store, self.config)
+        through_buffer = group is not None or self.config.gradients == "nvme" or not self._device.shares_host
+        buffer_bytes = max((u.nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
+        self._store.open(_concurrent_bytes(model, users), buffer_bytes)
+        self._buffer = GradientBuffer(self._store.reserve("gpu", buffer_bytes).tensor) if buffer_bytes else None
+        for unit in self._units:
+            unit.bind(self._device.torch, self._buffer)
+
+    def _load(self, model: nn.Module, missing: set[int], source: str | Path | None, seed: int | None) -> None:
+        """Move every unit to its tier, one after the other, so that no more than one is whole at a time."""
+        aliases: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name)
+        with ExitStack() as stack:
+            weights = stack.enter_context(open_weights(source)) if source is not None else None
+            if weights is not None:
+                _check_names(weights, aliases, model)
+            if seed is not None:
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                torch.manual_seed(seed)
+            for unit in self._units:
+                flat = torch.zeros(unit.layout.numel, dtype=unit.dtype)
+                empty = []
+                for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
+                    view = flat[place.offset : place.end].view(place.shape)
+                    if weights is not None:
+                        weights.read_into(next(n for n in aliases[id(parameter)] if n in weights), view)
+                    elif id(parameter) in missing:
+                        parameter.data = view
+                        empty.append(parameter)
+                    else:
+                        view.copy_(parameter.data)
+                with torch.no_grad():
+                    initialise(model, empty)
+                unit.guard()
+                unit.write(Kind.PARAM, unit.shard_of(flat))
+            for name, buffer in _persistent_buffers(model):
+                if weights is not None and name in weights:
+                    weights.read_into(name, buffer)
+        for module in model.modules():
+            for name, tensor in module.named_buffers(recurse=False):
+                module._buffers[name] = tensor.to(self._device.torch)
+
+    def _locate(self, address: int) -> tuple[Unit, int] | None:
+        found = self._store.block_at(address)
+        return None if found is None else (self._units[found[0].unit], found[1])
+
+    def _after_backward(self) -> None:
+        if self._buffer is not None:
+            self._buffer.flush()
+
+    def _stepped(self) -> None:
+        counters = self.recorder.counters()
+        self._traffic_last = {k: counters.get(k, 0) - self._traffic_before.get(k, 0) for k in _TRAFFIC}
+        self._traffic_before = counters
+        self._runtime.stepped()
+
+    # Gradients
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; also what `model.zero_grad()` does."""
+        for unit in self._units:
+            unit.zero_gradients()
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Between backward and step: clip this step's gradients to the global L2 norm `max_norm`; returns the norm before."""
+        self._updater.settle(self._units)
+        return self._updater.clip(max_norm)
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A copy of the gradient that the engine holds for `parameter`, on the host; None when there is none."""
+        unit = self._unit_of[id(parameter)]
+        if not unit.has_gradient(parameter):
+            return None
+        place = unit.layout.places[unit.position(parameter)]
+        return unit.gather(Kind.GRAD)[place.offset : place.end].view(place.shape).clone()
+
+    # Weights
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter, by its first name, and every persistent buffer, on the host; one unit is held at a time.
+
+        Waits for pending updates. With several ranks every rank must iterate to the end.
+        """
+        self._updater.drain()
+        for unit in self._units:
+            flat = unit.gather(Kind.PARAM)
+            for name, place in zip(unit.names, unit.layout.places, strict=True):
+                yield name, flat[place.offset : place.end].view(place.shape)
+        for name, buffer in _persistent_buffers(self.model):
+            yield name, buffer.detach().cpu()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What `model.state_dict()` of the plain model would be, on the host: needs as much memory as the weights."""
+        values = dict(self.weights())
+        first = {id(p): name for unit in self._units for p, name in zip(unit.parameters, unit.names, strict=True)}
+        result = {name: values[first[id(p)]] for name, p in self.model.named_parameters(remove_duplicate=False)}
+        return result | {name: values[name] for name, _ in _persistent_buffers(self.model)}
+
+    # Observation and the end
+
+    @property
+    def model(self) -> nn.Module:
+        """The wrapped model."""
+        model = self._model()
+        if model is None:
+            raise EngineClosedError("the model of this engine is gone")
+        return model
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units, in the order of the modules."""
+        return tuple(self._units)
+
+    @property
+    def io(self) -> Any:
+        """The native I/O engine (counters, fault injection); None when nothing is on NVMe."""
+        return self._store.io
+
+    def plan(self) -> Traffic:
+        """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states for the recorded trace."""
+
+        def on_nvme(unit: Unit, *kinds: Kind) -> int:
+            return sum(unit.blocks[k].nbytes for k in kinds if k in unit.blocks and unit.blocks[k].tier == "nvme")
+
+        costs = []
+        for unit in self._units:
+            states = on_nvme(unit, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+            param, gradient = on_nvme(unit, Kind.PARAM), on_nvme(unit, Kind.GRAD)
+            slots = 0 if unit.blocks[Kind.PARAM].permanent else -(-unit.nbytes // ALIGNMENT)
+            old = 0 if Kind.MASTER in unit.blocks else param
+            costs.append(UnitCost(slots, param, states + old + gradient, states + param + gradient, unit.trainable))
+        order = self._runtime.trace.train_order()
+        return predict(order, costs, self._store.copy_slots, max(self._runtime.accumulation, 1))
+
+    def memory(self) -> dict[str, int]:
+        """Bytes in use now, per tier."""
+        return self._store.used()
+
+    def report(self) -> Report:
+        """What the run did so far; waits for pending updates."""
+        self._updater.drain()
+        count = sum(p.numel() for unit in self._units for p in unit.parameters)
+        planned = self.plan()
+        waits = self.recorder.seconds("wait nvme")
+        for_adam = sum(self.recorder.seconds("wait adam").values())
+        model = sum(self.recorder.seconds("model").values())
+        config = self.config
+        return Report(
+            parameters=count,
+            steps=self._updater.posted_steps,
+            read_per_parameter=self._traffic_last.get(_TRAFFIC[0], 0) / count,
+            written_per_parameter=self._traffic_last.get(_TRAFFIC[1], 0) / count,
+            planned_read_per_parameter=planned.read / count,
+            planned_written_per_parameter=planned.update_written / count,
+            seconds={
+                "compute": model - sum(waits.values()) - for_adam,
+                "wait nvme": sum(waits.values()),
+                "wait adam": for_adam,
+                "adam": sum(self.recorder.seconds("adam").values()),
+            },
+            waits=waits,
+            peaks=self._store.peaks(),
+            budgets={"gpu": config.gpu_memory, "cpu": config.cpu_memory, "nvme": config.nvme_memory or self._store.used()["nvme"]},
+        )
+
+    def drain(self) -> None:
+        """Wait until no update is under way; raises `EngineClosedError` when one failed."""
+        self._updater.drain()
+
+    def close(self) -> None:
+        """Finish pending updates, end every thread, remove hooks and files, give memory back. May be called twice."""
+        if self._finalizer.alive:
+            model = self._model()
+            self._finalizer()
+            if model is not None:
+                vars(model).pop(_ATTRIBUTE, None)
+                vars(model).pop("zero_grad", None)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _shut_down(hooks: Hooks, updater: Updater, store: Store, units: Sequence[Unit]) -> None:
+    """Not a method, so that the finalizer of the model does not keep the engine, and with it nothing of the model, alive."""
+    updater.close()
+    hooks.close()
+    for unit in units:
+        unit.tier = "no tier any more, for its engine was closed"
+        unit.guard()
+    store.close()
+
+
+def wrap(
+    model: Model,
+    config: Config,
+    *,
+    weights: str | Path | None = None,
+    units: Sequence[type[nn.Module] | nn.Module] | None = None,
+    group: collectives.Group = None,
+    seed: int | None = None,
+) -> Model:
+    """Move the states of `model` to the tiers that `config` says, and train it from then on; returns the same module.
+
+    Parameters built inside `infinity.init()` get their values from the safetensors in `weights` (a Hugging Face directory or
+    one file), or from the modules' own initialisation under `seed`. `units` chooses classes or modules whose parameters move
+    together (default: the repeated blocks). `group` is the process group to shard over (default: one rank).
+
+    Raises `ConfigError` or `BudgetError` before the model is changed in any way that matters, `PathInUseError`.
+    """
+    if _ATTRIBUTE in vars(model):
+        raise ConfigError("the model is wrapped already; close its engine first")
+    Engine(model, config, weights, units, group, seed)
+    return model
+
+
+def engine(model: nn.Module) -> Engine:
+    """The engine of a wrapped model; raises `ConfigError` for any other."""
+    found = vars(model).get(_ATTRIBUTE)
+    if not isinstance(found, Engine):
+        raise ConfigError("the model is not wrapped, or its engine was closed; call model = infinity.wrap(model, config)")
+    return found
+
+
+def _concurrent_bytes(model: nn.Module, users: dict[nn.Module, list[Unit]]) -> int:
+    """Bytes of the compute device that the forward of any module may need at once, for this worst case:
+
+    the units of the module and of the hooked modules around it are in use, each in the worst place, and the largest one has
+    to come in beside them. With k runs in use the free space has k + 1 parts, so k more of the largest make one part fit.
+    """
+    largest = max(unit.nbytes for used in users.values() for unit in used)
+    most = 0
+
+    def walk(module: nn.Module, around: dict[Unit, None]) -> None:
+        nonlocal most
+        inside = around | dict.fromkeys(users.get(module, ()))
+        most = max(most, sum(unit.nbytes for unit in inside) + largest * max(1, len(inside) - 1))
+        for child in module.children():
+            walk(child, inside)
+
+    walk(model, {})
+    return most
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def _check_names(weights: Weights, aliases: dict[int, list[str]], model: nn.Module) -> None:
+    absent = [names[0] for names in aliases.values() if not any(name in weights for name in names)]
+    if absent:
+        some = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
+        raise ConfigError(f"{weights.directory} has no tensor for {some}; it belongs to another model")
+    known = {name for names in aliases.values() for name in names} | {name for name, _ in _persistent_buffers(model)}
+    extra = sorted(weights.names() - known)
+    if extra:
+        log.warning("%s has %d tensors that the model does not use, %s first", weights.directory, len(extra), extra[0])

@@ -1,0 +1,112 @@
+"""Which parameters form a unit, and which modules use it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they hold, but have no forward
+
+
+class Group(NamedTuple):
+    """A future unit: parameters of one dtype, all trainable or all frozen, below one owner module."""
+
+    name: str
+    owner: nn.Module
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+
+def find_owners(model: nn.Module, given: Sequence[type[nn.Module] | nn.Module] | None = None) -> dict[str, nn.Module]:
+    """The modules whose parameters form units, by name: the repeated blocks, or the `given` classes and instances.
+
+    A repeated block is an element of a `ModuleList` or `Sequential` in which its class occurs more than once; the outermost
+    wins, except that an element with more than half of the model's parameters (an encoder of many blocks) is looked into.
+    """
+    owners: dict[str, nn.Module] = {}
+    total = sum(p.numel() for p in model.parameters())
+
+    def walk(name: str, module: nn.Module) -> None:
+        kinds = Counter(type(child) for child in module.children())
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            numel = sum(p.numel() for p in child.parameters())
+            if given is not None:
+                chosen = any(child is g if isinstance(g, nn.Module) else isinstance(child, g) for g in given)
+            else:
+                repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds[type(child)] > 1
+                chosen = repeated and not isinstance(child, _CONTAINERS) and 2 * numel <= total
+            if chosen and numel:
+                owners[path] = child
+            else:
+                walk(path, child)
+
+    walk("", model)
+    if given is not None and not owners:
+        raise ConfigError("units=... matches no module of the model; give classes or modules that occur in it")
+    return owners
+
+
+def group_parameters(model: nn.Module, owners: dict[str, nn.Module]) -> list[Group]:
+    """Every parameter of `model` in exactly one group, tied ones where they come first, in the order of the modules."""
+    inside = {id(m): (name, owner) for name, owner in owners.items() for m in owner.modules()}
+    buckets: dict[tuple[str, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    owner_of: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+    for path, module, parent in _with_parents(model):
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            holder_path, holder = parent if isinstance(module, _CONTAINERS) else (path, module)
+            unit_name, owner = inside.get(id(module), (holder_path, holder))
+            owner_of[unit_name] = owner
+            key = (unit_name, parameter.dtype, parameter.requires_grad)
+            buckets.setdefault(key, []).append((f"{path}.{name}" if path else name, parameter))
+    kinds = Counter(unit_name for unit_name, _, _ in buckets)
+    groups = []
+    for (unit_name, dtype, trainable), parameters in buckets.items():
+        suffix = "" if kinds[unit_name] == 1 else f" ({str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'})"
+        groups.append(Group((unit_name or "model") + suffix, owner_of[unit_name], tuple(parameters)))
+    return groups
+
+
+def find_users(model: nn.Module, owners: dict[str, nn.Module], unit_of: dict[int, int]) -> dict[nn.Module, list[int]]:
+    """For each module to be hooked, the numbers of the units that its forward uses, given the unit of each parameter's id.
+
+    Hooked are the model itself, the owners, with all parameters below them, and every module outside of them that holds
+    parameters itself.
+    """
+    owned = {id(m) for owner in owners.values() for m in owner.modules()}
+    users: dict[nn.Module, list[int]] = {model: []}
+    for owner in owners.values():
+        users[owner] = list(dict.fromkeys(unit_of[id(p)] for p in owner.parameters()))
+    for _, module, parent in _with_parents(model):
+        if id(module) in owned:
+            continue
+        holder = parent[1] if isinstance(module, _CONTAINERS) else module
+        units = [unit_of[id(p)] for p in module.parameters(recurse=False)]
+        if units:
+            users[holder] = list(dict.fromkeys(users.get(holder, []) + units))
+    return users
+
+
+def _with_parents(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, nn.Module]]]:
+    """Every module once, with its path and its nearest ancestor that has a forward."""
+    seen: set[int] = set()
+
+    def walk(path: str, module: nn.Module, above: tuple[str, nn.Module]) -> Iterator[tuple[str, nn.Module, tuple[str, nn.Module]]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield path, module, above
+        below = above if isinstance(module, _CONTAINERS) else (path, module)
+        for name, child in module.named_children():
+            yield from walk(f"{path}.{name}" if path else name, child, below)
+
+    yield from walk("", model, ("", model))

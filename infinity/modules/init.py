@@ -1,0 +1,78 @@
+"""Models built without memory, and the values of parameters that were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+
+
+@contextmanager
+def init() -> Iterator[None]:
+    """Build modules whose parameters take no memory: they are created on the meta device; buffers are real.
+
+    `infinity.wrap` gives them values unit by unit, from `weights=` or by the modules' own initialisation.
+    Parameters exist one at a time while a constructor runs. Only for the thread that enters it; do not nest.
+    """
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and parameter.device.type != "meta":
+            kind, values = type(parameter), dict(vars(parameter))
+            replaced = kind(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            vars(replaced).update(values)
+            module._parameters[name] = replaced
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def replace_meta(model: nn.Module, dtype: torch.dtype | None) -> set[int]:
+    """Give every meta parameter a placeholder of its shape that takes no memory, tied ones the same one.
+
+    Floating-point ones get `dtype` when it is given.
+
+    Returns the ids of the new parameters: those that need values.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.device.type != "meta":
+                continue
+            if id(parameter) not in made:
+                wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+                place = torch.zeros(1, dtype=wanted).expand(parameter.shape)
+                made[id(parameter)] = nn.Parameter(place, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+    return {id(parameter) for parameter in made.values()}
+
+
+def initialise(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Run the initialisation of the modules that hold `parameters`, whose data is real by now.
+
+    A transformers model initialises by `_init_weights(module)`, others by each module's `reset_parameters()`. Raises
+    `ConfigError` naming the module that has neither.
+    """
+    wanted = {id(p) for p in parameters}
+    by_model: Any = getattr(model, "_init_weights", None)
+    for name, module in model.named_modules():
+        if not any(id(p) in wanted for p in module.parameters(recurse=False)):
+            continue
+        if callable(by_model):
+            by_model(module)
+        elif callable(getattr(module, "reset_parameters", None)):
+            module.reset_parameters()  # type: ignore[operator]
+        else:
+            raise ConfigError(
+                f"{name or 'the model'} ({type(module).__name__}) was built inside infinity.init() and has no reset_parameters(); "
+                "give wrap(..., weights=DIRECTORY), or build that module outside of init()"
+            )

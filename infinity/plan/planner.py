@@ -1,0 +1,94 @@
+"""What to bring next, and what that costs: pure functions of the trace, the sizes and the budgets. Imports no torch.
+
+The runtime walks `look_ahead` against the real arena; `predict` walks the same function against a map of slots, so the bytes
+it states are the bytes that move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from infinity.plan.trace import Trace
+from infinity.tiers.slots import SlotMap
+
+
+def look_ahead(trace: Trace, has_copy: Callable[[int], bool], bring: Callable[[int, float], bool]) -> None:
+    """Bring the units that will be used next, soonest first, until there is no room.
+
+    `bring(unit, beyond)` may evict only what is used later than `beyond`: with the trace as the future that is Belady's
+    rule, so looking far ahead never costs a read that looking less far would save.
+    """
+    for unit, distance in trace.upcoming():
+        if not has_copy(unit) and not bring(unit, distance):
+            return
+
+
+@dataclass(frozen=True)
+class UnitCost:
+    """What moving one unit of this rank costs, in bytes of NVMe traffic; 0 for what is at home elsewhere.
+
+    `slots` is the run it takes on the compute device (0: it never leaves). `update_read` and `update_written` are those of
+    one optimizer step of its states, parameter included.
+    """
+
+    slots: int
+    fetch: int
+    update_read: int
+    update_written: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """NVMe bytes of one optimizer step in the steady state: parameters fetched, and states updated."""
+
+    fetched: int
+    update_read: int
+    update_written: int
+
+    @property
+    def read(self) -> int:
+        return self.fetched + self.update_read
+
+
+def predict(order: Sequence[int], units: Sequence[UnitCost], slots: int, accumulation: int = 1) -> Traffic:
+    """NVMe traffic of one optimizer step of `accumulation` cycles of `order`, with `slots` slots for copies.
+
+    Walks three steps from an empty arena and states the last, when the walk repeats itself.
+    """
+    copies: SlotMap[int] = SlotMap(slots)
+    trace = Trace()
+    fetched = 0
+
+    def bring(unit: int, beyond: float, pinned: int | None = None) -> bool:
+        nonlocal fetched
+        place = copies.place(units[unit].slots, lambda other: None if other == pinned else trace.next_use(other), beyond)
+        if place is None:
+            return False
+        for victim in place.evicted:
+            copies.give_back(victim)
+        copies.take(unit, place.start, units[unit].slots)
+        fetched += units[unit].fetch
+        return True
+
+    def has_copy(unit: int) -> bool:
+        return units[unit].slots == 0 or unit in copies.runs
+
+    trainable = frozenset(index for index, unit in enumerate(units) if unit.trainable)
+    for _ in range(3):
+        fetched = 0
+        for micro_batch in range(accumulation):
+            trace.begin("train", trainable if micro_batch == accumulation - 1 else frozenset())
+            look_ahead(trace, has_copy, bring)
+            for unit in order:
+                trace.use(unit)
+                if not has_copy(unit):
+                    bring(unit, -1)
+                look_ahead(trace, has_copy, lambda other, beyond, pinned=unit: bring(other, beyond, pinned))  # type: ignore[misc]
+        for unit in trainable & set(copies.runs):
+            copies.give_back(unit)
+        trace.dropped = frozenset()
+        look_ahead(trace, has_copy, bring)
+    updated = [units[unit] for unit in sorted(trainable & set(order))]
+    return Traffic(fetched, sum(u.update_read for u in updated), sum(u.update_written for u in updated))

@@ -1,0 +1,69 @@
+"""Walks the plan: at every use of a unit it starts what comes next and waits for this one, and for nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from infinity.observe import Recorder
+from infinity.plan.planner import look_ahead
+from infinity.plan.trace import Trace
+from infinity.sharding.unit import Unit
+from infinity.tiers.block import BlockState, Kind
+from infinity.tiers.store import Store
+
+
+class Runtime:
+    """Called by the thread that runs the model, at the points where units come into and go out of use."""
+
+    def __init__(self, store: Store, units: Sequence[Unit], recorder: Recorder) -> None:
+        self._store, self._units, self._recorder = store, units, recorder
+        self.trace = Trace()
+        self.accumulation = 0
+        """Training cycles per optimizer step, as the last step had them; 0 before the first."""
+        self._cycles = 0
+        self._trainable = frozenset(unit.index for unit in units if unit.trainable)
+        store.next_use = self.trace.next_use
+
+    def begin(self, training: bool) -> None:
+        """A forward of the model starts."""
+        self._cycles += training
+        last = training and self._cycles == self.accumulation
+        self.trace.begin("train" if training else "eval", self._trainable if last else frozenset())
+        self.look_ahead()
+
+    def stepped(self) -> None:
+        """An optimizer step was started, and the copies of what it updates are dropped: bring what comes first."""
+        self.accumulation, self._cycles = self._cycles, 0
+        self.trace.dropped = frozenset()
+        self.look_ahead()
+
+    def enter(self, unit: Unit) -> torch.Tensor:
+        """`unit` is in use until `leave`: start bringing it and what comes next, then wait for it; returns its flat buffer."""
+        new = self.trace.use(unit.index)
+        unit.start()
+        if new:
+            self.look_ahead()
+        block = unit.blocks[Kind.PARAM]
+        state, start = block.state, time.perf_counter()
+        flat = unit.wait()
+        if state is not BlockState.RESIDENT:
+            lane = "wait adam" if state is BlockState.UPDATING else "wait nvme"
+            self._recorder.add(lane, unit.name, start, time.perf_counter())
+        return flat
+
+    def leave(self, unit: Unit) -> None:
+        """End one `enter`."""
+        unit.release()
+
+    def look_ahead(self) -> None:
+        """Start bringing what will be used next, as far as there is room."""
+        look_ahead(self.trace, self._has_copy, self._bring)
+
+    def _has_copy(self, unit: int) -> bool:
+        return self._store.has_copy(self._units[unit].blocks[Kind.PARAM])
+
+    def _bring(self, unit: int, beyond: float) -> bool:
+        return self._store.prefetch(self._units[unit].blocks[Kind.PARAM], beyond)

@@ -1,0 +1,101 @@
+"""The trace: the order in which units are used, recorded as it happens and taken as a prediction of the next round.
+
+Imports no torch. A *cycle* is one forward of the model with what follows it (its backward, in training) up to the next
+forward. The trace predicts, it does not bind: a use that was not predicted costs a miss, and the order that really happened
+is the prediction for the next cycle of the same phase.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+
+class Cycle:
+    """A recorded order of uses, with fast look-up of the next use of a unit."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order = tuple(order)
+        self._at: defaultdict[int, list[int]] = defaultdict(list)
+        for position, unit in enumerate(self.order):
+            self._at[unit].append(position)
+
+    def distance(self, unit: int, position: int) -> float:
+        """Uses from `position` to the next use of `unit`, going round; infinite when it is never used.
+
+        Example: order 0 1 2 1 0 and position 2: unit 2 is 0 away, unit 1 is 1 away, unit 0 is 2 away.
+        """
+        positions = self._at.get(unit)
+        if not positions:
+            return math.inf
+        index = bisect_left(positions, position)
+        return positions[index] - position if index < len(positions) else positions[0] + len(self.order) - position
+
+    def find(self, unit: int, position: int) -> int | None:
+        """The first position from `position` on at which `unit` is used, not going round."""
+        positions = self._at.get(unit, [])
+        index = bisect_left(positions, position)
+        return positions[index] if index < len(positions) else None
+
+
+class Trace:
+    """Records the current cycle and predicts from the last one of the same phase. Used by the thread that runs the model."""
+
+    def __init__(self) -> None:
+        self._cycles: dict[str, Cycle] = {}
+        self._phase = ""
+        self._recording: list[int] = []
+        self.predicted = Cycle(())
+        self.position = 0
+        """Index in `predicted` of the use that is expected next."""
+        self.dropped: frozenset[int] = frozenset()
+        """Units whose copies are dropped when this cycle ends, for a step follows it: they have no use beyond its end."""
+        self.misses = 0
+        """Uses that were not predicted, since the start; the first cycle of a phase counts in full."""
+
+    def begin(self, phase: str, dropped: frozenset[int] = frozenset()) -> None:
+        """A new cycle starts; what was recorded becomes the prediction of its phase."""
+        if self._recording and self._cycles.get(self._phase, Cycle(())).order != tuple(self._recording):
+            self._cycles[self._phase] = Cycle(self._recording)
+        self._phase, self._recording = phase, []
+        self.predicted = self._cycles.get(phase, Cycle(()))
+        self.position = 0
+        self.dropped = dropped
+
+    def use(self, unit: int) -> bool:
+        """`unit` is used now; whether that is a new use, for uses of the same unit one after the other count once."""
+        if self._recording and self._recording[-1] == unit:
+            return False
+        self._recording.append(unit)
+        found = self.predicted.find(unit, self.position)
+        if found is None:
+            self.misses += 1
+            return True
+        self.misses += found != self.position
+        self.position = found + 1
+        return True
+
+    def next_use(self, unit: int) -> float:
+        """How many uses away the next use of `unit` is, as far as is known; infinite when it is not known."""
+        distance = self.predicted.distance(unit, self.position)
+        beyond = self.position + distance >= len(self.predicted.order)
+        return math.inf if beyond and unit in self.dropped else distance
+
+    def upcoming(self) -> Iterator[tuple[int, float]]:
+        """Each unit that will be used, with its distance, soonest first, at most one cycle ahead."""
+        order, seen = self.predicted.order, set()
+        for ahead in range(len(order)):
+            unit = order[(self.position + ahead) % len(order)]
+            if unit not in seen and not (self.position + ahead >= len(order) and unit in self.dropped):
+                seen.add(unit)
+                yield unit, ahead
+
+    def train_order(self) -> tuple[int, ...]:
+        """The last training cycle, as far as it was recorded."""
+        return tuple(self._recording) if self._phase == "train" else self._cycles.get("train", Cycle(())).order
+
+    def first_uses(self) -> list[int]:
+        """The units in the order in which a training forward first uses them, as far as is known."""
+        return list(dict.fromkeys(self.train_order()))

@@ -1,0 +1,45 @@
+"""The collectives of a sharded unit, as functions over a process group; with one rank they move nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+Group = dist.ProcessGroup | None
+
+
+def size(group: Group) -> int:
+    """Ranks in `group`; 1 without torch.distributed."""
+    return dist.get_world_size(group) if group is not None else 1
+
+
+def rank(group: Group) -> int:
+    """This process' rank in `group`; 0 without torch.distributed."""
+    return dist.get_rank(group) if group is not None else 0
+
+
+def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
+    """Fill `full` (n * ranks,) with the shards (n,) of all ranks; `shard` may be this rank's part of `full`."""
+    if group is not None:
+        dist.all_gather_into_tensor(full, shard, group=group)
+
+
+def reduce_scatter_mean(shard: torch.Tensor, full: torch.Tensor, group: Group) -> None:
+    """This rank's part of the mean over ranks of `full` (n * ranks,), into `shard` (n,). Overwrites `full`."""
+    if group is None:
+        shard.copy_(full)
+        return
+    full.div_(dist.get_world_size(group))
+    dist.reduce_scatter_tensor(shard, full, group=group)
+
+
+def all_reduce_sum(values: Sequence[float], group: Group) -> list[float]:
+    """The sum over ranks of each of `values`, in double precision."""
+    if group is None:
+        return list(values)
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return [float(value) for value in total]

@@ -1,0 +1,56 @@
+"""Where every parameter lies in its unit's flat buffer, and in whose shard: pure arithmetic, in elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from infinity.units import round_up
+
+PARAMETER_ALIGNMENT = 64  # elements: a cache line or more for every dtype, so SIMD kernels start aligned
+SHARD_ALIGNMENT = 2048  # elements: 4096 bytes of the narrowest dtype, so that every kind of block is whole device blocks
+
+
+class Place(NamedTuple):
+    """One parameter in the flat buffer: elements [offset, offset + numel)."""
+
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+class Overlap(NamedTuple):
+    """The part of a parameter that lies in one shard: its start in the shard, its start in the parameter, its length."""
+
+    in_shard: int
+    in_parameter: int
+    length: int
+
+
+class Layout:
+    """Parameters of `shapes` laid out one after the other, cut into `ranks` equal shards.
+
+    Example: shapes (3, 5) and (7,) for 2 ranks: offsets 0 and 64, 71 elements, padded to 4096; shards of 2048.
+    """
+
+    def __init__(self, shapes: Sequence[Sequence[int]], ranks: int = 1) -> None:
+        places, offset = [], 0
+        for shape in shapes:
+            numel = math.prod(shape)
+            places.append(Place(offset, numel, tuple(shape)))
+            offset = round_up(offset + numel, PARAMETER_ALIGNMENT)
+        self.places = tuple(places)
+        self.ranks = ranks
+        self.numel = round_up(max(offset, 1), SHARD_ALIGNMENT * ranks)
+        self.shard_numel = self.numel // ranks
+
+    def overlap(self, index: int, rank: int) -> Overlap:
+        """The part of parameter `index` in the shard of `rank`; its length may be 0."""
+        place, start = self.places[index], rank * self.shard_numel
+        begin, end = max(place.offset, start), min(place.end, start + self.shard_numel)
+        return Overlap(max(begin - start, 0), max(begin - place.offset, 0), max(end - begin, 0))

@@ -1,0 +1,71 @@
+"""What a parameter is while its data lives on another tier: name, identity, shape and dtype, but no data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from infinity.errors import ShardedParameterError
+
+if TYPE_CHECKING:
+    from infinity.sharding.unit import Unit
+
+_METADATA = {
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda", "is_meta", "is_sparse", "is_quantized",
+    "is_nested", "grad_fn", "retains_grad", "itemsize", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks", "output_nr",
+    "size", "numel", "nelement", "dim", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "__len__",
+    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "storage_offset", "__hash__", "_is_view", "names",
+}  # fmt: skip
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter that is not gathered. Each unit has its own subclass, so that the type knows the unit."""
+
+    unit: ClassVar[Unit]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        accessor = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if accessor in ("__get__", "__set__") else ""
+        name = attribute or accessor
+        plain = name in _METADATA and accessor != "__set__"
+        plain = plain or (attribute in ("requires_grad", "grad") and accessor == "__set__" and not torch.is_tensor(args[1]))
+        if plain or (attribute == "grad" and not cls._holds_gradient(args)):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        owner, parameter = next(
+            ((type(a), a) for a in _flatten((args, kwargs)) if isinstance(a, ShardedParameter)), (cls, None)
+        )
+        unit = owner.unit
+        who = unit.name_of(parameter) if parameter is not None else unit.name
+        if name == "__repr__":
+            return f"ShardedParameter({who}, on {unit.tier}, unit {unit.name})"
+        if attribute == "grad":
+            raise ShardedParameterError(
+                f"the gradient of {who} is kept by the engine and not in .grad; clip with infinity.AdamW(..., max_grad_norm=...) or "
+                "infinity.engine(model).clip_grad_norm_(...), read it with infinity.engine(model).gradient(parameter)"
+            )
+        raise ShardedParameterError(
+            f"{who} (unit {unit.name}) lives on {unit.tier} and its data was touched ({name}) outside of its module's forward; "
+            f"use `with infinity.gathered(model):` (or the parameter itself) to read it, gathered(..., write=True) to change it"
+        )
+
+    @classmethod
+    def _holds_gradient(cls, args: Any) -> bool:
+        parameter = args[0]
+        return isinstance(parameter, ShardedParameter) and type(parameter).unit.has_gradient(parameter)
+
+
+def guard_for(unit: Unit) -> type[ShardedParameter]:
+    """The class of the parameters of `unit` while they are not gathered."""
+    return type("ShardedParameter", (ShardedParameter,), {"unit": unit})
+
+
+def _flatten(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _flatten(item)]
+    return [value]

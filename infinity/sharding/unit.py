@@ -1,0 +1,277 @@
+"""A unit: parameters gathered and released together, and everything the engine keeps for them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.sharding import collectives
+from infinity.sharding.layout import Layout
+from infinity.sharding.parameter import guard_for
+from infinity.tiers.block import Block, Kind
+from infinity.tiers.store import Store
+
+
+class UnitState(enum.Enum):
+    """What the parameters of a unit point at.
+
+    SHARDED: a one-element placeholder; touching the data raises. UNSHARDED: views of the unit's run of the compute arena.
+    """
+
+    SHARDED = enum.auto()
+    UNSHARDED = enum.auto()
+
+
+class GradientBuffer:
+    """One compute buffer as large as the largest unit, in which a unit's gradients are collected before they are reduced.
+
+    Needed with several ranks, and where the gradient's home cannot be addressed from the compute device. A unit that asks
+    while another holds it makes the other reduce what it has.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._holder: Unit | None = None
+
+    def take(self, unit: Unit) -> torch.Tensor:
+        """The buffer for `unit`: (numel,) of its dtype, zeros when it was not its before."""
+        flat = self._memory[: unit.layout.numel * unit.dtype.itemsize].view(unit.dtype)
+        if self._holder is not unit:
+            self.flush()
+            self._holder = unit
+            flat.zero_()
+        return flat
+
+    def flush(self) -> None:
+        """Reduce what the holder has collected, and free the buffer."""
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            holder.reduce(self._memory[: holder.layout.numel * holder.dtype.itemsize].view(holder.dtype))
+
+
+class Unit:
+    """Parameters of one dtype, all trainable or all frozen, in one flat buffer of which this rank keeps its shard.
+
+    Lives as long as the engine. The thread that runs the model calls `unshard`, `reshard` and `collect`.
+    """
+
+    def __init__(self, index: int, name: str, named: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype, group: collectives.Group) -> None:
+        self.index, self.name, self.dtype, self.group = index, name, dtype, group
+        self.names = [n for n, _ in named]
+        self.parameters = [p for _, p in named]
+        self.trainable = self.parameters[0].requires_grad
+        self.layout = Layout([p.shape for p in self.parameters], collectives.size(group))
+        self.rank = collectives.rank(group)
+        self.blocks: dict[Kind, Block] = {}
+        self.tier = ""
+        self.updater: object | None = None
+        """Who updates this unit; set by the optimizer layer."""
+        self.state = UnitState.UNSHARDED
+        self._users = 0
+        self._placeholder = torch.full((1,), torch.nan, dtype=dtype) if dtype.is_floating_point else torch.zeros(1, dtype=dtype)
+        self.accumulated = [False] * len(self.parameters)
+        """Which parameters have a gradient of the step under way."""
+        self.spent = False
+        """Whether the gradients were handed to an update and not zeroed since."""
+        self._started = False
+        self._plain = [type(p) for p in self.parameters]
+        self._guard = guard_for(self)
+        self._positions = {id(p): i for i, p in enumerate(self.parameters)}
+        self._gathered_lease: object = None
+
+    # Declaration
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered unit."""
+        return self.layout.numel * self.dtype.itemsize
+
+    def declare(self, store: Store, config: Config) -> None:
+        """Add this unit's blocks to the store: parameters, and for a trainable unit gradients, master and moments."""
+        shard, size = self.layout.shard_numel, self.dtype.itemsize
+        self.store, self.tier = store, config.parameters
+
+        def add(kind: Kind, itemsize: int, tier: str, **where: int) -> None:
+            self.blocks[kind] = store.add(self.name, kind, shard, itemsize, tier, unit=self.index, **where)  # type: ignore[arg-type]
+
+        add(Kind.PARAM, size, config.parameters, span=self.nbytes, at=self.rank * shard * size)
+        if self.trainable:
+            add(Kind.GRAD, size, config.gradients)
+            if self.dtype != torch.float32:
+                add(Kind.MASTER, 4, config.optimizer)
+            add(Kind.EXP_AVG, 4, config.optimizer)
+            add(Kind.EXP_AVG_SQ, 4, config.optimizer)
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The qualified name of one of this unit's parameters."""
+        return self.names[self._positions[id(parameter)]]
+
+    def position(self, parameter: torch.Tensor) -> int:
+        """The index of one of this unit's parameters."""
+        return self._positions[id(parameter)]
+
+    # Parameters
+
+    def start(self) -> None:
+        """Pin the unit and start bringing it to the compute device; paired with a `release`."""
+        self.store.start(self.blocks[Kind.PARAM])
+
+    def wait(self) -> torch.Tensor:
+        """The whole unit on the compute device, after `start`: (numel,) in the unit's dtype."""
+        flat = self.store.wait(self.blocks[Kind.PARAM]).view(self.dtype)
+        lease = self.blocks[Kind.PARAM].lease
+        if self.group is not None and self._gathered_lease is not lease:
+            collectives.all_gather(flat, self.shard_of(flat), self.group)
+            self._gathered_lease = lease
+        return flat
+
+    def release(self) -> None:
+        """End one `start`: the unit may be evicted."""
+        self.store.release(self.blocks[Kind.PARAM])
+
+    def unshard(self, flat: torch.Tensor) -> None:
+        """One more user: SHARDED -> UNSHARDED, the parameters point at their places in `flat` (numel,)."""
+        self._users += 1
+        if self.state is UnitState.SHARDED:
+            for parameter, plain, place in zip(self.parameters, self._plain, self.layout.places, strict=True):
+                parameter.__class__ = plain
+                parameter.data = flat[place.offset : place.end].view(place.shape)
+            self.state = UnitState.UNSHARDED
+
+    def reshard(self) -> None:
+        """One user less; after the last UNSHARDED -> SHARDED: the parameters point at a guarded placeholder."""
+        self._users -= 1
+        if self._users == 0:
+            self.guard()
+
+    def guard(self) -> None:
+        """Point the parameters at the placeholder; what they held is freed if nobody else holds it."""
+        for parameter, plain, place in zip(self.parameters, self._plain, self.layout.places, strict=True):
+            parameter.__class__ = plain  # the guard lets nobody touch the data, us included
+            parameter.data = self._placeholder.expand(place.shape)
+            parameter.__class__ = self._guard
+        self.state = UnitState.SHARDED
+
+    # Gradients
+
+    def bind(self, device: torch.device, buffer: GradientBuffer | None) -> None:
+        """The compute device, and how gradients travel: through `buffer`, or straight into their home when it is None."""
+        self._placeholder = self._placeholder.to(device)
+        self._buffer = buffer
+
+    def has_gradient(self, parameter: torch.Tensor) -> bool:
+        """Whether the engine holds a gradient of `parameter`."""
+        return self.accumulated[self.position(parameter)] and not self.spent
+
+    def collect(self, index: int, gradient: torch.Tensor) -> None:
+        """Add the gradient of parameter `index` of this backward to what the step has so far."""
+        if self.spent:
+            raise RuntimeError(
+                f"{self.names[index]} gets a gradient after optimizer.step() and before zero_grad(); call optimizer.zero_grad() in between"
+            )
+        place = self.layout.places[index]
+        if self._buffer is not None:
+            self._buffer.take(self)[place.offset : place.end].view(place.shape).copy_(gradient)
+            self.accumulated[index] = True
+            return
+        home = self.blocks[Kind.GRAD].home
+        if home is None:
+            raise RuntimeError(f"the gradients of {self.name} have no home in memory")
+        target = home.tensor.view(self.dtype)[place.offset : place.end].view(place.shape)
+        if self.accumulated[index]:
+            target.add_(gradient)
+        else:
+            target.copy_(gradient)
+            self.accumulated[index] = True
+
+    def reduce(self, full: torch.Tensor) -> None:
+        """Average `full` (numel,) over the ranks and add this rank's part to the gradient block."""
+        shard = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=full.device)
+        collectives.reduce_scatter_mean(shard, full, self.group)
+        block, first = self.blocks[Kind.GRAD], not self._started
+        self._started = True
+        for begin in self.chunks():
+            (chunk,) = self.store.check_out([(block, not first)], begin)
+            try:
+                chunk.wait()
+                home = chunk.tensor.view(self.dtype)
+                part = shard[begin : begin + home.numel()]
+                if first:
+                    home.copy_(part)
+                else:
+                    home.add_(part.to(home.device))
+                chunk.commit()
+            finally:
+                chunk.release()
+        self.store.end_update([block])
+
+    def settle_gradients(self) -> bool:
+        """Make the gradient block final: zeros where this step brought nothing. Returns whether it brought anything."""
+        if not any(self.accumulated):
+            return False
+        home = self.blocks[Kind.GRAD].home
+        if self._buffer is None and home is not None:
+            flat = home.tensor.view(self.dtype)
+            for place, present in zip(self.layout.places, self.accumulated, strict=True):
+                if not present:
+                    flat[place.offset : place.end].zero_()
+        return True
+
+    def zero_gradients(self) -> None:
+        """Forget the gradients of this step."""
+        self.accumulated = [False] * len(self.parameters)
+        self.spent = self._started = False
+
+    # Whole content on the host
+
+    def chunks(self) -> Iterator[int]:
+        """The first element of every chunk of this rank's shard."""
+        return iter(range(0, self.layout.shard_numel, self.store.chunk_elements))
+
+    def read(self, kind: Kind) -> torch.Tensor:
+        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else the unit's dtype. A copy."""
+        block = self.blocks[kind]
+        dtype = self.dtype if kind in (Kind.PARAM, Kind.GRAD) else torch.float32
+        shard = torch.empty(self.layout.shard_numel, dtype=dtype)
+        for begin in self.chunks():
+            (chunk,) = self.store.check_out([(block, True)], begin)
+            try:
+                chunk.wait()
+                values = chunk.tensor.view(dtype)
+                shard[begin : begin + values.numel()] = values
+            finally:
+                chunk.release()
+        return shard
+
+    def write(self, kind: Kind, shard: torch.Tensor) -> None:
+        """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the block's dtype."""
+        block = self.blocks[kind]
+        if kind is Kind.PARAM:
+            self.store.begin_update(block)
+        for begin in self.chunks():
+            (chunk,) = self.store.check_out([(block, False)], begin)
+            try:
+                target = chunk.tensor.view(shard.dtype)
+                target.copy_(shard[begin : begin + target.numel()])
+                chunk.commit()
+            finally:
+                chunk.release()
+        self.store.end_update([block])
+
+    def gather(self, kind: Kind) -> torch.Tensor:
+        """Like `read`, but the whole unit (numel,) from all ranks; every rank must call it."""
+        shard = self.read(kind)
+        if self.group is None:
+            return shard
+        full = torch.empty(self.layout.numel, dtype=shard.dtype)
+        collectives.all_gather(full, shard, self.group)
+        return full
+
+    def shard_of(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a flat buffer (numel,)."""
+        return full.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
+

@@ -1,0 +1,111 @@
+"""Operations in flight on blocks: a fetch to the compute device, a check-out of one chunk; and the thread that ends fetches."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from infinity.tiers.nvme import Transfer
+
+log = logging.getLogger("infinity")
+
+
+class Fetch:
+    """A parameter shard on its way to its lease on the compute device; `finish` may be called by any thread, often.
+
+    `work` blocks until the bytes are there; `land(fetch, arrived)` is called once, when it returned or raised.
+    """
+
+    def __init__(self, work: Callable[[], None], land: Callable[[Fetch, bool], None]) -> None:
+        self._work, self._land = work, land
+        self._lock = threading.Lock()
+        self._finished = False
+
+    def finish(self) -> None:
+        """Block until the copy is there. Who does the work meets its error; for everybody else the fetch just did not land."""
+        with self._lock:
+            if self._finished:
+                return
+            self._finished = True
+            arrived = False
+            try:
+                self._work()
+                arrived = True
+            finally:
+                self._land(self, arrived)
+
+
+class Mover:
+    """One thread that finishes fetches in the order in which they were posted, so that copies do not wait for the model."""
+
+    def __init__(self) -> None:
+        self._posted: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="infinity-mover", daemon=True)
+        self._thread.start()
+
+    def post(self, fetch: Fetch) -> None:
+        """Finish `fetch` some time soon."""
+        self._posted.put(fetch)
+
+    def close(self) -> None:
+        """Finish what was posted and end the thread."""
+        self._posted.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (fetch := self._posted.get()) is not None:
+            try:
+                fetch.finish()
+            except Exception as error:  # whoever needs the block fetches it again and meets the error itself
+                log.debug("a prefetch failed: %s", error)
+
+
+class Checkout:
+    """One chunk of one block on the host, as `tensor` (uint8): `wait`, then read it, change it, `commit` it; then `release`.
+
+    Used by one thread. For a block at home in host memory `tensor` is the home itself and nothing is copied.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        arrive: Callable[[], None] | None = None,
+        write: Callable[[], Transfer | None] | None = None,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        self.tensor = tensor
+        self._arrive, self._write, self._end = arrive, write, end
+        self._writing: Transfer | None = None
+
+    def wait(self) -> None:
+        """Block until the content is there."""
+        if self._arrive is not None:
+            self._arrive()
+            self._arrive = None
+
+    def commit(self) -> None:
+        """Start writing the content back."""
+        if self._write is not None:
+            self._writing = self._write()
+
+    def committed(self) -> bool:
+        """Whether `release` would return at once."""
+        return self._writing is None or self._writing.done()
+
+    def release(self) -> None:
+        """Wait for what is in flight and give the slot back; it goes back even when the I/O failed."""
+        try:
+            self.wait()
+            if self._writing is not None:
+                self._writing.wait()
+        finally:
+            self._writing = None
+            if self._end is not None:
+                self._end()
+                self._end = None
+
+

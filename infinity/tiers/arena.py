@@ -1,0 +1,88 @@
+"""Arenas: memory allocated once and cut into equal slots; leases: the scoped right to a run of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+
+import torch
+
+from infinity.tiers.slots import SlotMap
+from infinity.units import round_up
+
+POISON = 0xFF  # every float type reads as NaN, so a value used after its lease ended is seen at once
+
+
+class Lease:
+    """The right to `tensor`, a uint8 view of `nbytes` bytes of an arena, until `release`. Ends once (invariant I3)."""
+
+    def __init__(self, arena: Arena, owner: Hashable, offset: int, nbytes: int) -> None:
+        self._arena, self._owner = arena, owner
+        self.offset, self.nbytes = offset, nbytes
+        self.tensor = arena.memory[offset : offset + nbytes]
+        self.address = self.tensor.data_ptr()
+        self._active = True
+
+    def holds(self, offset: int) -> bool:
+        """Whether byte `offset` of the arena is in this lease."""
+        return self.offset <= offset < self.offset + self.nbytes
+
+    def release(self) -> None:
+        """End the lease; a second call does nothing."""
+        if self._active:
+            self._active = False
+            self._arena.end(self._owner, self)
+
+
+class Arena:
+    """Equal slots of `slot_bytes` over `memory` (uint8). Not thread-safe: the store locks.
+
+    `used` and `peak` are bytes of slots. With `poison`, the bytes of a lease become NaN when it ends.
+    """
+
+    def __init__(self, name: str, memory: torch.Tensor, slot_bytes: int, poison: bool = False) -> None:
+        self.name, self.memory, self.slot_bytes, self._poison = name, memory, slot_bytes, poison
+        self._slots: SlotMap[Hashable] = SlotMap(memory.numel() // slot_bytes)
+        self.used = self.peak = 0
+        if poison:
+            memory.fill_(POISON)
+
+    def slots_for(self, nbytes: int) -> int:
+        """How many slots `nbytes` take."""
+        return round_up(nbytes, self.slot_bytes) // self.slot_bytes
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that nobody holds."""
+        return self._slots.count - self._slots.used
+
+    def find(
+        self, nbytes: int, next_use: Callable[[Hashable], float | None], beyond: float = -math.inf
+    ) -> tuple[int, tuple[Hashable, ...]] | None:
+        """The start of the best window for `nbytes` and the owners to evict for it (see `SlotMap.place`), or None."""
+        return self._slots.place(self.slots_for(nbytes), next_use, beyond)
+
+    def lease(self, owner: Hashable, nbytes: int, start: int | None = None) -> Lease | None:
+        """Lease a run for `nbytes`, at slot `start` or wherever there is a free one; None when there is none."""
+        length = self.slots_for(nbytes)
+        if start is None:
+            found = self._slots.place(length, lambda _: None)
+            if found is None:
+                return None
+            start = found.start
+        self._slots.take(owner, start, length)
+        self.used += length * self.slot_bytes
+        self.peak = max(self.peak, self.used)
+        return Lease(self, owner, start * self.slot_bytes, nbytes)
+
+    def owner_at(self, offset: int) -> Hashable | None:
+        """Who holds the slot at byte `offset`."""
+        slot = offset // self.slot_bytes
+        return next((o for o, run in self._slots.runs.items() if run.start <= slot < run.end), None)
+
+    def end(self, owner: Hashable, lease: Lease) -> None:
+        """Called by the lease when it ends."""
+        self.used -= self._slots.runs[owner].length * self.slot_bytes
+        self._slots.give_back(owner)
+        if self._poison:
+            lease.tensor.fill_(POISON)

@@ -1,0 +1,109 @@
+"""A block: aligned bytes with an identity and one state."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from infinity.config import Tier
+
+if TYPE_CHECKING:
+    from infinity.tiers.access import Fetch
+    from infinity.tiers.arena import Lease
+    from infinity.tiers.nvme import Extent
+
+
+class Kind(str, enum.Enum):
+    """What the bytes of a block mean."""
+
+    PARAM = "param"
+    GRAD = "grad"
+    MASTER = "master"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+
+
+class BlockState(enum.Enum):
+    """Where the content of a block is, and what that costs in memory.
+
+    HOME: on its home tier alone; nothing on the compute device.
+    FETCHING: a clean copy is under way to a leased run of the compute arena.
+    RESIDENT: a clean copy (or, for a block whose home is the compute device, the block itself) lies in its lease.
+    UPDATING: the optimizer replaces the content; a lease may be held ready for the fetch that follows.
+    """
+
+    HOME = enum.auto()
+    FETCHING = enum.auto()
+    RESIDENT = enum.auto()
+    UPDATING = enum.auto()
+
+
+@dataclass(eq=False)
+class Block:
+    """`elements` values of `itemsize` bytes, of kind `kind` of unit number `unit`, at home on `tier`.
+
+    Owned by the store, which alone changes a block, under its lock. `written` is False until the first update ends: such a
+    block reads as zeros without I/O (a zero extent). `span` and `at` (bytes) place a parameter shard inside the unit's
+    gathered buffer. `version` says which of the two extents of a copy-on-write block holds the current content.
+    """
+
+    unit: int
+    kind: Kind
+    elements: int
+    itemsize: int
+    tier: Tier
+    span: int
+    at: int
+    state: BlockState = BlockState.HOME
+    written: bool = False
+    home: Lease | None = None
+    extents: tuple[Extent, ...] = ()
+    version: int = 0
+    lease: Lease | None = None
+    fetch: Fetch | None = None
+    pins: int = 0
+    name: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+        return self.elements * self.itemsize
+
+    @property
+    def target(self) -> int:
+        """The extent that the next update writes."""
+        return (self.version + 1) % len(self.extents)
+
+    @property
+    def permanent(self) -> bool:
+        """Whether the compute copy is the block itself and never leaves."""
+        return self.kind is Kind.PARAM and self.tier == "gpu" and self.nbytes == self.span
+
+    def to_fetching(self, fetch: Fetch) -> None:
+        """HOME or UPDATING -> FETCHING, with the lease that `fetch` fills."""
+        self._expect(BlockState.HOME, BlockState.UPDATING)
+        self.state, self.fetch = BlockState.FETCHING, fetch
+
+    def to_resident(self) -> None:
+        """FETCHING or UPDATING -> RESIDENT."""
+        self._expect(BlockState.FETCHING, BlockState.UPDATING)
+        self.state, self.fetch = BlockState.RESIDENT, None
+
+    def to_home(self) -> None:
+        """Any state -> HOME; the lease on the compute device, if any, ends."""
+        if self.lease is not None and not self.permanent:
+            self.lease.release()
+            self.lease = None
+        self.state, self.fetch = BlockState.HOME, None
+
+    def to_updating(self) -> None:
+        """HOME or RESIDENT -> UPDATING; a clean copy is dropped, for it is about to be stale."""
+        self._expect(BlockState.HOME, BlockState.RESIDENT)
+        if not self.permanent:
+            self.to_home()
+        self.state = BlockState.UPDATING
+
+    def _expect(self, *states: BlockState) -> None:
+        if self.state not in states:
+            raise RuntimeError(f"{self.name} is {self.state.name}, not {' or '.join(s.name for s in states)} (invariant I1)")

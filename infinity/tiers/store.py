@@ -1,0 +1,409 @@
+"""The memory manager: the only place where bytes change tier (invariant I2).
+
+[Note: two kinds of access]
+The model needs a unit's parameters whole, on the compute device, ahead of use: `prefetch`, `start`, `wait`, `release` keep clean
+copies of parameter blocks in the compute arena, evicted by Belady's rule. The optimizer needs every block of a unit in
+pieces, on the host, and writes them back: `check_out` hands out one chunk of each block. A block at home on host memory is
+handed out in place; one on NVMe passes through staging slots. Both see placement only as time, never in the values (I8).
+
+[Note: nobody starves]
+Staging slots are taken all at once for a chunk or not at all, and only by threads that can give back what they hold, so
+there is always one that can go on. In the compute arena a demand fetch may evict every unpinned copy; a prefetch only those
+that are needed later than what it brings.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from infinity.config import Config, Tier
+from infinity.device import ComputeDevice
+from infinity.errors import BudgetError, EngineClosedError
+from infinity.observe import Recorder
+from infinity.tiers.access import Checkout, Fetch, Mover
+from infinity.tiers.arena import Arena, Lease
+from infinity.tiers.block import Block, BlockState, Kind
+from infinity.tiers.nvme import ALIGNMENT, NvmeTier, Transfer
+from infinity.units import format_bytes, round_up
+
+CHUNK_ELEMENTS = 16384  # a chunk is a multiple of this many elements: the block of the gradient norm, 64 KiB of fp32
+MOST_CHUNK_ELEMENTS = 1 << 21
+STAGED_SETS = 6  # chunks in flight in the optimizer pipeline: two being read, one updated, three being written
+WIDEST_ELEMENT = 4  # bytes; a staging slot fits a chunk of any kind
+
+
+class Store:
+    """Owns every block, the arenas and the NVMe tier. Declare blocks with `add`, then `open`; `close` ends everything.
+
+    Any thread may call it; states change under one lock. The budgets hold from `open` on: all memory is allocated there.
+    """
+
+    def __init__(self, config: Config, device: ComputeDevice, recorder: Recorder) -> None:
+        self._config, self._device, self._recorder = config, device, recorder
+        self._nvme = NvmeTier(config.nvme, config.io_engine, config.nvme_memory, recorder)
+        self._changed = threading.Condition()
+        self._blocks: list[Block] = []
+        self._arenas: dict[str, Arena] = {}
+        self._mover: Mover | None = None
+        self._failure: BaseException | None = None
+        self._tokens = itertools.count()
+        self.chunk_elements = CHUNK_ELEMENTS
+        self.copy_slots = 0
+        """Slots of 4096 bytes on the compute device for copies of parameters; fixed by `open`."""
+        self.next_use: Callable[[int], float] = lambda unit: math.inf
+        """How far away the next use of a unit's parameters is; set by whoever knows the trace."""
+
+    # Declaration and budgets
+
+    def add(self, name: str, kind: Kind, elements: int, itemsize: int, tier: Tier, *, unit: int, span: int = 0, at: int = 0) -> Block:
+        """Declare a block; its bytes are a multiple of 4096. A parameter shard says where in its gathered unit it lies."""
+        nbytes = elements * itemsize
+        block = Block(unit, kind, elements, itemsize, tier, span or nbytes, at, name=f"{kind.value} of {name}")
+        if tier == "nvme":
+            copies = 2 if self._config.copy_on_write else 1
+            block.extents = tuple(self._nvme.reserve(nbytes) for _ in range(copies))
+        self._blocks.append(block)
+        return block
+
+    def open(self, concurrent: int, reserve: int = 0) -> None:
+        """Check the budgets (I10), then allocate everything; raises `BudgetError` before anything is changed.
+
+        `concurrent` bytes of gathered units must fit at once, and `reserve` bytes for gradient buffers, beside what is at
+        home on the compute device.
+        """
+        budget = self._config
+        device_home, host_home = self._home_bytes("gpu"), self._home_bytes("cpu")
+        travelling = [b for b in self._blocks if b.kind is Kind.PARAM and not b.permanent]
+        least = (concurrent if travelling else 0) + reserve
+        if device_home + least > budget.gpu_memory:
+            raise BudgetError(
+                f"gpu_memory={format_bytes(budget.gpu_memory)} is too small: states at home there take {format_bytes(device_home)}, "
+                f"the units in use at once and the next one {format_bytes(least)}; the smallest gpu_memory that works is "
+                f"{device_home + least} ({format_bytes(device_home + least)}) (invariant I10)"
+            )
+        useful = sum(b.span for b in travelling) + reserve
+        device_bytes = min(budget.gpu_memory // ALIGNMENT * ALIGNMENT, device_home + max(useful, least))
+        slots = self._plan_staging(budget.cpu_memory - host_home, host_home)
+        slot_bytes = self.chunk_elements * WIDEST_ELEMENT
+        self._nvme.open()
+        try:
+            poison = budget.poison
+            self._arenas["gpu"] = Arena("gpu", self._device.compute_memory(device_bytes), ALIGNMENT, poison)
+            self._arenas["cpu"] = Arena("cpu", self._device.host_memory(host_home), ALIGNMENT, poison)
+            self._arenas["staging"] = Arena("staging", self._device.host_memory(slots * slot_bytes), slot_bytes, poison)
+        except BaseException:
+            self.close()
+            raise
+        for block in self._blocks:
+            if block.tier != "nvme":
+                block.home = self.reserve(block.tier, block.nbytes)
+                block.home.tensor.zero_()
+            if block.permanent:
+                block.lease, block.state = block.home, BlockState.RESIDENT
+        self.copy_slots = self._arenas["gpu"].free_slots - self._arenas["gpu"].slots_for(reserve)
+        self._mover = Mover()
+
+    def reserve(self, tier: Tier, nbytes: int) -> Lease:
+        """A lease for as long as the store lives, for a home or a buffer; part of what `open` was told."""
+        lease = self._arenas[tier].lease(next(self._tokens), nbytes)
+        if lease is None:
+            raise RuntimeError(f"{nbytes} bytes were not set aside on {tier} (invariant I10)")
+        return lease
+
+    def _home_bytes(self, tier: Tier) -> int:
+        return sum(round_up(b.nbytes, ALIGNMENT) for b in self._blocks if b.tier == tier)
+
+    def _plan_staging(self, available: int, home: int) -> int:
+        """Choose the chunk length and return the number of staging slots that fit into `available` bytes."""
+        kinds = len({b.kind for b in self._blocks if self._needs_staging(b)}) or 1
+        least = kinds * CHUNK_ELEMENTS * WIDEST_ELEMENT
+        if available < least:
+            raise BudgetError(
+                f"cpu_memory={format_bytes(self._config.cpu_memory)} is too small: states at home in host memory take "
+                f"{format_bytes(home)} and staging at least {format_bytes(least)}; the smallest cpu_memory that works is "
+                f"{home + least} ({format_bytes(home + least)}) (invariant I10)"
+            )
+        longest = max((b.elements for b in self._blocks), default=0)
+        elements = min(available // (STAGED_SETS * kinds * WIDEST_ELEMENT), MOST_CHUNK_ELEMENTS, longest)
+        self.chunk_elements = max(CHUNK_ELEMENTS, elements // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
+        return min(STAGED_SETS, available // (kinds * self.chunk_elements * WIDEST_ELEMENT)) * kinds
+
+    def _needs_staging(self, block: Block) -> bool:
+        return block.tier == "nvme" or (block.tier == "gpu" and not self._device.shares_host)
+
+    # Clean copies of parameter blocks on the compute device
+
+    def has_copy(self, block: Block) -> bool:
+        """Whether a copy is on the compute device, or on its way, or has its place there already."""
+        with self._changed:
+            return block.lease is not None
+
+    def prefetch(self, block: Block, beyond: float) -> bool:
+        """Start bringing `block` to the compute device if that evicts only what is needed later than `beyond`.
+
+        Returns at once; False when there is no room. While the optimizer updates the block, its place is kept and the fetch
+        starts when the update ends.
+        """
+        with self._changed:
+            if block.lease is None:
+                if not self._place(block, beyond):
+                    return False
+                if block.state is BlockState.HOME:
+                    self._start(block)
+            return True
+
+    def start(self, block: Block) -> None:
+        """Pin `block` on the compute device and start bringing it there, if there is room at once; paired with a `release`."""
+        with self._changed:
+            block.pins += 1
+            if block.state is BlockState.HOME and self._place(block, beyond=-1):
+                self._start(block)
+
+    def wait(self, block: Block) -> torch.Tensor:
+        """The span of a pinned `block` on the compute device (uint8); waits for updates, I/O and room.
+
+        Raises `BudgetError` when the units in use leave no room, `NvmeError` when reading fails, `EngineClosedError` after a
+        failed update.
+        """
+        while True:
+            with self._changed:
+                if block.state is BlockState.RESIDENT and block.lease is not None:
+                    return block.lease.tensor
+                pending = self._advance(block)
+            if pending is not None:
+                pending.finish()
+
+    def release(self, block: Block) -> None:
+        """Unpin: the copy stays until something needed sooner takes its place."""
+        with self._changed:
+            block.pins -= 1
+
+    def block_at(self, address: int) -> tuple[Block, int] | None:
+        """The block whose compute copy holds `address`, and the byte offset in its span; None outside of all copies."""
+        arena = self._arenas["gpu"]
+        offset = address - arena.memory.data_ptr()
+        if not 0 <= offset < arena.memory.numel():
+            return None
+        with self._changed:
+            owner = arena.owner_at(offset)
+            if isinstance(owner, Block) and owner.lease is not None:
+                return owner, offset - owner.lease.offset
+            home = next((b for b in self._blocks if b.permanent and b.home and b.home.holds(offset)), None)
+            return None if home is None or home.home is None else (home, offset - home.home.offset)
+
+    def _advance(self, block: Block) -> Fetch | None:
+        """One step, under the lock, towards a resident copy: a fetch to wait for, or None to look again."""
+        if block.state is BlockState.FETCHING:
+            return block.fetch
+        self._check()
+        if block.state is BlockState.UPDATING:
+            self._changed.wait()
+            return None
+        if block.lease is None and not self._place(block, beyond=-1):
+            under_way = [b for b in self._blocks if b.state is BlockState.FETCHING and not b.pins]
+            if under_way:  # evictable as soon as it has landed
+                return under_way[0].fetch
+            raise self._no_room(block)
+        return self._start(block)
+
+    def _no_room(self, block: Block) -> BudgetError:
+        pinned = [b for b in self._blocks if b.pins and b.lease is not None and not b.permanent]
+        need = self._home_bytes("gpu") + sum(b.span for b in pinned) + (len(pinned) + 1) * block.span
+        return BudgetError(
+            f"{block.name} does not fit into gpu_memory={format_bytes(self._config.gpu_memory)} beside what is in use at the same "
+            f"time ({', '.join(b.name for b in pinned)}); gpu_memory={need} ({format_bytes(need)}) is enough for these"
+        )
+
+    def _place(self, block: Block, beyond: float) -> bool:
+        """Lease the best window of the compute arena, evicting clean copies (under the lock)."""
+
+        def next_use(owner: Hashable) -> float | None:
+            evictable = isinstance(owner, Block) and not owner.pins and owner.state is BlockState.RESIDENT
+            return self.next_use(owner.unit) if evictable and isinstance(owner, Block) else None
+
+        found = self._arenas["gpu"].find(block.span, next_use, beyond)
+        if found is None:
+            return False
+        start, evicted = found
+        for victim in evicted:
+            if isinstance(victim, Block):
+                victim.to_home()
+        block.lease = self._arenas["gpu"].lease(block, block.span, start)
+        return True
+
+    def _start(self, block: Block) -> Fetch:
+        """Begin filling the lease of `block` (under the lock); NVMe reads are submitted here and now."""
+        if block.lease is None or self._mover is None:
+            raise RuntimeError(f"{block.name} has no lease to be fetched into")
+        target = block.lease.tensor[block.at : block.at + block.nbytes]
+        fetch = Fetch(self._filling(block, target), lambda fetch, arrived: self._land(block, fetch, arrived))
+        block.to_fetching(fetch)
+        self._mover.post(fetch)
+        return fetch
+
+    def _filling(self, block: Block, target: torch.Tensor) -> Callable[[], None]:
+        if block.home is not None:
+            home = block.home.tensor
+            return lambda: self._device.upload(target, home)
+        if not self._device.shares_host:
+            return lambda: self._fill_through_staging(block, target)
+        return self._nvme.read(block.extents[block.version], 0, block.nbytes, target.data_ptr(), block.name).wait
+
+    def _fill_through_staging(self, block: Block, target: torch.Tensor) -> None:
+        for begin in range(0, block.elements, self.chunk_elements):
+            (chunk,) = self.check_out([(block, True)], begin)
+            try:
+                chunk.wait()
+                at = begin * block.itemsize
+                self._device.upload(target[at : at + chunk.tensor.numel()], chunk.tensor)
+            finally:
+                chunk.release()
+
+    def _land(self, block: Block, fetch: Fetch, arrived: bool) -> None:
+        with self._changed:
+            if block.fetch is fetch:
+                if arrived:
+                    block.to_resident()
+                else:
+                    block.to_home()
+                self._changed.notify_all()
+
+    # Chunks of blocks on the host
+
+    def check_out(self, wants: Sequence[tuple[Block, bool]], begin: int) -> list[Checkout]:
+        """The chunk from element `begin` on of every block in `wants`, with its content where the flag says so.
+
+        Waits for staging slots; only for threads that hold no check-out.
+        """
+        while True:
+            chunks = self.try_check_out(wants, begin)
+            if chunks is not None:
+                return chunks
+            with self._changed:
+                self._changed.wait(timeout=1.0)
+                self._check()
+
+    def try_check_out(self, wants: Sequence[tuple[Block, bool]], begin: int) -> list[Checkout] | None:
+        """Like `check_out`, but None when there are not enough free staging slots for all of `wants`."""
+        staging = self._arenas["staging"]
+        staged = [self._needs_staging(block) for block, _ in wants]
+        with self._changed:
+            if staging.free_slots < sum(staged):
+                return None
+            slots = [staging.lease(next(self._tokens), staging.slot_bytes) if s else None for s in staged]
+        return [self._chunk(block, load, begin, slot) for (block, load), slot in zip(wants, slots, strict=True)]
+
+    def _chunk(self, block: Block, load: bool, begin: int, slot: Lease | None) -> Checkout:
+        at = begin * block.itemsize
+        nbytes = min(self.chunk_elements, block.elements - begin) * block.itemsize
+        if slot is None:
+            if block.home is None:
+                raise RuntimeError(f"{block.name} has no home in memory")
+            return Checkout(block.home.tensor[at : at + nbytes])
+        tensor, name = slot.tensor[:nbytes], block.name
+        arrive: Callable[[], object] | None = None
+        if block.home is not None:  # at home on a device that the host cannot address
+            home = block.home.tensor[at : at + nbytes]
+            if load:
+                arrive = functools.partial(self._device.download, tensor, home)
+            write: Callable[[], Transfer | None] = functools.partial(self._device.upload, home, tensor)
+        else:
+            if load and block.written:
+                arrive = self._nvme.read(block.extents[block.version], at, nbytes, slot.address, name).wait
+            elif load:
+                arrive = tensor.zero_
+            write = functools.partial(self._nvme.write, block.extents[block.target], at, nbytes, slot.address, name)
+        return Checkout(tensor, arrive, write, functools.partial(self._end_slot, slot))
+
+    def _end_slot(self, slot: Lease) -> None:
+        with self._changed:
+            slot.release()
+            self._changed.notify_all()
+
+    # Updates
+
+    def begin_update(self, block: Block) -> None:
+        """Announce new content: copies are dropped, and whoever fetches `block` waits until `end_update`."""
+        while True:
+            with self._changed:
+                pending = block.fetch
+                if pending is None:
+                    if block.pins:
+                        raise RuntimeError(f"{block.name} is in use and cannot be updated (invariant I7)")
+                    block.to_updating()
+                    return
+            pending.finish()
+
+    def end_update(self, blocks: Sequence[Block]) -> None:
+        """All chunks of `blocks` are committed and released: from now on they read as what was written."""
+        with self._changed:
+            for block in blocks:
+                if block.extents:
+                    block.version = block.target
+                block.written = True
+                if block.state is BlockState.UPDATING:
+                    if block.permanent:
+                        block.to_resident()
+                    elif block.lease is not None:
+                        self._start(block)
+                    else:
+                        block.to_home()
+            self._changed.notify_all()
+
+    def forget(self, block: Block) -> None:
+        """Make `block` read as zeros again, without I/O."""
+        with self._changed:
+            block.written = False
+            if block.home is not None:
+                block.home.tensor.zero_()
+
+    def fail(self, error: BaseException) -> None:
+        """An update failed: whoever waits for it, now or later, gets `EngineClosedError` from `error`."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise `EngineClosedError` when an update failed."""
+        with self._changed:
+            self._check()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise EngineClosedError(f"an update failed and the engine cannot go on: {self._failure}") from self._failure
+
+    # Accounting and the end
+
+    def used(self) -> dict[str, int]:
+        """Bytes in use now, per tier."""
+        arena = self._arenas
+        with self._changed:
+            return {"gpu": arena["gpu"].used, "cpu": arena["cpu"].used + arena["staging"].used, "nvme": self._nvme.reserved}
+
+    def peaks(self) -> dict[str, int]:
+        """The most bytes in use at any time since `open`, per tier."""
+        arena = self._arenas
+        with self._changed:
+            return {"gpu": arena["gpu"].peak, "cpu": arena["cpu"].peak + arena["staging"].peak, "nvme": self._nvme.reserved}
+
+    @property
+    def io(self) -> Any:
+        """The native I/O engine, for counters and for tests that inject faults; None when nothing is on NVMe."""
+        return self._nvme.engine
+
+    def close(self) -> None:
+        """End every thread and I/O, remove the NVMe files, give the memory back. May be called twice."""
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
+        self._nvme.close()
+        self._device.close()
+        self._arenas.clear()
+        self._blocks.clear()

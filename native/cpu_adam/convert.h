@@ -1,0 +1,81 @@
+// bf16 and fp16 to and from fp32, one element at a time. Internal linkage: every includer is compiled for another instruction set, and
+// the linker must not pick an AVX-512 copy of a function for all of them.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+#include <cstring>
+
+#include "cpu_adam.h"
+
+namespace infinity::cpu_adam {
+namespace {
+
+static_assert(FLT_EVAL_METHOD == 0, "fp32 expressions must be rounded to fp32 at every operation");
+
+// [Note: NaN] IEEE-754 leaves the sign and payload of a NaN result open; x86 takes them from the first operand, and a compiler may
+// swap the operands of + and *. So whatever arithmetic produced, every NaN that is stored becomes this one. It is chosen so that the
+// conversions below need no case for NaN: rounding it to bf16 gives 0x7fc0, to fp16 0x7e00.
+constexpr std::uint32_t kCanonicalNan = 0x7fc00000;
+
+inline std::uint32_t to_bits(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+inline float from_bits(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline float canonical(float value) { return value == value ? value : from_bits(kCanonicalNan); }
+
+inline float from_bf16(std::uint16_t half) { return from_bits(std::uint32_t{half} << 16); }
+
+inline float from_fp16(std::uint16_t half) {
+  const std::uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, mantissa = half & 0x3ff;
+  if (exponent == 0) return from_bits(sign | to_bits(static_cast<float>(mantissa) * 0x1p-24f));
+  return from_bits(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
+}
+
+// The conversions to 16 bits round to nearest even and take a canonical value.
+inline std::uint16_t to_bf16(float value) {
+  const std::uint32_t bits = to_bits(value);
+  return static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+inline std::uint16_t to_fp16(float value) {
+  const std::uint32_t bits = to_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  std::uint32_t half;
+  if (magnitude > 0x7f800000) {
+    half = 0x7e00;
+  } else if (magnitude >= to_bits(65520.0f)) {  // halfway from the largest fp16, 65504, to 65536
+    half = 0x7c00;
+  } else if (magnitude >= to_bits(0x1p-14f)) {
+    half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  } else {  // subnormal in fp16: the last place of 0.5f is 2^-24, as theirs is, so this addition does the rounding
+    half = to_bits(from_bits(magnitude) + 0.5f) - to_bits(0.5f);
+  }
+  return static_cast<std::uint16_t>(sign | half);
+}
+
+inline float load(const void* values, Dtype dtype, std::size_t i) {
+  switch (dtype) {
+    case Dtype::bf16: return from_bf16(static_cast<const std::uint16_t*>(values)[i]);
+    case Dtype::fp16: return from_fp16(static_cast<const std::uint16_t*>(values)[i]);
+    default: return static_cast<const float*>(values)[i];
+  }
+}
+
+inline void store(void* values, Dtype dtype, std::size_t i, float value) {
+  switch (dtype) {
+    case Dtype::bf16: static_cast<std::uint16_t*>(values)[i] = to_bf16(value); break;
+    case Dtype::fp16: static_cast<std::uint16_t*>(values)[i] = to_fp16(value); break;
+    default: static_cast<float*>(values)[i] = value;
+  }
+}
+
+}  // namespace
+}  // namespace infinity::cpu_adam

@@ -1,0 +1,480 @@
+"""The async-IO extension keeps its contract (native/aio/aio.h), the same for both engines."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from infinity import native
+
+aio = native.aio()
+BLOCK = aio.ALIGNMENT
+AVAILABLE, REASON = aio.io_uring_available()
+KINDS = [
+    pytest.param("posix"),
+    pytest.param("io_uring", marks=pytest.mark.skipif(not AVAILABLE, reason=f"io_uring: {REASON}")),
+]
+each_engine = pytest.mark.parametrize("kind", KINDS)
+
+
+def memory(content: bytes | int, shift: int = 0) -> np.ndarray:
+    """Bytes (or so many zeros) at an address that is `shift` past a multiple of 4096."""
+    size = content if isinstance(content, int) else len(content)
+    base = np.zeros(size + 2 * BLOCK, np.uint8)
+    start = -base.ctypes.data % BLOCK + shift
+    view = base[start : start + size]
+    if isinstance(content, bytes):
+        view[:] = np.frombuffer(content, np.uint8)
+    return view
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(size)
+
+
+class Transfer:
+    """A ticket that keeps its memory until it is complete, as the contract asks of a caller."""
+
+    def __init__(self, submit: Callable[..., Any], file: Any, offset: int, data: np.ndarray) -> None:
+        self.data = data
+        self.ticket = submit(file, offset, data.ctypes.data, data.size)
+
+    def done(self) -> bool:
+        return self.ticket.done()
+
+    def wait(self) -> tuple[int, int, int]:
+        return self.ticket.wait()
+
+
+def write(engine: Any, file: Any, offset: int, data: np.ndarray) -> Transfer:
+    return Transfer(engine.write, file, offset, data)
+
+
+def read(engine: Any, file: Any, offset: int, data: np.ndarray) -> Transfer:
+    return Transfer(engine.read, file, offset, data)
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    failures: list[BaseException] = []
+
+    def guarded(index: int) -> None:
+        try:
+            work(index)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Any]:
+    file = aio.File(str(tmp_path / "data"), create=True)
+    yield file
+    file.close()
+
+
+# Every request moves exactly its bytes.
+
+SPAN = 48 * 1024
+places = st.one_of(st.integers(0, SPAN), st.integers(0, SPAN // BLOCK).map(lambda block: block * BLOCK))
+steps = st.tuples(st.booleans(), places, places, st.sampled_from([0, 0, 1, 64, 512, 4095]))
+
+
+@each_engine
+@settings(max_examples=60, deadline=None)
+@given(steps=st.lists(steps, max_size=12), short=st.sampled_from([0.0, 0.5, 1.0]), direct=st.booleans())
+def test_any_offset_length_and_address_matches_a_model(kind: str, steps: list, short: float, direct: bool) -> None:
+    model = bytearray(2 * SPAN)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = aio.Engine(kind, depth=3, request_bytes=4 * BLOCK)
+        engine.set_faults(seed=len(steps), short_fraction=short)
+        file = aio.File(folder + "/data", create=True, direct=direct)
+        file.truncate(len(model))
+        for number, (writing, offset, size, shift) in enumerate(steps):
+            data = memory(noise(size, number) if writing else size, shift)
+            ticket = (write if writing else read)(engine, file, offset, data)
+            assert ticket.wait() == (0, size, size)
+            if writing:
+                model[offset : offset + size] = data.tobytes()
+            assert data.tobytes() == model[offset : offset + size]
+        file.close()
+        engine.close()
+        assert Path(folder, "data").read_bytes() == model
+
+
+@each_engine
+@pytest.mark.parametrize(("offset", "size"), [(1, 1), (100, BLOCK), (BLOCK - 1, 2), (5, 3 * BLOCK), (BLOCK, 10)])
+def test_neighbours_of_an_unaligned_write_are_untouched(kind: str, file: Any, offset: int, size: int) -> None:
+    engine = aio.Engine(kind)
+    before = noise(5 * BLOCK)
+    assert write(engine, file, 0, memory(before)).wait()[0] == 0
+    after = noise(size, 1)
+    assert write(engine, file, offset, memory(after, shift=8)).wait() == (0, size, size)
+    engine.close()
+    assert Path(file.path).read_bytes() == before[:offset] + after + before[offset + size :]
+
+
+@each_engine
+def test_short_transfers_are_continued(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, request_bytes=64 * BLOCK)
+    engine.set_faults(seed=1, short_fraction=1.0)
+    data = noise(256 * BLOCK)
+    assert write(engine, file, 0, memory(data)).wait() == (0, len(data), len(data))
+    back = memory(len(data))
+    assert read(engine, file, 0, back).wait() == (0, len(data), len(data))
+    assert back.tobytes() == data
+    counters = engine.counters()
+    assert counters["continued"] >= 8  # each of the 2 * 4 device requests was short at least once
+    assert counters["device_requests"] == 8 + counters["continued"]
+    assert counters["bytes_read"] == counters["bytes_written"] == len(data)
+
+
+@each_engine
+def test_an_interrupted_request_is_repeated(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind)
+    for code in (errno.EINTR, errno.EAGAIN):
+        engine.set_faults(fail_write_at=0, fail_read_at=0, fail_errno=code)
+        assert write(engine, file, 0, memory(noise(BLOCK))).wait() == (0, BLOCK, BLOCK)
+        back = memory(BLOCK)
+        assert read(engine, file, 0, back).wait() == (0, BLOCK, BLOCK)
+        assert back.tobytes() == noise(BLOCK)
+    assert engine.counters()["continued"] == 4
+
+
+@each_engine
+def test_aligned_requests_are_not_copied(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, request_bytes=4 * BLOCK)
+    data = memory(noise(10 * BLOCK))
+    write(engine, file, 0, data).wait()
+    read(engine, file, 0, data).wait()
+    assert engine.counters()["bounced_bytes"] == 0
+    assert engine.counters()["device_requests"] == 2 * 3
+    write(engine, file, 0, memory(noise(10), shift=1)).wait()
+    assert engine.counters()["bounced_bytes"] == (10 if file.direct else 0)
+
+
+@each_engine
+def test_a_direct_file_grows_to_the_aligned_end(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind)
+    write(engine, file, 1, memory(noise(BLOCK - 2))).wait()  # leaves its bytes in a bounce buffer
+    write(engine, file, 2 * BLOCK + 1, memory(noise(10))).wait()
+    assert file.size() == (3 * BLOCK if file.direct else 2 * BLOCK + 11)
+    written = b"\0" + noise(BLOCK - 2) + bytes(BLOCK + 2) + noise(10)
+    assert Path(file.path).read_bytes() == written.ljust(file.size(), b"\0")
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+def test_what_one_engine_writes_the_other_reads(file: Any) -> None:
+    engines = [aio.Engine(kind) for kind in ("posix", "io_uring")]
+    for seed, (writer, reader) in enumerate([engines, engines[::-1]]):
+        data = noise(3_000_001, seed)
+        assert write(writer, file, 7, memory(data)).wait()[0] == 0
+        back = memory(len(data))
+        assert read(reader, file, 7, back).wait()[0] == 0
+        assert back.tobytes() == data
+
+
+@each_engine
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+def test_an_independent_io_uring_binding_reads_the_same_bytes(kind: str, file: Any) -> None:
+    liburing = pytest.importorskip("liburing")
+    data = noise(2_500_000)
+    assert write(aio.Engine(kind), file, 0, memory(data)).wait()[0] == 0
+
+    back = bytearray(len(data))
+    ring, completion = liburing.Ring(), liburing.Cqe()
+    liburing.io_uring_queue_init(4, ring)
+    descriptor = os.open(file.path, os.O_RDONLY)
+    try:
+        liburing.io_uring_prep_read(liburing.io_uring_get_sqe(ring), descriptor, back, 0)
+        liburing.io_uring_submit(ring)
+        liburing.io_uring_wait_cqe(ring, completion)
+        entry = completion[0]
+        assert entry.res == len(data)
+        liburing.io_uring_cqe_seen(ring, entry)
+    finally:
+        os.close(descriptor)
+        liburing.io_uring_queue_exit(ring)
+    assert back == data
+
+
+# Every failure is reported, with the bytes before it.
+
+
+@each_engine
+@pytest.mark.parametrize("nth", [0, 1, 6])
+def test_the_nth_failure_gives_the_bytes_before_it(kind: str, file: Any, nth: int) -> None:
+    piece = 2 * BLOCK
+    engine = aio.Engine(kind, depth=4, request_bytes=piece)
+    old, new = noise(7 * piece), noise(7 * piece, 1)
+    write(engine, file, 0, memory(old)).wait()
+
+    engine.set_faults(fail_read_at=nth, fail_errno=errno.ENXIO)
+    back = memory(len(old))
+    assert read(engine, file, 0, back).wait() == (errno.ENXIO, len(old), nth * piece)
+    assert back.tobytes()[: nth * piece] == old[: nth * piece]
+
+    engine.set_faults(fail_write_at=nth)
+    assert write(engine, file, 0, memory(new)).wait() == (errno.EIO, len(new), nth * piece)
+    on_disk = Path(file.path).read_bytes()
+    assert on_disk[: nth * piece] == new[: nth * piece]
+    assert on_disk[nth * piece : (nth + 1) * piece] == old[nth * piece : (nth + 1) * piece]
+    assert write(engine, file, 0, memory(new)).wait()[0] == 0
+
+
+@each_engine
+def test_what_is_left_of_a_failed_request_is_not_started(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, depth=1, request_bytes=BLOCK)
+    engine.set_faults(fail_write_at=2)
+    assert write(engine, file, 0, memory(10 * BLOCK)).wait() == (errno.EIO, 10 * BLOCK, 2 * BLOCK)
+    assert engine.counters()["device_requests"] == 3
+    assert engine.counters()["bytes_written"] == 2 * BLOCK
+
+
+@each_engine
+def test_a_failed_read_of_a_read_modify_write_writes_nothing(kind: str, file: Any) -> None:
+    if not file.direct:
+        pytest.skip("needs O_DIRECT")
+    engine = aio.Engine(kind)
+    write(engine, file, 0, memory(noise(BLOCK))).wait()
+    engine.set_faults(fail_read_at=0)
+    assert write(engine, file, 10, memory(bytes(5))).wait() == (errno.EIO, 5, 0)
+    assert Path(file.path).read_bytes() == noise(BLOCK)
+
+
+@each_engine
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("size", [0, 1, BLOCK, 5 * BLOCK - 3])
+def test_the_end_of_the_file_is_reported(kind: str, tmp_path: Path, size: int, direct: bool) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(noise(size))
+    file, engine = aio.File(str(path), direct=direct), aio.Engine(kind, request_bytes=2 * BLOCK)
+    for extra in (1, BLOCK, 3 * BLOCK + 1):
+        back = memory(size + extra)
+        assert read(engine, file, 0, back).wait() == (aio.END_OF_FILE, size + extra, size)
+        assert back.tobytes() == noise(size) + bytes(extra)
+    back = memory(size)
+    assert read(engine, file, 0, back).wait() == (0, size, size)
+
+
+@pytest.fixture
+def small_file_system(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root")
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    if subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("mount is not allowed here")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+@pytest.mark.root
+@each_engine
+def test_a_full_file_system_is_reported(kind: str, small_file_system: Path) -> None:
+    path = str(small_file_system / "data")
+    file, engine = aio.File(path, create=True), aio.Engine(kind, request_bytes=1 << 20)
+    data = noise(1 << 20)
+    error, asked, done = write(engine, file, 0, memory(data)).wait()
+    assert error == errno.ENOSPC
+    assert asked == len(data)
+    assert 0 < done <= 256 * 1024
+    assert Path(path).read_bytes()[:done] == data[:done]
+    with pytest.raises(OSError) as failure:
+        file.allocate(1 << 20)
+    assert (failure.value.errno, failure.value.filename) == (errno.ENOSPC, path)
+    file.close()
+
+
+# Queues are bounded, any thread may use them, and nothing in flight is lost.
+
+
+@each_engine
+@pytest.mark.parametrize("depth", [1, 2, 64])
+def test_hundreds_of_requests_from_many_threads(kind: str, file: Any, depth: int) -> None:
+    engine = aio.Engine(kind, depth=depth, request_bytes=2 * BLOCK)
+    threads, requests, size = 6, 50, 3 * BLOCK + 50  # several device requests each, the last one bounced
+    stride = 4 * BLOCK
+
+    def work(thread: int) -> None:
+        data = [memory(noise(size, thread * requests + i)) for i in range(requests)]
+        back = [memory(size, shift=i % 2) for i in range(requests)]
+        for move, buffers in ((write, data), (read, back)):
+            tickets = [move(engine, file, (i * threads + thread) * stride, buffers[i]) for i in range(requests)]
+            assert all(ticket.wait() == (0, size, size) for ticket in tickets)
+        assert all(np.array_equal(a, b) for a, b in zip(data, back, strict=True))
+
+    in_threads(threads, work)
+    assert engine.counters()["bytes_read"] == threads * requests * size
+
+
+@each_engine
+def test_many_threads_may_wait_for_one_ticket(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind)
+    engine.set_faults(bytes_per_second=1 << 20)
+    data = memory(noise(16 * BLOCK))
+    ticket = write(engine, file, 0, data)
+    results: list[tuple[int, int, int]] = []
+    in_threads(8, lambda _: results.append(ticket.wait()))
+    assert results == [(0, data.size, data.size)] * 8
+    assert ticket.done()
+
+
+@each_engine
+def test_close_drains(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    file, engine = aio.File(str(path), create=True), aio.Engine(kind, depth=2, request_bytes=BLOCK)
+    engine.set_faults(bytes_per_second=4 << 20)  # so that most requests are still in flight at close()
+    data = memory(noise(64 * BLOCK))
+    tickets = [write(engine, file, i * BLOCK, data[i * BLOCK : (i + 1) * BLOCK]) for i in range(62)]
+    write(engine, file, 62 * BLOCK, data[62 * BLOCK :])  # `data` stays, the ticket does not
+    file.close()
+    engine.close()
+    assert all(ticket.done() and ticket.wait() == (0, BLOCK, BLOCK) for ticket in tickets)
+    assert path.read_bytes() == data.tobytes()
+
+
+@each_engine
+def test_drain_waits_for_all(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind)
+    engine.drain()
+    engine.set_faults(bytes_per_second=1 << 20)
+    data = memory(noise(8 * BLOCK))
+    tickets = [write(engine, file, i * BLOCK, data[i * BLOCK : (i + 1) * BLOCK]) for i in range(8)]
+    engine.drain()
+    assert all(ticket.done() for ticket in tickets)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+@pytest.mark.timeout(30)
+def test_waiting_releases_the_gil(tmp_path: Path) -> None:
+    path = str(tmp_path / "fifo")
+    os.mkfifo(path)
+    file, engine, byte = aio.File(path, direct=False), aio.Engine("io_uring"), memory(1)
+    ticket = read(engine, file, 0, byte)
+    about_to_wait = threading.Event()
+
+    def wait(_: int) -> None:
+        about_to_wait.set()
+        assert ticket.wait() == (0, 1, 1)
+
+    def feed(_: int) -> None:
+        about_to_wait.wait()
+        descriptor = os.open(path, os.O_WRONLY)
+        os.write(descriptor, b"x")
+        os.close(descriptor)
+
+    in_threads(2, lambda index: (wait, feed)[index](index))
+    assert byte.tobytes() == b"x"
+
+
+@each_engine
+@pytest.mark.parametrize("threads", [1, 4])
+def test_the_throttle_bounds_the_rate(kind: str, file: Any, threads: int) -> None:
+    engine = aio.Engine(kind, threads=threads, request_bytes=16 * BLOCK)
+    rate, size = 16 << 20, 4 << 20
+    engine.set_faults(bytes_per_second=rate)
+    data = memory(noise(size // 2))
+    begin = time.monotonic()
+    tickets = [write(engine, file, offset, data) for offset in (0, data.size)]
+    assert [ticket.wait()[0] for ticket in tickets] == [0, 0]
+    assert time.monotonic() - begin >= size / rate * 0.9
+
+
+# Wrong use and a failing world.
+
+
+def test_file_operations(tmp_path: Path) -> None:
+    path = str(tmp_path / "data")
+    file = aio.File(path, create=True, mode=0o700)
+    assert (file.path, file.size()) == (path, 0)
+    assert Path(path).stat().st_mode & 0o777 == 0o700
+    file.allocate(10 * BLOCK)
+    assert file.size() == 10 * BLOCK
+    assert Path(path).stat().st_blocks * 512 >= 10 * BLOCK
+    file.truncate(3)
+    file.sync()
+    assert file.size() == 3
+    file.close()
+    assert not aio.File(path, direct=False).direct
+
+
+@each_engine
+def test_closed_objects_say_so(kind: str, tmp_path: Path) -> None:
+    file, engine, data = aio.File(str(tmp_path / "data"), create=True), aio.Engine(kind), memory(1)
+    file.close()
+    file.close()
+    for use in (file.size, file.sync, lambda: file.path, lambda: read(engine, file, 0, data)):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+    engine.close()
+    engine.close()
+    for use in (engine.drain, engine.counters, engine.set_faults, lambda: engine.kind):
+        with pytest.raises(ValueError, match="closed"):
+            use()
+
+
+def test_os_errors_carry_errno_and_filename(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as missing:
+        aio.File(str(tmp_path / "missing"))
+    assert (missing.value.errno, missing.value.filename) == (errno.ENOENT, str(tmp_path / "missing"))
+    with pytest.raises(IsADirectoryError):
+        aio.File(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "aio"},
+        {"kind": "posix", "depth": 0},
+        {"kind": "posix", "threads": 0},
+        {"kind": "posix", "request_bytes": 1000},
+        {"kind": "posix", "request_bytes": 0},
+    ],
+)
+def test_wrong_options_are_value_errors(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        aio.Engine(**options)
+
+
+@each_engine
+def test_wrong_requests_are_value_errors(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind)
+    assert engine.kind == kind
+    with pytest.raises(ValueError, match="largest file"):
+        engine.read(file, 2**63 - 1, 0, 1)
+    with pytest.raises(ValueError):
+        engine.set_faults(short_fraction=2.0)
+    with pytest.raises(ValueError, match="null"):
+        engine.read(file, 0, 0, BLOCK)
+    assert engine.read(file, 0, 0, 0).wait() == (0, 0, 0)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+def test_a_refused_ring_is_a_runtime_error_with_the_reason() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        assert aio.io_uring_available() == (False, "io_uring_setup: Too many open files")
+        with pytest.raises(RuntimeError, match="Too many open files"):
+            aio.Engine("io_uring")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

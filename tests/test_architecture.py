@@ -1,0 +1,234 @@
+"""The rules of ARCHITECTURE.md that can be read from the source: layers, the pure planner, one place per concern."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# A module imports from its own line and from lines with a lower number. A line is a package, or modules of `infinity` itself.
+LAYERS = """\
+1 infinity: config device errors native observe units
+2 tiers
+3 sharding
+4 plan
+5 optim
+6 modules
+6 checkpoint
+7 infinity: __init__ engine
+8 cli
+8 integrations
+8 testing
+9 infinity: __main__
+"""
+
+PUBLIC = [
+    "AdamW",
+    "BudgetError",
+    "Config",
+    "ConfigError",
+    "EngineClosedError",
+    "InfinityError",
+    "NvmeError",
+    "PathInUseError",
+    "ShardedParameterError",
+    "engine",
+    "gathered",
+    "init",
+    "wrap",
+]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PATHS = {module_name(path): path for path in sorted((ROOT / "infinity").rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in PATHS.items()}
+
+
+def nodes() -> Iterator[tuple[str, str, ast.AST]]:
+    """(module, "path:line", node) for every node of the library."""
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            yield name, f"{PATHS[name].relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node
+
+
+def imported(module: str, node: ast.AST) -> list[str]:
+    """Dotted names of the modules that `node` imports; a name inside a module stands for the module."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = node.module or ""
+    if node.level:
+        package = module.split(".") if PATHS[module].name == "__init__.py" else module.split(".")[:-1]
+        base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+    return [f"{base}.{alias.name}" if f"{base}.{alias.name}" in PATHS else base for alias in node.names]
+
+
+def is_ours(name: str) -> bool:
+    return name.split(".")[0] == "infinity"
+
+
+def parse_lines(table: str) -> list[tuple[int, str, list[str]]]:
+    """(layer, package, modules named after the colon) for each line."""
+    lines = [re.fullmatch(r"(\d) (\w+)(?:: ([\w ]+))?", line) for line in table.strip().splitlines()]
+    return [(int(line[1]), line[2], (line[3] or "").split()) for line in lines if line]
+
+
+def line_of(module: str) -> tuple[int, str]:
+    """Layer and identity of the line in LAYERS that `module` is on."""
+    parts = module.split(".")[1:]
+    for layer, package, names in parse_lines(LAYERS):
+        if package == "infinity":
+            if PATHS[module].parent == ROOT / "infinity" and PATHS[module].stem in names:
+                return layer, f"infinity {layer}"
+        elif parts[:1] == [package]:
+            return layer, package
+    raise AssertionError(f"{module} is on no line of the table; give it a layer there and in ARCHITECTURE.md")
+
+
+def table_of_the_document() -> str:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    (table,) = re.findall(r"^```layers\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return table
+
+
+def test_imports_point_to_lower_layers() -> None:
+    wrong = []
+    for module, at, node in nodes():
+        own_layer, own_line = line_of(module)
+        for target in filter(is_ours, imported(module, node)):
+            if target not in PATHS:
+                wrong.append(f"{at} imports {target}, which is not a module of the library")
+                continue
+            layer, line = line_of(target)
+            if line != own_line and layer >= own_layer:
+                wrong.append(f"{at} (layer {own_layer}) imports {target} (layer {layer})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_imports_the_testing_package() -> None:
+    wrong = [
+        f"{at} imports {target}"
+        for module, at, node in nodes()
+        for target in imported(module, node)
+        if target.startswith("infinity.testing") and not module.startswith("infinity.testing")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_document_has_the_same_table() -> None:
+    document = [
+        (layer, package, names if package == "infinity" else []) for layer, package, names in parse_lines(table_of_the_document())
+    ]
+    assert document == parse_lines(LAYERS)
+
+
+def test_modules_named_in_the_document_are_the_modules_there_are() -> None:
+    for _, package, names in parse_lines(table_of_the_document()):
+        if names and package != "infinity":
+            there = {path.stem for path in (ROOT / "infinity" / package).glob("*.py")} - {"__init__"}
+            assert set(names) == there, package
+
+
+def test_the_planner_and_the_trace_know_no_torch() -> None:
+    pending, seen = ["infinity.plan.planner", "infinity.plan.trace"], set()
+    while pending:
+        module = pending.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        targets = [target for node in ast.walk(TREES[module]) for target in imported(module, node)]
+        assert not [target for target in targets if target.split(".")[0] == "torch"], f"{module} imports torch"
+        ours = list(filter(is_ours, targets))
+        packages = [target.rpartition(".")[0] for target in ours]  # importing a module runs its package first
+        pending += [name for name in ours + packages if "." in name]
+
+
+def test_torch_cuda_is_said_in_one_file() -> None:
+    wrong = [
+        at
+        for module, at, node in nodes()
+        if module != "infinity.device"
+        and (
+            (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda")
+            or any(name.startswith("torch.cuda") for name in imported(module, node))
+            or (isinstance(node, ast.ImportFrom) and node.module == "torch" and "cuda" in [a.name for a in node.names])
+        )
+    ]
+    assert not wrong, wrong
+
+
+HOOK = re.compile(r"register_(?!step_)\w*hook|saved_tensors_hooks")  # step hooks belong to optimizers
+
+
+def test_module_and_autograd_hooks_are_registered_in_one_file() -> None:
+    wrong = [
+        at
+        for module, at, node in nodes()
+        if module != "infinity.modules.hooks"
+        for name in [getattr(node, "attr", ""), getattr(node, "id", ""), getattr(node, "name", "")]
+        if HOOK.fullmatch(name or "")
+    ]
+    assert not wrong, wrong
+
+
+def test_no_star_imports_and_no_print() -> None:
+    wrong = []
+    for module, at, node in nodes():
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            wrong.append(f"{at} star import")
+        if isinstance(node, ast.Name) and node.id == "print" and not module.startswith("infinity.cli"):
+            wrong.append(f"{at} print; a library logs")
+    assert not wrong, "\n".join(wrong)
+
+
+WORK = {
+    *("submit", "wait", "read", "write", "flush", "step", "pop", "append", "close", "fetch", "release", "evict", "acquire"),
+    *("unshard", "reshard", "reduce", "send", "put", "get_nowait", "join", "add", "remove", "update", "popleft"),
+}
+
+
+def test_asserts_do_no_work() -> None:
+    wrong = [
+        at
+        for _, at, node in nodes()
+        if isinstance(node, ast.Assert)
+        for part in ast.walk(node)
+        if isinstance(part, ast.NamedExpr)
+        or (isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in WORK)
+    ]
+    assert not wrong, wrong
+
+
+REAL_ATTRIBUTES = {"data", "grad", "requires_grad", "__class__"}
+
+
+def is_parameter(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("p", "param", "parameter")
+
+
+def test_nothing_is_pasted_onto_parameters() -> None:
+    wrong = []
+    for _, at, node in nodes():
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if is_parameter(node.value) and node.attr not in REAL_ATTRIBUTES:
+                wrong.append(f"{at} {ast.unparse(node)}")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and is_parameter(node.args[0]):
+            wrong.append(f"{at} {ast.unparse(node)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_public_names_change_on_purpose_only() -> None:
+    (names,) = [
+        ast.literal_eval(node.value)
+        for node in TREES["infinity"].body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert sorted(names) == PUBLIC

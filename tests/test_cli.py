@@ -1,0 +1,595 @@
+"""The command `infinity`: what it refuses and in which words, what a run leaves behind, and the same with the real engine.
+
+Most tests put an engine without any offload in the place of the real one; `real` tests run the whole program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from infinity.cli import doctor, failure, finetune, gc, job, models, output, training
+from infinity.cli.interrupt import Interrupt
+from infinity.cli.main import app
+from infinity.cli.tokenizer import ByteTokenizer
+from infinity.errors import EngineClosedError, InfinityError, NvmeError
+from infinity.observe import LANES, Recorder, Report
+
+KIB = 1 << 10
+SMALL = ["--sequence-length", "32", "--batch-size", "2", "--steps", "4", "--eval-batches", "2"]
+
+
+class StandIn:
+    """An engine that leaves the model where it is; `model` is the one it was made for."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model = model
+        self.recorder = Recorder()
+        self.closed = False
+        for number, lane in enumerate(LANES):
+            self.recorder.add(lane, "unit", number, number + 0.5)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert not self.closed
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def memory(self) -> dict[str, int]:
+        return {"gpu": 3 * KIB, "cpu": 2 * KIB, "nvme": KIB}
+
+    def report(self) -> Report:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        seconds = {"compute": 1.0, "wait nvme": 0.5, "wait adam": 0.25, "adam": 2.0}
+        budgets = {"gpu": 1 << 30, "cpu": 2 << 30, "nvme": 1 << 40}
+        return Report(parameters, 4, 14.0, 12.0, 14.0, 12.0, seconds, {"unit": 0.5}, self.memory(), budgets)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
+    """Put `StandIn` in the place of the real engine; the list gets the engines made."""
+    made: list[StandIn] = []
+
+    def assemble(it: job.Job, source: models.ModelSource, config: Any) -> Any:
+        model = source.build()
+        if source.directory is not None:
+            model.load_state_dict(load_file(source.directory / "model.safetensors"))
+        made.append(StandIn(model))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=it.lr, weight_decay=it.weight_decay)
+        return model, made[-1], optimizer, torch.device("cpu")
+
+    monkeypatch.setattr(job, "assemble", assemble)
+    return made
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A file with enough text for small windows."""
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    return path
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refusal(*arguments: object) -> str:
+    """The one sentence on stderr of a command that fails."""
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+    return str(result.stderr).removeprefix("infinity: ").rstrip("\n")
+
+
+# finetune: what is refused, before anything is built
+
+
+def test_a_state_on_nvme_needs_a_directory() -> None:
+    assert refusal("finetune") == (
+        "parameters and optimizer on nvme, but no directory is given: add --nvme DIR, "
+        "or keep them in memory with --parameters cpu --optimizer cpu"
+    )
+
+
+def test_an_unknown_model_names_the_presets_and_the_nearest(tmp_path: Path) -> None:
+    assert refusal("finetune", "--nvme", tmp_path, "--model", "lama-tiny") == (
+        "unknown model 'lama-tiny'; did you mean 'llama-tiny'? It is a directory with config.json and model.safetensors, "
+        "or one of the presets: llama-tiny, llama-100m, llama-1b, llama-7b, gpt2-tiny"
+    )
+
+
+def test_an_incomplete_model_directory_is_refused(tmp_path: Path) -> None:
+    where = tmp_path / "model"
+    where.mkdir()
+    assert refusal("finetune", "--nvme", tmp_path, "--model", where) == (
+        f"{where} has no config.json, so it is not a Hugging Face model directory"
+    )
+    (where / "config.json").write_text("{}")
+    assert refusal("finetune", "--nvme", tmp_path, "--model", where) == (
+        f"{where} has neither model.safetensors nor model.safetensors.index.json (weights in pickle files are never loaded)"
+    )
+
+
+def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path: Path, text: Path) -> None:
+    where = tmp_path / "model"
+    where.mkdir()
+    config = {"model_type": "vit", "vocab_size": 320}
+    (where / "config.json").write_text(json.dumps(config))
+    save_file({"a": torch.zeros(1)}, where / "model.safetensors")
+    assert refusal("finetune", "--nvme", tmp_path, "--model", where, "--data", text, "--sequence-length", 32) == (
+        f"{where} is of type 'vit', which is not a causal language model"
+    )
+
+
+def test_a_sequence_longer_than_the_model_is_refused(tmp_path: Path) -> None:
+    assert refusal("finetune", "--nvme", tmp_path, "--sequence-length", 4096) == (
+        "a sequence length of 4096 is more than the 2048 positions of llama-tiny"
+    )
+
+
+def test_missing_data_is_refused(tmp_path: Path) -> None:
+    assert refusal("finetune", "--nvme", tmp_path, "--data", tmp_path / "no.txt") == f"--data {tmp_path}/no.txt does not exist"
+
+
+def test_an_output_that_is_not_empty_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    assert refusal("finetune", "--nvme", tmp_path, "--output", tmp_path / "out") == (
+        f"--output {tmp_path}/out is not empty; choose another one, or give --overwrite"
+    )
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
+
+
+def test_an_output_that_is_a_file_or_the_model_is_refused(tmp_path: Path, text: Path) -> None:
+    assert refusal("finetune", "--nvme", tmp_path, "--output", text) == f"--output {text} is not a directory"
+    with pytest.raises(ValueError, match=f"^--output {tmp_path} is the directory of the model itself; choose another one$"):
+        output.prepare_output(tmp_path, tmp_path / "..", overwrite=True) if False else output.prepare_output(
+            tmp_path, tmp_path, overwrite=True
+        )
+
+
+def test_an_output_that_cannot_be_made_is_refused(tmp_path: Path, text: Path) -> None:
+    assert refusal("finetune", "--nvme", tmp_path, "--output", text / "below") == f"{text / 'below'}: Not a directory"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_an_output_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(PermissionError, match="^--output /proc/self/fdinfo cannot be written: "):
+        output.prepare_output(Path("/proc/self/fdinfo"), None, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--steps", "0"], "--steps"),
+        (["--gpu-memory", "much"], "'much' is not a number of bytes; write for example 512MiB, 2GiB or"),
+        (["--optimizer", "tape"], "'gpu', 'cpu', 'nvme'"),
+        (["--no-such-option"], "No such option"),
+        (["--lr", "-1"], "--lr"),
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments: list[str], reason: str) -> None:
+    result = run("finetune", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert reason in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_debug_shows_the_failure_itself(tmp_path: Path) -> None:
+    result = run("finetune", "--nvme", tmp_path, "--model", "nothing", "--debug")
+    assert isinstance(result.exception, ValueError)
+
+
+def test_missing_extras_name_the_pip_command() -> None:
+    with pytest.raises(InfinityError) as caught:
+        failure.require_extras("json", "no_such_module_anywhere")
+    assert str(caught.value) == (
+        "`infinity finetune` needs no_such_module_anywhere; install it with: pip install 'zero-infinity[finetune]'"
+    )
+
+
+def test_a_failure_is_one_sentence_with_its_context() -> None:
+    assert failure.sentence(NvmeError("read", "/n/s.bin", 4096, 5, 8192, 4096)) == (
+        "/n/s.bin: read of 8192 bytes at offset 4096 stopped after 4096: Input/output error"
+    )
+    closed = EngineClosedError("the engine failed earlier")
+    closed.__cause__ = NvmeError("write", "/n/s.bin", 0, 28, 1, 0)
+    assert failure.sentence(closed) == (
+        "the engine failed earlier (because: /n/s.bin: write of 1 bytes at offset 0 stopped after 0: No space left on device)"
+    )
+    assert failure.sentence(ValueError("two\n  lines")) == "two lines"
+
+
+def test_the_options_are_frozen() -> None:
+    """A new option is a decision: a speed setting should be measured or planned instead."""
+    names = set(finetune.finetune.__annotations__) - {"return"}
+    assert names == set(job.Job.__dataclass_fields__) | {"as_json", "debug"}
+    assert names == set(
+        "model checkpoint_activations data sequence_length seed nvme gpu_memory cpu_memory parameters optimizer gradients "
+        "precision io_engine steps batch_size accumulate lr weight_decay warmup max_grad_norm eval_every eval_batches output "
+        "overwrite report as_json debug".split()
+    )
+
+
+# finetune: presets and schedule
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [
+        ("llama-tiny", 0.8e6, 1.2e6),
+        ("llama-100m", 85e6, 110e6),
+        ("llama-1b", 0.9e9, 1.1e9),
+        ("llama-7b", 6e9, 7e9),
+        ("gpt2-tiny", 0.8e6, 1.2e6),
+    ],
+)
+def test_presets_have_the_size_of_their_name(name: str, least: float, most: float) -> None:
+    source = models.find_model(name, "bf16")
+    with torch.device("meta"):
+        model = source.build()
+    assert least <= sum(parameter.numel() for parameter in model.parameters()) <= most
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    factors = [training.learning_rate_factor(step, 100, 10) for step in range(100)]
+    assert factors[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
+    assert factors[10] == 1.0
+    assert factors[99] == pytest.approx(0.1)
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert training.learning_rate_factor(0, 1, 0) == 1.0
+    assert all(0 < training.learning_rate_factor(step, 3, 5) <= 1 for step in range(3))
+
+
+# finetune: whole runs with the stand-in
+
+
+def test_a_run_learns_and_its_output_loads_in_transformers_with_equal_logits(
+    tmp_path: Path, text: Path, stand_in: list[StandIn]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = tmp_path / "out"
+    result = run(
+        "finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--steps", 30, "--lr", "1e-3", "--output", out, "--json"
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["loss"]["last"] < summary["loss"]["first"] - 0.5
+    assert summary["loss"]["validation_step"] == 30
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "report.html",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "trace.json",
+    ]
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert loaded.dtype == torch.bfloat16
+    ids = torch.tensor([AutoTokenizer.from_pretrained(out)("the quick")["input_ids"]])
+    (engine,) = stand_in
+    assert engine.closed
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, engine.model.eval()(ids).logits)
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("preset", ["gpt2-tiny", "llama-tiny"])
+def test_an_output_can_be_the_next_model_and_tied_weights_survive(
+    tmp_path: Path, text: Path, stand_in: list[StandIn], preset: str
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    common = ["--nvme", tmp_path, "--data", text, *SMALL, "--precision", "fp32"]
+    assert run("finetune", *common, "--model", preset, "--output", first).exit_code == 0
+    stand_in[0].model.eval()
+    names = set(load_file(first / "model.safetensors"))
+    assert ("lm_head.weight" in names) == (preset == "llama-tiny")
+
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.arange(32)[None]
+    with torch.no_grad():
+        expected = stand_in[0].model(ids).logits
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(first)(ids).logits, expected)
+    source = models.find_model(str(first), "auto")
+    assert (source.config.dtype, source.directory) == (torch.float32, first)
+    if preset == "llama-tiny":
+        result = run("finetune", *common, "--model", first, "--output", second, "--no-report")
+        assert result.exit_code == 0, result.stderr
+        assert not (second / "report.html").exists()
+        assert (second / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
+
+
+def test_the_same_seed_gives_the_same_weights(tmp_path: Path, text: Path, stand_in: list[StandIn]) -> None:
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        result = run("finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--seed", seed, "--output", tmp_path / name)
+        assert result.exit_code == 0, result.stderr
+    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
+    assert a == b != c
+
+
+def test_accumulation_is_the_mean_over_its_batches(tmp_path: Path, text: Path, stand_in: list[StandIn]) -> None:
+    common = ["--nvme", tmp_path, "--data", text, *SMALL, "--precision", "fp32", "--json", "--weight-decay", 0]
+    whole = json.loads(run("finetune", *common, "--batch-size", 4).stdout)
+    parts = json.loads(run("finetune", *common, "--batch-size", 2, "--accumulate", 2).stdout)
+    assert parts["loss"]["first"] == pytest.approx(whole["loss"]["first"], rel=1e-5)
+    assert parts["loss"]["last"] == pytest.approx(whole["loss"]["last"], rel=1e-3)
+
+
+def test_without_json_a_table_is_printed_and_progress_goes_to_stderr(
+    tmp_path: Path, text: Path, stand_in: list[StandIn]
+) -> None:
+    result = run("finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--eval-every", 2)
+    assert result.exit_code == 0
+    assert "14.00 B per parameter" in result.stdout
+    assert "step 1/4  loss" in result.stderr
+    assert "gpu 3 KiB/1 GiB  cpu 2 KiB/2 GiB  nvme 1 KiB/1 TiB" in result.stderr
+    assert [line.split("  ")[0] for line in result.stderr.splitlines() if "validation" in line] == ["step 2/4", "step 4/4"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_advice(
+    tmp_path: Path, text: Path, stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training.Trainer, "_loss", lambda self, batch: self.model.lm_head.weight.sum() * math.nan)
+    result = run("finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--output", tmp_path / "out")
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        "infinity: the loss became nan at step 1; try a lower --lr than 0.0003, a longer --warmup, "
+        "or --precision bf16 or fp32"
+    )
+    assert stand_in[0].closed
+    assert not list((tmp_path / "out").iterdir())
+
+
+def during_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[], None]) -> None:
+    """Run `action` inside step `number`."""
+    step = training.Trainer._step
+
+    def acting(self: training.Trainer, at: int, batches: list[Any]) -> Any:
+        if at == number:
+            action()
+        return step(self, at, batches)
+
+    monkeypatch.setattr(training.Trainer, "_step", acting)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_interrupt_finishes_the_step_saves_and_exits(
+    tmp_path: Path, text: Path, stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    during_step(monkeypatch, 2, lambda: os.kill(os.getpid(), number))
+    out = tmp_path / "out"
+    result = run("finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--output", out, "--json")
+    assert result.exit_code == 128 + number
+    summary = json.loads(result.stdout)
+    assert (summary["steps"], summary["signal"], summary["loss"]["validation"]) == (2, number, None)
+    assert (out / "model.safetensors").is_file()
+    assert "interrupted" in (out / "report.html").read_text()
+    assert stand_in[0].closed
+    assert signal.getsignal(number) is before
+
+
+def test_the_second_interrupt_ends_at_once(
+    tmp_path: Path, text: Path, stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    during_step(monkeypatch, 2, twice)
+    result = run("finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--output", tmp_path / "out")
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "infinity: interrupted"
+    assert stand_in[0].closed
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_interrupt_notes_the_first_signal_only() -> None:
+    with Interrupt() as interrupt:
+        assert interrupt.signal is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.signal == signal.SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+# Output
+
+
+def tensors(count: int) -> dict[str, torch.Tensor]:
+    return {f"layer.{i}": torch.full((16, 16), float(i)) for i in range(count)}  # 1 KiB each
+
+
+def test_weights_are_cut_into_shards_with_an_index(tmp_path: Path) -> None:
+    expected = tensors(7)
+    files = output.write_weights(tmp_path, iter(expected.items()), shard_bytes=3 * KIB)
+    assert [path.name for path in files] == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 7 * KIB
+    found = {name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_at_most_one_shard_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    monkeypatch.setattr(output, "_write_shard", lambda path, shard: (written.append(len(shard)), path.touch()))
+    ahead: list[int] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, item in enumerate(tensors(10).items()):
+            ahead.append(number - sum(written))
+            yield item
+
+    output.write_weights(tmp_path, stream(), shard_bytes=3 * KIB)
+    assert written == [3, 3, 3, 1]
+    assert max(ahead) <= 3
+
+
+def test_the_source_of_a_tensor_may_be_reused_after_the_next_one(tmp_path: Path) -> None:
+    slot = torch.zeros(4)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(3):
+            yield f"w{number}", slot.fill_(number)
+
+    output.write_weights(tmp_path, stream())
+    assert [float(load_file(tmp_path / "model.safetensors")[f"w{n}"][0]) for n in range(3)] == [0, 1, 2]
+
+
+def test_a_failed_write_leaves_the_old_files_and_nothing_else(tmp_path: Path) -> None:
+    output.write_weights(tmp_path, iter(tensors(1).items()))
+    old = (tmp_path / "model.safetensors").read_bytes()
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from tensors(4).items()
+        raise NvmeError("read", "x", 0, 5, 1, 0)
+
+    with pytest.raises(NvmeError):
+        output.write_weights(tmp_path, stream(), shard_bytes=2 * KIB)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_bytes() == old
+
+
+def test_overwriting_removes_the_shards_of_the_model_before(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    output.write_weights(tmp_path, iter(tensors(7).items()), shard_bytes=KIB)
+    output.write_weights(tmp_path, iter(tensors(2).items()))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", "notes.txt"]
+    output.write_weights(tmp_path, iter(tensors(2).items()), shard_bytes=KIB)
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+# gc
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[int]:
+    """A live process that holds the lock of `directory`; gives its pid."""
+    script = (
+        "import fcntl, os, sys\n"
+        "handle = open(sys.argv[1], 'w')\n"
+        "fcntl.flock(handle, fcntl.LOCK_EX)\n"
+        "handle.write(str(os.getpid())); handle.flush()\n"
+        "print('held', flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", script, str(directory / gc.LOCK)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        yield process.pid
+        process.communicate()
+
+
+def test_gc_removes_what_a_dead_run_left_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / gc.LOCK).write_text("12345\n")
+    (tmp_path / gc.STATES).write_bytes(b"x" * 8192)
+    (tmp_path / "other").write_text("mine")
+    result = run("gc", tmp_path, "--json")
+    assert result.exit_code == 0
+    answer = json.loads(result.stdout)
+    assert set(answer["removed"]) == {str(tmp_path / gc.LOCK), str(tmp_path / gc.STATES)}
+    assert answer["bytes"] == sum(answer["removed"].values()) >= 8192
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    assert run("gc", tmp_path).stdout == "nothing to remove\n"
+
+
+def test_gc_works_without_a_lock_file(tmp_path: Path) -> None:
+    (tmp_path / gc.STATES).write_bytes(b"")
+    assert run("gc", tmp_path).stdout == f"removed {tmp_path / gc.STATES} (0 B)\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_gc_refuses_while_a_live_process_holds_the_lock(tmp_path: Path) -> None:
+    (tmp_path / gc.STATES).write_bytes(b"x")
+    with locked(tmp_path) as pid:
+        assert refusal("gc", tmp_path) == f"{tmp_path} is in use by process {pid}; nothing was removed"
+    assert (tmp_path / gc.STATES).exists()
+    assert run("gc", tmp_path).exit_code == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_gc_does_not_follow_links(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    where = tmp_path / "nvme"
+    where.mkdir()
+    (where / gc.LOCK).symlink_to(tmp_path / "precious")
+    assert run("gc", where).exit_code == 1
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+def test_gc_of_no_directory_is_refused(tmp_path: Path) -> None:
+    assert refusal("gc", tmp_path / "no") == f"{tmp_path / 'no'}: not a directory"
+
+
+def test_gc_leaves_the_lock_free(tmp_path: Path) -> None:
+    (tmp_path / gc.STATES).touch()
+    gc.collect(tmp_path)
+    with (tmp_path / gc.LOCK).open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# doctor
+
+
+def test_doctor_knows_versions_limits_and_paths(tmp_path: Path) -> None:
+    result = run("doctor", "--nvme", tmp_path, "--nvme", tmp_path / "no", "--json")
+    assert result.exit_code == 0, result.stderr
+    facts = json.loads(result.stdout)
+    assert facts["versions"]["torch"] == torch.__version__
+    assert set(facts["native"]) == {"_aio", "_cpu_adam", "_cuda"}
+    assert facts["nvme"][0]["free"] > 0
+    assert facts["nvme"][1] == {"path": str(tmp_path / "no"), "problem": "not a directory", "free": None}
+    assert not list(tmp_path.iterdir())
+
+
+def test_doctor_says_the_same_in_a_table(tmp_path: Path) -> None:
+    result = run("doctor", "--nvme", tmp_path)
+    assert result.exit_code == 0, result.stderr
+    for shown in ("torch", "io_uring", "memlock", "huge pages", "infinity._cuda"):
+        assert shown in result.stdout
+
+
+def test_doctor_reports_why_direct_io_does_not_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert (doctor.direct_io_problem(Path("/proc")) or "").startswith("cannot be written")
+    real_open = os.open
+
+    def refusing(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument", path)
+        return real_open(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refusing)
+    assert doctor.direct_io_problem(tmp_path) == "O_DIRECT refused: Invalid argument"
+
+
+def test_help_and_version() -> None:
+    assert all(name in run("--help").stdout for name in ("finetune", "doctor", "gc"))
+    assert run("--version").stdout.startswith("infinity ")
+    assert run().exit_code == 2
+    process = subprocess.run([sys.executable, "-m", "infinity", "--help"], capture_output=True, text=True, check=True)
+    assert "finetune" in process.stdout
