@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import mmap
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from infinity.errors import ConfigError
 
 HUGE_PAGE = 2 << 20
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
 
 
 class HostMemory:
@@ -28,7 +32,7 @@ class HostMemory:
         self.tensor.zero_()
         self._pinned = pin and nbytes > 0
         if self._pinned:
-            code = torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
+            code = _cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
             if int(code) != 0:
                 raise ConfigError(f"CUDA could not pin {nbytes} bytes of host memory (error {int(code)}); lower cpu_memory")
 
@@ -36,7 +40,7 @@ class HostMemory:
         """Unpin; the pages go back to the system when the last tensor on them is gone."""
         if self._pinned:
             self._pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            _cudart().cudaHostUnregister(self.tensor.data_ptr())
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
 
@@ -50,7 +54,7 @@ class ComputeDevice:
         self.torch = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
         self.shares_host = not use_cuda
         self._host: list[HostMemory] = []
-        self._streams = [torch.cuda.Stream(self.torch) for _ in range(2)] if use_cuda else []
+        self._streams: list[Any] = [torch.cuda.Stream(self.torch) for _ in range(2)] if use_cuda else []
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of host memory, pinned when the device is not the CPU; freed by `close`."""

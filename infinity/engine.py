@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,8 +18,8 @@ from infinity.device import ComputeDevice
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.modules.grouping import find_owners, find_users, group_parameters
 from infinity.modules.hooks import Hooks
-from infinity.modules.init import initialise, replace_meta
-from infinity.modules.load import Weights, open_weights
+from infinity.modules.init import put_back, replace_meta
+from infinity.modules.load import fill_units, open_weights, persistent_buffers
 from infinity.observe import Recorder, Report
 from infinity.optim.step import Kernels, Updater
 from infinity.plan.planner import Traffic, UnitCost, predict
@@ -32,8 +31,6 @@ from infinity.tiers.nvme import ALIGNMENT
 from infinity.tiers.store import Store
 
 Model = TypeVar("Model", bound=nn.Module)
-
-log = logging.getLogger("infinity")
 
 _TRAFFIC = ("nvme bytes read", "nvme bytes written")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -60,32 +57,30 @@ class Engine:
         self.recorder = Recorder()
         self._model = weakref.ref(model)
         self._device = ComputeDevice(config.device)
-        dtype = _DTYPES.get(config.precision)
         owners = find_owners(model, units)
-        missing = replace_meta(model, dtype)
-        if not any(True for _ in model.parameters()):
-            raise ConfigError("the model has no parameters to manage")
-        for parameter in model.parameters():
-            if dtype is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                parameter.data = parameter.data.to(dtype)
-        self._units = [
-            Unit(index, g.name, g.parameters, g.parameters[0][1].dtype, group)
-            for index, g in enumerate(group_parameters(model, owners))
-        ]
-        self._unit_of = {id(p): unit for unit in self._units for p in unit.parameters}
-        self._store = Store(config, self._device, self.recorder)
-        self._open_store(model, users := self._users(model, owners), group)
-        try:
-            self._load(model, missing, weights, seed)
+        with ExitStack() as files, ExitStack() as undo:
+            values = files.enter_context(open_weights(weights, model)) if weights is not None else None
+            replaced = replace_meta(model)
+            undo.callback(put_back, replaced)
+            groups = group_parameters(model, owners, _DTYPES.get(config.precision))
+            if not groups:
+                raise ConfigError("the model has no parameters to manage")
+            self._units = [Unit(index, g.name, g.parameters, g.dtype, group) for index, g in enumerate(groups)]
+            self._unit_of = {id(p): unit for unit in self._units for p in unit.parameters}
+            users = self._users(model, owners)
             kernels = Kernels(config.instruction_set, config.threads or len(os.sched_getaffinity(0)))
-            self._runtime = Runtime(self._store, self._units, self.recorder)
-            self._updater = Updater(
-                self._store, self._units, kernels, self._runtime.trace.first_uses, self._stepped, self.recorder
-            )
-            self._hooks = Hooks(model, users, self._units, self._runtime, self._locate, self._after_backward, self.recorder)
-        except BaseException:
-            self._store.close()
-            raise
+            self._store = Store(config, self._device, self.recorder)
+            undo.callback(self._store.close)
+            self._open_store(model, users, group)
+            fill_units(model, self._units, {id(m._parameters[name]) for m, name, _ in replaced}, values, seed)
+            undo.pop_all()
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(self._device.torch)
+        self._runtime = Runtime(self._store, self._units, self.recorder)
+        order = self._runtime.trace.first_uses
+        self._updater = Updater(self._store, self._units, kernels, order, self._stepped, self.recorder)
+        self._hooks = Hooks(model, users, self._units, self._runtime, self._locate, self._after_backward, self.recorder)
         self._traffic_before: dict[str, int] = {}
         self._traffic_last: dict[str, int] = {}
         vars(model)[_ATTRIBUTE] = self
@@ -105,41 +100,6 @@ class Engine:
         self._buffer = GradientBuffer(self._store.reserve("gpu", buffer_bytes).tensor) if buffer_bytes else None
         for unit in self._units:
             unit.bind(self._device.torch, self._buffer)
-
-    def _load(self, model: nn.Module, missing: set[int], source: str | Path | None, seed: int | None) -> None:
-        """Move every unit to its tier, one after the other, so that no more than one is whole at a time."""
-        aliases: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(parameter), []).append(name)
-        with ExitStack() as stack:
-            weights = stack.enter_context(open_weights(source)) if source is not None else None
-            if weights is not None:
-                _check_names(weights, aliases, model)
-            if seed is not None:
-                stack.enter_context(torch.random.fork_rng(devices=[]))
-                torch.manual_seed(seed)
-            for unit in self._units:
-                flat = torch.zeros(unit.layout.numel, dtype=unit.dtype)
-                empty = []
-                for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
-                    view = flat[place.offset : place.end].view(place.shape)
-                    if weights is not None:
-                        weights.read_into(next(n for n in aliases[id(parameter)] if n in weights), view)
-                    elif id(parameter) in missing:
-                        parameter.data = view
-                        empty.append(parameter)
-                    else:
-                        view.copy_(parameter.data)
-                with torch.no_grad():
-                    initialise(model, empty)
-                unit.guard()
-                unit.write(Kind.PARAM, unit.shard_of(flat))
-            for name, buffer in _persistent_buffers(model):
-                if weights is not None and name in weights:
-                    weights.read_into(name, buffer)
-        for module in model.modules():
-            for name, tensor in module.named_buffers(recurse=False):
-                module._buffers[name] = tensor.to(self._device.torch)
 
     def _locate(self, address: int) -> tuple[Unit, int] | None:
         found = self._store.block_at(address)
@@ -187,7 +147,7 @@ class Engine:
             flat = unit.gather(Kind.PARAM)
             for name, place in zip(unit.names, unit.layout.places, strict=True):
                 yield name, flat[place.offset : place.end].view(place.shape)
-        for name, buffer in _persistent_buffers(self.model):
+        for name, buffer in persistent_buffers(self.model):
             yield name, buffer.detach().cpu()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -195,7 +155,7 @@ class Engine:
         values = dict(self.weights())
         first = {id(p): name for unit in self._units for p, name in zip(unit.parameters, unit.names, strict=True)}
         result = {name: values[first[id(p)]] for name, p in self.model.named_parameters(remove_duplicate=False)}
-        return result | {name: values[name] for name, _ in _persistent_buffers(self.model)}
+        return result | {name: values[name] for name, _ in persistent_buffers(self.model)}
 
     # Observation and the end
 
@@ -261,7 +221,11 @@ class Engine:
             },
             waits=waits,
             peaks=self._store.peaks(),
-            budgets={"gpu": config.gpu_memory, "cpu": config.cpu_memory, "nvme": config.nvme_memory or self._store.used()["nvme"]},
+            budgets={
+                "gpu": config.gpu_memory,
+                "cpu": config.cpu_memory,
+                "nvme": config.nvme_memory or self._store.used()["nvme"],
+            },
         )
 
     def drain(self) -> None:
@@ -343,21 +307,3 @@ def _concurrent_bytes(model: nn.Module, users: dict[nn.Module, list[Unit]]) -> i
 
     walk(model, {})
     return most
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
-
-
-def _check_names(weights: Weights, aliases: dict[int, list[str]], model: nn.Module) -> None:
-    absent = [names[0] for names in aliases.values() if not any(name in weights for name in names)]
-    if absent:
-        some = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
-        raise ConfigError(f"{weights.directory} has no tensor for {some}; it belongs to another model")
-    known = {name for names in aliases.values() for name in names} | {name for name, _ in _persistent_buffers(model)}
-    extra = sorted(weights.names() - known)
-    if extra:
-        log.warning("%s has %d tensors that the model does not use, %s first", weights.directory, len(extra), extra[0])

@@ -151,9 +151,7 @@ def assemble(
     from infinity.device import ComputeDevice
 
     with infinity.init():
-        model = source.build()
-    if job.checkpoint_activations:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model = source.build(job.checkpoint_activations)
     model = infinity.wrap(model, config, weights=source.directory, seed=job.seed)
     engine: Engine = infinity.engine(model)
     try:

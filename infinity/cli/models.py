@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from infinity.cli.tokenizer import BOS, BYTE_VOCABULARY, EOS, PAD
 from infinity.modules.load import INDEX, SINGLE
@@ -49,17 +49,48 @@ class ModelSource:
         if isinstance(most, int) and 0 < most < length:
             raise ValueError(f"a sequence length of {length} is more than the {most} positions of {self.name}")
 
-    def build(self) -> torch.nn.Module:
+    def build(self, checkpoint_activations: bool = False) -> torch.nn.Module:
         """A causal language model with this configuration; on the meta device inside `infinity.init()`.
 
-        Raises `ValueError` when the configuration is not that of a causal language model.
+        Raises `ValueError` when the configuration is not that of a causal language model, or the model cannot recompute.
         """
         from transformers import AutoModelForCausalLM
 
         if type(self.config) not in AutoModelForCausalLM._model_mapping:
             raise ValueError(f"{self.name} is of type {self.config.model_type!r}, which is not a causal language model")
-        model: torch.nn.Module = AutoModelForCausalLM.from_config(self.config)
-        return model
+        model: Any = AutoModelForCausalLM.from_config(self.config)
+        if checkpoint_activations:
+            if not model.supports_gradient_checkpointing:
+                raise ValueError(f"{type(model).__name__} cannot recompute activations; add --no-checkpoint-activations")
+            model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint)
+        return cast("torch.nn.Module", model)
+
+
+def _checkpoint(run: Any, *inputs: Any) -> Any:
+    """What a layer of `transformers` calls to checkpoint itself.
+
+    Newer versions checkpoint the layer's `forward`, so that hooks stay outside. Ours bring the parameters: so the layer as a
+    whole, hooks included, is what runs again in backward. `run` is `partial(forward, layer, ...)` there, and
+    `partial(layer.__call__, ...)` in older versions, which need nothing.
+    """
+    from torch.nn import Module
+    from torch.utils.checkpoint import checkpoint
+
+    layer: Any = run.args[0] if run.args and isinstance(run.args[0], Module) else None
+    again = False
+
+    def forward(*values: Any) -> Any:
+        nonlocal again
+        if layer is None or not again:
+            again = True
+            return run(*values)
+        layer.gradient_checkpointing = False
+        try:
+            return layer(*run.args[1:], *values, **run.keywords)
+        finally:
+            layer.gradient_checkpointing = True
+
+    return checkpoint(forward, *inputs, use_reentrant=False)
 
 
 def find_model(name: str, precision: str) -> ModelSource:

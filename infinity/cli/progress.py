@@ -27,6 +27,7 @@ class Progress:
         self._console = Console(stderr=True)
         self._steps = steps
         self._engine: Engine | None = None
+        self._budgets: dict[str, int] = {}
         self._bar = bars.Progress(
             bars.TextColumn("[bold]{task.description}"),
             bars.BarColumn(bar_width=20),
@@ -52,6 +53,7 @@ class Progress:
     def attach(self, engine: Engine) -> None:
         """Show this engine's tiers from now on."""
         self._engine = engine
+        self._budgets = engine.report().budgets  # once: a report waits for pending updates
 
     def stepped(self, history: History) -> None:
         """Advance the bar by one step."""
@@ -73,7 +75,7 @@ class Progress:
     def _tiers(self) -> str:
         if self._engine is None:
             return ""
-        used, budgets = self._engine.memory(), self._engine.report().budgets
+        used, budgets = self._engine.memory(), self._budgets
         return "  ".join(
             f"{tier} {format_bytes(used[tier])}" + (f"/{format_bytes(budgets[tier])}" if budgets.get(tier) else "")
             for tier in TIERS

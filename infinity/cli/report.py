@@ -99,7 +99,7 @@ def render_report(summary: dict[str, Any], history: History, spans: Sequence[Spa
         ),
         _section(
             "Timeline of the last steps",
-            'Reading, writing and the optimizer should run while compute runs; what shows in the wait lanes is time the '
+            "Reading, writing and the optimizer should run while compute runs; what shows in the wait lanes is time the "
             "model stood still. trace.json beside this page has every recorded span, for ui.perfetto.dev.",
             timeline_figure(history, spans),
         ),

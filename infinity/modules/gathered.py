@@ -21,6 +21,7 @@ def gathered(target: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write
     compute device at once, with what shares their units: `BudgetError` when that does not fit. Waits for pending updates.
     Plain parameters are left as they are. With several ranks every rank must enter, and write the same values.
     """
+    parameters: list[torch.Tensor]
     if isinstance(target, nn.Module):
         parameters = list(target.parameters())
     else:

@@ -18,6 +18,7 @@ class Group(NamedTuple):
     """A future unit: parameters of one dtype, all trainable or all frozen, below one owner module."""
 
     name: str
+    dtype: torch.dtype
     owner: nn.Module
     parameters: tuple[tuple[str, nn.Parameter], ...]
 
@@ -52,8 +53,11 @@ def find_owners(model: nn.Module, given: Sequence[type[nn.Module] | nn.Module] |
     return owners
 
 
-def group_parameters(model: nn.Module, owners: dict[str, nn.Module]) -> list[Group]:
-    """Every parameter of `model` in exactly one group, tied ones where they come first, in the order of the modules."""
+def group_parameters(model: nn.Module, owners: dict[str, nn.Module], dtype: torch.dtype | None = None) -> list[Group]:
+    """Every parameter of `model` in exactly one group, tied ones where they come first, in the order of the modules.
+
+    Floating-point parameters count as `dtype` when it is given: what they will be stored in.
+    """
     inside = {id(m): (name, owner) for name, owner in owners.items() for m in owner.modules()}
     buckets: dict[tuple[str, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
     owner_of: dict[str, nn.Module] = {}
@@ -66,13 +70,14 @@ def group_parameters(model: nn.Module, owners: dict[str, nn.Module]) -> list[Gro
             holder_path, holder = parent if isinstance(module, _CONTAINERS) else (path, module)
             unit_name, owner = inside.get(id(module), (holder_path, holder))
             owner_of[unit_name] = owner
-            key = (unit_name, parameter.dtype, parameter.requires_grad)
+            stored = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            key = (unit_name, stored, parameter.requires_grad)
             buckets.setdefault(key, []).append((f"{path}.{name}" if path else name, parameter))
     kinds = Counter(unit_name for unit_name, _, _ in buckets)
     groups = []
-    for (unit_name, dtype, trainable), parameters in buckets.items():
-        suffix = "" if kinds[unit_name] == 1 else f" ({str(dtype).removeprefix('torch.')}{'' if trainable else ', frozen'})"
-        groups.append(Group((unit_name or "model") + suffix, owner_of[unit_name], tuple(parameters)))
+    for (unit_name, stored, trainable), parameters in buckets.items():
+        suffix = "" if kinds[unit_name] == 1 else f" ({str(stored).removeprefix('torch.')}{'' if trainable else ', frozen'})"
+        groups.append(Group((unit_name or "model") + suffix, stored, owner_of[unit_name], tuple(parameters)))
     return groups
 
 
@@ -100,7 +105,9 @@ def _with_parents(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str,
     """Every module once, with its path and its nearest ancestor that has a forward."""
     seen: set[int] = set()
 
-    def walk(path: str, module: nn.Module, above: tuple[str, nn.Module]) -> Iterator[tuple[str, nn.Module, tuple[str, nn.Module]]]:
+    def walk(
+        path: str, module: nn.Module, above: tuple[str, nn.Module]
+    ) -> Iterator[tuple[str, nn.Module, tuple[str, nn.Module]]]:
         if id(module) in seen:
             return
         seen.add(id(module))

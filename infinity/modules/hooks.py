@@ -53,7 +53,8 @@ def in_backward() -> bool:
 class Hooks:
     """The hooks of one engine on one model, from construction to `close`.
 
-    A forward of `model` is a cycle of the trace; `units_of` maps each hooked module to the units its forward uses; `locate` maps an address to (unit, byte offset).
+    A forward of `model` is a cycle of the trace; `units_of` maps each hooked module to the units its forward uses; `locate`
+    maps an address to (unit, byte offset).
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class Hooks:
     def _watch_backward(self) -> None:
         if not self._backward and in_backward():
             self._backward, self._backward_since = True, time.perf_counter()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_node(self, following: Any) -> None:
         units, self._node, self._node_units = self._node_units, following, []

@@ -29,31 +29,36 @@ def init() -> Iterator[None]:
             vars(replaced).update(values)
             module._parameters[name] = replaced
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def replace_meta(model: nn.Module, dtype: torch.dtype | None) -> set[int]:
-    """Give every meta parameter a placeholder of its shape that takes no memory, tied ones the same one.
+def replace_meta(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Give every meta parameter a placeholder of its shape and dtype that takes no memory, tied ones the same one.
 
-    Floating-point ones get `dtype` when it is given.
-
-    Returns the ids of the new parameters: those that need values.
+    Returns (module, name, meta parameter) of each, with which `put_back` undoes it.
     """
     made: dict[int, nn.Parameter] = {}
+    replaced = []
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter.device.type != "meta":
                 continue
             if id(parameter) not in made:
-                wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-                place = torch.zeros(1, dtype=wanted).expand(parameter.shape)
+                place = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
                 made[id(parameter)] = nn.Parameter(place, requires_grad=parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]
-    return {id(parameter) for parameter in made.values()}
+            replaced.append((module, name, parameter))
+    return replaced
+
+
+def put_back(replaced: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> None:
+    """Undo `replace_meta`."""
+    for module, name, parameter in replaced:
+        module._parameters[name] = parameter
 
 
 def initialise(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
@@ -70,9 +75,9 @@ def initialise(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         if callable(by_model):
             by_model(module)
         elif callable(getattr(module, "reset_parameters", None)):
-            module.reset_parameters()  # type: ignore[operator]
+            module.reset_parameters()
         else:
             raise ConfigError(
-                f"{name or 'the model'} ({type(module).__name__}) was built inside infinity.init() and has no reset_parameters(); "
-                "give wrap(..., weights=DIRECTORY), or build that module outside of init()"
+                f"{name or 'the model'} ({type(module).__name__}) was built inside infinity.init() and has no "
+                "reset_parameters(); give wrap(..., weights=DIRECTORY), or build that module outside of init()"
             )

@@ -1,17 +1,24 @@
-"""Weights from safetensors files, read one tensor at a time."""
+"""The first values of the units: from safetensors, from the model, or from the modules' own initialisation."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.modules.init import initialise
+from infinity.sharding.unit import Unit
+from infinity.tiers.block import Kind
+
+log = logging.getLogger("infinity")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -30,18 +37,22 @@ class Weights:
         """All names."""
         return set(self._files)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of tensor `name`."""
+        return tuple(self._files[name].get_slice(name).get_shape())
+
     def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Copy tensor `name` into `target`, converting the dtype; raises `ConfigError` on another shape."""
-        value = self._files[name].get_tensor(name)
-        if value.shape != target.shape:
-            raise ConfigError(f"{name} in {self.directory} has shape {tuple(value.shape)}, the model needs {tuple(target.shape)}")
-        target.copy_(value)
+        """Copy tensor `name` into `target` of the same shape, converting the dtype."""
+        target.copy_(self._files[name].get_tensor(name))
 
 
 @contextmanager
-def open_weights(directory: str | Path) -> Iterator[Weights]:
-    """Open the safetensors files of a Hugging Face directory, or one file; raises `ConfigError` when there are none."""
-    path = Path(directory)
+def open_weights(source: str | Path, model: nn.Module) -> Iterator[Weights]:
+    """Open the safetensors of a Hugging Face directory, or one file, and check that they have what `model` needs.
+
+    Raises `ConfigError` when there are none, one is broken, or a name is missing or has another shape.
+    """
+    path = Path(source)
     if path.is_file():
         files = [path]
     elif (path / INDEX).is_file():
@@ -59,4 +70,77 @@ def open_weights(directory: str | Path) -> Iterator[Weights]:
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
             names.update(dict.fromkeys(opened.keys(), opened))
-        yield Weights(path, names)
+        weights = Weights(path, names)
+        _check(weights, model)
+        yield weights
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that belong to the model's state dict, by name."""
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer
+
+
+def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights: Weights | None, seed: int | None) -> None:
+    """Move every unit to its tier, one after the other, so that no more than one is whole at a time.
+
+    Values come from `weights`; without them from the parameters, and for those whose ids are in `empty` from the modules'
+    own initialisation. When something fails, units already moved get their data back.
+    """
+    aliases = _aliases(model)
+    moved: list[Unit] = []
+    with torch.random.fork_rng(devices=[], enabled=seed is not None), torch.no_grad():
+        if seed is not None:
+            torch.manual_seed(seed)
+        try:
+            for unit in units:
+                flat = torch.zeros(unit.layout.numel, dtype=unit.dtype)
+                uninitialised = []
+                for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
+                    view = flat[place.offset : place.end].view(place.shape)
+                    if weights is not None:
+                        weights.read_into(next(n for n in aliases[id(parameter)] if n in weights), view)
+                    elif id(parameter) in empty:
+                        parameter.data = view
+                        uninitialised.append(parameter)
+                    else:
+                        view.copy_(parameter.data)
+                initialise(model, uninitialised)
+                unit.write(Kind.PARAM, unit.shard_of(flat))
+                unit.guard()
+                moved.append(unit)
+        except BaseException:
+            for unit in moved:
+                unit.restore(unit.gather(Kind.PARAM))
+            raise
+    for name, buffer in persistent_buffers(model):
+        if weights is not None and name in weights:
+            weights.read_into(name, buffer)
+
+
+def _aliases(model: nn.Module) -> dict[int, list[str]]:
+    """Every name of each parameter, by its id; tied parameters have several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def _check(weights: Weights, model: nn.Module) -> None:
+    shapes = {id(parameter): tuple(parameter.shape) for parameter in model.parameters()}
+    known, absent = {name for name, _ in persistent_buffers(model)}, []
+    for key, names in _aliases(model).items():
+        known.update(names)
+        name = next((name for name in names if name in weights), None)
+        if name is None:
+            absent.append(names[0])
+        elif weights.shape(name) != shapes[key]:
+            raise ConfigError(f"{name} in {weights.directory} has shape {weights.shape(name)}, the model needs {shapes[key]}")
+    if absent:
+        some = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
+        raise ConfigError(f"{weights.directory} has no tensor for {some}; it belongs to another model")
+    extra = sorted(weights.names() - known)
+    if extra:
+        log.warning("%s has %d tensors that the model does not use, %s first", weights.directory, len(extra), extra[0])

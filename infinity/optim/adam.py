@@ -54,7 +54,7 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if not isinstance(parameter, ShardedParameter):
-                raise ConfigError("AdamW got a parameter that is not part of a wrapped model; first model = infinity.wrap(model, config)")
+                raise ConfigError("AdamW got a parameter of no wrapped model; first model = infinity.wrap(model, config)")
             unit = type(parameter).unit
             if not unit.trainable:
                 raise ConfigError(f"{unit.name_of(parameter)} was frozen (requires_grad=False) when the model was wrapped")
@@ -75,7 +75,7 @@ class AdamW(torch.optim.Optimizer):
         return self._updater
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Start the update of every parameter that has a gradient, and return; `closure`, if any, computes the loss first."""
         loss = None
         if closure is not None:

@@ -341,5 +341,3 @@ def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels) -> float:
         finally:
             chunk.release()
     return total
-
-

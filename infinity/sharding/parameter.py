@@ -35,17 +35,15 @@ class ShardedParameter(nn.Parameter):
         if plain or (attribute == "grad" and not cls._holds_gradient(args)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        owner, parameter = next(
-            ((type(a), a) for a in _flatten((args, kwargs)) if isinstance(a, ShardedParameter)), (cls, None)
-        )
+        owner, parameter = next(((type(a), a) for a in _flatten((args, kwargs)) if isinstance(a, ShardedParameter)), (cls, None))
         unit = owner.unit
         who = unit.name_of(parameter) if parameter is not None else unit.name
         if name == "__repr__":
             return f"ShardedParameter({who}, on {unit.tier}, unit {unit.name})"
         if attribute == "grad":
             raise ShardedParameterError(
-                f"the gradient of {who} is kept by the engine and not in .grad; clip with infinity.AdamW(..., max_grad_norm=...) or "
-                "infinity.engine(model).clip_grad_norm_(...), read it with infinity.engine(model).gradient(parameter)"
+                f"the gradient of {who} is kept by the engine and not in .grad; clip with infinity.AdamW(..., max_grad_norm=...) "
+                "or infinity.engine(model).clip_grad_norm_(...), read it with infinity.engine(model).gradient(parameter)"
             )
         raise ShardedParameterError(
             f"{who} (unit {unit.name}) lives on {unit.tier} and its data was touched ({name}) outside of its module's forward; "

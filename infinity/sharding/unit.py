@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from infinity.config import Config
+from infinity.config import Config, Tier
 from infinity.sharding import collectives
 from infinity.sharding.layout import Layout
 from infinity.sharding.parameter import guard_for
@@ -59,7 +59,14 @@ class Unit:
     Lives as long as the engine. The thread that runs the model calls `unshard`, `reshard` and `collect`.
     """
 
-    def __init__(self, index: int, name: str, named: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype, group: collectives.Group) -> None:
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        named: Sequence[tuple[str, nn.Parameter]],
+        dtype: torch.dtype,
+        group: collectives.Group = None,
+    ) -> None:
         self.index, self.name, self.dtype, self.group = index, name, dtype, group
         self.names = [n for n, _ in named]
         self.parameters = [p for _, p in named]
@@ -95,8 +102,9 @@ class Unit:
         shard, size = self.layout.shard_numel, self.dtype.itemsize
         self.store, self.tier = store, config.parameters
 
-        def add(kind: Kind, itemsize: int, tier: str, **where: int) -> None:
-            self.blocks[kind] = store.add(self.name, kind, shard, itemsize, tier, unit=self.index, **where)  # type: ignore[arg-type]
+        def add(kind: Kind, itemsize: int, tier: Tier, span: int = 0, at: int = 0) -> None:
+            name = f"{kind.value} of {self.name}"
+            self.blocks[kind] = store.add(Block(self.index, kind, shard, itemsize, tier, span or shard * itemsize, at, name))
 
         add(Kind.PARAM, size, config.parameters, span=self.nbytes, at=self.rank * shard * size)
         if self.trainable:
@@ -156,6 +164,14 @@ class Unit:
             parameter.__class__ = self._guard
         self.state = UnitState.SHARDED
 
+    def restore(self, flat: torch.Tensor) -> None:
+        """Make the parameters plain tensors with the data of `flat` (numel,), as if they had never been managed."""
+        self._users = 0
+        for parameter, plain in zip(self.parameters, self._plain, strict=True):
+            parameter.__class__ = plain
+        self.state = UnitState.SHARDED
+        self.unshard(flat)
+
     # Gradients
 
     def bind(self, device: torch.device, buffer: GradientBuffer | None) -> None:
@@ -171,7 +187,8 @@ class Unit:
         """Add the gradient of parameter `index` of this backward to what the step has so far."""
         if self.spent:
             raise RuntimeError(
-                f"{self.names[index]} gets a gradient after optimizer.step() and before zero_grad(); call optimizer.zero_grad() in between"
+                f"{self.names[index]} gets a gradient after optimizer.step() and before zero_grad(); "
+                "call optimizer.zero_grad() in between"
             )
         place = self.layout.places[index]
         if self._buffer is not None:
@@ -274,4 +291,3 @@ class Unit:
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat buffer (numel,)."""
         return full.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
-

@@ -73,7 +73,7 @@ class Checkout:
     def __init__(
         self,
         tensor: torch.Tensor,
-        arrive: Callable[[], None] | None = None,
+        arrive: Callable[[], object] | None = None,
         write: Callable[[], Transfer | None] | None = None,
         end: Callable[[], None] | None = None,
     ) -> None:
@@ -107,5 +107,3 @@ class Checkout:
             if self._end is not None:
                 self._end()
                 self._end = None
-
-

@@ -55,6 +55,7 @@ class Block:
     tier: Tier
     span: int
     at: int
+    name: str
     state: BlockState = BlockState.HOME
     written: bool = False
     home: Lease | None = None
@@ -63,7 +64,6 @@ class Block:
     lease: Lease | None = None
     fetch: Fetch | None = None
     pins: int = 0
-    name: str = ""
 
     @property
     def nbytes(self) -> int:

@@ -62,13 +62,11 @@ class Store:
 
     # Declaration and budgets
 
-    def add(self, name: str, kind: Kind, elements: int, itemsize: int, tier: Tier, *, unit: int, span: int = 0, at: int = 0) -> Block:
-        """Declare a block; its bytes are a multiple of 4096. A parameter shard says where in its gathered unit it lies."""
-        nbytes = elements * itemsize
-        block = Block(unit, kind, elements, itemsize, tier, span or nbytes, at, name=f"{kind.value} of {name}")
-        if tier == "nvme":
+    def add(self, block: Block) -> Block:
+        """Declare `block`; its bytes are a multiple of 4096."""
+        if block.tier == "nvme":
             copies = 2 if self._config.copy_on_write else 1
-            block.extents = tuple(self._nvme.reserve(nbytes) for _ in range(copies))
+            block.extents = tuple(self._nvme.reserve(block.nbytes) for _ in range(copies))
         self._blocks.append(block)
         return block
 
@@ -84,9 +82,9 @@ class Store:
         least = (concurrent if travelling else 0) + reserve
         if device_home + least > budget.gpu_memory:
             raise BudgetError(
-                f"gpu_memory={format_bytes(budget.gpu_memory)} is too small: states at home there take {format_bytes(device_home)}, "
-                f"the units in use at once and the next one {format_bytes(least)}; the smallest gpu_memory that works is "
-                f"{device_home + least} ({format_bytes(device_home + least)}) (invariant I10)"
+                f"gpu_memory={format_bytes(budget.gpu_memory)} is too small: states at home there take "
+                f"{format_bytes(device_home)}, the units in use at once and the next one {format_bytes(least)}; the smallest "
+                f"gpu_memory that works is {device_home + least} ({format_bytes(device_home + least)}) (invariant I10)"
             )
         useful = sum(b.span for b in travelling) + reserve
         device_bytes = min(budget.gpu_memory // ALIGNMENT * ALIGNMENT, device_home + max(useful, least))
@@ -217,8 +215,8 @@ class Store:
         pinned = [b for b in self._blocks if b.pins and b.lease is not None and not b.permanent]
         need = self._home_bytes("gpu") + sum(b.span for b in pinned) + (len(pinned) + 1) * block.span
         return BudgetError(
-            f"{block.name} does not fit into gpu_memory={format_bytes(self._config.gpu_memory)} beside what is in use at the same "
-            f"time ({', '.join(b.name for b in pinned)}); gpu_memory={need} ({format_bytes(need)}) is enough for these"
+            f"{block.name} does not fit into gpu_memory={format_bytes(self._config.gpu_memory)} beside what is in use at the "
+            f"same time ({', '.join(b.name for b in pinned)}); gpu_memory={need} ({format_bytes(need)}) is enough for these"
         )
 
     def _place(self, block: Block, beyond: float) -> bool:
