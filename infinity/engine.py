@@ -190,8 +190,8 @@ class Engine:
             slots = 0 if unit.blocks[Kind.PARAM].permanent else -(-unit.nbytes // ALIGNMENT)
             old = 0 if Kind.MASTER in unit.blocks else param
             costs.append(UnitCost(slots, param, states + old + gradient, states + param + gradient, unit.trainable))
-        order = self._runtime.trace.train_order()
-        return predict(order, costs, self._store.copy_slots, max(self._runtime.accumulation, 1))
+        cycle = self._runtime.trace.train_cycle()
+        return predict(cycle.order, costs, self._store.copy_slots, max(self._runtime.accumulation, 1), cycle.held)
 
     def memory(self) -> dict[str, int]:
         """Bytes in use now, per tier."""

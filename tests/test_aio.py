@@ -327,6 +327,20 @@ def test_hundreds_of_requests_from_many_threads(kind: str, file: Any, depth: int
 
 
 @each_engine
+@pytest.mark.parametrize("depth", [1, 3])
+def test_submitting_blocks_while_the_queue_is_full(kind: str, file: Any, depth: int) -> None:
+    engine = aio.Engine(kind, depth=depth)
+    engine.set_faults(bytes_per_second=1 << 20)
+    data = memory(noise(BLOCK))
+    tickets = []
+    for count in range(1, 31):
+        tickets.append(write(engine, file, count * BLOCK, data))
+        # `depth` may be on the device and `depth` in the queue; the others had to be complete first.
+        assert sum(not ticket.done() for ticket in tickets) <= 2 * depth
+    engine.drain()
+
+
+@each_engine
 def test_many_threads_may_wait_for_one_ticket(kind: str, file: Any) -> None:
     engine = aio.Engine(kind)
     engine.set_faults(bytes_per_second=1 << 20)
@@ -415,6 +429,15 @@ def test_file_operations(tmp_path: Path) -> None:
     assert file.size() == 3
     file.close()
     assert not aio.File(path, direct=False).direct
+
+
+@each_engine
+def test_a_file_system_without_direct_io_is_used_buffered(kind: str) -> None:
+    file, name = aio.File("/proc/self/comm"), Path("/proc/self/comm").read_bytes()
+    assert not file.direct
+    back = memory(len(name), shift=1)
+    assert read(aio.Engine(kind), file, 0, back).wait() == (0, len(name), len(name))
+    assert back.tobytes() == name
 
 
 @each_engine

@@ -30,6 +30,7 @@ PUBLIC = [
     "BudgetError",
     "Config",
     "ConfigError",
+    "Engine",
     "EngineClosedError",
     "InfinityError",
     "NvmeError",

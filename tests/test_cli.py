@@ -25,7 +25,6 @@ from typer.testing import CliRunner
 from infinity.cli import doctor, failure, finetune, gc, job, models, output, training
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.main import app
-from infinity.cli.tokenizer import ByteTokenizer
 from infinity.errors import EngineClosedError, InfinityError, NvmeError
 from infinity.observe import LANES, Recorder, Report
 
@@ -162,9 +161,7 @@ def test_an_output_that_is_not_empty_is_refused_and_left_as_it_is(tmp_path: Path
 def test_an_output_that_is_a_file_or_the_model_is_refused(tmp_path: Path, text: Path) -> None:
     assert refusal("finetune", "--nvme", tmp_path, "--output", text) == f"--output {text} is not a directory"
     with pytest.raises(ValueError, match=f"^--output {tmp_path} is the directory of the model itself; choose another one$"):
-        output.prepare_output(tmp_path, tmp_path / "..", overwrite=True) if False else output.prepare_output(
-            tmp_path, tmp_path, overwrite=True
-        )
+        output.prepare_output(tmp_path, tmp_path, overwrite=True)
 
 
 def test_an_output_that_cannot_be_made_is_refused(tmp_path: Path, text: Path) -> None:
@@ -173,7 +170,7 @@ def test_an_output_that_cannot_be_made_is_refused(tmp_path: Path, text: Path) ->
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 def test_an_output_that_cannot_be_written_is_refused() -> None:
-    with pytest.raises(PermissionError, match="^--output /proc/self/fdinfo cannot be written: "):
+    with pytest.raises(PermissionError, match=r"^--output /proc/self/fdinfo cannot be written: "):
         output.prepare_output(Path("/proc/self/fdinfo"), None, overwrite=True)
 
 
@@ -223,11 +220,13 @@ def test_the_options_are_frozen() -> None:
     """A new option is a decision: a speed setting should be measured or planned instead."""
     names = set(finetune.finetune.__annotations__) - {"return"}
     assert names == set(job.Job.__dataclass_fields__) | {"as_json", "debug"}
-    assert names == set(
-        "model checkpoint_activations data sequence_length seed nvme gpu_memory cpu_memory parameters optimizer gradients "
-        "precision io_engine steps batch_size accumulate lr weight_decay warmup max_grad_norm eval_every eval_batches output "
-        "overwrite report as_json debug".split()
+    lists = (
+        {"model", "checkpoint_activations", "data", "sequence_length", "seed", "nvme", "gpu_memory", "cpu_memory"},
+        {"parameters", "optimizer", "gradients", "precision", "io_engine", "steps", "batch_size", "accumulate", "lr"},
+        {"weight_decay", "warmup", "max_grad_norm", "eval_every", "eval_batches", "output", "overwrite", "report"},
+        {"as_json", "debug"},
     )
+    assert names == set().union(*lists)
 
 
 # finetune: presets and schedule
@@ -338,9 +337,7 @@ def test_accumulation_is_the_mean_over_its_batches(tmp_path: Path, text: Path, s
     assert parts["loss"]["last"] == pytest.approx(whole["loss"]["last"], rel=1e-3)
 
 
-def test_without_json_a_table_is_printed_and_progress_goes_to_stderr(
-    tmp_path: Path, text: Path, stand_in: list[StandIn]
-) -> None:
+def test_without_json_a_table_is_printed_and_progress_goes_to_stderr(tmp_path: Path, text: Path, stand_in: list[StandIn]) -> None:
     result = run("finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--eval-every", 2)
     assert result.exit_code == 0
     assert "14.00 B per parameter" in result.stdout
@@ -356,8 +353,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_advice(
     result = run("finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--output", tmp_path / "out")
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == (
-        "infinity: the loss became nan at step 1; try a lower --lr than 0.0003, a longer --warmup, "
-        "or --precision bf16 or fp32"
+        "infinity: the loss became nan at step 1; try a lower --lr than 0.0003, a longer --warmup, or --precision bf16 or fp32"
     )
     assert stand_in[0].closed
     assert not list((tmp_path / "out").iterdir())
@@ -497,7 +493,7 @@ def locked(directory: Path) -> Iterator[int]:
         "handle.write(str(os.getpid())); handle.flush()\n"
         "print('held', flush=True); sys.stdin.read()\n"
     )
-    command = [sys.executable, "-c", script, str(directory / gc.LOCK)]
+    command = [sys.executable, "-c", script, str(directory / gc.LOCK_NAME)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
@@ -506,29 +502,29 @@ def locked(directory: Path) -> Iterator[int]:
 
 
 def test_gc_removes_what_a_dead_run_left_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / gc.LOCK).write_text("12345\n")
-    (tmp_path / gc.STATES).write_bytes(b"x" * 8192)
+    (tmp_path / gc.LOCK_NAME).write_text("12345\n")
+    (tmp_path / gc.STATES_NAME).write_bytes(b"x" * 8192)
     (tmp_path / "other").write_text("mine")
     result = run("gc", tmp_path, "--json")
     assert result.exit_code == 0
     answer = json.loads(result.stdout)
-    assert set(answer["removed"]) == {str(tmp_path / gc.LOCK), str(tmp_path / gc.STATES)}
+    assert set(answer["removed"]) == {str(tmp_path / gc.LOCK_NAME), str(tmp_path / gc.STATES_NAME)}
     assert answer["bytes"] == sum(answer["removed"].values()) >= 8192
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
     assert run("gc", tmp_path).stdout == "nothing to remove\n"
 
 
 def test_gc_works_without_a_lock_file(tmp_path: Path) -> None:
-    (tmp_path / gc.STATES).write_bytes(b"")
-    assert run("gc", tmp_path).stdout == f"removed {tmp_path / gc.STATES} (0 B)\n"
+    (tmp_path / gc.STATES_NAME).write_bytes(b"")
+    assert run("gc", tmp_path).stdout == f"removed {tmp_path / gc.STATES_NAME} (0 B)\n"
     assert not list(tmp_path.iterdir())
 
 
 def test_gc_refuses_while_a_live_process_holds_the_lock(tmp_path: Path) -> None:
-    (tmp_path / gc.STATES).write_bytes(b"x")
+    (tmp_path / gc.STATES_NAME).write_bytes(b"x")
     with locked(tmp_path) as pid:
-        assert refusal("gc", tmp_path) == f"{tmp_path} is in use by process {pid}; nothing was removed"
-    assert (tmp_path / gc.STATES).exists()
+        assert refusal("gc", tmp_path) == f"nvme directory {tmp_path} is in use by process {pid}; give each job its own directory"
+    assert (tmp_path / gc.STATES_NAME).exists()
     assert run("gc", tmp_path).exit_code == 0
     assert not list(tmp_path.iterdir())
 
@@ -537,8 +533,11 @@ def test_gc_does_not_follow_links(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     where = tmp_path / "nvme"
     where.mkdir()
-    (where / gc.LOCK).symlink_to(tmp_path / "precious")
-    assert run("gc", where).exit_code == 1
+    (where / gc.STATES_NAME).symlink_to(tmp_path / "precious")
+    assert run("gc", where).exit_code == 0
+    assert not list(where.iterdir())
+    (where / gc.LOCK_NAME).symlink_to(tmp_path / "precious")
+    assert refusal("gc", where) == f"{where / gc.LOCK_NAME} is a link, which no run makes; remove it yourself"
     assert (tmp_path / "precious").read_text() == "x"
 
 
@@ -547,9 +546,9 @@ def test_gc_of_no_directory_is_refused(tmp_path: Path) -> None:
 
 
 def test_gc_leaves_the_lock_free(tmp_path: Path) -> None:
-    (tmp_path / gc.STATES).touch()
+    (tmp_path / gc.STATES_NAME).touch()
     gc.collect(tmp_path)
-    with (tmp_path / gc.LOCK).open("w") as handle:
+    with (tmp_path / gc.LOCK_NAME).open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -593,3 +592,117 @@ def test_help_and_version() -> None:
     assert run().exit_code == 2
     process = subprocess.run([sys.executable, "-m", "infinity", "--help"], capture_output=True, text=True, check=True)
     assert "finetune" in process.stdout
+
+
+# The whole program, with the real engine
+
+
+REAL = [*SMALL, "--gpu-memory", "64MiB", "--cpu-memory", "64MiB", "--precision", "fp32", "--lr", "1e-3"]
+
+
+def finished(*arguments: object) -> dict[str, Any]:
+    """The summary of a run that must succeed."""
+    result = run("finetune", *arguments, "--json", "--debug")
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    summary: dict[str, Any] = json.loads(result.stdout)
+    return summary
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Path:
+    path = tmp_path / "nvme"
+    path.mkdir()
+    return path
+
+
+def logits(directory: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        result: torch.Tensor = AutoModelForCausalLM.from_pretrained(directory)(torch.arange(32)[None]).logits
+    return result
+
+
+def test_real_runs_learn_and_agree_whatever_the_placement(tmp_path: Path, text: Path, nvme: Path) -> None:
+    common = ["--data", text, *REAL, "--steps", 12]
+    first = finished(*common, "--nvme", nvme, "--output", tmp_path / "a")
+    second = finished(
+        *common, "--parameters", "cpu", "--optimizer", "cpu", "--no-checkpoint-activations", "--output", tmp_path / "b"
+    )  # fmt: skip
+    assert first["loss"] == second["loss"]
+    assert first["loss"]["last"] < first["loss"]["first"] - 0.5
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in "ab"]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not list(nvme.iterdir())
+    for way in ("read", "written"):
+        traffic = first["nvme_bytes_per_parameter_per_step"][way]
+        assert traffic["measured"] == pytest.approx(traffic["planned"], rel=0.01)
+        assert traffic["measured"] > 0
+        assert second["nvme_bytes_per_parameter_per_step"][way] == {"measured": 0, "planned": 0}
+    for memory in first["memory"].values():
+        assert memory["budget"] is None or 0 < memory["peak"] <= memory["budget"]
+
+
+def test_a_real_output_loads_in_transformers_and_is_the_next_model(tmp_path: Path, text: Path, nvme: Path) -> None:
+    common = ["--data", text, *REAL, "--nvme", nvme]
+    finished(*common, "--model", "gpt2-tiny", "--output", tmp_path / "a")
+    before = logits(tmp_path / "a")
+    kept = finished(*common, "--model", tmp_path / "a", "--lr", 0, "--output", tmp_path / "b")
+    assert torch.equal(before, logits(tmp_path / "b"))  # nothing is learned at a learning rate of 0, so nothing changes
+    assert kept["model"] == str(tmp_path / "a")
+    lanes = {event["cat"] for event in json.loads((tmp_path / "b" / "trace.json").read_text())["traceEvents"] if "cat" in event}
+    assert {"step", "compute", "nvme read", "adam"} <= lanes
+
+
+def test_a_budget_that_cannot_work_is_refused_in_one_sentence(tmp_path: Path, text: Path, nvme: Path) -> None:
+    reason = refusal("finetune", "--data", text, "--nvme", nvme, *SMALL, "--gpu-memory", "64KiB", "--output", tmp_path / "out")
+    assert "gpu_memory" in reason
+    assert not list(nvme.iterdir())
+
+
+def test_a_second_job_on_the_same_path_is_refused(text: Path, nvme: Path) -> None:
+    with locked(nvme) as pid:
+        assert f"in use by process {pid}" in refusal("finetune", "--data", text, "--nvme", nvme, *SMALL)
+
+
+@contextlib.contextmanager
+def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """`infinity finetune` as a process of its own that has made its first steps."""
+    command = [sys.executable, "-m", "infinity", "finetune", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if line.startswith("step "):
+                    break
+            yield process
+        finally:
+            process.kill()
+
+
+def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path, text: Path, nvme: Path) -> None:
+    out = tmp_path / "out"
+    common = ["--data", text, *REAL, "--nvme", nvme, "--output", out, "--steps", 100_000, "--json"]
+    with started(*common) as process:
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130, stderr
+    summary = json.loads(stdout)
+    assert summary["signal"] == signal.SIGINT
+    assert 1 <= summary["steps"] < 100_000
+    assert "Traceback" not in stderr
+    assert torch.isfinite(logits(out)).all()
+    assert (out / "report.html").is_file()
+    assert not list(nvme.iterdir())
+
+
+def test_gc_cleans_up_after_a_killed_run(text: Path, nvme: Path) -> None:
+    with started("--data", text, *REAL, "--nvme", nvme, "--steps", 100_000) as process:
+        assert f"in use by process {process.pid}" in refusal("gc", nvme)
+        process.kill()
+        process.communicate()
+    left = {path.name for path in nvme.iterdir()}
+    assert left <= {gc.LOCK_NAME, gc.STATES_NAME}
+    assert run("gc", nvme).exit_code == 0
+    assert not list(nvme.iterdir())

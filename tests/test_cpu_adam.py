@@ -118,20 +118,21 @@ def stepped(state: State, hyper: Hyper, isa: str = "scalar", threads: int = 1) -
 
 
 def reference(state: State, hyper: Hyper) -> State:
-    """The formula of cpu_adam.h in torch operations that are each rounded once."""
-    lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale = map(torch.tensor, astuple(hyper)[:-1])
+    """The formula of cpu_adam.h in torch operations that are each rounded once, on constants rounded once from double."""
+    lr, beta1, beta2, eps, weight_decay, correction1, correction2, grad_scale = astuple(hyper)[:-1]
+    fp32 = torch.tensor
     grad = torch.zeros_like(state.master) if state.grad is None else state.grad.float()
-    g, w = grad * grad_scale, state.master
+    g, w = grad * fp32(grad_scale), state.master
     if hyper.weight_decay and hyper.decoupled:
-        w = w * (1 - lr * weight_decay)
+        w = w * fp32(1 - lr * weight_decay)
     elif hyper.weight_decay:
-        g = g + weight_decay * w
-    m = beta1 * state.exp_avg + (1 - beta1) * g
-    v = beta2 * state.exp_avg_sq + ((1 - beta2) * g) * g
+        g = g + fp32(weight_decay) * w
+    m = fp32(beta1) * state.exp_avg + fp32(1 - beta1) * g
+    v = fp32(beta2) * state.exp_avg_sq + (fp32(1 - beta2) * g) * g
     # torch.sqrt of fp32 may be off by one place (it calls MKL). From double, which has more than twice the bits, the
     # rounding to fp32 is right.
-    d = torch.sqrt(v.double()).float() / correction2 + eps
-    w = w - (lr / correction1) * (m / d)
+    d = torch.sqrt(v.double()).float() / fp32(correction2) + fp32(eps)
+    w = w - fp32(lr / correction1) * (m / d)
     return State(state.grad, w, m, v, None if state.out is None else w.to(state.out.dtype))
 
 

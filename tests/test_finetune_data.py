@@ -178,7 +178,9 @@ def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
 
 def test_json_lines_give_one_document_each(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text("\n".join([json.dumps({"text": "one\ntwo"}), "", json.dumps({"text": ""}), json.dumps({"text": "x", "n": 1})]))
+    path.write_text(
+        "\n".join([json.dumps({"text": "one\ntwo"}), "", json.dumps({"text": ""}), json.dumps({"text": "x", "n": 1})])
+    )
     assert documents(path) == ["one\ntwo", "x"]
 
 

@@ -121,11 +121,13 @@ def tiers_figure(history: History, budgets: dict[str, int]) -> str:
         for tier, panel in zip(tiers, panels, strict=True):
             used = [sample.used.get(tier, 0) for sample in history.samples]
             budget, highest, color = budgets.get(tier, 0), max(used), _TIER_COLORS[tier]
+            last = len(used) - 1
+            changes = [i for i in range(len(used)) if i in (0, last) or used[i] != used[i - 1]]
             shown = budget if highest > _BUDGET_SHARE * budget else 0
             prefix, factor = _scale(max(highest, shown))
-            values = [count / factor for count in used]
-            panel.fill_between(times, values, step="post", color=color, alpha=0.25, linewidth=0)
-            panel.step(times, values, where="post", color=color, linewidth=1.2)
+            at, values = [times[i] for i in changes], [used[i] / factor for i in changes]
+            panel.fill_between(at, values, step="post", color=color, alpha=0.25, linewidth=0)
+            panel.step(at, values, where="post", color=color, linewidth=1.2)
             title = f"{tier}: up to {format_bytes(highest)}"
             if shown:
                 panel.axhline(shown / factor, color=_RED, linewidth=1.2, linestyle=(0, (5, 3)))

@@ -12,6 +12,11 @@ TIERS = ("gpu", "cpu", "nvme")
 WORST_WAITS = 5
 
 
+def format_seconds(seconds: float) -> str:
+    """`seconds` with three significant digits, in milliseconds below one second: 0.0123 -> "12.3 ms"."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:,.1f} s"
+
+
 class Step(NamedTuple):
     """One optimizer step; `number` counts from 1, `start` and `end` are seconds of `time.perf_counter`."""
 
@@ -58,9 +63,18 @@ class History:
         return len(steps) * self.tokens_per_step / seconds if seconds > 0 else 0.0
 
 
+def limits(report: Report) -> dict[str, int]:
+    """Budget per tier that has one. Without a limit on NVMe the report names what the files take: that is none."""
+    limited = dict(report.budgets)
+    if limited.get("nvme", 0) <= report.peaks.get("nvme", 0):
+        limited.pop("nvme", None)
+    return limited
+
+
 def summarize(model: str, history: History, report: Report, output: Path | None, files: dict[str, str]) -> dict[str, Any]:
     """The run in one JSON-ready object; times in seconds, sizes in bytes. `files` names what was written beside."""
     worst = sorted(report.waits.items(), key=lambda item: -item[1])[:WORST_WAITS]
+    budgets = limits(report)
     last = history.validations[-1] if history.validations else None
     return {
         "model": model,
@@ -80,9 +94,7 @@ def summarize(model: str, history: History, report: Report, output: Path | None,
         },
         "seconds": dict(report.seconds),
         "worst_waits": [{"unit": unit, "seconds": seconds} for unit, seconds in worst],
-        "memory": {
-            tier: {"peak": report.peaks[tier], "budget": report.budgets.get(tier)} for tier in TIERS if tier in report.peaks
-        },
+        "memory": {tier: {"peak": report.peaks[tier], "budget": budgets.get(tier)} for tier in TIERS if tier in report.peaks},
         "output": str(output) if output else None,
         **files,
     }

@@ -136,7 +136,10 @@ def _shards(weights: Iterable[tuple[str, torch.Tensor]], most: int) -> Iterator[
 def _write_shard(path: Path, shard: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
+    path.touch()
+    mode = path.stat().st_mode  # what the umask gives; safetensors makes files for the owner alone
     save_file(shard, path, metadata={"format": "pt"})
+    path.chmod(mode)
     _sync(path)
 
 

@@ -10,7 +10,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
-from infinity.cli.history import TIERS, History
+from infinity.cli.history import TIERS, History, format_seconds, limits
 from infinity.units import format_bytes
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Progress:
     def attach(self, engine: Engine) -> None:
         """Show this engine's tiers from now on."""
         self._engine = engine
-        self._budgets = engine.report().budgets  # once: a report waits for pending updates
+        self._budgets = limits(engine.report())  # once: a report waits for pending updates
 
     def stepped(self, history: History) -> None:
         """Advance the bar by one step."""
@@ -61,7 +61,7 @@ class Progress:
         facts = f"loss {step.loss:.4f}  {history.tokens_per_second():,.0f} tokens/s"
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step.number, facts=f"{facts}  {self._tiers()}")
-        elif step.number in (1, self._steps) or step.number % max(1, self._steps // LINES) == 0:
+        elif step.number in (1, self._steps) or step.number % -(-self._steps // LINES) == 0:
             self._line(f"step {step.number}/{self._steps}  {facts}  {self._tiers()}")
 
     def validated(self, history: History) -> None:
@@ -99,8 +99,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     for way in ("read", "written"):
         rows.append((f"NVMe {way}", f"{nvme[way]['measured']:.2f} B per parameter and step, planned {nvme[way]['planned']:.2f}"))
-    rows += [(f"time: {cause}", f"{spent:.2f} s") for cause, spent in seconds.items()]
-    rows += [(f"waited for {wait['unit']}", f"{wait['seconds']:.2f} s") for wait in summary["worst_waits"]]
+    rows += [(f"time: {cause}", format_seconds(spent)) for cause, spent in seconds.items()]
+    rows += [(f"waited for {wait['unit']}", format_seconds(wait["seconds"])) for wait in summary["worst_waits"]]
     for tier, memory in summary["memory"].items():
         budget = f" of {format_bytes(memory['budget'])}" if memory["budget"] else ""
         rows.append((f"peak {tier}", f"{format_bytes(memory['peak'])}{budget}"))

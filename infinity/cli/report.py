@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.figures import loss_figure, tiers_figure, timeline_figure
-from infinity.cli.history import History
+from infinity.cli.history import History, format_seconds
 from infinity.cli.output import write_file
 from infinity.observe import Span
 from infinity.units import format_bytes
@@ -59,7 +59,7 @@ def _cards(summary: dict[str, Any]) -> str:
     ]
     peaks = []
     for tier, memory in summary["memory"].items():
-        budget = f"budget {format_bytes(memory['budget'])}" if memory["budget"] else "no budget"
+        budget = f"budget {format_bytes(memory['budget'])}" if memory["budget"] else "no limit was set"
         peaks.append(_card(f"Peak on {tier}", format_bytes(memory["peak"]), budget))
     return "".join(f'<div class="cards">{"".join(row)}</div>' for row in (cards, peaks) if row)
 
@@ -69,7 +69,7 @@ def _bars(rows: Iterable[tuple[str, float]]) -> str:
     longest = max((seconds for _, seconds in listed), default=0.0) or 1.0
     lines = (
         f'<tr><th>{escape(name)}</th><td class="bar"><div style="width:{100 * seconds / longest:.1f}%"></div></td>'
-        f'<td class="n">{seconds:.2f} s</td></tr>'
+        f'<td class="n">{format_seconds(seconds)}</td></tr>'
         for name, seconds in listed
     )
     return f"<table>{''.join(lines)}</table>"
@@ -94,7 +94,7 @@ def render_report(summary: dict[str, Any], history: History, spans: Sequence[Spa
         _section("Loss and learning rate", "", loss_figure(history)),
         _section(
             "Memory by tier",
-            "Bytes the engine holds, sampled after each forward, backward and optimizer step. The dashed line is the budget.",
+            "Bytes the engine holds, sampled while the steps ran. A dashed line is the budget, where it is near.",
             tiers_figure(history, budgets),
         ),
         _section(

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 
 from infinity.cli.data import Windows
-from infinity.cli.history import History, Sample, Step, Validation
+from infinity.cli.history import History, Step, Validation
 from infinity.cli.interrupt import Interrupt
+from infinity.cli.sampler import Sampler
 from infinity.errors import InfinityError
 from infinity.observe import Recorder, Report
 
@@ -89,6 +90,12 @@ class Trainer:
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, plan.steps, plan.warmup)
         )
+        with Sampler(self.engine.memory, self.history.samples):
+            self._run(scheduler, interrupt, watcher)
+        return self.history
+
+    def _run(self, scheduler: Any, interrupt: Interrupt, watcher: Watcher) -> None:
+        plan = self.schedule
         batches = self.windows.batches(plan.batch_size)
         self.model.train()
         for number in range(1, plan.steps + 1):
@@ -101,17 +108,14 @@ class Trainer:
             if interrupt.signal is not None:
                 self.history.signal = interrupt.signal
                 break
-        return self.history
 
     def _step(self, number: int, batches: list[Any]) -> Step:
         start = time.perf_counter()
         rate = float(self.optimizer.param_groups[0]["lr"])
         total = 0.0
         for batch in batches:
-            loss = self._loss(batch)
-            self._sample()
-            (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
-            self._sample()
+            loss: Any = self._loss(batch)
+            (loss / len(batches)).backward()
             total += loss.item() / len(batches)
         if not math.isfinite(total):
             raise InfinityError(
@@ -119,7 +123,6 @@ class Trainer:
                 "a longer --warmup, or --precision bf16 or fp32"
             )
         self.optimizer.step()
-        self._sample()
         norm = getattr(self.optimizer, "grad_norm", None)
         self.optimizer.zero_grad()
         return Step(number, total, rate, None if norm is None else float(norm), start, time.perf_counter())
@@ -142,6 +145,3 @@ class Trainer:
         if interrupt.signal is None:
             self.history.validations.append(Validation(step, total / tokens))
             watcher.validated(self.history)
-
-    def _sample(self) -> None:
-        self.history.samples.append(Sample(time.perf_counter(), self.engine.memory()))

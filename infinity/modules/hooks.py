@@ -180,7 +180,8 @@ class Hooks:
 
     def _collector(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
+            with torch._C.DisableTorchFunctionSubclass():  # the guard hides .grad while the engine holds a gradient
+                gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 unit.collect(index, gradient)
                 self._watch_backward()

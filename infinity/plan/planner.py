@@ -52,18 +52,24 @@ class Traffic:
         return self.fetched + self.update_read
 
 
-def predict(order: Sequence[int], units: Sequence[UnitCost], slots: int, accumulation: int = 1) -> Traffic:
+def predict(
+    order: Sequence[int],
+    units: Sequence[UnitCost],
+    slots: int,
+    accumulation: int = 1,
+    held: Sequence[frozenset[int]] = (),
+) -> Traffic:
     """NVMe traffic of one optimizer step of `accumulation` cycles of `order`, with `slots` slots for copies.
 
-    Walks three steps from an empty arena and states the last, when the walk repeats itself.
+    `held[i]` are units that cannot be evicted when `order[i]` comes into use (see `Cycle`), none when it is empty. Walks three steps from an empty arena and states the last, when the walk repeats itself.
     """
     copies: SlotMap[int] = SlotMap(slots)
     trace = Trace()
     fetched = 0
 
-    def bring(unit: int, beyond: float, pinned: int | None = None) -> bool:
+    def bring(unit: int, beyond: float, pinned: frozenset[int] = frozenset()) -> bool:
         nonlocal fetched
-        place = copies.place(units[unit].slots, lambda other: None if other == pinned else trace.next_use(other), beyond)
+        place = copies.place(units[unit].slots, lambda other: None if other in pinned else trace.next_use(other), beyond)
         if place is None:
             return False
         for victim in place.evicted:
@@ -81,11 +87,12 @@ def predict(order: Sequence[int], units: Sequence[UnitCost], slots: int, accumul
         for micro_batch in range(accumulation):
             trace.begin("train", trainable if micro_batch == accumulation - 1 else frozenset())
             look_ahead(trace, has_copy, bring)
-            for unit in order:
+            for unit, others in zip(order, held or [frozenset()] * len(order), strict=True):
                 trace.use(unit)
                 if not has_copy(unit):
-                    bring(unit, -1)
-                look_ahead(trace, has_copy, lambda other, beyond, pinned=unit: bring(other, beyond, pinned))  # type: ignore[misc]
+                    bring(unit, -1, others)
+                pinned = others | {unit}
+                look_ahead(trace, has_copy, lambda other, beyond, pinned=pinned: bring(other, beyond, pinned))  # type: ignore[misc]
         for unit in trainable & set(copies.runs):
             copies.give_back(unit)
         trace.dropped = frozenset()

@@ -42,7 +42,7 @@ class Runtime:
 
     def enter(self, unit: Unit) -> torch.Tensor:
         """`unit` is in use until `leave`: start bringing it and what comes next, then wait for it; returns its flat buffer."""
-        new = self.trace.use(unit.index)
+        new = self.trace.use(unit.index, frozenset(u.index for u in self._units if u.blocks[Kind.PARAM].pins))
         unit.start()
         if new:
             self.look_ahead()

@@ -14,10 +14,13 @@ from collections.abc import Iterator, Sequence
 
 
 class Cycle:
-    """A recorded order of uses, with fast look-up of the next use of a unit."""
+    """A recorded order of uses, with fast look-up of the next use of a unit.
 
-    def __init__(self, order: Sequence[int]) -> None:
-        self.order = tuple(order)
+    `held[i]` are the units that were in use already, and so could not be evicted, when `order[i]` came into use.
+    """
+
+    def __init__(self, order: Sequence[int], held: Sequence[frozenset[int]] = ()) -> None:
+        self.order, self.held = tuple(order), tuple(held)
         self._at: defaultdict[int, list[int]] = defaultdict(list)
         for position, unit in enumerate(self.order):
             self._at[unit].append(position)
@@ -47,6 +50,7 @@ class Trace:
         self._cycles: dict[str, Cycle] = {}
         self._phase = ""
         self._recording: list[int] = []
+        self._held: list[frozenset[int]] = []
         self.predicted = Cycle(())
         self.position = 0
         """Index in `predicted` of the use that is expected next."""
@@ -57,18 +61,23 @@ class Trace:
 
     def begin(self, phase: str, dropped: frozenset[int] = frozenset()) -> None:
         """A new cycle starts; what was recorded becomes the prediction of its phase."""
-        if self._recording and self._cycles.get(self._phase, Cycle(())).order != tuple(self._recording):
-            self._cycles[self._phase] = Cycle(self._recording)
-        self._phase, self._recording = phase, []
+        recorded, known = (tuple(self._recording), tuple(self._held)), self._cycles.get(self._phase, Cycle(()))
+        if self._recording and (known.order, known.held) != recorded:
+            self._cycles[self._phase] = Cycle(*recorded)
+        self._phase, self._recording, self._held = phase, [], []
         self.predicted = self._cycles.get(phase, Cycle(()))
         self.position = 0
         self.dropped = dropped
 
-    def use(self, unit: int) -> bool:
-        """`unit` is used now; whether that is a new use, for uses of the same unit one after the other count once."""
+    def use(self, unit: int, held: frozenset[int] = frozenset()) -> bool:
+        """`unit` is used now, beside the units in `held`, whose uses have not ended yet.
+
+        Returns whether that is a new use, for uses of the same unit one after the other count once.
+        """
         if self._recording and self._recording[-1] == unit:
             return False
         self._recording.append(unit)
+        self._held.append(held)
         found = self.predicted.find(unit, self.position)
         if found is None:
             self.misses += 1
@@ -92,9 +101,13 @@ class Trace:
                 seen.add(unit)
                 yield unit, ahead
 
-    def train_order(self) -> tuple[int, ...]:
+    def train_cycle(self) -> Cycle:
         """The last training cycle, as far as it was recorded."""
-        return tuple(self._recording) if self._phase == "train" else self._cycles.get("train", Cycle(())).order
+        return Cycle(self._recording, self._held) if self._phase == "train" else self._cycles.get("train", Cycle(()))
+
+    def train_order(self) -> tuple[int, ...]:
+        """The units of the last training cycle, as far as it was recorded."""
+        return self.train_cycle().order
 
     def first_uses(self) -> list[int]:
         """The units in the order in which a training forward first uses them, as far as is known."""

@@ -42,8 +42,8 @@ struct Avx2 {
 
 namespace avx2 {
 
-void adam(const Arrays& arrays, std::size_t begin, std::size_t end, const Hyper& hyper) {
-  adam_vectors<Avx2>(arrays, begin, end, hyper);
+void adam(const Arrays& arrays, std::size_t begin, std::size_t end, const Constants& c) {
+  adam_vectors<Avx2>(arrays, begin, end, c);
 }
 
 // Serves AVX-512 too: the time goes to the chain of additions into the eight lanes, and wider registers do not shorten it.

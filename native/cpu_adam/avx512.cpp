@@ -40,8 +40,8 @@ struct Avx512 {
 
 namespace avx512 {
 
-void adam(const Arrays& arrays, std::size_t begin, std::size_t end, const Hyper& hyper) {
-  adam_vectors<Avx512>(arrays, begin, end, hyper);
+void adam(const Arrays& arrays, std::size_t begin, std::size_t end, const Constants& c) {
+  adam_vectors<Avx512>(arrays, begin, end, c);
 }
 
 }  // namespace avx512

@@ -12,24 +12,37 @@ namespace infinity::cpu_adam {
 enum class Dtype { fp32, bf16, fp16 };
 enum class Isa { scalar, avx2, avx512 };
 
+// The hyper-parameters of one step, in double, as the caller has them.
 struct Hyper {
-  float lr, beta1, beta2, eps, weight_decay;
-  float bias_correction1;       // 1 - beta1^t, computed in double by the caller and rounded once
-  float bias_correction2_sqrt;  // sqrt(1 - beta2^t), likewise
-  float grad_scale;             // unscale * clip factor; multiplied into the gradient first
-  bool decoupled;               // true: AdamW (weight decay on the parameter); false: Adam (added to the gradient)
+  double lr, beta1, beta2, eps, weight_decay;
+  double bias_correction1;       // 1 - beta1^t
+  double bias_correction2_sqrt;  // sqrt(1 - beta2^t)
+  double grad_scale;             // unscale * clip factor; multiplied into the gradient first
+  bool decoupled;                // true: AdamW (weight decay on the parameter); false: Adam (added to the gradient)
 };
 
-// For every i in [0, n), all in fp32:
-//   g  = float(grad[i]) * grad_scale
+// What the kernels work with: each constant is computed in double and rounded to fp32 once. Rounding the hyper-parameters
+// first would not do: 1 - 0.999f is 0.00100004673, and v would be off by 5e-5.
+struct Constants {
+  explicit Constants(const Hyper& h)
+      : grad_scale(static_cast<float>(h.grad_scale)), weight_decay(static_cast<float>(h.weight_decay)),
+        keep_weight(static_cast<float>(1 - h.lr * h.weight_decay)), beta1(static_cast<float>(h.beta1)),
+        rest1(static_cast<float>(1 - h.beta1)), beta2(static_cast<float>(h.beta2)), rest2(static_cast<float>(1 - h.beta2)),
+        correction2(static_cast<float>(h.bias_correction2_sqrt)), eps(static_cast<float>(h.eps)),
+        step(static_cast<float>(h.lr / h.bias_correction1)), decay(h.weight_decay != 0), decoupled(h.decoupled) {}
+  float grad_scale, weight_decay, keep_weight, beta1, rest1, beta2, rest2, correction2, eps, step;
+  bool decay, decoupled;
+};
+
+// For every i in [0, n), all in fp32, with c = Constants(hyper):
+//   g  = float(grad[i]) * c.grad_scale
 //   w  = master[i]
-//   decoupled:  w = w * (1 - lr * weight_decay)        otherwise:  g = g + weight_decay * w     (skipped when weight_decay == 0)
-//   m  = beta1 * m + (1 - beta1) * g
-//   v  = beta2 * v + ((1 - beta2) * g) * g
-//   d  = sqrt(v) / bias_correction2_sqrt + eps
-//   w  = w - (lr / bias_correction1) * (m / d)
+//   decoupled:  w = w * c.keep_weight        otherwise:  g = g + c.weight_decay * w     (skipped when weight_decay == 0)
+//   m  = c.beta1 * m + c.rest1 * g
+//   v  = c.beta2 * v + (c.rest2 * g) * g
+//   d  = sqrt(v) / c.correction2 + c.eps
+//   w  = w - c.step * (m / d)
 //   master[i] = w; out[i] = round-to-nearest-even(w) in out_dtype        (out may be null, or equal to master when fp32)
-// (1 - lr * weight_decay), (1 - beta1), (1 - beta2) and (lr / bias_correction1) are computed once in fp32.
 // bf16/fp16 conversion of NaN gives a quiet NaN; fp16 overflow gives infinity. grad == null means all-zero gradients.
 struct Arrays {
   const void* grad; Dtype grad_dtype;

@@ -6,7 +6,7 @@
 namespace infinity::cpu_adam {
 
 // Updates elements [begin, end).
-using AdamKernel = void(const Arrays& arrays, std::size_t begin, std::size_t end, const Hyper& hyper);
+using AdamKernel = void(const Arrays& arrays, std::size_t begin, std::size_t end, const Constants& c);
 // The sum of one norm block: elements [begin, end), at most kNormBlock of them, lane 0 first.
 using NormKernel = double(const void* values, Dtype dtype, std::size_t begin, std::size_t end);
 

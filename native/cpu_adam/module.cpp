@@ -44,8 +44,8 @@ T* pointer(const char* name, std::uintptr_t address, Dtype dtype, Null null) {
 }
 
 void step(std::uintptr_t grad, const std::string& grad_dtype, std::uintptr_t master, std::uintptr_t exp_avg, std::uintptr_t exp_avg_sq,
-          std::uintptr_t out, const std::string& out_dtype, std::size_t n, float lr, float beta1, float beta2, float eps,
-          float weight_decay, float bias_correction1, float bias_correction2_sqrt, float grad_scale, bool decoupled,
+          std::uintptr_t out, const std::string& out_dtype, std::size_t n, double lr, double beta1, double beta2, double eps,
+          double weight_decay, double bias_correction1, double bias_correction2_sqrt, double grad_scale, bool decoupled,
           const std::string& isa, Pool& pool) {
   const Dtype grad_type = parse_dtype(grad_dtype), out_type = parse_dtype(out_dtype);
   const Null required = n == 0 ? Null::allowed : Null::refused;  // an empty tensor's address is null

@@ -6,22 +6,16 @@
 
 namespace infinity::cpu_adam::scalar {
 
-void adam(const Arrays& arrays, std::size_t begin, std::size_t end, const Hyper& hyper) {
-  const float keep_weight = 1 - hyper.lr * hyper.weight_decay;
-  const float rest1 = 1 - hyper.beta1;
-  const float rest2 = 1 - hyper.beta2;
-  const float step = hyper.lr / hyper.bias_correction1;
-  const bool decay = hyper.weight_decay != 0;
-
+void adam(const Arrays& arrays, std::size_t begin, std::size_t end, const Constants& c) {
   for (std::size_t i = begin; i < end; ++i) {
-    float g = (arrays.grad ? load(arrays.grad, arrays.grad_dtype, i) : 0.0f) * hyper.grad_scale;
+    float g = (arrays.grad ? load(arrays.grad, arrays.grad_dtype, i) : 0.0f) * c.grad_scale;
     float w = arrays.master[i];
-    if (decay && hyper.decoupled) w = w * keep_weight;
-    if (decay && !hyper.decoupled) g = g + hyper.weight_decay * w;
-    const float m = hyper.beta1 * arrays.exp_avg[i] + rest1 * g;
-    const float v = hyper.beta2 * arrays.exp_avg_sq[i] + (rest2 * g) * g;
-    const float d = std::sqrt(v) / hyper.bias_correction2_sqrt + hyper.eps;
-    w = canonical(w - step * (m / d));
+    if (c.decay && c.decoupled) w = w * c.keep_weight;
+    if (c.decay && !c.decoupled) g = g + c.weight_decay * w;
+    const float m = c.beta1 * arrays.exp_avg[i] + c.rest1 * g;
+    const float v = c.beta2 * arrays.exp_avg_sq[i] + (c.rest2 * g) * g;
+    const float d = std::sqrt(v) / c.correction2 + c.eps;
+    w = canonical(w - c.step * (m / d));
     arrays.exp_avg[i] = canonical(m);
     arrays.exp_avg_sq[i] = canonical(v);
     arrays.master[i] = w;

@@ -28,23 +28,19 @@ inline void store_vector(void* values, Dtype dtype, std::size_t i, typename V::R
 
 // The branches inside the loop always go the same way, and the divisions take longer than all of them.
 template <class V>
-void adam_vectors(const Arrays& arrays, std::size_t begin, std::size_t end, const Hyper& hyper) {
+void adam_vectors(const Arrays& arrays, std::size_t begin, std::size_t end, const Constants& c) {
   using Reg = typename V::Reg;
-  const Reg grad_scale = V::all(hyper.grad_scale), weight_decay = V::all(hyper.weight_decay);
-  const Reg keep_weight = V::all(1 - hyper.lr * hyper.weight_decay);
-  const Reg beta1 = V::all(hyper.beta1), rest1 = V::all(1 - hyper.beta1);
-  const Reg beta2 = V::all(hyper.beta2), rest2 = V::all(1 - hyper.beta2);
-  const Reg correction2 = V::all(hyper.bias_correction2_sqrt), eps = V::all(hyper.eps);
-  const Reg step = V::all(hyper.lr / hyper.bias_correction1);
-  const bool decay = hyper.weight_decay != 0;
+  const Reg grad_scale = V::all(c.grad_scale), weight_decay = V::all(c.weight_decay), keep_weight = V::all(c.keep_weight);
+  const Reg beta1 = V::all(c.beta1), rest1 = V::all(c.rest1), beta2 = V::all(c.beta2), rest2 = V::all(c.rest2);
+  const Reg correction2 = V::all(c.correction2), eps = V::all(c.eps), step = V::all(c.step);
   const Arrays a = arrays;  // a copy that no store below can alias
 
   std::size_t i = begin;
   for (; end - i >= V::width; i += V::width) {
     Reg g = (a.grad ? load_vector<V>(a.grad, a.grad_dtype, i) : V::all(0)) * grad_scale;
     Reg w = V::load(a.master + i);
-    if (decay && hyper.decoupled) w = w * keep_weight;
-    if (decay && !hyper.decoupled) g = g + weight_decay * w;
+    if (c.decay && c.decoupled) w = w * keep_weight;
+    if (c.decay && !c.decoupled) g = g + weight_decay * w;
     const Reg m = beta1 * V::load(a.exp_avg + i) + rest1 * g;
     const Reg v = beta2 * V::load(a.exp_avg_sq + i) + (rest2 * g) * g;
     const Reg d = V::sqrt(v) / correction2 + eps;
@@ -54,7 +50,7 @@ void adam_vectors(const Arrays& arrays, std::size_t begin, std::size_t end, cons
     V::store(a.master + i, w);
     if (a.out) store_vector<V>(a.out, a.out_dtype, i, w);
   }
-  scalar::adam(arrays, i, end, hyper);
+  scalar::adam(arrays, i, end, c);
 }
 
 }  // namespace

@@ -82,29 +82,24 @@ __global__ void add_in_order_kernel(const double* block_sums, std::size_t count,
   }
 }
 
-struct Constants {  // what adam_step computes once, in fp32
-  float decay, one_minus_beta1, one_minus_beta2, step_size;
-};
-
 template <typename Grad, typename Out>
 __global__ void adam_kernel(const Grad* grad, float* master, float* exp_avg, float* exp_avg_sq, Out* out, std::size_t n,
-                            Hyper hyper, Constants constants) {
+                            Constants c) {
   const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
   for (std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
-    float g = __fmul_rn(grad == nullptr ? 0.0f : to_float(grad[i]), hyper.grad_scale);
+    float g = __fmul_rn(grad == nullptr ? 0.0f : to_float(grad[i]), c.grad_scale);
     float w = master[i];
-    if (hyper.weight_decay != 0.0f) {
-      if (hyper.decoupled) {
-        w = __fmul_rn(w, constants.decay);
+    if (c.decay) {
+      if (c.decoupled) {
+        w = __fmul_rn(w, c.keep_weight);
       } else {
-        g = __fadd_rn(g, __fmul_rn(hyper.weight_decay, w));
+        g = __fadd_rn(g, __fmul_rn(c.weight_decay, w));
       }
     }
-    const float m = __fadd_rn(__fmul_rn(hyper.beta1, exp_avg[i]), __fmul_rn(constants.one_minus_beta1, g));
-    const float v =
-        __fadd_rn(__fmul_rn(hyper.beta2, exp_avg_sq[i]), __fmul_rn(__fmul_rn(constants.one_minus_beta2, g), g));
-    const float d = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), hyper.bias_correction2_sqrt), hyper.eps);
-    w = __fsub_rn(w, __fmul_rn(constants.step_size, __fdiv_rn(m, d)));
+    const float m = __fadd_rn(__fmul_rn(c.beta1, exp_avg[i]), __fmul_rn(c.rest1, g));
+    const float v = __fadd_rn(__fmul_rn(c.beta2, exp_avg_sq[i]), __fmul_rn(__fmul_rn(c.rest2, g), g));
+    const float d = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), c.correction2), c.eps);
+    w = __fsub_rn(w, __fmul_rn(c.step, __fdiv_rn(m, d)));
     store(exp_avg + i, m);
     store(exp_avg_sq + i, v);
     store(master + i, w);
@@ -185,15 +180,14 @@ void adam_step(const Arrays& arrays, std::size_t n, const Hyper& hyper, std::uin
   if (n == 0) {
     return;
   }
-  const Constants constants = {1.0f - hyper.lr * hyper.weight_decay, 1.0f - hyper.beta1, 1.0f - hyper.beta2,
-                               hyper.lr / hyper.bias_correction1};
+  const Constants constants(hyper);
   with_type(arrays.grad_dtype, [&](auto* grad_type) {
     using Grad = std::remove_pointer_t<decltype(grad_type)>;
     with_type(arrays.out_dtype, [&](auto* out_type) {
       using Out = std::remove_pointer_t<decltype(out_type)>;
       adam_kernel<<<grid(n, kThreads), kThreads, 0, as_stream(stream)>>>(
           static_cast<const Grad*>(arrays.grad), arrays.master, arrays.exp_avg, arrays.exp_avg_sq,
-          static_cast<Out*>(arrays.out), n, hyper, constants);
+          static_cast<Out*>(arrays.out), n, constants);
     });
   });
   check_launch("adam_step");

@@ -21,6 +21,7 @@
 namespace infinity::cuda {
 
 using cpu_adam::Arrays;
+using cpu_adam::Constants;
 using cpu_adam::Dtype;
 using cpu_adam::Hyper;
 

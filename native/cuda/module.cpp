@@ -35,9 +35,9 @@ void py_squared_norm(std::uintptr_t address, const std::string& dtype, std::size
 }
 
 void py_adam_step(std::uintptr_t grad, const std::string& grad_dtype, std::uintptr_t master, std::uintptr_t exp_avg,
-                  std::uintptr_t exp_avg_sq, std::uintptr_t out, const std::string& out_dtype, std::size_t n, float lr,
-                  float beta1, float beta2, float eps, float weight_decay, float bias_correction1,
-                  float bias_correction2_sqrt, float grad_scale, bool decoupled, std::uintptr_t stream) {
+                  std::uintptr_t exp_avg_sq, std::uintptr_t out, const std::string& out_dtype, std::size_t n, double lr,
+                  double beta1, double beta2, double eps, double weight_decay, double bias_correction1,
+                  double bias_correction2_sqrt, double grad_scale, bool decoupled, std::uintptr_t stream) {
   const Arrays arrays{pointer<const void>(grad), parse_dtype(grad_dtype), pointer<float>(master), pointer<float>(exp_avg),
                       pointer<float>(exp_avg_sq), pointer<void>(out), parse_dtype(out_dtype)};
   const Hyper hyper{lr, beta1, beta2, eps, weight_decay, bias_correction1, bias_correction2_sqrt, grad_scale, decoupled};

@@ -69,7 +69,7 @@ int main() {
       for (const std::size_t n : sizes) {
         ++seed;
         const float weight_decay = seed % 3 == 0 ? 0.0f : 0.1f;
-        const Hyper hyper{1e-3f, 0.9f, 0.999f, 1e-8f, weight_decay, 0.1f, 0.0316f, 0.7f, seed % 2 == 0};
+        const Hyper hyper{1e-3, 0.9, 0.999, 1e-8, weight_decay, 0.1, 0.0316, 0.7, seed % 2 == 0};
         const Problem problem = make_problem(seed, grad, out, n);
         const Problem expected = updated(problem, grad, out, n, hyper, Isa::scalar, one);
         const double norm = squared_norm(problem.grad.data(), grad, n, 0.5, Isa::scalar, one);

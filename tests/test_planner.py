@@ -1,0 +1,194 @@
+"""The planner states the bytes that move: it agrees with a step-by-step walk, and reads what has to be read and little more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.plan.planner import Traffic, UnitCost, look_ahead, predict
+from infinity.plan.trace import Trace
+
+
+class Machine:
+    """A training run of steps in the plainest code: one list cell per slot, and the future as a list of what is to come."""
+
+    def __init__(self, order: Sequence[int], units: Sequence[UnitCost], slots: int, accumulation: int) -> None:
+        self.order = [unit for unit, before in zip(order, [None, *order], strict=False) if unit != before]
+        self.units, self.accumulation = units, accumulation
+        self.cells: list[int | None] = [None] * slots
+        self.future: list[int] = []  # expected uses; empty in the first cycle, when nothing is known
+        self.turn = 0  # how many of them come before the next cycle
+        self.stale: set[int] = set()  # units with no use beyond the turn, for their copies are dropped there
+        self.read, self.known = 0, False
+
+    def next_use(self, unit: int) -> float:
+        for ahead, other in enumerate(self.future):
+            if other == unit:
+                return math.inf if unit in self.stale and ahead >= self.turn else ahead
+        return math.inf
+
+    def present(self, unit: int) -> bool:
+        return self.units[unit].slots == 0 or unit in self.cells
+
+    def bring(self, unit: int, beyond: float, in_use: int | None) -> bool:
+        length, best = self.units[unit].slots, None
+        for start in range(len(self.cells) - length + 1):
+            evicted = set(self.cells[start : start + length]) - {None}
+            uses = [self.next_use(other) for other in evicted]
+            if in_use in evicted or any(use <= beyond for use in uses):
+                continue
+            rank = (min(uses, default=math.inf), -sum(self.cells.count(other) for other in evicted), -start)
+            if best is None or rank > best[0]:
+                best = (rank, start, evicted)
+        if best is None:
+            return False
+        _, start, evicted = best
+        self.cells = [None if cell in evicted else cell for cell in self.cells]
+        self.cells[start : start + length] = [unit] * length
+        self.read += self.units[unit].fetch
+        return True
+
+    def bring_what_comes(self, in_use: int | None = None) -> None:
+        for unit in dict.fromkeys(self.future):
+            use = self.next_use(unit)
+            if use < math.inf and not self.present(unit) and not self.bring(unit, use, in_use):
+                return
+
+    def step(self) -> int:
+        """Bytes fetched from the start of one step to the start of the next."""
+        self.read = 0
+        for cycle in range(self.accumulation):
+            last = cycle == self.accumulation - 1
+            self.future = list(self.order) if self.known else []
+            self.turn = len(self.future)
+            self.stale = {index for index, unit in enumerate(self.units) if unit.trainable and last}
+            self.bring_what_comes()
+            for unit in self.order:
+                if self.known:
+                    self.future.append(self.future.pop(0))
+                    self.turn -= 1
+                if not self.present(unit):
+                    self.bring(unit, -1, None)
+                self.bring_what_comes(unit)
+            self.known = True
+        self.cells = [None if cell is not None and self.units[cell].trainable else cell for cell in self.cells]
+        self.stale = set()
+        self.bring_what_comes()
+        return self.read
+
+
+COST = st.builds(UnitCost, st.integers(0, 3), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.booleans())
+
+
+@st.composite
+def problems(draw: st.DrawFn, costs: st.SearchStrategy[UnitCost] = COST) -> tuple[list[int], list[UnitCost], int]:
+    """An order of uses, unit costs, and slots enough for the largest unit beside the one in use before it."""
+    units = draw(st.lists(costs, min_size=1, max_size=5))
+    order = draw(st.lists(st.integers(0, len(units) - 1), min_size=1, max_size=10))
+    largest = max(unit.slots for unit in units)
+    return order, units, draw(st.integers(2 * largest, 12))
+
+
+ACCUMULATION = st.integers(1, 3)
+ALIKE = st.just(UnitCost(2, 1, 0, 0, True))
+
+
+@given(problems(), ACCUMULATION)
+def test_predict_equals_a_walk_in_the_plainest_code(problem, accumulation):
+    order, units, slots = problem
+    machine = Machine(order, units, slots, accumulation)
+    fetched = [machine.step() for _ in range(3)][-1]
+    used = [unit for index, unit in enumerate(units) if index in order and unit.trainable]
+    assert predict(order, units, slots, accumulation) == Traffic(
+        fetched, sum(unit.update_read for unit in used), sum(unit.update_written for unit in used)
+    )
+
+
+def forced(order: Sequence[int], units: Sequence[UnitCost]) -> int:
+    """What every step has to fetch: the copies that the step before has made stale."""
+    return sum(units[index].fetch for index in set(order) if units[index].trainable and units[index].slots)
+
+
+@given(problems(), ACCUMULATION)
+def test_what_a_step_made_stale_is_read_at_least_once(problem, accumulation):
+    order, units, slots = problem
+    assert predict(order, units, slots, accumulation).fetched >= forced(order, units)
+
+
+@given(problems(), ACCUMULATION)
+def test_with_room_for_everything_only_what_is_stale_is_read(problem, accumulation):
+    order, units, _ = problem
+    slots = sum(unit.slots for unit in units)
+    assert predict(order, units, slots, accumulation).fetched == forced(order, units)
+
+
+@given(problems(ALIKE), ACCUMULATION)
+def test_more_slots_never_read_more_when_units_are_of_one_size(problem, accumulation):
+    order, units, slots = problem
+    reads = [predict(order, units, more, accumulation).fetched for more in range(slots, slots + 6)]
+    assert reads == sorted(reads, reverse=True)
+
+
+def belady_misses(order: Sequence[int], places: int) -> int:
+    """The fewest misses that any policy can have on `order`, from an empty cache with demand fetches only."""
+    cache: set[int] = set()
+    misses = 0
+    for position, unit in enumerate(order):
+        if unit not in cache:
+            misses += 1
+            if len(cache) == places:
+                rest = order[position:]
+                cache.remove(max(cache, key=lambda u: rest.index(u) if u in rest else math.inf))
+            cache.add(unit)
+    return misses
+
+
+@given(problems(ALIKE), ACCUMULATION)
+def test_units_of_one_size_are_read_no_less_than_belady_and_no_more_than_once_per_use(problem, accumulation):
+    order, units, slots = problem
+    uses = [unit for unit, before in zip(order, [None, *order], strict=False) if unit != before] * accumulation
+    assert belady_misses(uses, slots // 2) <= predict(order, units, slots, accumulation).fetched <= len(uses)
+
+
+@given(st.integers(1, 8), st.integers(2, 9), ACCUMULATION)
+def test_a_forward_and_its_backward_read_no_more_than_belady(depth, places, accumulation):
+    order = [*range(depth), *reversed(range(depth - 1))]
+    units = [UnitCost(1, 1, 0, 0, True)] * depth
+    assert predict(order, units, places, accumulation).fetched == belady_misses(order * accumulation, places)
+
+
+def test_a_palindrome_turns_on_what_is_resident():
+    unit = UnitCost(1, 100, 0, 0, True)
+    there_and_back = [0, 1, 2, 3, 2, 1, 0]
+    assert [predict(there_and_back, [unit] * 4, slots).fetched for slots in (2, 3, 4)] == [600, 500, 400]
+
+
+def test_what_never_leaves_and_what_lies_elsewhere_costs_nothing_to_fetch():
+    resident, in_memory = UnitCost(0, 50, 3, 4, True), UnitCost(1, 0, 5, 6, True)
+    assert predict([0, 1, 0, 1], [resident, in_memory], 1) == Traffic(0, 8, 10)
+    assert Traffic(1, 2, 4).read == 3
+
+
+def test_what_is_not_used_is_not_updated():
+    assert predict([0], [UnitCost(1, 1, 10, 20, True), UnitCost(1, 1, 100, 200, True)], 2) == Traffic(1, 10, 20)
+
+
+@pytest.mark.parametrize("room", range(5))
+def test_look_ahead_brings_the_soonest_first_and_stops_when_there_is_no_room(room):
+    trace = Trace()
+    trace.begin("train")
+    for unit in (3, 1, 2, 0):
+        trace.use(unit)
+    trace.begin("train")
+    brought: list[tuple[int, float]] = []
+
+    def bring(unit: int, beyond: float) -> bool:
+        brought.append((unit, beyond))
+        return len(brought) <= room
+
+    look_ahead(trace, lambda unit: unit == 1, bring)
+    assert brought == [(3, 0), (2, 2), (0, 3)][: room + 1]
