@@ -32,7 +32,7 @@ test: python-test native-test  ## Run every test (`make -k test`: the native one
 python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" chooses
 	@mkdir -p build/empty
 	cd build/empty
-	"$(BIN)/pytest" -c ../../pyproject.toml --import-mode=importlib $(PYTEST_ARGS) ../../tests
+	"$(BIN)/pytest" -c ../../pyproject.toml --import-mode=importlib -o pythonpath=tests $(PYTEST_ARGS) ../../tests
 
 native-test: $(VENV)/tools  ## Build and run the native tests
 	@$(CMAKE) -B build/native >build/native.log || { cat build/native.log; exit 1; }

@@ -183,15 +183,17 @@ class Engine:
         def on_nvme(unit: Unit, *kinds: Kind) -> int:
             return sum(unit.blocks[k].nbytes for k in kinds if k in unit.blocks and unit.blocks[k].tier == "nvme")
 
-        costs = []
+        costs, cycles = [], max(self._runtime.accumulation, 1)
         for unit in self._units:
             states = on_nvme(unit, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
             param, gradient = on_nvme(unit, Kind.PARAM), on_nvme(unit, Kind.GRAD)
             slots = 0 if unit.blocks[Kind.PARAM].permanent else -(-unit.nbytes // ALIGNMENT)
             old = 0 if Kind.MASTER in unit.blocks else param
-            costs.append(UnitCost(slots, param, states + old + gradient, states + param + gradient, unit.trainable))
+            # A gradient is written by every backward, and read by all but the first, by each norm and by the update.
+            read = states + old + gradient * (cycles + self._updater.norms)
+            costs.append(UnitCost(slots, param, read, states + param + gradient * cycles, unit.trainable))
         cycle = self._runtime.trace.train_cycle()
-        return predict(cycle.order, costs, self._store.copy_slots, max(self._runtime.accumulation, 1), cycle.held)
+        return predict(cycle.order, costs, self._store.copy_slots, cycles, cycle.held)
 
     def memory(self) -> dict[str, int]:
         """Bytes in use now, per tier."""
@@ -250,12 +252,12 @@ class Engine:
 
 def _shut_down(hooks: Hooks, updater: Updater, store: Store, units: Sequence[Unit]) -> None:
     """Not a method, so that the finalizer of the model does not keep the engine, and with it nothing of the model, alive."""
-    updater.close()
-    hooks.close()
-    for unit in units:
-        unit.tier = "no tier any more, for its engine was closed"
-        unit.guard()
-    store.close()
+    with ExitStack() as stack:  # each of these happens, whatever the others meet
+        stack.callback(store.close)
+        for unit in units:
+            stack.callback(unit.close)
+        stack.callback(hooks.close)
+        stack.callback(updater.close)
 
 
 def wrap(

@@ -72,6 +72,13 @@ def imported(module: str, node: ast.AST) -> list[str]:
     return [f"{base}.{alias.name}" if f"{base}.{alias.name}" in PATHS else base for alias in node.names]
 
 
+def imports() -> Iterator[tuple[str, str, str]]:
+    """(module, "path:line", imported module) for every import of the library."""
+    for module, at, node in nodes():
+        for target in imported(module, node):
+            yield module, at, target
+
+
 def is_ours(name: str) -> bool:
     return name.split(".")[0] == "infinity"
 
@@ -102,23 +109,21 @@ def table_of_the_document() -> str:
 
 def test_imports_point_to_lower_layers() -> None:
     wrong = []
-    for module, at, node in nodes():
-        own_layer, own_line = line_of(module)
-        for target in filter(is_ours, imported(module, node)):
-            if target not in PATHS:
-                wrong.append(f"{at} imports {target}, which is not a module of the library")
-                continue
-            layer, line = line_of(target)
-            if line != own_line and layer >= own_layer:
-                wrong.append(f"{at} (layer {own_layer}) imports {target} (layer {layer})")
+    lines = {module: line_of(module) for module in PATHS}
+    for module, at, target in imports():
+        if not is_ours(target):
+            continue
+        if target not in PATHS:
+            wrong.append(f"{at} imports {target}, which is not a module of the library")
+        elif lines[target] != lines[module] and lines[target][0] >= lines[module][0]:
+            wrong.append(f"{at} (layer {lines[module][0]}) imports {target} (layer {lines[target][0]})")
     assert not wrong, "\n".join(wrong)
 
 
 def test_nothing_imports_the_testing_package() -> None:
     wrong = [
         f"{at} imports {target}"
-        for module, at, node in nodes()
-        for target in imported(module, node)
+        for module, at, target in imports()
         if target.startswith("infinity.testing") and not module.startswith("infinity.testing")
     ]
     assert not wrong, "\n".join(wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.sharding.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT, Layout, Overlap
@@ -15,6 +15,7 @@ RANKS = st.integers(1, 5)
 PADDING = -1
 
 
+@settings(deadline=None)
 @given(SHAPES, RANKS)
 def test_places_are_aligned_and_disjoint_and_shards_are_whole_blocks(shapes, ranks):
     layout = Layout(shapes, ranks)
@@ -29,6 +30,7 @@ def test_places_are_aligned_and_disjoint_and_shards_are_whole_blocks(shapes, ran
     assert layout.shard_numel % SHARD_ALIGNMENT == 0
 
 
+@settings(deadline=None)
 @given(SHAPES, RANKS)
 def test_overlaps_put_the_parameters_together_again(shapes, ranks):
     layout = Layout(shapes, ranks)

@@ -8,26 +8,26 @@ so a unit that is not where it should be gives NaN. Two references: `torch.optim
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
-import random
 import re
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import models
 import pytest
 import torch
-from models import FAMILIES, VOCABULARY, Block, Output, Transformer, text_batch, transformer
+from models import FAMILIES, Block, Output, Transformer, text_batch, transformer
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import infinity
 
-SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
+SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,8 @@ class SpecifiedAdamW(torch.optim.Optimizer):
             w = w * single(1 - lr * decay)
         m = single(beta1) * state["m"] + single(1 - beta1) * g
         v = single(beta2) * state["v"] + (single(1 - beta2) * g) * g
-        d = torch.sqrt(v) / single(math.sqrt(1 - beta2 ** state["step"])) + single(group["eps"])
+        # torch takes the fp32 root from MKL, which may be off by one place; this one is correctly rounded.
+        d = v.double().sqrt().float() / single(math.sqrt(1 - beta2 ** state["step"])) + single(group["eps"])
         w = w - single(lr / (1 - beta1 ** state["step"])) * (m / d)
         state |= {"master": w, "m": m, "v": v}
         p.copy_(w)
@@ -79,22 +80,25 @@ Wrap = Callable[..., nn.Module]
 
 @pytest.fixture
 def wrap(tmp_path: Path) -> Iterator[Wrap]:
-    """Wraps a model on NVMe with the smallest budgets; at the end of the test nothing may be in use any more."""
+    """Wraps a model on NVMe with the smallest budgets, the compute device's times `room`.
+
+    At the end of the test nothing may be in use any more.
+    """
     engines: list[infinity.Engine] = []
 
-    def make(model: nn.Module, precision: str = "fp32", weights: Path | None = None, seed: int | None = None, **config: Any) -> Any:
+    def make(model: nn.Module, precision: str = "fp32", room: int = 1, **options: Any) -> nn.Module:
         directory = tmp_path / f"nvme{len(engines)}"
         directory.mkdir()
         budgets = {"gpu_memory": 1, "cpu_memory": 1}
         while True:
             wanted: dict[str, Any] = {"nvme": [directory], "precision": precision, "poison": True, "device": "cpu", "threads": 2}
             try:
-                infinity.wrap(model, infinity.Config(**wanted | budgets | config), weights=weights, seed=seed)
+                infinity.wrap(model, infinity.Config(**wanted | budgets), **options)
                 break
             except infinity.BudgetError as error:
                 name, smallest = re.search(r"smallest (\w+) that works is (\d+)", str(error)).groups()  # type: ignore[union-attr]
                 assert int(smallest) > budgets[name]
-                budgets[name] = int(smallest)
+                budgets[name] = int(smallest) * (room if name == "gpu_memory" else 1)
         engines.append(infinity.engine(model))
         return model
 
@@ -119,7 +123,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def assert_same_weights(plain: nn.Module, model: nn.Module) -> None:
     expected, actual = weights_of(plain), weights_of(model)
-    assert list(actual) == list(expected)
+    assert set(actual) == set(expected)
     for name, value in expected.items():
         assert torch.equal(actual[name], value), name
 
@@ -149,17 +153,29 @@ def run_step(
     return losses
 
 
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
 class Pair:
     """A plain model with `SpecifiedAdamW` and an equal wrapped one with `infinity.AdamW`."""
 
-    def __init__(self, wrap: Wrap, plain: nn.Module, precision: str = "fp32", batches: Batches = text_batch, **settings: Any) -> None:
+    def __init__(
+        self,
+        wrap: Wrap,
+        plain: nn.Module,
+        precision: str = "fp32",
+        batches: Batches = text_batch,
+        groups: Callable[[nn.Module], Any] = trainable,
+        room: int = 1,
+        **settings: Any,
+    ) -> None:
         self.batches, settings = batches, SETTINGS | settings
-        self.model = wrap(copy.deepcopy(plain), precision)
+        self.model = wrap(copy.deepcopy(plain), precision, room)
         self.plain = plain if precision != "bf16" else convert(plain, torch.bfloat16)
         self.engine = infinity.engine(self.model)
-        self.expected = SpecifiedAdamW(self.plain.parameters(), **settings)
-        trainable = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = infinity.AdamW(trainable, **settings)
+        self.expected = SpecifiedAdamW(groups(self.plain), **settings)
+        self.optimizer = infinity.AdamW(groups(self.model), **settings)
 
     def train(self, steps: int | range, parts: int = 1) -> None:
         """Train both and compare every loss, and every gradient norm when the gradients are clipped."""
@@ -206,6 +222,8 @@ def test_fp32_follows_torch_adamw(family: str, wrap: Wrap) -> None:
         assert optimizer.grad_norm == pytest.approx(norm, rel=1e-6), f"step {step}"
     actual = weights_of(model)
     for name, value in plain.state_dict().items():
+        if re.search(r"key\.bias|k_proj\.bias|c_attn\.bias", name):
+            continue  # attention does not depend on a bias of the keys: its gradient is rounding, and Adam makes steps of it
         moved = (value - start[name]).norm()
         assert (actual[name] - value).norm() <= 1e-3 * moved + 1e-7 * value.norm(), name
     assert travelled(infinity.engine(model)) > 1
@@ -236,8 +254,8 @@ class Twice(Transformer):
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
         x = self.tokens(input_ids)
-        for block in (*self.blocks, *self.blocks, self.blocks[-1]):
-            x = block(x)
+        for number, block in enumerate((*self.blocks, *self.blocks, self.blocks[-1])):
+            x = self.run_block(number, block, x)
         logits = self.head(self.norm(x))
         loss = logits.sum() * 0 if labels is None else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return Output(loss, logits)
@@ -469,7 +487,9 @@ def test_exception_and_then_a_good_step(interrupt: Callable[..., torch.Tensor], 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5", "mixtral"])
 def test_gradient_checkpointing_of_transformers(family: str, use_reentrant: bool, wrap: Wrap) -> None:
     plain = FAMILIES[family].build()
-    plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 prefers another name
+        plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     pair = Pair(wrap, plain, "bf16", FAMILIES[family].batch, max_grad_norm=1.0)
     pair.train(4, parts=2)
     pair.check()
@@ -489,13 +509,79 @@ def pairwise(blocks: nn.ModuleList, **options: Any) -> Callable[..., torch.Tenso
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("span", [1, 2])
 def test_activation_checkpointing(span: int, use_reentrant: bool, wrap: Wrap) -> None:
-    pair = Pair(wrap, transformer(dropout=0.2), max_grad_norm=1.0)
+    pair = Pair(wrap, transformer(dropout=0.2), room=span, max_grad_norm=1.0)  # a checkpoint needs all its blocks at once
     for model in (pair.plain, pair.model):
         if span == 1:
             model.run_block = lambda number, block, x: checkpoint(block, x, use_reentrant=use_reentrant)
         else:
             model.run_block = pairwise(model.blocks, use_reentrant=use_reentrant)
     pair.train(5, parts=2)
+    pair.check()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_of_a_module_used_twice(use_reentrant: bool, wrap: Wrap) -> None:
+    pair = Pair(wrap, seeded(lambda: Twice(depth=2)), max_grad_norm=1.0)
+    for model in (pair.plain, pair.model):
+        model.run_block = lambda number, block, x: checkpoint(block, x, use_reentrant=use_reentrant)
+    pair.train(4, parts=2)
+    pair.check()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_inside_of_the_call(use_reentrant: bool, wrap: Wrap) -> None:
+    """The recomputation runs `forward` of stages that use parameters of their own, and no hook of theirs."""
+    pair = Pair(wrap, seeded(Nested), room=2, max_grad_norm=1.0)
+    for model in (pair.plain, pair.model):
+        for stage in model.stages.values():
+            stage.forward = functools.partial(checkpoint, stage.forward, use_reentrant=use_reentrant)
+        for block in () if use_reentrant else model.stages["up"].blocks:  # the reentrant kind does not nest without a warning
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+    pair.train(4, parts=2)
+    pair.check()
+
+
+def test_checkpoint_that_does_not_fit_and_then_a_good_step(wrap: Wrap) -> None:
+    pair = Pair(wrap, transformer(depth=5), max_grad_norm=1.0)
+    pair.train(2)
+    pair.model.run_block = lambda number, block, x: (
+        x if number else checkpoint(nn.Sequential(*pair.model.blocks).forward, x, use_reentrant=False)
+    )
+    loss = pair.model(**text_batch(0)).loss
+    with pytest.raises(infinity.BudgetError, match=r"in use at the same time \(.*blocks\.0.*gpu_memory=\d+ .* is enough"):
+        loss.backward()
+    pair.optimizer.zero_grad()
+    del pair.model.run_block
+    pair.train(range(2, 5))
+    pair.check()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_exception_in_a_recomputation_and_then_a_good_step(use_reentrant: bool, wrap: Wrap) -> None:
+    class Once(nn.Module):
+        """Raises when it runs for the second time, which is in the recomputation."""
+
+        runs = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.runs += 1
+            if self.runs == 2:
+                raise Interrupted
+            return x
+
+    pair = Pair(wrap, transformer(), max_grad_norm=1.0)
+    for model, optimizer in ((pair.plain, pair.expected), (pair.model, pair.optimizer)):
+        once = Once()
+
+        def run(number: int, block: nn.Module, x: torch.Tensor, once: nn.Module = once) -> torch.Tensor:
+            inside = (lambda y: block(once(block(y)))) if number == 2 else block
+            return checkpoint(inside, x, use_reentrant=use_reentrant)
+
+        model.run_block = run
+        with pytest.raises(Interrupted):
+            model(**text_batch(100)).loss.backward()
+        optimizer.zero_grad()
+    pair.train(3, parts=2)
     pair.check()
 
 
@@ -522,9 +608,7 @@ def split(model: nn.Module) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_parameter_groups_and_scheduler(precision: str, wrap: Wrap) -> None:
-    pair = Pair(wrap, transformer(), precision)
-    pair.expected = SpecifiedAdamW(split(pair.plain), max_grad_norm=1.0)
-    pair.optimizer = infinity.AdamW(split(pair.model), **SETTINGS, max_grad_norm=1.0)
+    pair = Pair(wrap, transformer(), precision, groups=split, max_grad_norm=1.0)
     schedulers = [
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4) * 0.9**step)
         for optimizer in (pair.expected, pair.optimizer)
@@ -538,9 +622,8 @@ def test_parameter_groups_and_scheduler(precision: str, wrap: Wrap) -> None:
 
 
 def test_add_param_group(wrap: Wrap) -> None:
-    pair = Pair(wrap, transformer())
-    names = [name for name, _ in pair.plain.named_parameters()]
-    later = [name for name in names if "blocks.1" in name or "norm1" in name]
+    plain = transformer()
+    later = [name for name, _ in plain.named_parameters() if "blocks.1" in name or "norm1" in name]
 
     def first(model: nn.Module) -> list[nn.Parameter]:
         return [p for name, p in model.named_parameters() if name not in later]
@@ -548,8 +631,7 @@ def test_add_param_group(wrap: Wrap) -> None:
     def second(model: nn.Module) -> dict[str, Any]:
         return {"params": [p for name, p in model.named_parameters() if name in later], "lr": 1e-4, "betas": (0.8, 0.9)}
 
-    pair.expected = SpecifiedAdamW(first(pair.plain))
-    pair.optimizer = infinity.AdamW(first(pair.model), **SETTINGS)
+    pair = Pair(wrap, plain, groups=first)
     before = weights_of(pair.plain)
     for step in range(3):
         pair.train(range(step, step + 1))
@@ -613,8 +695,9 @@ def test_load_state_dict_of_torch_adamw(wrap: Wrap) -> None:
 
 def test_closure_and_engine_clipping(wrap: Wrap) -> None:
     pair = Pair(wrap, transformer())
+    pair.expected.max_grad_norm = 0.5
     for step in range(3):
-        want = run_step(pair.plain, SpecifiedAdamW.clipping(pair.expected, 0.5), step)[0]
+        (want,) = run_step(pair.plain, pair.expected, step)
 
         def closure(step: int = step) -> torch.Tensor:
             pair.optimizer.zero_grad()
@@ -770,7 +853,8 @@ def test_mixed_dtypes(wrap: Wrap) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_of_save_pretrained(family: str, dtype: torch.dtype, wrap: Wrap, tmp_path: Path) -> None:
     built = FAMILIES[family].build()
-    built.to(dtype).save_pretrained(tmp_path / "saved", max_shard_size="50KB")
+    # Some families have other names in the files of the hub than in the model; wrap reads the names of the model.
+    built.to(dtype).save_pretrained(tmp_path / "saved", max_shard_size="50KB", save_original_format=False)
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
     plain = type(built).from_pretrained(tmp_path / "saved", dtype=dtype).train()
     with infinity.init():

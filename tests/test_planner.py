@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.plan.planner import Traffic, UnitCost, look_ahead, predict
@@ -16,8 +17,11 @@ from infinity.plan.trace import Trace
 class Machine:
     """A training run of steps in the plainest code: one list cell per slot, and the future as a list of what is to come."""
 
-    def __init__(self, order: Sequence[int], units: Sequence[UnitCost], slots: int, accumulation: int) -> None:
-        self.order = [unit for unit, before in zip(order, [None, *order], strict=False) if unit != before]
+    def __init__(
+        self, order: Sequence[int], units: Sequence[UnitCost], slots: int, accumulation: int, held: Sequence[set[int]] = ()
+    ) -> None:
+        uses = zip(order, held or [set()] * len(order), [None, *order], strict=False)
+        self.order, self.held = zip(*((unit, others) for unit, others, before in uses if unit != before), strict=True)
         self.units, self.accumulation = units, accumulation
         self.cells: list[int | None] = [None] * slots
         self.future: list[int] = []  # expected uses; empty in the first cycle, when nothing is known
@@ -34,12 +38,12 @@ class Machine:
     def present(self, unit: int) -> bool:
         return self.units[unit].slots == 0 or unit in self.cells
 
-    def bring(self, unit: int, beyond: float, in_use: int | None) -> bool:
+    def bring(self, unit: int, beyond: float, in_use: set[int]) -> bool:
         length, best = self.units[unit].slots, None
         for start in range(len(self.cells) - length + 1):
             evicted = set(self.cells[start : start + length]) - {None}
             uses = [self.next_use(other) for other in evicted]
-            if in_use in evicted or any(use <= beyond for use in uses):
+            if in_use & evicted or any(use <= beyond for use in uses):
                 continue
             rank = (min(uses, default=math.inf), -sum(self.cells.count(other) for other in evicted), -start)
             if best is None or rank > best[0]:
@@ -52,7 +56,7 @@ class Machine:
         self.read += self.units[unit].fetch
         return True
 
-    def bring_what_comes(self, in_use: int | None = None) -> None:
+    def bring_what_comes(self, in_use: set[int]) -> None:
         for unit in dict.fromkeys(self.future):
             use = self.next_use(unit)
             if use < math.inf and not self.present(unit) and not self.bring(unit, use, in_use):
@@ -66,18 +70,18 @@ class Machine:
             self.future = list(self.order) if self.known else []
             self.turn = len(self.future)
             self.stale = {index for index, unit in enumerate(self.units) if unit.trainable and last}
-            self.bring_what_comes()
-            for unit in self.order:
+            self.bring_what_comes(set())
+            for unit, held in zip(self.order, self.held, strict=True):
                 if self.known:
                     self.future.append(self.future.pop(0))
                     self.turn -= 1
                 if not self.present(unit):
-                    self.bring(unit, -1, None)
-                self.bring_what_comes(unit)
+                    self.bring(unit, -1, held)
+                self.bring_what_comes(held | {unit})
             self.known = True
         self.cells = [None if cell is not None and self.units[cell].trainable else cell for cell in self.cells]
         self.stale = set()
-        self.bring_what_comes()
+        self.bring_what_comes(set())
         return self.read
 
 
@@ -97,6 +101,7 @@ ACCUMULATION = st.integers(1, 3)
 ALIKE = st.just(UnitCost(2, 1, 0, 0, True))
 
 
+@settings(deadline=None)
 @given(problems(), ACCUMULATION)
 def test_predict_equals_a_walk_in_the_plainest_code(problem, accumulation):
     order, units, slots = problem
@@ -108,17 +113,30 @@ def test_predict_equals_a_walk_in_the_plainest_code(problem, accumulation):
     )
 
 
+@settings(deadline=None)
+@given(problems(), ACCUMULATION, st.data())
+def test_predict_spares_what_is_in_use_around_a_use(problem, accumulation, data):
+    order, units, slots = problem
+    order = [unit for unit, before in zip(order, [None, *order], strict=False) if unit != before]
+    held = [data.draw(st.frozensets(st.sampled_from(range(len(units))), max_size=2)) for _ in order]
+    machine = Machine(order, units, slots, accumulation, held)
+    fetched = [machine.step() for _ in range(3)][-1]
+    assert predict(order, units, slots, accumulation, held).fetched == fetched
+
+
 def forced(order: Sequence[int], units: Sequence[UnitCost]) -> int:
     """What every step has to fetch: the copies that the step before has made stale."""
     return sum(units[index].fetch for index in set(order) if units[index].trainable and units[index].slots)
 
 
+@settings(deadline=None)
 @given(problems(), ACCUMULATION)
 def test_what_a_step_made_stale_is_read_at_least_once(problem, accumulation):
     order, units, slots = problem
     assert predict(order, units, slots, accumulation).fetched >= forced(order, units)
 
 
+@settings(deadline=None)
 @given(problems(), ACCUMULATION)
 def test_with_room_for_everything_only_what_is_stale_is_read(problem, accumulation):
     order, units, _ = problem
@@ -126,11 +144,23 @@ def test_with_room_for_everything_only_what_is_stale_is_read(problem, accumulati
     assert predict(order, units, slots, accumulation).fetched == forced(order, units)
 
 
+# Not so for sizes that differ, where a run may fit badly: order 4 1 3 2 4 with sizes 1, 3, 1, 3, 1 of units 0 to 4, all
+# trainable, reads 8 slots per step from an arena of 6 and 9 from one of 7.
+@settings(deadline=None)
 @given(problems(ALIKE), ACCUMULATION)
 def test_more_slots_never_read_more_when_units_are_of_one_size(problem, accumulation):
     order, units, slots = problem
     reads = [predict(order, units, more, accumulation).fetched for more in range(slots, slots + 6)]
     assert reads == sorted(reads, reverse=True)
+
+
+@settings(deadline=None)
+@given(problems(COST.map(lambda cost: dataclasses.replace(cost, trainable=True))), ACCUMULATION)
+def test_when_every_unit_is_trained_the_stated_step_is_every_later_step(problem, accumulation):
+    order, units, slots = problem
+    machine = Machine(order, units, slots, accumulation)
+    fetched = [machine.step() for _ in range(6)]
+    assert fetched[2:] == [predict(order, units, slots, accumulation).fetched] * 4
 
 
 def belady_misses(order: Sequence[int], places: int) -> int:
@@ -147,6 +177,7 @@ def belady_misses(order: Sequence[int], places: int) -> int:
     return misses
 
 
+@settings(deadline=None)
 @given(problems(ALIKE), ACCUMULATION)
 def test_units_of_one_size_are_read_no_less_than_belady_and_no_more_than_once_per_use(problem, accumulation):
     order, units, slots = problem
@@ -154,6 +185,7 @@ def test_units_of_one_size_are_read_no_less_than_belady_and_no_more_than_once_pe
     assert belady_misses(uses, slots // 2) <= predict(order, units, slots, accumulation).fetched <= len(uses)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(2, 9), ACCUMULATION)
 def test_a_forward_and_its_backward_read_no_more_than_belady(depth, places, accumulation):
     order = [*range(depth), *reversed(range(depth - 1))]
@@ -165,6 +197,14 @@ def test_a_palindrome_turns_on_what_is_resident():
     unit = UnitCost(1, 100, 0, 0, True)
     there_and_back = [0, 1, 2, 3, 2, 1, 0]
     assert [predict(there_and_back, [unit] * 4, slots).fetched for slots in (2, 3, 4)] == [600, 500, 400]
+
+
+def test_what_is_held_through_a_forward_takes_room_from_the_others():
+    unit = UnitCost(1, 100, 0, 0, True)
+    order = [0, 1, 2, 3, 2, 1]
+    held = [set(), {0}, {0}, {0}, set(), set()]
+    assert predict(order, [unit] * 4, 3).fetched == 400
+    assert predict(order, [unit] * 4, 3, 1, [frozenset(h) for h in held]).fetched == 500
 
 
 def test_what_never_leaves_and_what_lies_elsewhere_costs_nothing_to_fetch():

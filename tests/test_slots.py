@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -48,6 +48,7 @@ def every_window(slots: SlotMap[int], length: int, uses: dict[int, float | None]
     return [Placement(start, tuple(sorted(evicted))) for _, _, start, evicted in sorted(ranked, key=lambda r: r[:3])]
 
 
+@settings(deadline=None)
 @given(filled(), st.integers(1, 13), st.one_of(st.just(-math.inf), st.integers(-1, 5).map(float)))
 def test_place_finds_the_window_that_belady_would(state, length, beyond):
     slots, uses = state
@@ -60,6 +61,7 @@ def test_place_finds_the_window_that_belady_would(state, length, beyond):
     assert slots.runs == before, "place only looks"
 
 
+@settings(deadline=None)
 @given(filled(), st.integers(1, 12), st.integers(0, 5))
 def test_what_place_evicts_is_used_after_beyond_and_makes_the_window_free(state, length, beyond):
     slots, uses = state

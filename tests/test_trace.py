@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.plan.trace import Cycle, Trace
@@ -63,6 +63,7 @@ class NaiveTrace:
         return dict(self.upcoming()).get(unit, math.inf)
 
 
+@settings(deadline=None)
 @given(ORDERS, st.sampled_from(UNITS), st.data())
 def test_distance_and_find_agree_with_a_scan(order, unit, data):
     position = data.draw(st.integers(0, len(order)))
@@ -75,6 +76,7 @@ def test_distance_and_find_agree_with_a_scan(order, unit, data):
 CYCLES = st.lists(st.tuples(st.sampled_from(["train", "eval"]), st.frozensets(st.sampled_from(UNITS)), ORDERS), max_size=8)
 
 
+@settings(deadline=None)
 @given(CYCLES)
 def test_the_trace_does_what_a_list_would(cycles):
     trace, naive = Trace(), NaiveTrace()
@@ -101,6 +103,7 @@ def run(trace: Trace, order: list[int], phase: str = "train", dropped: frozenset
     return trace.misses - before
 
 
+@settings(deadline=None)
 @given(ORDERS, ORDERS.filter(bool))
 def test_a_new_order_is_learned_in_one_cycle(first, second):
     trace = Trace()
@@ -134,6 +137,18 @@ def test_uses_of_one_unit_one_after_the_other_count_once():
     trace.begin("train")
     assert [trace.use(unit) for unit in (0, 0, 1, 1, 0)] == [True, False, True, False, True]
     assert trace.train_order() == (0, 1, 0)
+
+
+def test_what_was_in_use_around_a_use_is_recorded_with_it():
+    trace = Trace()
+    for around in (frozenset({0}), frozenset()):
+        trace.begin("train")
+        trace.use(0)
+        trace.use(1, around)
+        trace.use(1, frozenset({5}))
+        assert trace.train_cycle().held == (frozenset(), around)
+        trace.begin("eval")
+        assert (trace.train_cycle().order, trace.train_cycle().held) == ((0, 1), (frozenset(), around))
 
 
 def test_the_example_of_distance():

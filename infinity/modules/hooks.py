@@ -8,8 +8,9 @@ returned is in use until the autograd node that asked for it has run: the next n
 
 [Note: recomputation]
 Activation checkpointing runs a module's forward again inside the backward, and keeps the recomputed tensors itself, views of
-parameters included. So a unit entered during a backward stays pinned until the gradient of that module's input is there,
-which is after the last node of the module has run, or else until the backward ends.
+parameters and parameters included. So a unit entered during a backward stays entered until the gradient of that module's
+input is there, which is after the last node of the module has run, or else until the backward ends. Where the checkpoint is
+inside of the module's call (transformers wraps `forward`), no hook runs again: then the first touch of a parameter enters.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Hooks:
         self._after_backward, self._recorder = after_backward, recorder
         self._calls: list[_Call] = []
         self._saving: saved_tensors_hooks | None = None
-        self._held: dict[Unit, int] = {}  # pins of recomputing forwards, ended by the input's gradient or the backward's end
+        self._held: dict[Unit, int] = {}  # uses by recomputing forwards, ended by the input's gradient or the backward's end
         self._node: Any = None  # the autograd node that runs
         self._node_units: list[Unit] = []  # the units it unpacked views of
         self._backward = False
@@ -82,7 +83,9 @@ class Hooks:
         for module in units_of:
             self._handles.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
+        self._units = tuple(units)
         for unit in units:
+            unit.touched = self._touched
             if unit.trainable:
                 for index, parameter in enumerate(unit.parameters):
                     self._handles.append(parameter.register_post_accumulate_grad_hook(self._collector(unit, index)))
@@ -91,6 +94,8 @@ class Hooks:
         """Take every hook off the model. May be called twice."""
         self._stop_saving()
         self._end_backward()
+        for unit in self._units:
+            unit.touched = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -106,6 +111,8 @@ class Hooks:
                 self._runtime.begin(torch.is_grad_enabled())
             self._saving = saved_tensors_hooks(self._pack, self._unpack)
             self._saving.__enter__()
+        elif recomputing:
+            self._end_other_node()
         entered: list[Unit] = []
         try:
             for unit in self._units_of[module]:
@@ -122,7 +129,7 @@ class Hooks:
             self._watch_backward()
         else:
             for tensor in _tensors((args, kwargs)):
-                if tensor.requires_grad:
+                if tensor.grad_fn is not None:  # the gradient of a leaf may come before the module's last node has run
                     tensor.register_hook(lambda _, units=self._units_of[module]: self._passed(units))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -131,9 +138,9 @@ class Hooks:
         call = self._calls.pop()
         for unit in self._units_of[module]:
             if call.recomputing:
-                unit.start()
                 self._held[unit] = self._held.get(unit, 0) + 1
-            self._leave(unit)
+            else:
+                self._leave(unit)
         now = time.perf_counter()
         if self._units_of[module]:
             self._recorder.add("compute", f"forward {self._units_of[module][0].name}", call.start, now)
@@ -169,9 +176,7 @@ class Hooks:
         if isinstance(saved, torch.Tensor):
             return saved
         self._watch_backward()
-        node = torch._C._current_autograd_node()
-        if node is not self._node:
-            self._end_node(node)
+        self._end_other_node()
         flat = self._runtime.enter(saved.unit)
         self._node_units.append(saved.unit)
         return flat.as_strided(saved.size, saved.stride, flat.storage_offset() + saved.offset)
@@ -191,12 +196,28 @@ class Hooks:
     def _passed(self, units: Sequence[Unit]) -> None:
         for unit in units:
             for _ in range(self._held.pop(unit, 0)):
-                self._runtime.leave(unit)
+                self._leave(unit)
+
+    def _touched(self, unit: Unit) -> bool:
+        """A parameter of a unit that is not entered was touched: a recomputation that no hook saw needs it. Else False."""
+        if not in_backward():
+            return False
+        self._end_other_node()
+        self._enter(unit)
+        self._held[unit] = self._held.get(unit, 0) + 1
+        self._watch_backward()
+        return True
 
     def _watch_backward(self) -> None:
         if not self._backward and in_backward():
             self._backward, self._backward_since = True, time.perf_counter()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_other_node(self) -> None:
+        """What an earlier autograd node unpacked is not in use any more."""
+        node = torch._C._current_autograd_node()
+        if node is not self._node:
+            self._end_node(node)
 
     def _end_node(self, following: Any) -> None:
         units, self._node, self._node_units = self._node_units, following, []

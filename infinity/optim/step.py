@@ -86,6 +86,10 @@ class Kernels:
             bias_correction2_sqrt=correction2**0.5, grad_scale=grad_scale, decoupled=True, isa=self.isa, pool=self._pool,
         )  # fmt: skip
 
+    def close(self) -> None:
+        """End the threads; the kernels cannot be used any more."""
+        self._pool = None
+
     def squared_norm(self, values: torch.Tensor, carry: float) -> float:
         """`carry` plus the sum of squares of `values`, in double precision and in a fixed order."""
         return float(
@@ -134,6 +138,9 @@ class Updater:
         self._grad_scale = 1.0
         self.posted_steps = 0
         """Steps started since the beginning."""
+        self.norms = 0
+        """How often the gradients were read for their norm in the last step."""
+        self._norms_now = 0
         self._posted: list[UnitUpdate] | None = None
         self._changed = threading.Condition()
         self._closed = False
@@ -144,6 +151,7 @@ class Updater:
 
     def adopt(self, unit: Unit, optimizer: object) -> None:
         """`optimizer` updates `unit` from now on, beginning with fresh states; raises `ConfigError` when another one does."""
+        self._store.check()
         owner = self._owners.get(unit)
         if owner is not None and owner() not in (None, optimizer):
             raise ConfigError(f"unit {unit.name} already has an optimizer; use one AdamW with several parameter groups")
@@ -173,6 +181,7 @@ class Updater:
         precision over the gradients of all units and ranks.
         """
         total = 0.0
+        self._norms_now += 1
         self.drain()
         for unit in self._units:
             if unit.trainable and any(unit.accumulated) and not unit.spent:
@@ -196,6 +205,7 @@ class Updater:
             self._posted = [UnitUpdate(unit, segments, self._grad_scale) for unit, segments in ordered]
             self._changed.notify_all()
         self._grad_scale = 1.0
+        self.norms, self._norms_now = self._norms_now, 0
         self.posted_steps += 1
 
     def drain(self) -> None:
@@ -210,6 +220,7 @@ class Updater:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+        self._kernels.close()
 
     def _run(self) -> None:
         while True:
@@ -233,14 +244,16 @@ class Updater:
         try:
             while waiting or reading or writing:
                 while writing and all(out.committed() for out in writing[0].outs):
-                    self._retire(writing.popleft())
+                    self._retire(writing[0])
+                    writing.popleft()
                 if waiting and len(reading) < 2 and self._check_out(waiting[0]):
                     reading.append(waiting.popleft())
                 elif reading:
                     self._update(reading[0])
                     writing.append(reading.popleft())
                 elif writing:
-                    self._retire(writing.popleft())
+                    self._retire(writing[0])
+                    writing.popleft()
                 elif waiting:  # another thread holds the slots that the first chunk needs
                     self._check_out(waiting[0], wait=True)
                     reading.append(waiting.popleft())

@@ -17,7 +17,8 @@ def look_ahead(trace: Trace, has_copy: Callable[[int], bool], bring: Callable[[i
     """Bring the units that will be used next, soonest first, until there is no room.
 
     `bring(unit, beyond)` may evict only what is used later than `beyond`: with the trace as the future that is Belady's
-    rule, so looking far ahead never costs a read that looking less far would save.
+    rule among the units that are not in use. So looking ahead costs a read that waiting would save only where the unit in
+    use is the one needed last, which in a forward and its backward it never is.
     """
     for unit, distance in trace.upcoming():
         if not has_copy(unit) and not bring(unit, distance):
@@ -29,7 +30,7 @@ class UnitCost:
     """What moving one unit of this rank costs, in bytes of NVMe traffic; 0 for what is at home elsewhere.
 
     `slots` is the run it takes on the compute device (0: it never leaves). `update_read` and `update_written` are those of
-    one optimizer step of its states, parameter included.
+    one optimizer step: its states, parameter and gradient.
     """
 
     slots: int
@@ -61,7 +62,8 @@ def predict(
 ) -> Traffic:
     """NVMe traffic of one optimizer step of `accumulation` cycles of `order`, with `slots` slots for copies.
 
-    `held[i]` are units that cannot be evicted when `order[i]` comes into use (see `Cycle`), none when it is empty. Walks three steps from an empty arena and states the last, when the walk repeats itself.
+    Walks three steps from an empty arena and states the last, when the walk repeats itself. `held[i]` are units that cannot
+    be evicted when `order[i]` comes into use (see `Cycle`); none when it is empty.
     """
     copies: SlotMap[int] = SlotMap(slots)
     trace = Trace()

@@ -44,11 +44,14 @@ class Runtime:
         """`unit` is in use until `leave`: start bringing it and what comes next, then wait for it; returns its flat buffer."""
         new = self.trace.use(unit.index, frozenset(u.index for u in self._units if u.blocks[Kind.PARAM].pins))
         unit.start()
-        if new:
-            self.look_ahead()
-        block = unit.blocks[Kind.PARAM]
-        state, start = block.state, time.perf_counter()
-        flat = unit.wait()
+        try:
+            if new:
+                self.look_ahead()
+            state, start = unit.blocks[Kind.PARAM].state, time.perf_counter()
+            flat = unit.wait()
+        except BaseException:
+            unit.release()
+            raise
         if state is not BlockState.RESIDENT:
             lane = "wait adam" if state is BlockState.UPDATING else "wait nvme"
             self._recorder.add(lane, unit.name, start, time.perf_counter())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from infinity.errors import ShardedParameterError
+from infinity.errors import EngineClosedError, ShardedParameterError
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
@@ -39,12 +39,16 @@ class ShardedParameter(nn.Parameter):
         unit = owner.unit
         who = unit.name_of(parameter) if parameter is not None else unit.name
         if name == "__repr__":
-            return f"ShardedParameter({who}, on {unit.tier}, unit {unit.name})"
+            return f"ShardedParameter({who}, on {unit.tier or 'no tier'}, unit {unit.name})"
+        if not unit.tier:
+            raise EngineClosedError(f"{who} has no data any more, for its engine was closed; save before close() what is to be kept")
         if attribute == "grad":
             raise ShardedParameterError(
                 f"the gradient of {who} is kept by the engine and not in .grad; clip with infinity.AdamW(..., max_grad_norm=...) "
                 "or infinity.engine(model).clip_grad_norm_(...), read it with infinity.engine(model).gradient(parameter)"
             )
+        if unit.touched is not None and unit.touched(unit):
+            return func(*args, **(kwargs or {}))
         raise ShardedParameterError(
             f"{who} (unit {unit.name}) lives on {unit.tier} and its data was touched ({name}) outside of its module's forward; "
             f"use `with infinity.gathered(model):` (or the parameter itself) to read it, gathered(..., write=True) to change it"

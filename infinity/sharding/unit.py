@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -52,6 +52,15 @@ class GradientBuffer:
         if holder is not None:
             holder.reduce(self._memory[: holder.layout.numel * holder.dtype.itemsize].view(holder.dtype))
 
+    def discard(self, unit: Unit) -> None:
+        """Forget what `unit` has collected and not reduced."""
+        if self._holder is unit:
+            self._holder = None
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory, self._holder = self._memory[:0].clone(), None
+
 
 class Unit:
     """Parameters of one dtype, all trainable or all frozen, in one flat buffer of which this rank keeps its shard.
@@ -77,6 +86,8 @@ class Unit:
         self.tier = ""
         self.updater: object | None = None
         """Who updates this unit; set by the optimizer layer."""
+        self.touched: Callable[[Unit], bool] | None = None
+        """Asked when a parameter is touched while SHARDED: True once it has made the unit UNSHARDED; set by the hooks."""
         self.state = UnitState.UNSHARDED
         self._users = 0
         self._placeholder = torch.full((1,), torch.nan, dtype=dtype) if dtype.is_floating_point else torch.zeros(1, dtype=dtype)
@@ -242,6 +253,15 @@ class Unit:
         """Forget the gradients of this step."""
         self.accumulated = [False] * len(self.parameters)
         self.spent = self._started = False
+        if self._buffer is not None:
+            self._buffer.discard(self)
+
+    def close(self) -> None:
+        """The engine was closed: the parameters keep shape and dtype, and have no data on any tier."""
+        if self._buffer is not None:
+            self._buffer.close()
+        self.tier, self._gathered_lease = "", None
+        self.guard()
 
     # Whole content on the host
 

@@ -38,6 +38,13 @@ class Fetch:
             finally:
                 self._land(self, arrived)
 
+    def settle(self) -> None:
+        """Like `finish`, for who does not need the block: it landed or it failed, and whoever needs it fetches it again."""
+        try:
+            self.finish()
+        except Exception as error:
+            log.debug("a prefetch failed: %s", error)
+
 
 class Mover:
     """One thread that finishes fetches in the order in which they were posted, so that copies do not wait for the model."""
@@ -58,10 +65,7 @@ class Mover:
 
     def _run(self) -> None:
         while (fetch := self._posted.get()) is not None:
-            try:
-                fetch.finish()
-            except Exception as error:  # whoever needs the block fetches it again and meets the error itself
-                log.debug("a prefetch failed: %s", error)
+            fetch.settle()
 
 
 class Checkout:

@@ -97,6 +97,14 @@ class Block:
             self.lease = None
         self.state, self.fetch = BlockState.HOME, None
 
+    def give_up_lease(self) -> None:
+        """RESIDENT -> HOME; a block that is UPDATING stays so, without the lease held ready for it."""
+        self._expect(BlockState.RESIDENT, BlockState.UPDATING)
+        updating = self.state is BlockState.UPDATING
+        self.to_home()
+        if updating:
+            self.state = BlockState.UPDATING
+
     def to_updating(self) -> None:
         """HOME or RESIDENT -> UPDATING; a clean copy is dropped, for it is about to be stale."""
         self._expect(BlockState.HOME, BlockState.RESIDENT)

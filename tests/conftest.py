@@ -1,0 +1,66 @@
+"""What several test files need of an engine: the smallest budgets that it accepts, and what it holds of the process."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+
+ROOMY = {"gpu_memory": 1 << 30, "cpu_memory": 1 << 30}
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Keep torch on one thread: tiny tensors gain nothing from more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def smallest() -> Callable[..., dict[str, int]]:
+    """`smallest(model, **config)`: the smallest gpu_memory and cpu_memory that work, as the refusals name them."""
+
+    def find(model: nn.Module, **config: Any) -> dict[str, int]:
+        budgets = {}
+        for key in ROOMY:
+            with pytest.raises(infinity.BudgetError, match=f"{key}=0 B is too small") as refusal:
+                infinity.wrap(model, infinity.Config(**(config | ROOMY | {key: 0})))
+            found = re.search(rf"the smallest {key} that works is (\d+)", str(refusal.value))
+            assert found is not None
+            budgets[key] = int(found[1])
+        return budgets
+
+    return find
+
+
+class Footprint:
+    """What this process holds that an engine could leave behind."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.threads = len(list(Path("/proc/self/task").iterdir()))
+        self.python_threads = {thread.name for thread in threading.enumerate()}
+        self.descriptors = sorted(str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Footprint) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        return f"Footprint({vars(self)})"
+
+
+@pytest.fixture(scope="session")
+def footprint() -> Callable[[], Footprint]:
+    """`footprint()`: the threads and descriptors of this process, to be compared with those of another moment."""
+    return Footprint
