@@ -75,13 +75,13 @@ def main() -> None:
     parser.add_argument("--nvme", type=Path, default=None, help="directory for the states (default: a temporary one)")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--gpu-memory", default="48MiB")
     parser.add_argument("--cpu-memory", default="192MiB")
     parser.add_argument("--threads", type=int, default=2, help="threads of the optimizer, and as many for the model")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 1.0, 4.0], help="I/O time over compute time")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.33, 1.0, 3.0], help="I/O time over compute time")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -103,7 +103,9 @@ def main() -> None:
                 offload.engine.drain()
                 offload.engine.io.set_faults()
                 bound = max(forward, (moved - in_backward) / rate) + max(backward, in_backward / rate)
-                rows[share].append((step / max(compute, share * compute), (1 + share) / max(1, share), step / bound, compute, step))
+                rows[share].append(
+                    (step / max(compute, share * compute), (1 + share) / max(1, share), step / bound, compute, step)
+                )
         print(f"{report.parameters / 1e6:.1f}M parameters, {moved / report.parameters:.1f} bytes per parameter and step on NVMe")
         result = []
         for share, measured in rows.items():
@@ -119,7 +121,9 @@ def main() -> None:
                 f"one after the other {columns[1][0]:.2f}; {bound:.2f} x the bound of an exact step"
             )
         if options.json:
-            options.json.write_text(json.dumps({"parameters": report.parameters, "bytes_per_step": moved, "rows": result}, indent=1) + "\n")
+            options.json.write_text(
+                json.dumps({"parameters": report.parameters, "bytes_per_step": moved, "rows": result}, indent=1) + "\n"
+            )
         memory.engine.close()
         offload.engine.close()
 

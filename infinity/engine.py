@@ -69,6 +69,7 @@ class Engine:
             self._unit_of = {id(p): unit for unit in self._units for p in unit.parameters}
             users = self._users(model, owners)
             kernels = Kernels(config.instruction_set, config.threads or len(os.sched_getaffinity(0)))
+            undo.callback(kernels.close)
             self._store = Store(config, self._device, self.recorder)
             undo.callback(self._store.close)
             self._open_store(model, users, group)
@@ -98,8 +99,9 @@ class Engine:
         buffer_bytes = max((u.nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
         self._store.open(_concurrent_bytes(model, users), buffer_bytes)
         self._buffer = GradientBuffer(self._store.reserve("gpu", buffer_bytes).tensor) if buffer_bytes else None
+        calls = collectives.Calls()
         for unit in self._units:
-            unit.bind(self._device.torch, self._buffer)
+            unit.bind(self._device.torch, self._buffer, calls)
 
     def _locate(self, address: int) -> tuple[Unit, int] | None:
         found = self._store.block_at(address)
@@ -166,6 +168,11 @@ class Engine:
         if model is None:
             raise EngineClosedError("the model of this engine is gone")
         return model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs: inputs go there."""
+        return self._device.torch
 
     @property
     def units(self) -> tuple[Unit, ...]:

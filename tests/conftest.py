@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ from torch import nn
 import infinity
 
 ROOMY = {"gpu_memory": 1 << 30, "cpu_memory": 1 << 30}
+CHILD = {"env": os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}, "text": True}
+"""Arguments for `subprocess`, so that a child imports what this process does."""
 
 
 @pytest.fixture

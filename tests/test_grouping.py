@@ -145,7 +145,7 @@ def test_units_given_as_classes_and_instances():
     ]  # fmt: skip
     assert names(check(model, [Block, Model])) == names(check(model)), "the model itself is not below itself"
     for missing in ([nn.Conv2d], [Block()]):
-        with pytest.raises(ConfigError, match="units=... matches no module"):
+        with pytest.raises(ConfigError, match=r"units=\.\.\. matches no module"):
             find_owners(model, missing)
 
 
@@ -211,12 +211,12 @@ class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.token = nn.Parameter(torch.randn(8))
-        self.inner = Model()
+        self.inner, self.embeddings = Model(), nn.Embedding(10, 8)
         self.extra = nn.Sequential(Container(), self.inner.blocks[1], Container())
         self.inner.blocks[2].mlp[2].weight = self.inner.blocks[0].mlp[0].weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).sum() + self.extra(self.inner.embeddings(x) + self.token).square().mean()
+        return self.inner(x).sum() + self.extra(self.embeddings(x) + self.token).square().mean()
 
 
 @pytest.mark.parametrize("units", [None, [nn.Linear], [Container, nn.LayerNorm], [Model]])
@@ -303,8 +303,16 @@ def test_transformers(build: Callable[[], nn.Module], blocks: list[str]):
     for group in groups:
         if group.name in expected:
             assert len(group.parameters) == len(list(group.owner.parameters())), "a block is one unit"
-        else:
-            assert sum(p.numel() for _, p in group.parameters) <= 50 * 16 + 16 * 3 * 64
+
+
+def test_a_part_of_a_block_that_is_used_outside_of_it_is_hooked_itself():
+    model = Model()
+    model.outside = nn.ModuleDict({"shared": model.blocks[0].mlp})
+    groups = check(model, [Block])
+    unit_of = {id(p): number for number, group in enumerate(groups) for _, p in group.parameters}
+    users = find_users(model, find_owners(model, [Block]), unit_of)
+    assert users[model.blocks[0].mlp[0]] == users[model.blocks[0].mlp[2]] == users[model.blocks[0]] == [1]
+    assert model.blocks[0].norm not in users and model.blocks[1].mlp[0] not in users
 
 
 def test_t5_relative_positions_and_tied_embeddings_are_units_of_their_own_or_of_the_first_block():

@@ -84,10 +84,10 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
 
     At the end of the test nothing may be in use any more.
     """
-    engines: list[infinity.Engine] = []
+    made: list[nn.Module] = []  # kept alive, for an engine is closed with its model
 
     def make(model: nn.Module, precision: str = "fp32", room: int = 1, **options: Any) -> nn.Module:
-        directory = tmp_path / f"nvme{len(engines)}"
+        directory = tmp_path / f"nvme{len(made)}"
         directory.mkdir()
         budgets = {"gpu_memory": 1, "cpu_memory": 1}
         while True:
@@ -99,11 +99,12 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
                 name, smallest = re.search(r"smallest (\w+) that works is (\d+)", str(error)).groups()  # type: ignore[union-attr]
                 assert int(smallest) > budgets[name]
                 budgets[name] = int(smallest) * (room if name == "gpu_memory" else 1)
-        engines.append(infinity.engine(model))
+        made.append(model)
         return model
 
     yield make
-    for engine in engines:
+    for model in made:
+        engine = infinity.engine(model)
         engine.drain()
         for unit in engine.units:
             assert unit.state.name == "SHARDED", unit.name
@@ -353,8 +354,23 @@ def test_parameters_without_a_gradient_stay(precision: str, wrap: Wrap) -> None:
     assert not torch.equal(actual["blocks.1.up.weight"], before["blocks.1.up.weight"])
 
 
+class Switching(Block):
+    """Uses one of its parameters in some forwards only."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.gain if torch.rand(()) < 0.5 else x)
+
+
 class Skipping(Transformer):
     """Leaves out one block in every forward, another one each time."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(depth=depth)
+        self.blocks = nn.ModuleList(Switching(32) for _ in range(depth))
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
         skipped = int(torch.randint(0, len(self.blocks), ()))
@@ -419,6 +435,46 @@ def test_two_forwards_before_one_backward_and_two_backwards_of_one(wrap: Wrap) -
             third.backward()
             optimizer.step()
             optimizer.zero_grad()
+    pair.check()
+
+
+def test_backward_that_is_recorded_itself(wrap: Wrap) -> None:
+    """A penalty on the gradient of the input, which needs the weights once more after the first backward."""
+    pair = Pair(wrap, transformer(depth=8))
+    for step in range(3):
+        for model, optimizer in ((pair.plain, pair.expected), (pair.model, pair.optimizer)):
+            x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                y = functools.reduce(lambda y, block: block(y), model.blocks, x)
+                (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+                (gradient.norm() - 1).square().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check()
+
+
+def test_submodules_called_on_their_own(wrap: Wrap) -> None:
+    pair = Pair(wrap, transformer())
+    for step in range(3):
+        for model, optimizer in ((pair.plain, pair.expected), (pair.model, pair.optimizer)):
+            x = functools.reduce(lambda x, block: block(x), model.blocks, model.tokens(text_batch(step)["input_ids"]))
+            model.head(model.norm(x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pair.check()
+
+
+def test_backward_with_weights_that_were_updated_raises(wrap: Wrap) -> None:
+    pair = Pair(wrap, transformer())
+    for model, optimizer in ((pair.plain, pair.expected), (pair.model, pair.optimizer)):
+        first, second = model(**text_batch(0)).loss, model(**text_batch(1)).loss
+        first.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|updated after the forward"):
+            second.backward()
+        optimizer.zero_grad()
+    pair.train(range(2, 4))
     pair.check()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOMY
+from conftest import CHILD, ROOMY
 from models import text_batch, transformer
 from torch import nn
 
@@ -42,11 +42,10 @@ def step(model: nn.Module, optimizer: infinity.AdamW, number: int, accumulation:
 
 
 def check_traffic(model: nn.Module, accumulation: int = 1) -> None:
-    """The last step of `model` moved what the planner states, to the byte, and so did the Reports that people see."""
+    """The last step of `model` moved what the planner states, to the byte, and the report says so."""
     engine = infinity.engine(model)
     plan, report = engine.plan(), engine.report()
     count = report.parameters
-    assert (report.read_per_parameter * count, report.written_per_parameter * count) == pytest.approx((plan.read, plan.update_written))
     assert round(report.read_per_parameter * count) == plan.read
     assert round(report.written_per_parameter * count) == plan.update_written
     assert round(report.planned_read_per_parameter * count) == plan.read
@@ -72,14 +71,21 @@ def test_traffic_is_what_the_planner_states(
         assert engine.plan().fetched > 0
 
 
-@pytest.mark.parametrize("where", [{"gradients": "nvme"}, {"parameters": "cpu"}, {"parameters": "gpu", "optimizer": "cpu", "gradients": "nvme"}])
-def test_traffic_of_other_placements(where: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize(
+    "where", [{"gradients": "nvme"}, {"parameters": "cpu"}, {"parameters": "gpu", "optimizer": "cpu", "gradients": "nvme"}]
+)
+def test_traffic_of_other_placements(
+    where: dict[str, str], max_grad_norm: float | None, accumulation: int, tmp_path: Path
+) -> None:
     model = infinity.wrap(build(), infinity.Config(nvme=[tmp_path], precision="bf16", **ROOMY, **where))
-    with infinity.engine(model):
-        optimizer = infinity.AdamW(model.parameters())
+    with infinity.engine(model) as engine:
+        optimizer = infinity.AdamW(model.parameters(), max_grad_norm=max_grad_norm)
         for number in range(STEADY + 2):
-            step(model, optimizer, number)
+            step(model, optimizer, number, accumulation)
         check_traffic(model)
+        assert engine.plan().read > 0
 
 
 def test_nothing_on_nvme_moves_nothing(tmp_path: Path) -> None:
@@ -123,7 +129,9 @@ def test_thirty_bytes_per_parameter_by_our_count_and_by_the_kernels(
             step(model, optimizer, number)
         engine.drain()
         engine.io.drain()
-        kernel_read, kernel_written = (after - before for before, after in zip(kernels, counted(("read_bytes", "write_bytes")), strict=True))
+        kernel_read, kernel_written = (
+            after - before for before, after in zip(kernels, counted(("read_bytes", "write_bytes")), strict=True)
+        )
         check_traffic(model)
         plan, after = engine.plan(), engine.recorder.counters()
         read, written = (after[key] - ours[key] for key in ("nvme bytes read", "nvme bytes written"))
@@ -164,8 +172,8 @@ def test_the_smallest_budget_works_and_a_byte_less_is_refused(
             step(model, optimizer, number, accumulation=2)
         report = engine.report()
         for tier in ("gpu", "cpu"):
-            assert 0 < engine.memory()[tier] <= report.peaks[tier] <= report.budgets[tier] == budgets[f"{tier}_memory"]
-        assert report.peaks["gpu"] == budgets["gpu_memory"] or where
+            assert 0 < report.peaks[tier] <= report.budgets[tier] == budgets[f"{tier}_memory"]
+            assert 0 <= engine.memory()[tier] <= report.peaks[tier]
 
 
 def test_the_smallest_nvme_memory_works_and_a_byte_less_is_refused(tmp_path: Path) -> None:
@@ -188,16 +196,17 @@ def test_the_smallest_nvme_memory_works_and_a_byte_less_is_refused(tmp_path: Pat
 WIDTH, DEPTH, BATCH, LENGTH = 640, 6, 4, 32  # 29.6 million parameters in 6 blocks and 2 small units
 
 
-class Plain(nn.Module):
+class Perceptrons(nn.Module):
     """A stack of wide perceptrons whose parameters all come from modules that can initialise themselves."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(256, WIDTH)
+        self.tokens = nn.Embedding(256, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 6 * WIDTH), nn.GELU(), nn.Linear(6 * WIDTH, WIDTH)) for _ in range(DEPTH)
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 6 * width), nn.GELU(), nn.Linear(6 * width, width))
+            for _ in range(depth)
         )
-        self.head = nn.Linear(WIDTH, 256)
+        self.head = nn.Linear(width, 256)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.tokens(ids)
@@ -211,39 +220,41 @@ def resident(key: str) -> int:
     return int(line.split()[1]) << 10
 
 
-def measure(directory: str, gpu_memory: int, cpu_memory: int) -> dict[str, int]:
-    """Run in a process of its own: the growth of the resident memory while a model is wrapped and trained."""
-    torch.set_num_threads(1)
-    plain = nn.Linear(8, 8, dtype=torch.bfloat16)  # a small step first, so that what torch loads lazily is not counted
-    nn.functional.cross_entropy(nn.functional.gelu(plain(torch.ones(2, 8, dtype=torch.bfloat16))).float(), torch.tensor([0, 1])).backward()
+def train_fresh(directory: str, gpu_memory: int, cpu_memory: int, width: int, depth: int) -> dict[str, int]:
+    """Build a model inside `infinity.init()`, train it for three steps, and say how the resident memory grew meanwhile."""
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident now
     before = resident("VmRSS")
     with infinity.init():
-        model = Plain()
-    model = infinity.wrap(model, infinity.Config(nvme=[directory], precision="bf16", gpu_memory=gpu_memory, cpu_memory=cpu_memory), seed=0)
+        model = Perceptrons(width, depth)
+    config = infinity.Config(nvme=[directory], precision="bf16", gpu_memory=gpu_memory, cpu_memory=cpu_memory)
+    model = infinity.wrap(model, config, seed=0)
     optimizer = infinity.AdamW(model.parameters())
     with infinity.engine(model) as engine:
         for number in range(3):
-            ids = torch.randint(0, 256, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))
-            model(ids).backward()
+            model(torch.randint(0, 256, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))).backward()
             optimizer.step()
             optimizer.zero_grad()
         engine.drain()
-        grown, peak = resident("VmRSS") - before, resident("VmHWM") - before
-        return {
-            "grown": grown,
-            "peak": peak,
+        found = {
+            "grown": resident("VmRSS") - before,
+            "peak": resident("VmHWM") - before,
             "parameters": engine.report().parameters,
             "largest": max(unit.nbytes for unit in engine.units),
         }
+    found["closed"] = resident("VmRSS") - before
+    assert engine is not None and optimizer.param_groups
+    return found
 
 
 def test_resident_memory_stays_under_the_budgets(tmp_path: Path) -> None:
-    """The allowance is the gradients of the largest unit, the activations, and 64 MiB for torch and the native modules."""
+    """The allowance is the gradients of the largest unit, the activations, and 64 MiB for what torch and malloc keep.
+
+    A small model is trained first, so that what is loaded and started only once does not count.
+    """
     gpu_memory, cpu_memory = 32 * MIB, 96 * MIB
     child = subprocess.run(
         [sys.executable, "-W", "error", __file__, str(tmp_path), str(gpu_memory), str(cpu_memory)],
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, check=False, timeout=120, **CHILD,
     )  # fmt: skip
     assert child.returncode == 0, child.stderr
     measured = json.loads(child.stdout)
@@ -252,6 +263,7 @@ def test_resident_memory_stays_under_the_budgets(tmp_path: Path) -> None:
     allowance = measured["largest"] + activations + 64 * MIB
     assert measured["grown"] <= measured["peak"] <= gpu_memory + cpu_memory + allowance
     assert measured["peak"] < 16 * measured["parameters"]  # a plain model with masters, moments and gradients holds that much
+    assert measured["closed"] <= allowance  # although the engine and the optimizer are still there
     assert list(tmp_path.iterdir()) == []
 
 
@@ -266,4 +278,7 @@ def test_states_on_nvme_take_what_the_ledger_says(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    torch.set_num_threads(1)
+    budgets = int(sys.argv[2]), int(sys.argv[3])
+    train_fresh(sys.argv[1], *budgets, width=16, depth=2)
+    print(json.dumps(train_fresh(sys.argv[1], *budgets, width=WIDTH, depth=DEPTH)))

@@ -148,7 +148,6 @@ def assemble(
 ) -> tuple[torch.nn.Module, Engine, torch.optim.Optimizer, torch.device]:
     """Build the model without memory, stream its weights into the tiers, and give it an optimizer."""
     import infinity
-    from infinity.device import ComputeDevice
 
     with infinity.init():
         model = source.build(job.checkpoint_activations)
@@ -165,4 +164,4 @@ def assemble(
     except BaseException:
         engine.close()
         raise
-    return model, engine, optimizer, ComputeDevice(config.device).torch
+    return model, engine, optimizer, engine.device

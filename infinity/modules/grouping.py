@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -84,16 +84,13 @@ def group_parameters(model: nn.Module, owners: dict[str, nn.Module], dtype: torc
 def find_users(model: nn.Module, owners: dict[str, nn.Module], unit_of: dict[int, int]) -> dict[nn.Module, list[int]]:
     """For each module to be hooked, the numbers of the units that its forward uses, given the unit of each parameter's id.
 
-    Hooked are the model itself, the owners, with all parameters below them, and every module outside of them that holds
-    parameters itself.
+    Hooked are the model itself, the owners, with all parameters below them, and every module that holds parameters itself and
+    can be reached without passing through an owner (a part of an owner that another module shares can).
     """
-    owned = {id(m) for owner in owners.values() for m in owner.modules()}
     users: dict[nn.Module, list[int]] = {model: []}
     for owner in owners.values():
         users[owner] = list(dict.fromkeys(unit_of[id(p)] for p in owner.parameters()))
-    for _, module, parent in _with_parents(model):
-        if id(module) in owned:
-            continue
+    for _, module, parent in _with_parents(model, {id(owner) for owner in owners.values()}):
         holder = parent[1] if isinstance(module, _CONTAINERS) else module
         units = [unit_of[id(p)] for p in module.parameters(recurse=False)]
         if units:
@@ -101,9 +98,10 @@ def find_users(model: nn.Module, owners: dict[str, nn.Module], unit_of: dict[int
     return users
 
 
-def _with_parents(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, nn.Module]]]:
-    """Every module once, with its path and its nearest ancestor that has a forward."""
-    seen: set[int] = set()
+def _with_parents(model: nn.Module, without: Iterable[int] = ()) -> Iterator[tuple[str, nn.Module, tuple[str, nn.Module]]]:
+    """Every module once, with its path and its nearest ancestor that has a forward; not those whose ids are in `without`,
+    nor what is only below them."""
+    seen = set(without)
 
     def walk(
         path: str, module: nn.Module, above: tuple[str, nn.Module]

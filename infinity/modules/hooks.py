@@ -4,7 +4,8 @@
 A unit's parameters point into its run of the compute arena only while a module that uses them is in its forward. Autograd
 saves views of them for the backward; keeping those views alive would pin the run. `pack` replaces each such view by
 (unit, geometry), and `unpack` brings the unit back, wherever it then lies, and gives the same view of it. What `unpack`
-returned is in use until the autograd node that asked for it has run: the next node's first `unpack` ends it.
+returned is in use until the autograd node that asked for it has run: the next node's first `unpack` ends it. A backward that
+is recorded itself (`create_graph=True`) keeps what it unpacks for longer, and so gets copies.
 
 [Note: recomputation]
 Activation checkpointing runs a module's forward again inside the backward, and keeps the recomputed tensors itself, views of
@@ -27,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from infinity.observe import Recorder
 from infinity.plan.runtime import Runtime
 from infinity.sharding.unit import Unit
+from infinity.tiers.block import Kind
 
 
 class PackedView(NamedTuple):
@@ -36,6 +38,7 @@ class PackedView(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # elements from the start of the unit
+    updates: int  # of the unit, when it was saved
 
 
 class _Call(NamedTuple):
@@ -170,16 +173,22 @@ class Hooks:
         if found is None:
             return tensor
         unit, offset = found
-        return PackedView(unit, tensor.size(), tensor.stride(), offset // unit.dtype.itemsize)
+        return PackedView(unit, tensor.size(), tensor.stride(), offset // unit.dtype.itemsize, unit.blocks[Kind.PARAM].updates)
 
     def _unpack(self, saved: torch.Tensor | PackedView) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
+        if saved.updates != saved.unit.blocks[Kind.PARAM].updates:
+            raise RuntimeError(
+                f"the parameters of {saved.unit.name} were updated after the forward whose backward needs them; "
+                "call backward() before optimizer.step(), or run the forward again"
+            )
         self._watch_backward()
         self._end_other_node()
         flat = self._runtime.enter(saved.unit)
         self._node_units.append(saved.unit)
-        return flat.as_strided(saved.size, saved.stride, flat.storage_offset() + saved.offset)
+        view = flat.as_strided(saved.size, saved.stride, flat.storage_offset() + saved.offset)
+        return view.clone() if torch.is_grad_enabled() else view
 
     # Backward
 

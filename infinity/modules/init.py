@@ -62,22 +62,30 @@ def put_back(replaced: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> None:
 
 
 def initialise(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Run the initialisation of the modules that hold `parameters`, whose data is real by now.
+    """Run the initialisation of the modules that hold `parameters`, whose data is real by now, and change no others.
 
-    A transformers model initialises by `_init_weights(module)`, others by each module's `reset_parameters()`. Raises
-    `ConfigError` naming the module that has neither.
+    A transformers model initialises by `_init_weights(module)`, others by each module's `reset_parameters()`; a tied parameter
+    gets its values from the first module that holds it. Raises `ConfigError` naming the module that has neither.
     """
     wanted = {id(p) for p in parameters}
     by_model: Any = getattr(model, "_init_weights", None)
     for name, module in model.named_modules():
-        if not any(id(p) in wanted for p in module.parameters(recurse=False)):
+        mine = {id(p) for p in module.parameters(recurse=False)} & wanted
+        if not mine:
             continue
-        if callable(by_model):
-            by_model(module)
-        elif callable(getattr(module, "reset_parameters", None)):
-            module.reset_parameters()
-        else:
-            raise ConfigError(
-                f"{name or 'the model'} ({type(module).__name__}) was built inside infinity.init() and has no "
-                "reset_parameters(); give wrap(..., weights=DIRECTORY), or build that module outside of init()"
-            )
+        wanted -= mine
+        others = {key: p for key, p in module._parameters.items() if p is not None and id(p) not in mine}
+        for key, p in others.items():  # of another unit: without data now, or initialised already
+            module._parameters[key] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
+        try:
+            if callable(by_model):
+                by_model(module)
+            elif callable(getattr(module, "reset_parameters", None)):
+                module.reset_parameters()
+            else:
+                raise ConfigError(
+                    f"{name or 'the model'} ({type(module).__name__}) was built inside infinity.init() and has no "
+                    "reset_parameters(); give wrap(..., weights=DIRECTORY), or build that module outside of init()"
+                )
+        finally:
+            module._parameters.update(others)

@@ -56,8 +56,11 @@ def open_weights(source: str | Path, model: nn.Module) -> Iterator[Weights]:
     if path.is_file():
         files = [path]
     elif (path / INDEX).is_file():
-        index = json.loads((path / INDEX).read_text())
-        files = [path / name for name in sorted(set(index["weight_map"].values()))]
+        try:
+            index = json.loads((path / INDEX).read_text())
+            files = [path / name for name in sorted(set(index["weight_map"].values()))]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path / INDEX} is not an index of safetensors files: {error!r}") from error
     elif (path / SINGLE).is_file():
         files = [path / SINGLE]
     else:
@@ -130,14 +133,18 @@ def _aliases(model: nn.Module) -> dict[int, list[str]]:
 
 def _check(weights: Weights, model: nn.Module) -> None:
     shapes = {id(parameter): tuple(parameter.shape) for parameter in model.parameters()}
-    known, absent = {name for name, _ in persistent_buffers(model)}, []
+    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model)}
+    needed, known, absent = {name: buffers[name] for name in buffers if name in weights}, set(buffers), []
     for key, names in _aliases(model).items():
         known.update(names)
         name = next((name for name in names if name in weights), None)
         if name is None:
             absent.append(names[0])
-        elif weights.shape(name) != shapes[key]:
-            raise ConfigError(f"{name} in {weights.directory} has shape {weights.shape(name)}, the model needs {shapes[key]}")
+        else:
+            needed[name] = shapes[key]
+    for name, shape in needed.items():
+        if weights.shape(name) != shape:
+            raise ConfigError(f"{name} in {weights.directory} has shape {weights.shape(name)}, the model needs {shape}")
     if absent:
         some = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
         raise ConfigError(f"{weights.directory} has no tensor for {some}; it belongs to another model")

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity import native
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError
 from infinity.observe import Recorder
 from infinity.sharding import collectives
 from infinity.sharding.unit import Unit
@@ -67,7 +67,10 @@ class Kernels:
 
     def __init__(self, instruction_set: str, threads: int) -> None:
         self._module = native.cpu_adam()
-        self.isa = self._module.best_isa() if instruction_set == "auto" else instruction_set
+        best = self._module.best_isa()
+        if instruction_set != "auto" and not self._module.has_isa(instruction_set):
+            raise ConfigError(f"instruction_set={instruction_set!r} is not one that this CPU has; 'auto' is {best!r} here")
+        self.isa = best if instruction_set == "auto" else instruction_set
         self._pool = self._module.Pool(threads)
 
     def adam(self, chunk: dict[Kind, torch.Tensor], begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:
@@ -166,7 +169,15 @@ class Updater:
         self.drain()
         group = units[0].group if units else None
         if group is not None:
-            flags = collectives.all_reduce_sum([float(flag) for unit in units for flag in unit.accumulated], group)
+            mine = [float(flag) for unit in units for flag in unit.accumulated]
+            *flags, total, squares = collectives.all_reduce_sum([*mine, *units[0].calls.terms()], group)
+            if not collectives.agree(total, squares, group):
+                error = InfinityError(
+                    "the ranks used the units of the model in different orders, so that what they gathered and reduced since the "
+                    "last step is mixed up; every rank must run the same modules in the same order (invariant I6)"
+                )
+                self._store.fail(error)
+                raise error
             for unit in units:
                 unit.accumulated = [flag > 0 for flag in flags[: len(unit.accumulated)]]
                 del flags[: len(unit.accumulated)]

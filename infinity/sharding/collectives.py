@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 Group = dist.ProcessGroup | None
+
+
+class Calls:
+    """The gathers and reductions of one rank in their order, as a hash that the ranks compare (invariant I6).
+
+    Units are often of one size, so ranks that run different modules would take each other's data for their own.
+    """
+
+    def __init__(self) -> None:
+        self._hash = 0
+
+    def note(self, operation: str, unit: int) -> None:
+        """This rank joins a collective on a unit."""
+        self._hash = zlib.crc32(f"{operation} {unit}".encode(), self._hash)
+
+    def terms(self) -> tuple[float, float]:
+        """What to sum over the ranks for `agree`: 20 bits of the hash and their square, exact in double precision."""
+        value = self._hash & 0xFFFFF
+        return float(value), float(value * value)
+
+
+def agree(total: float, squares: float, group: Group) -> bool:
+    """Whether all ranks have the same `Calls`, given the sums of their terms: only equal values have no variance."""
+    return size(group) * int(squares) == int(total) ** 2
 
 
 def size(group: Group) -> int:

@@ -32,7 +32,7 @@ class ShardedParameter(nn.Parameter):
         name = attribute or accessor
         plain = name in _METADATA and accessor != "__set__"
         plain = plain or (attribute in ("requires_grad", "grad") and accessor == "__set__" and not torch.is_tensor(args[1]))
-        if plain or (attribute == "grad" and not cls._holds_gradient(args)):
+        if plain or (attribute == "grad" and accessor == "__get__" and not cls._holds_gradient(args)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         owner, parameter = next(((type(a), a) for a in _flatten((args, kwargs)) if isinstance(a, ShardedParameter)), (cls, None))
@@ -41,7 +41,7 @@ class ShardedParameter(nn.Parameter):
         if name == "__repr__":
             return f"ShardedParameter({who}, on {unit.tier or 'no tier'}, unit {unit.name})"
         if not unit.tier:
-            raise EngineClosedError(f"{who} has no data any more, for its engine was closed; save before close() what is to be kept")
+            raise EngineClosedError(f"{who} has no data any more, for its engine was closed; save what you need before that")
         if attribute == "grad":
             raise ShardedParameterError(
                 f"the gradient of {who} is kept by the engine and not in .grad; clip with infinity.AdamW(..., max_grad_norm=...) "

@@ -30,20 +30,23 @@ class GradientBuffer:
     """One compute buffer as large as the largest unit, in which a unit's gradients are collected before they are reduced.
 
     Needed with several ranks, and where the gradient's home cannot be addressed from the compute device. A unit that asks
-    while another holds it makes the other reduce what it has.
+    while another holds it makes the other reduce what it has, and so does a parameter that comes a second time (re-entrant
+    checkpointing of a module used twice): gradients are then added in the same order as without a buffer (invariant I8).
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
         self._holder: Unit | None = None
+        self._collected: set[int] = set()
 
-    def take(self, unit: Unit) -> torch.Tensor:
-        """The buffer for `unit`: (numel,) of its dtype, zeros when it was not its before."""
+    def take(self, unit: Unit, index: int) -> torch.Tensor:
+        """The buffer for `unit`, (numel,) of its dtype, to put the gradient of its parameter `index` in; zeros at first."""
         flat = self._memory[: unit.layout.numel * unit.dtype.itemsize].view(unit.dtype)
-        if self._holder is not unit:
+        if self._holder is not unit or index in self._collected:
             self.flush()
-            self._holder = unit
+            self._holder, self._collected = unit, set()
             flat.zero_()
+        self._collected.add(index)
         return flat
 
     def flush(self) -> None:
@@ -144,6 +147,7 @@ class Unit:
         flat = self.store.wait(self.blocks[Kind.PARAM]).view(self.dtype)
         lease = self.blocks[Kind.PARAM].lease
         if self.group is not None and self._gathered_lease is not lease:
+            self.calls.note("gather", self.index)
             collectives.all_gather(flat, self.shard_of(flat), self.group)
             self._gathered_lease = lease
         return flat
@@ -185,10 +189,13 @@ class Unit:
 
     # Gradients
 
-    def bind(self, device: torch.device, buffer: GradientBuffer | None) -> None:
-        """The compute device, and how gradients travel: through `buffer`, or straight into their home when it is None."""
+    def bind(self, device: torch.device, buffer: GradientBuffer | None, calls: collectives.Calls) -> None:
+        """The compute device, and how gradients travel: through `buffer`, or straight into their home when it is None.
+
+        `calls` notes the collectives of all units of this rank.
+        """
         self._placeholder = self._placeholder.to(device)
-        self._buffer = buffer
+        self._buffer, self.calls = buffer, calls
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
         """Whether the engine holds a gradient of `parameter`."""
@@ -203,7 +210,7 @@ class Unit:
             )
         place = self.layout.places[index]
         if self._buffer is not None:
-            self._buffer.take(self)[place.offset : place.end].view(place.shape).copy_(gradient)
+            self._buffer.take(self, index)[place.offset : place.end].view(place.shape).copy_(gradient)
             self.accumulated[index] = True
             return
         home = self.blocks[Kind.GRAD].home
@@ -219,6 +226,7 @@ class Unit:
     def reduce(self, full: torch.Tensor) -> None:
         """Average `full` (numel,) over the ranks and add this rank's part to the gradient block."""
         shard = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=full.device)
+        self.calls.note("reduce", self.index)
         collectives.reduce_scatter_mean(shard, full, self.group)
         block, first = self.blocks[Kind.GRAD], not self._started
         self._started = True

@@ -45,7 +45,8 @@ class Block:
 
     Owned by the store, which alone changes a block, under its lock. `written` is False until the first update ends: such a
     block reads as zeros without I/O (a zero extent). `span` and `at` (bytes) place a parameter shard inside the unit's
-    gathered buffer. `version` says which of the two extents of a copy-on-write block holds the current content.
+    gathered buffer. `version` says which of the two extents of a copy-on-write block holds the current content, `updates`
+    how often that was replaced.
     """
 
     unit: int
@@ -58,6 +59,7 @@ class Block:
     name: str
     state: BlockState = BlockState.HOME
     written: bool = False
+    updates: int = 0
     home: Lease | None = None
     extents: tuple[Extent, ...] = ()
     version: int = 0
@@ -111,6 +113,7 @@ class Block:
         if not self.permanent:
             self.to_home()
         self.state = BlockState.UPDATING
+        self.updates += 1
 
     def _expect(self, *states: BlockState) -> None:
         if self.state not in states:

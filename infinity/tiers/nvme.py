@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,9 @@ class Transfer:
     """The I/O of one contiguous range, in flight. Any thread may wait, several times."""
 
     def __init__(self, operation: str, name: str, requests: Sequence[Request], recorder: Recorder) -> None:
-        self._operation, self._name, self._requests, self._recorder = operation, name, requests, recorder
+        self._operation, self._name, self._recorder = operation, name, recorder
+        self._requests: Sequence[Request] = requests
+        self._failed: tuple[str, int, int, int, int] | None = None
         self._start = time.perf_counter()
         self._lock = threading.Lock()
         self._seen = False
@@ -55,13 +58,22 @@ class Transfer:
 
     def wait(self) -> None:
         """Block until every byte has moved; raises `NvmeError` with path, offset, errno, asked and done."""
+        self._finish()
+        if self._failed is not None:
+            raise NvmeError(self._operation, *self._failed)
+
+    def _finish(self) -> None:
+        """Wait for every request, for the memory may be reused after that, and let go of the tickets: they keep files open."""
+        failed = None
         for ticket, path, offset in self._requests:
             code, asked, done = ticket.wait()
-            if code != 0:
-                raise NvmeError(self._operation, path, offset, max(code, 0), asked, done)
+            if code != 0 and failed is None:
+                failed = path, offset, max(code, 0), asked, done
         with self._lock:
             first, self._seen = not self._seen, True
-        if first:
+            if first:
+                self._failed, self._requests = failed, ()
+        if first and failed is None:
             self._recorder.add(f"nvme {self._operation}", self._name, self._start, time.perf_counter())
 
 
@@ -191,13 +203,16 @@ class NvmeTier:
 
 def make_engine(kind: str) -> Any:
     """A native I/O engine: "io_uring", "posix", or "auto" for the first that this machine allows."""
-    aio = native.aio()
-    if kind == "auto":
-        available, reason = aio.io_uring_available()
-        if not available:
-            log.warning("io_uring is not available (%s); using POSIX threads for I/O", reason)
-        kind = "io_uring" if available else "posix"
-    return aio.Engine(kind)
+    return native.aio().Engine(_best_kind() if kind == "auto" else kind)
+
+
+@cache
+def _best_kind() -> str:
+    """Cached, so that what is missing is said once and not for every engine."""
+    available, reason = native.aio().io_uring_available()
+    if not available:
+        log.warning("io_uring is not available (%s); using POSIX threads for I/O", reason)
+    return "io_uring" if available else "posix"
 
 
 def lock_directory(directory: Path) -> int:

@@ -1,0 +1,396 @@
+"""Several ranks train one model: each keeps its shard on its own drive, and together they compute what one rank would.
+
+Every test runs in two processes over gloo. They are started once and told what to do, line by line (see `serve`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+
+RANKS, STEPS, ROWS, WIDTH, WORDS = 2, 10, 4, 32, 40
+PATIENCE = 90.0  # seconds for one task, after which a rank is taken to hang
+ROOMY = {"gpu_memory": 4 << 20, "cpu_memory": 8 << 20}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor, gated: bool) -> torch.Tensor:
+        y = self.down(functional.gelu(self.up(self.norm(x))))
+        return x + (y * self.gate if gated else y)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        nn.init.normal_(self.words.weight, std=0.3)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, ids: torch.Tensor, gated: bool, skip: int | None, twice: bool | None) -> torch.Tensor:
+        x = self.words(ids)
+        for number, block in enumerate(self.blocks):
+            x = x if number == skip else block(x, gated)
+        if twice is not None:
+            for block in self.blocks[0], self.blocks[0], self.blocks[1]:
+                x = checkpoint(block, x, gated, use_reentrant=twice)
+        return functional.cross_entropy(self.head(x * self.scale).flatten(0, 1), ((ids * 3 + 1) % WORDS).flatten())
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One training run; `config` adds to `infinity.Config`, and `least` takes the smallest memory that works."""
+
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    steps: int = STEPS
+    accumulation: int = 1
+    max_grad_norm: float | None = None
+    ungated: int | None = None
+    """The rank on which the blocks do not use their gates."""
+    reentrant: bool | None = None
+    """Whether further uses of the first blocks are checkpointed re-entrantly; None: there are none."""
+    skips: tuple[int | None, ...] = (None,) * RANKS
+    """The block that each rank leaves out in the last micro-batch of the first step."""
+    dies: int | None = None
+    """The rank that ends without a word in the second step."""
+    slow: int | None = None
+    """The rank whose drive is slow."""
+    least: bool = False
+    reload: bool = False
+    """Whether the second half is trained by a new optimizer that takes over the states of the first."""
+
+
+def build() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def shares(step: int, micro_batch: int) -> list[torch.Tensor]:
+    """The batch, as the equal parts that the ranks get."""
+    generator = torch.Generator().manual_seed(100 * step + micro_batch)
+    return list(torch.randint(0, WORDS, (ROWS, 8), generator=generator).chunk(RANKS))
+
+
+def least_memory(config: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, int]:
+    """The smallest budgets, as the refusals name them."""
+    found = {}
+    for key in ROOMY:
+        try:
+            infinity.wrap(build(), infinity.Config(**(config | {key: 0})), group=group)
+        except infinity.BudgetError as error:
+            found[key] = int(re.findall(r"that works is (\d+)", str(error))[0])
+    return found
+
+
+def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Run `task` as `rank` of `group`, or alone on all parts of every batch; returns everything it computed."""
+    nvme = directory / f"nvme{rank}"
+    nvme.mkdir()
+    config: dict[str, Any] = {"nvme": [nvme], "precision": "fp32", "device": "cpu", "threads": 1, "poison": True}
+    config |= ROOMY | task.config
+    if task.least:
+        config |= least_memory(config, group)
+    model = infinity.wrap(build(), infinity.Config(**config), group=group)
+    losses, norms = [], []
+    settings: dict[str, Any] = {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": task.max_grad_norm}
+    with infinity.engine(model) as engine:
+        optimizer = infinity.AdamW(model.parameters(), **settings)
+        if rank is not None and rank == task.slow:
+            engine.io.set_faults(bytes_per_second=float(4 << 20))
+        for step in range(task.steps):
+            if task.reload and step == task.steps // 2:
+                states = optimizer.state_dict()
+                del optimizer
+                optimizer = infinity.AdamW(model.parameters(), **settings)
+                optimizer.load_state_dict(states)
+            loss = 0.0
+            for micro_batch in range(task.accumulation):
+                parts = list(enumerate(shares(step, micro_batch)))
+                for part, ids in parts if rank is None else [parts[rank]]:
+                    if rank is not None and rank == task.dies and step == 1:
+                        os._exit(9)
+                    skip = task.skips[part] if step == 0 and micro_batch == task.accumulation - 1 else None
+                    value = model(ids, part != task.ungated, skip, task.reentrant) / task.accumulation
+                    (value / (len(parts) if rank is None else 1)).backward()
+                    loss += value.item() / (len(parts) if rank is None else 1)
+            optimizer.step()
+            losses.append(loss)
+            norms.append(optimizer.grad_norm or 0.0)
+            if step < task.steps - 1:
+                optimizer.zero_grad()
+        result = {"losses": losses, "norms": norms, "weights": engine.state_dict(), "peaks": engine.report().peaks}
+        states = optimizer.state_dict()["state"]
+        result["states"] = {f"{number} {name}": value for number, state in states.items() for name, value in state.items()}
+        for name, parameter in model.named_parameters():
+            with infinity.gathered(parameter):
+                assert torch.equal(parameter, result["weights"][name])
+        result["budgets"] = {"gpu": config["gpu_memory"], "cpu": config["cpu_memory"]}
+        result["traffic"] = engine.report().read_per_parameter, engine.report().planned_read_per_parameter
+    assert list(nvme.iterdir()) == []
+    return result
+
+
+# The other side: a rank
+
+
+def serve(directory: Path, rank: int) -> None:
+    """A process that joins the group, and does one task per line of its input; says "ready", then "done" or "failed ..."."""
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=PATIENCE / 2)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=RANKS, timeout=timeout)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        where, task = json.loads(line)
+        try:
+            result = train(Task(**task), Path(where), rank, dist.group.WORLD)
+            torch.save(result, Path(where) / f"result{rank}.pt")
+            print("done", flush=True)
+        except BaseException as error:
+            traceback.print_exc()
+            print(f"failed {type(error).__name__}: {error}".replace("\n", " "), flush=True)
+    dist.destroy_process_group()
+
+
+# This side
+
+
+class Group:
+    """The processes of all ranks, and a queue of what each says; `close` ends them however they are."""
+
+    def __init__(self, directory: Path) -> None:
+        environment = os.environ | {"PYTHONPATH": str(Path(infinity.__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
+        self.said: list[queue.SimpleQueue[str]] = [queue.SimpleQueue() for _ in range(RANKS)]
+        self.processes: list[subprocess.Popen[str]] = []
+        self.listeners: list[threading.Thread] = []
+        for rank in range(RANKS):
+            with (directory / f"errors{rank}.txt").open("w") as errors:
+                command = [sys.executable, __file__, str(directory), str(rank)]
+                process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+                )
+            self.processes.append(process)
+            listener = threading.Thread(target=self._listen, args=(process, self.said[rank]), daemon=True)
+            listener.start()
+            self.listeners.append(listener)
+        assert self.answers() == ["ready"] * RANKS
+
+    @staticmethod
+    def _listen(process: subprocess.Popen[str], said: queue.SimpleQueue[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.put(line.strip())
+        said.put("gone")
+
+    def answers(self) -> list[str]:
+        """What every rank says next; "hangs" for one that says nothing in time."""
+        found = []
+        for said in self.said:
+            try:
+                found.append(said.get(timeout=PATIENCE))
+            except queue.Empty:
+                found.append("hangs")
+        return found
+
+    def do(self, task: Task, where: Path) -> list[str]:
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps([str(where), dataclasses.asdict(task)]) + "\n")
+            process.stdin.flush()
+        return self.answers()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, listener in zip(self.processes, self.listeners, strict=True):
+            process.wait()
+            listener.join()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+
+
+Run = Callable[..., list[dict[str, Any]]]
+Attempt = Callable[[Task], list[str]]
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Group]]:
+    """At most one group: empty where the last one was given up."""
+    kept: list[Group] = []
+    yield kept
+    for group in kept:
+        group.close()
+
+
+@pytest.fixture
+def attempt(groups: list[Group], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Attempt:
+    """Let all ranks do a task in `tmp_path`; returns what each said. After a failure the next task gets a new group."""
+
+    def both(task: Task) -> list[str]:
+        if not groups:
+            groups.append(Group(tmp_path_factory.mktemp("group")))
+        answers = groups[0].do(task, tmp_path)
+        if answers != ["done"] * RANKS:
+            groups.pop().close()
+        return answers
+
+    return both
+
+
+@pytest.fixture
+def run(attempt: Attempt, tmp_path: Path) -> Run:
+    """`run(**task)`: what each rank computed."""
+
+    def both(**values: Any) -> list[dict[str, Any]]:
+        assert attempt(Task(**values)) == ["done"] * RANKS
+        results = [torch.load(tmp_path / f"result{rank}.pt", weights_only=True) for rank in range(RANKS)]
+        for rank in range(RANKS):
+            (tmp_path / f"nvme{rank}").rmdir()
+        return results
+
+    return both
+
+
+def assert_same_everywhere(results: list[dict[str, Any]]) -> None:
+    """All ranks end with the same weights, states and norms, bit for bit."""
+    first, *others = results
+    for other in others:
+        assert other["norms"] == first["norms"]
+        for kind in ("weights", "states"):
+            assert other[kind].keys() == first[kind].keys()
+            for name, value in first[kind].items():
+                assert torch.equal(other[kind][name], value), f"{kind}: {name}"
+
+
+def assert_equal_bitwise(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> None:
+    for one, other in zip(a, b, strict=True):
+        assert one["losses"] == other["losses"]
+        assert_same_everywhere([one, other])
+
+
+def assert_like_one_rank(results: list[dict[str, Any]], tmp_path: Path, task: Task) -> None:
+    """Together the ranks computed what one rank computes on the whole batch."""
+    (tmp_path / "alone").mkdir()
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = train(task, tmp_path / "alone", None, None)
+    finally:
+        torch.set_num_threads(before)
+    losses = [sum(values) / RANKS for values in zip(*(result["losses"] for result in results), strict=True)]
+    assert losses == pytest.approx(alone["losses"], rel=1e-5)
+    assert losses[-1] < losses[0]
+    assert results[0]["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+    for kind in ("weights", "states"):
+        assert results[0][kind].keys() == alone[kind].keys()
+        for name, value in alone[kind].items():
+            difference = torch.linalg.vector_norm(results[0][kind][name].double() - value.double())
+            assert difference <= 1e-5 * torch.linalg.vector_norm(value.double()), f"{kind}: {name}"
+    assert results[0]["losses"] != results[1]["losses"], "the ranks had different data"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"max_grad_norm": 0.3}, id="clipping"),
+        pytest.param({"accumulation": 3, "max_grad_norm": 0.5}, id="accumulation"),
+        pytest.param({"ungated": 1}, id="parameters-unused-on-one-rank"),
+        pytest.param({"ungated": 0, "accumulation": 2}, id="parameters-unused-on-the-first-rank"),
+        pytest.param({"config": {"gradients": "nvme"}}, id="gradients-on-nvme"),
+        pytest.param({"least": True, "max_grad_norm": 0.5}, id="smallest-budgets"),
+        pytest.param({"reentrant": True, "accumulation": 2}, id="blocks-used-again-in-reentrant-checkpoints"),
+        pytest.param({"reentrant": False}, id="blocks-used-again-in-checkpoints"),
+        pytest.param({"reload": True}, id="state-dict"),
+    ],
+)
+def test_ranks_compute_what_one_rank_does(values: dict[str, Any], run: Run, tmp_path: Path) -> None:
+    results = run(**values)
+    assert_same_everywhere(results)
+    assert_like_one_rank(results, tmp_path, Task(**values))
+    for result in results:
+        for tier, budget in result["budgets"].items():
+            assert result["peaks"][tier] <= budget
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_placement_changes_no_bit(precision: str, run: Run) -> None:
+    here = {"parameters": "gpu", "optimizer": "gpu", "gradients": "gpu"}
+    common = {"steps": 5, "accumulation": 2, "max_grad_norm": 0.5}
+    reference = run(config=here | {"precision": precision}, **common)
+    assert_same_everywhere(reference)
+    for config, least in [
+        ({"parameters": "nvme", "optimizer": "nvme", "gradients": "cpu"}, True),
+        ({"parameters": "cpu", "optimizer": "nvme", "gradients": "nvme", "copy_on_write": False}, True),
+        ({"parameters": "gpu", "optimizer": "cpu", "gradients": "cpu", "instruction_set": "scalar"}, False),
+        ({"parameters": "nvme", "optimizer": "cpu", "gradients": "gpu", "io_engine": "posix"}, False),
+    ]:
+        assert_equal_bitwise(run(config=config | {"precision": precision}, least=least, **common), reference)
+
+
+def test_a_buffer_for_gradients_changes_no_bit(tmp_path: Path) -> None:
+    results = []
+    for gradients in ("cpu", "nvme"):
+        (tmp_path / gradients).mkdir()
+        task = Task(config={"gradients": gradients}, steps=3, accumulation=3, reentrant=True)
+        results.append(train(task, tmp_path / gradients, None, None))
+    assert_equal_bitwise(results[:1], results[1:])
+
+
+def test_a_slow_drive_of_one_rank_changes_nothing_but_time(run: Run) -> None:
+    common: dict[str, Any] = {"steps": 4, "least": True, "accumulation": 2}
+    assert_equal_bitwise(run(slow=1, **common), run(**common))
+
+
+def test_every_rank_reads_its_share_only(run: Run, tmp_path: Path) -> None:
+    results = run(steps=3)
+    alone = train(Task(steps=3), tmp_path, None, None)
+    assert results[0]["traffic"] == results[1]["traffic"]
+    for mine, whole in zip(results[0]["traffic"], alone["traffic"], strict=True):
+        assert mine == pytest.approx(whole / RANKS, rel=0.15), "shards are padded to 2048 elements each"
+    assert results[0]["traffic"][0] == pytest.approx(results[0]["traffic"][1])
+
+
+def test_ranks_that_use_different_blocks_are_told_and_not_mixed_up(attempt: Attempt) -> None:
+    # Blocks are of one size, so without a check each rank would take the other's block for its own.
+    said = attempt(Task(steps=2, skips=(1, 2)))
+    assert all(re.search(r"failed InfinityError: .*I6", answer) for answer in said), said
+
+
+def test_when_a_rank_dies_the_others_fail_and_clean_up(attempt: Attempt, tmp_path: Path) -> None:
+    said = attempt(Task(dies=1))
+    assert said[1] == "gone"
+    assert said[0].startswith("failed") and "AssertionError" not in said[0]
+    assert list((tmp_path / "nvme0").iterdir()) == [], "the engine of the rank that lives was closed"
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), int(sys.argv[2]))

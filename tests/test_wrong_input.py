@@ -1,0 +1,545 @@
+"""What cannot work is refused before anything is changed, in words that say what would work.
+
+Where `infinity.wrap` refuses, the model is as it was: the same parameters with the same data, no hook, no thread, no file; it
+trains as a model that was never given to us, and can be wrapped with a better configuration.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CHILD, ROOMY
+from models import Transformer, text_batch, transformer
+from safetensors.torch import save_file
+from torch import nn
+
+import infinity
+from infinity.tiers import nvme
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
+
+PAGE = 4096
+
+
+def config(directory: Path | list[Path], **changes: Any) -> infinity.Config:
+    return infinity.Config(**({"nvme": directory} | ROOMY | changes))
+
+
+def files(directory: Path) -> dict[str, int]:
+    return {str(path.relative_to(directory)): path.lstat().st_size for path in directory.rglob("*")}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for number in range(2):
+        loss = model(**text_batch(number)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@contextmanager
+def unchanged(model: nn.Module, footprint: Callable[[], object], *directories: Path) -> Iterator[None]:
+    """Check that the block leaves `model`, the process and the directories as they were, and the model of use."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+    meta = any(p.is_meta for p in parameters.values())
+    values = {} if meta else {name: p.detach().clone() for name, p in parameters.items()}
+    kinds = {name: (type(p), p.dtype, p.device, p.requires_grad, p.data_ptr()) for name, p in parameters.items()}
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    left, held, generator = [files(directory) for directory in directories], footprint(), torch.get_rng_state()
+    yield
+    after = dict(model.named_parameters(remove_duplicate=False))
+    assert after.keys() == parameters.keys()
+    assert all(after[name] is p for name, p in parameters.items())
+    assert {name: (type(p), p.dtype, p.device, p.requires_grad, p.data_ptr()) for name, p in after.items()} == kinds
+    assert all(torch.equal(after[name], value) for name, value in values.items())
+    assert dict(model.named_buffers()).keys() == buffers.keys()
+    assert all(model.get_buffer(name) is buffer and torch.equal(buffer, value) for name, (buffer, value) in buffers.items())
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert not [name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert [files(directory) for directory in directories] == left
+    assert footprint() == held
+    assert torch.equal(torch.get_rng_state(), generator)
+    if values:
+        other = copy.deepcopy(model)
+        other.load_state_dict(values | {name: value for name, (_, value) in buffers.items()})
+        assert train(model, torch.optim.SGD(model.parameters(), 0.1)) == train(other, torch.optim.SGD(other.parameters(), 0.1))
+
+
+# Budgets and directories
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_budgets_that_are_too_small(precision: str, tmp_path: Path, footprint: Callable[[], object]) -> None:
+    model = transformer()
+    least: dict[str, int] = {}
+    for key, inside in (("gpu_memory", "states at home there take 0 B, the units in use at once and the next one"),
+                        ("cpu_memory", "states at home in host memory take .* and staging at least")):  # fmt: skip
+        text = rf"^{key}=4 KiB is too small: {inside} .*; the smallest {key} that works is (\d+) \(.* KiB\) \(invariant I10\)$"
+        with unchanged(transformer(), footprint, tmp_path):
+            pass  # the check itself is at peace with a model that nobody touched
+        with unchanged(model, footprint, tmp_path), pytest.raises(infinity.BudgetError, match=text) as refusal:
+            infinity.wrap(model, config(tmp_path, precision=precision, **{key: PAGE}))
+        found = re.match(text, str(refusal.value))
+        assert found is not None
+        least[key] = int(found[1])
+    model = infinity.wrap(model, config(tmp_path, precision=precision, **least))
+    with infinity.engine(model):
+        train(model, infinity.AdamW(model.parameters()))
+
+
+def test_nvme_memory_that_is_too_small(tmp_path: Path, footprint: Callable[[], object]) -> None:
+    model = transformer()
+    text = (
+        "nvme_memory=1 MiB cannot hold the states on nvme, which need 4 MiB; "
+        "the smallest nvme_memory that works is 4194304 (invariant I10)"
+    )
+    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.BudgetError, match=f"^{re.escape(text)}$"):
+        infinity.wrap(model, config(tmp_path, nvme_memory="1MiB"))
+    infinity.engine(infinity.wrap(model, config(tmp_path, nvme_memory="4MiB"))).close()
+
+
+def test_budgets_are_checked_before_meta_parameters_are_touched(tmp_path: Path, footprint: Callable[[], object]) -> None:
+    with infinity.init():
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.BudgetError, match="gpu_memory=0 B is too small"):
+        infinity.wrap(model, config(tmp_path, gpu_memory=0), seed=0)
+    assert all(p.is_meta for p in model.parameters())
+    with infinity.engine(infinity.wrap(model, config(tmp_path), seed=0)) as engine:
+        assert engine.state_dict()["0.weight"].std() > 0
+
+
+def test_directories_that_cannot_be_used(tmp_path: Path, footprint: Callable[[], object]) -> None:
+    (tmp_path / "file").write_text("of the user")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    (tmp_path / "loose").symlink_to(tmp_path / "nowhere")
+    advice = "; create it on the drive to be used: mkdir -p {0}"
+    for names, text in (
+        (["gone"], "nvme directory {0} does not exist" + advice),
+        (["loose"], "nvme directory {0} does not exist" + advice),
+        (["file"], "nvme directory {0} is not a directory" + advice),
+        (["there", "file"], "nvme directory {1} is not a directory; create it on the drive to be used: mkdir -p {1}"),
+        (["there", "link"], "the nvme directories must differ: {0}, {1}"),
+    ):
+        model, paths = transformer(), [tmp_path / name for name in names]
+        expected = re.escape(text.format(*paths))
+        with unchanged(model, footprint, tmp_path), pytest.raises(infinity.ConfigError, match=f"^{expected}$"):
+            infinity.wrap(model, config(paths))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_permission(tmp_path: Path, footprint: Callable[[], object]) -> None:
+    model, locked = transformer(), tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    text = re.escape(f"nvme directory {locked} cannot be written: Permission denied")
+    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.ConfigError, match=f"^{text}$"):
+        infinity.wrap(model, config(locked))
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """`mount(options)`: an empty file system in memory, below `tmp_path`."""
+    target = tmp_path / "mounted"
+    target.mkdir()
+    mounted = []
+
+    def attach(options: str) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", target]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"this machine mounts nothing: {done.stderr.strip()}")
+        mounted.append(target)
+        return target
+
+    yield attach
+    for path in mounted:
+        subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
+def test_a_read_only_file_system(mount: Callable[[str], Path], footprint: Callable[[], object]) -> None:
+    model, path = transformer(), mount("ro,size=64m")
+    text = re.escape(f"nvme directory {path} cannot be written: Read-only file system")
+    with unchanged(model, footprint, path), pytest.raises(infinity.ConfigError, match=f"^{text}$"):
+        infinity.wrap(model, config(path))
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_full_file_system(others: int, mount: Callable[[str], Path], tmp_path: Path, footprint: Callable[[], object]) -> None:
+    model, path = transformer(depth=32), mount("size=3m")
+    paths = [*(tmp_path / str(number) for number in range(others)), path]
+    for other in paths[:-1]:
+        other.mkdir()
+    text = re.escape(f"{path} has 3 MiB free, but the states on nvme need ") + r"\d+ MiB there; free \d+ MiB, add a second direct"
+    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.BudgetError, match=f"^{text}"):
+        infinity.wrap(model, config(paths))
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
+def test_a_file_system_that_is_exactly_large_enough_is_enough_for_all_of_training(mount: Callable[[str], Path]) -> None:
+    model = infinity.wrap(transformer(), config(mount(f"size={(4 << 20) + 2 * PAGE}"), gradients="nvme"))
+    with infinity.engine(model):
+        optimizer = infinity.AdamW(model.parameters())
+        for _ in range(3):
+            train(model, optimizer)
+
+
+def test_a_directory_that_another_process_uses(tmp_path: Path, footprint: Callable[[], object]) -> None:
+    model = transformer()
+    command = [sys.executable, "-W", "error", __file__, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **CHILD) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        text = re.escape(f"nvme directory {tmp_path} is in use by process {other.pid}; give each job its own directory")
+        with unchanged(model, footprint, tmp_path), pytest.raises(infinity.PathInUseError, match=f"^{text}$"):
+            infinity.wrap(model, config(tmp_path))
+        other.stdin.write("\n")
+        other.stdin.close()
+        assert other.wait(timeout=50) == 0
+    infinity.engine(infinity.wrap(model, config(tmp_path))).close()
+
+
+def test_a_directory_that_another_engine_of_this_process_uses(tmp_path: Path, footprint: Callable[[], object]) -> None:
+    first, second = infinity.wrap(transformer(), config(tmp_path)), transformer()
+    with infinity.engine(first):
+        with unchanged(second, footprint, tmp_path), pytest.raises(infinity.PathInUseError, match=f"by process {os.getpid()};"):
+            infinity.wrap(second, config(tmp_path))
+        train(first, infinity.AdamW(first.parameters()))
+
+
+def test_the_same_path_twice(tmp_path: Path) -> None:
+    with pytest.raises(infinity.ConfigError, match=re.escape(f"nvme names a directory twice: {tmp_path}, {tmp_path}")):
+        config([tmp_path, tmp_path])
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^unknown config key 'gpu_memroy'; did you mean 'gpu_memory'\? The keys are: nvme"):
+        config(tmp_path, gpu_memroy="1GiB")
+
+
+# Parameters
+
+
+@pytest.fixture
+def wrapped(tmp_path: Path) -> Iterator[Transformer]:
+    model = infinity.wrap(transformer(), config(tmp_path, poison=True))
+    yield model
+    infinity.engine(model).close()
+
+
+TOUCHES: dict[str, Callable[[nn.Parameter], object]] = {
+    "add": lambda p: p + 1,
+    "sub": lambda p: p - 1,
+    "data": lambda p: p.data,
+    "__getitem__": lambda p: p[0],
+    "__setitem__": lambda p: p.__setitem__(0, 1.0),
+    "add_": lambda p: p.add_(1),
+    "detach": lambda p: p.detach(),
+    "clone": lambda p: p.clone(),
+    "numpy": lambda p: p.numpy(),
+    "tolist": lambda p: p.tolist(),
+    "view": lambda p: p.view(-1),
+    "float": lambda p: p.float(),
+    "to": lambda p: p.to("cpu"),
+    "data_ptr": lambda p: p.data_ptr(),
+    "untyped_storage": lambda p: p.untyped_storage(),
+    "zero_": lambda p: nn.init.zeros_(p),
+    "sum": lambda p: p.sum(),
+    "__eq__": lambda p: p == p,
+    "__format__": lambda p: f"{p:.3f}",
+    "embedding": lambda p: nn.functional.embedding(torch.tensor([1]), p),
+    "cat": lambda p: torch.cat([torch.zeros(1, 32), p]),
+    "norm": lambda p: torch.norm(p),
+}
+
+
+@pytest.mark.parametrize("name", TOUCHES)
+def test_a_parameter_touched_while_sharded(name: str, wrapped: Transformer) -> None:
+    text = re.escape(
+        f"tokens.weight (unit tokens) lives on nvme and its data was touched ({name}) outside of its module's forward; use "
+        "`with infinity.gathered(model):` (or the parameter itself) to read it, gathered(..., write=True) to change it"
+    ).replace(re.escape(f"({name})"), r"\(\w+\)")
+    with pytest.raises(infinity.ShardedParameterError, match=f"^{text}$"):
+        TOUCHES[name](wrapped.tokens.weight)
+    train(wrapped, infinity.AdamW(wrapped.parameters()))
+
+
+def test_a_parameter_may_be_asked_what_it_is(wrapped: Transformer) -> None:
+    weight = wrapped.tokens.weight
+    assert repr(weight).endswith("ShardedParameter(tokens.weight, on nvme, unit tokens)")
+    assert (weight.shape, weight.dtype, weight.device, weight.ndim) == ((64, 32), torch.float32, torch.device("cpu"), 2)
+    assert (weight.numel(), len(weight), weight.requires_grad, weight.is_leaf, weight.grad) == (2048, 64, True, True, None)
+    assert isinstance(weight, nn.Parameter) and weight in {weight}
+    assert "Embedding(64, 32)" in repr(wrapped)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.to("cpu"),
+        lambda model: model.half(),
+        lambda model: model.share_memory(),
+        lambda model: model.to_empty(device="cpu"),
+        copy.deepcopy,
+        pickle.dumps,
+        lambda model: model.state_dict(),
+        lambda model: nn.utils.parameters_to_vector(model.parameters()),
+    ],
+    ids=["to dtype", "to device", "half", "share_memory", "to_empty", "deepcopy", "pickle", "state_dict", "to vector"],
+)
+def test_a_wrapped_model_used_as_if_it_held_its_data(use: Callable[[nn.Module], object], wrapped: Transformer) -> None:
+    with pytest.raises(infinity.ShardedParameterError, match=r"lives on nvme and its data was touched .* infinity\.gathered"):
+        use(wrapped)
+    assert wrapped.scale.dtype == torch.float32
+    train(wrapped, infinity.AdamW(wrapped.parameters()))
+
+
+def test_load_state_dict_of_a_wrapped_model_says_how(wrapped: Transformer) -> None:
+    state = transformer(seed=1).state_dict()
+    with pytest.raises(RuntimeError, match=r"lives on nvme and its data was touched \(copy_\)"):
+        wrapped.load_state_dict(state)
+    with infinity.gathered(wrapped, write=True):
+        wrapped.load_state_dict(state)
+    assert all(torch.equal(value, state[name]) for name, value in infinity.engine(wrapped).state_dict().items())
+
+
+def test_gradients_are_not_silently_elsewhere(wrapped: Transformer) -> None:
+    optimizer = infinity.AdamW(wrapped.parameters())
+    kept = r"^the gradient of tokens\.weight is kept by the engine and not in \.grad; clip with .* read it with .*gradient\("
+    weight = wrapped.tokens.weight
+    with pytest.raises(infinity.ShardedParameterError, match=kept):
+        weight.grad = torch.zeros(64, 32)
+    wrapped(**text_batch(0)).loss.backward()
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, lambda parameters, _: parameters[0].grad):
+        with pytest.raises(infinity.ShardedParameterError, match=kept):
+            clip([weight], 1.0)
+    with pytest.raises(infinity.ShardedParameterError, match="kept by the engine"):
+        torch.optim.SGD(wrapped.parameters(), 0.1).step()
+    assert infinity.engine(wrapped).gradient(weight).abs().sum() > 0
+    optimizer.zero_grad()
+    assert weight.grad is None
+
+
+def test_gathering_more_than_fits(tmp_path: Path, smallest: Callable[..., dict[str, int]]) -> None:
+    """Is refused, and leaves nothing in use."""
+    fits = r"does not fit into gpu_memory=\d+ KiB beside what is in use at the same time"
+    model = transformer()
+    model = infinity.wrap(model, config(tmp_path, **smallest(model, nvme=[tmp_path])))
+    with infinity.engine(model) as engine:
+        optimizer = infinity.AdamW(model.parameters())
+        with pytest.raises(infinity.BudgetError, match=rf"^param of blocks\.\d {fits} \(param of mo"), infinity.gathered(model):
+            pass
+        assert all(block.pins == 0 for unit in engine.units for block in unit.blocks.values())
+        with infinity.gathered(model.blocks[1]):
+            assert model.blocks[1].up.weight.sum().isfinite()
+        train(model, optimizer)
+
+
+# Optimizers and wrapping
+
+
+def test_optimizers_that_cannot_work(tmp_path: Path) -> None:
+    plain = transformer()
+    text = r"^AdamW got a parameter of no wrapped model; first model = infinity\.wrap\(model, config\)$"
+    with pytest.raises(infinity.ConfigError, match=text):
+        infinity.AdamW(plain.parameters())
+    plain.norm.requires_grad_(False)
+    model = infinity.wrap(plain, config(tmp_path))
+    with infinity.engine(model):
+        text = r"^norm\.weight was frozen \(requires_grad=False\) when the model was wrapped$"
+        with pytest.raises(infinity.ConfigError, match=text):
+            infinity.AdamW(model.parameters())
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        optimizer = infinity.AdamW(trainable[:1])  # what was refused does not count
+        text = r"^unit \w+ already has an optimizer; use one AdamW with several parameter groups$"
+        with pytest.raises(infinity.ConfigError, match=text):
+            infinity.AdamW(trainable)
+        optimizer.add_param_group({"params": trainable[1:]})
+        train(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", -1.0), ("lr", math.nan), ("betas", (0.9, 1.0)), ("eps", 0.0), ("weight_decay", -0.1), ("max_grad_norm", 0.0)],
+)
+def test_hyper_parameters_out_of_range(name: str, value: Any, wrapped: Transformer) -> None:
+    with pytest.raises(infinity.ConfigError, match=re.escape(f"AdamW: {name}={value} is out of range")):
+        infinity.AdamW(wrapped.parameters(), **{name: value})
+    train(wrapped, infinity.AdamW(wrapped.parameters()))
+
+
+def test_one_optimizer_for_two_models(wrapped: Transformer, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = infinity.wrap(transformer(), config(tmp_path_factory.mktemp("other")))
+    with infinity.engine(other):
+        with pytest.raises(infinity.ConfigError, match="the parameters of one AdamW must belong to one wrapped model"):
+            infinity.AdamW([*wrapped.parameters(), *other.parameters()])
+        train(wrapped, infinity.AdamW(wrapped.parameters()))
+        train(other, infinity.AdamW(other.parameters()))
+
+
+def test_wrapping_twice(wrapped: Transformer, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    with pytest.raises(infinity.ConfigError, match=r"^the model is wrapped already; close its engine first$"):
+        infinity.wrap(wrapped, config(other))
+    assert files(other) == {}
+    train(wrapped, infinity.AdamW(wrapped.parameters()))
+
+
+def test_models_and_units_that_make_no_sense(tmp_path: Path, footprint: Callable[[], object]) -> None:
+    model = transformer()
+    text = r"^units=\.\.\. matches no module of the model; give classes or modules that occur in it$"
+    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.ConfigError, match=text):
+        infinity.wrap(model, config(tmp_path), units=[nn.Conv2d])
+    with pytest.raises(infinity.ConfigError, match=r"^the model has no parameters to manage$"):
+        infinity.wrap(nn.GELU(), config(tmp_path))
+    with pytest.raises(infinity.ConfigError, match=re.escape("the model is not wrapped, or its engine was closed; call model =")):
+        infinity.engine(model)
+    assert files(tmp_path) == {}
+
+
+def test_a_module_that_cannot_initialise_itself(tmp_path: Path, footprint: Callable[[], object]) -> None:
+    with infinity.init():
+        model = transformer()
+    text = (
+        "the model (Transformer) was built inside infinity.init() and has no reset_parameters(); "
+        "give wrap(..., weights=DIRECTORY), or build that module outside of init()"
+    )
+    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.ConfigError, match=f"^{re.escape(text)}$"):
+        infinity.wrap(model, config(tmp_path), seed=0)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_an_instruction_set_that_the_cpu_lacks(
+    tmp_path: Path, footprint: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text = transformer(), r"^instruction_set='avx2' is not one that this CPU has; 'auto' is '\w+' here$"
+    real = infinity.native.cpu_adam()
+
+    class WithoutAvx:
+        def __getattr__(self, name: str) -> Any:
+            return (lambda isa: isa == "scalar") if name == "has_isa" else getattr(real, name)
+
+    monkeypatch.setattr("infinity.native.cpu_adam", WithoutAvx)
+    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.ConfigError, match=text):
+        infinity.wrap(model, config(tmp_path, instruction_set="avx2"))
+
+
+# Weights
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    directory = tmp_path / "weights"
+    directory.mkdir()
+    return directory
+
+
+def state(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Good weights, but for these, where None leaves one out and __ is a dot; what is tied is there once."""
+    values: dict[str, torch.Tensor | None] = dict(transformer(seed=3).state_dict())
+    values |= {"head.weight": None} | {name.replace("__", "."): value for name, value in changes.items()}
+    return {name: value.clone() for name, value in values.items() if value is not None}
+
+
+def broken_index(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text("{")
+
+
+def index_without_file(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"tokens.weight": "gone.safetensors"}}))
+
+
+def truncated(directory: Path) -> None:
+    save_file(state(), directory / "model.safetensors")
+    content = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "none": (lambda path: None, r"^{0} holds neither model\.safetensors nor model\.safetensors\.index\.json$"),
+    "missing name": (
+        lambda path: save_file(state(norm__weight=None, places=None), path / "model.safetensors"),
+        r"^{0} has no tensor for places, norm\.weight; it belongs to another model$",
+    ),
+    "wrong shape": (
+        lambda path: save_file(state(norm__weight=torch.zeros(33)), path / "model.safetensors"),
+        r"^norm\.weight in {0} has shape \(33,\), the model needs \(32,\)$",
+    ),
+    "wrong shape of a buffer": (
+        lambda path: save_file(state(scale=torch.zeros(3)), path / "model.safetensors"),
+        r"^scale in {0} has shape \(3,\), the model needs \(\)$",
+    ),
+    "truncated": (truncated, r"^{0}/model\.safetensors cannot be read as safetensors: "),
+    "broken index": (broken_index, r"^{0}/model\.safetensors\.index\.json .*"),
+    "index without file": (index_without_file, r"^{0}/gone\.safetensors cannot be read as safetensors: "),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("meta", [False, True])
+def test_weights_that_do_not_fit(kind: str, meta: bool, weights: Path, tmp_path: Path, footprint: Callable[[], object]) -> None:
+    write, text = WEIGHTS[kind]
+    write(weights)
+    with infinity.init() if meta else pytest.MonkeyPatch.context():
+        model = transformer()
+    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.ConfigError, match=text.format(re.escape(str(weights)))):
+        infinity.wrap(model, config(tmp_path), weights=weights)
+    for path in weights.iterdir():
+        path.unlink()
+    save_file(state(), weights / "model.safetensors")
+    with infinity.engine(infinity.wrap(model, config(tmp_path), weights=weights)) as engine:
+        assert all(torch.equal(value, transformer(seed=3).state_dict()[name]) for name, value in engine.state_dict().items())
+
+
+def test_a_drive_that_fails_while_the_model_is_moved_there(
+    tmp_path: Path, footprint: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = nvme.make_engine
+
+    def failing(kind: str) -> Any:
+        engine = make(kind)
+        engine.set_faults(fail_write_at=4)
+        return engine
+
+    model = transformer()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    left = files(tmp_path), footprint()
+    with monkeypatch.context() as patch, pytest.raises(infinity.NvmeError, match="Input/output error"):
+        patch.setattr(nvme, "make_engine", failing)
+        infinity.wrap(model, config(tmp_path))
+    assert (files(tmp_path), footprint()) == left
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+    other = transformer()
+    assert train(model, torch.optim.SGD(model.parameters(), 0.1)) == train(other, torch.optim.SGD(other.parameters(), 0.1))
+    infinity.engine(infinity.wrap(model, config(tmp_path))).close()
+
+
+if __name__ == "__main__":
+    used = infinity.wrap(transformer(), config(Path(sys.argv[1])))
+    with infinity.engine(used):
+        print("open", flush=True)
+        sys.stdin.readline()
