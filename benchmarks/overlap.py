@@ -117,8 +117,9 @@ def main() -> None:
                 "compute_s": statistics.median(columns[3]), "step_s": statistics.median(columns[4]),
             })  # fmt: skip
             print(
-                f"I/O = {share:4.2f} x compute: step = {ratio:.2f} x max(compute, I/O) [{min(columns[0]):.2f}, {max(columns[0]):.2f}]; "
-                f"one after the other {columns[1][0]:.2f}; {bound:.2f} x the bound of an exact step"
+                f"I/O = {share:4.2f} x compute: step = {ratio:.2f} x max(compute, I/O) "
+                f"[{min(columns[0]):.2f}, {max(columns[0]):.2f}]; one after the other {columns[1][0]:.2f}; "
+                f"{bound:.2f} x the bound of an exact step"
             )
         if options.json:
             options.json.write_text(

@@ -10,6 +10,7 @@ from infinity.errors import (
     NvmeError,
     PathInUseError,
     ShardedParameterError,
+    WeightsError,
 )
 from infinity.modules.gathered import gathered
 from infinity.modules.init import init
@@ -28,6 +29,7 @@ __all__ = [
     "NvmeError",
     "PathInUseError",
     "ShardedParameterError",
+    "WeightsError",
     "engine",
     "gathered",
     "init",

@@ -13,6 +13,10 @@ class ConfigError(InfinityError, ValueError):
     """A configuration key or value is unknown, contradictory or cannot work; nothing was changed."""
 
 
+class WeightsError(ConfigError):
+    """A checkpoint does not have the tensors that the model needs, under the names that the model has for them."""
+
+
 class BudgetError(ConfigError):
     """A memory budget cannot hold what has to be in it (invariant I10); names the smallest budget that can."""
 

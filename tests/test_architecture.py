@@ -36,6 +36,7 @@ PUBLIC = [
     "NvmeError",
     "PathInUseError",
     "ShardedParameterError",
+    "WeightsError",
     "engine",
     "gathered",
     "init",

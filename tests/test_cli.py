@@ -655,6 +655,24 @@ def test_a_real_output_loads_in_transformers_and_is_the_next_model(tmp_path: Pat
     assert {"step", "compute", "nvme read", "adam"} <= lanes
 
 
+def test_a_model_in_an_older_layout_is_converted_and_one_with_missing_weights_refused(
+    tmp_path: Path, text: Path, nvme: Path
+) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_local_experts": 2}
+    config = MixtralConfig(vocab_size=320, num_key_value_heads=2, max_position_embeddings=64, dtype="float32", **sizes)
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "old")  # one tensor per expert, as on the hub
+    common = ["--data", text, *REAL, "--nvme", nvme, "--model", tmp_path / "old", "--lr", 0]
+    finished(*common, "--output", tmp_path / "new")
+    assert torch.equal(logits(tmp_path / "old"), logits(tmp_path / "new"))
+    weights = load_file(tmp_path / "old" / "model.safetensors")
+    save_file({name: value for name, value in weights.items() if "lm_head" not in name}, tmp_path / "old" / "model.safetensors")
+    result = run("finetune", *common)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].endswith("belongs to another model")  # after what transformers reports
+
+
 def test_a_budget_that_cannot_work_is_refused_in_one_sentence(tmp_path: Path, text: Path, nvme: Path) -> None:
     reason = refusal("finetune", "--data", text, "--nvme", nvme, *SMALL, "--gpu-memory", "64KiB", "--output", tmp_path / "out")
     assert "gpu_memory" in reason

@@ -46,7 +46,9 @@ def build() -> Transformer:
     return transformer(width=48, depth=3)  # a block has two chunks of the optimizer, the second one in part
 
 
-def train(after_step: Callable[[Transformer], object] = lambda model: None, **config: Any) -> Outcome:
+def train(
+    after_step: Callable[[Transformer], object] = lambda model: None, build: Callable[[], Transformer] = build, **config: Any
+) -> Outcome:
     model = infinity.wrap(build(), infinity.Config(**({"poison": True} | ROOMY | config)))
     with infinity.engine(model) as engine:
         decayed = [p for p in model.parameters() if p.ndim > 1]
@@ -84,7 +86,10 @@ def reference(precision: str) -> Outcome:
 
 
 def check(outcome: Outcome, precision: str) -> None:
-    expected = reference(precision)
+    check_equal(outcome, reference(precision))
+
+
+def check_equal(outcome: Outcome, expected: Outcome) -> None:
     assert outcome.losses == expected.losses
     assert outcome.norms == expected.norms
     for mine, theirs in ((outcome.weights, expected.weights), (outcome.states, expected.states)):
@@ -113,6 +118,21 @@ def test_budgets_from_the_smallest_up(
     budgets["gpu_memory"] += extra_gpu * PAGE
     budgets["cpu_memory"] += extra_cpu * PAGE
     check(train(precision=precision, nvme=[tmp_path], **budgets), precision)
+
+
+@each_precision
+def test_pieces_of_any_length(precision: str, tmp_path: Path, smallest: Callable[..., dict[str, int]]) -> None:
+    """More cpu_memory means longer pieces in the optimizer: here of one to six blocks of the gradient norm, in units of six."""
+
+    def wide() -> Transformer:
+        return transformer(width=88, depth=4)
+
+    least = smallest(wide(), precision=precision, nvme=[tmp_path])["cpu_memory"]
+    staging = len(["param", "grad", "exp_avg", "exp_avg_sq", "master"]) * 6 * 64 << 10
+    config = {"build": wide, "precision": precision, "nvme": [tmp_path], "gradients": "nvme"}
+    first, *others = [train(**config, cpu_memory=least + blocks * staging) for blocks in (1, 2, 4, 6)]
+    for other in others:
+        check_equal(other, first)
 
 
 @each_precision

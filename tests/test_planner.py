@@ -119,9 +119,10 @@ def test_predict_spares_what_is_in_use_around_a_use(problem, accumulation, data)
     order, units, slots = problem
     order = [unit for unit, before in zip(order, [None, *order], strict=False) if unit != before]
     held = [data.draw(st.frozensets(st.sampled_from(range(len(units))), max_size=2)) for _ in order]
-    machine = Machine(order, units, slots, accumulation, held)
+    tight = slots // 2  # what is held may then leave no room at all
+    machine = Machine(order, units, tight, accumulation, held)
     fetched = [machine.step() for _ in range(3)][-1]
-    assert predict(order, units, slots, accumulation, held).fetched == fetched
+    assert predict(order, units, tight, accumulation, held).fetched == fetched
 
 
 def forced(order: Sequence[int], units: Sequence[UnitCost]) -> int:

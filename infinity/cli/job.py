@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,8 @@ from infinity.cli.output import prepare_output, save_model
 from infinity.cli.tokenizer import Tokenizer, load_tokenizer
 from infinity.cli.training import Engine, Schedule, Trainer, Watcher
 from infinity.config import Config, Tier
+
+log = logging.getLogger("infinity")
 
 
 class Display(Watcher, Protocol):
@@ -151,7 +154,14 @@ def assemble(
 
     with infinity.init():
         model = source.build(job.checkpoint_activations)
-    model = infinity.wrap(model, config, weights=source.directory, seed=job.seed)
+    try:
+        model = infinity.wrap(model, config, weights=source.directory, seed=job.seed)
+    except infinity.WeightsError:  # another model, or files of an older layout, which transformers converts as it loads them
+        whole = source.load_whole(job.checkpoint_activations)
+        if whole is None:
+            raise
+        log.warning("%s is of an older layout: it is loaded whole into host memory before it moves to its tiers", source.name)
+        model = infinity.wrap(whole, config)
     engine: Engine = infinity.engine(model)
     try:
         optimizer = infinity.AdamW(

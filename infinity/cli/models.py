@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -58,39 +59,30 @@ class ModelSource:
 
         if type(self.config) not in AutoModelForCausalLM._model_mapping:
             raise ValueError(f"{self.name} is of type {self.config.model_type!r}, which is not a causal language model")
-        model: Any = AutoModelForCausalLM.from_config(self.config)
+        return self._recomputing(AutoModelForCausalLM.from_config(self.config), checkpoint_activations)
+
+    def load_whole(self, checkpoint_activations: bool = False) -> torch.nn.Module | None:
+        """The model with its weights, all in host memory, converted by `transformers` where the files are of an older layout.
+
+        None when the files do not have all of its weights.
+        """
+        from transformers import AutoModelForCausalLM
+
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            self.directory, config=self.config, dtype=self.config.dtype, local_files_only=True, output_loading_info=True
+        )
+        return None if loaded["missing_keys"] else self._recomputing(model, checkpoint_activations)
+
+    @staticmethod
+    def _recomputing(model: Any, checkpoint_activations: bool) -> torch.nn.Module:
+        from torch.utils.checkpoint import checkpoint
+
         if checkpoint_activations:
             if not model.supports_gradient_checkpointing:
                 raise ValueError(f"{type(model).__name__} cannot recompute activations; add --no-checkpoint-activations")
-            model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_checkpoint)
+            recompute = partial(checkpoint, use_reentrant=False)
+            model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recompute)
         return cast("torch.nn.Module", model)
-
-
-def _checkpoint(run: Any, *inputs: Any) -> Any:
-    """What a layer of `transformers` calls to checkpoint itself.
-
-    Newer versions checkpoint the layer's `forward`, so that hooks stay outside. Ours bring the parameters: so the layer as a
-    whole, hooks included, is what runs again in backward. `run` is `partial(forward, layer, ...)` there, and
-    `partial(layer.__call__, ...)` in older versions, which need nothing.
-    """
-    from torch.nn import Module
-    from torch.utils.checkpoint import checkpoint
-
-    layer: Any = run.args[0] if run.args and isinstance(run.args[0], Module) else None
-    again = False
-
-    def forward(*values: Any) -> Any:
-        nonlocal again
-        if layer is None or not again:
-            again = True
-            return run(*values)
-        layer.gradient_checkpointing = False
-        try:
-            return layer(*run.args[1:], *values, **run.keywords)
-        finally:
-            layer.gradient_checkpointing = True
-
-    return checkpoint(forward, *inputs, use_reentrant=False)
 
 
 def find_model(name: str, precision: str) -> ModelSource:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, WeightsError
 from infinity.modules.init import initialise
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Kind
@@ -147,7 +147,7 @@ def _check(weights: Weights, model: nn.Module) -> None:
             raise ConfigError(f"{name} in {weights.directory} has shape {weights.shape(name)}, the model needs {shape}")
     if absent:
         some = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
-        raise ConfigError(f"{weights.directory} has no tensor for {some}; it belongs to another model")
+        raise WeightsError(f"{weights.directory} has no tensor for {some}; it belongs to another model")
     extra = sorted(weights.names() - known)
     if extra:
         log.warning("%s has %d tensors that the model does not use, %s first", weights.directory, len(extra), extra[0])
