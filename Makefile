@@ -8,8 +8,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 WERROR ?= OFF
 PYTEST_ARGS ?=
-DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 384MiB --cpu-memory 400MiB --steps 20 \
-        --batch-size 1 --sequence-length 128 --output demo-output
+DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 128MiB --cpu-memory 400MiB --steps 30 \
+        --batch-size 4 --sequence-length 128 --output demo-output --overwrite
 
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
