@@ -64,10 +64,12 @@ def put_back(replaced: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> None:
 def initialise(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
     """Run the initialisation of the modules that hold `parameters`, whose data is real by now, and change no others.
 
-    A transformers model initialises by `_init_weights(module)`, others by each module's `reset_parameters()`; a tied parameter
+    A transformers model initialises by `_init_weights(module)`, first the modules that hold parameters and then, inside out,
+    the modules around them, which may scale what theirs hold; others by each module's `reset_parameters()`. A tied parameter
     gets its values from the first module that holds it. Raises `ConfigError` naming the module that has neither.
     """
-    wanted = {id(p) for p in parameters}
+    given = {id(p) for p in parameters}
+    wanted = set(given)
     by_model: Any = getattr(model, "_init_weights", None)
     for name, module in model.named_modules():
         mine = {id(p) for p in module.parameters(recurse=False)} & wanted
@@ -89,3 +91,8 @@ def initialise(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
                 )
         finally:
             module._parameters.update(others)
+    if callable(by_model):
+        for module in reversed(list(model.modules())):
+            below = {id(p) for p in module.parameters()}
+            if below and below <= given and not module._parameters:
+                by_model(module)

@@ -42,9 +42,11 @@ class Runtime:
 
     def enter(self, unit: Unit) -> torch.Tensor:
         """`unit` is in use until `leave`: start bringing it and what comes next, then wait for it; returns its flat buffer."""
-        new = self.trace.use(unit.index, frozenset(u.index for u in self._units if u.blocks[Kind.PARAM].pins))
+        new = self.trace.current != unit.index
+        if new:
+            self.trace.use(unit.index, frozenset(u.index for u in self._units if u.blocks[Kind.PARAM].pins))
+        unit.start()
         try:
-            unit.start()
             if new:
                 self.look_ahead()
             state, start = unit.blocks[Kind.PARAM].state, time.perf_counter()

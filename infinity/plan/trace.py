@@ -69,6 +69,11 @@ class Trace:
         self.position = 0
         self.dropped = dropped
 
+    @property
+    def current(self) -> int | None:
+        """The unit of the last use in this cycle."""
+        return self._recording[-1] if self._recording else None
+
     def use(self, unit: int, held: frozenset[int] = frozenset()) -> bool:
         """`unit` is used now, beside the units in `held`, whose uses have not ended yet.
 

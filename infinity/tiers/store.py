@@ -156,7 +156,11 @@ class Store:
         """Pin `block` on the compute device and start bringing it there, if there is room at once; paired with a `release`."""
         with self._changed:
             block.pins += 1
-        self._bring(block, beyond=-1)
+        try:
+            self._bring(block, beyond=-1)
+        except BaseException:
+            self.release(block)
+            raise
 
     def wait(self, block: Block) -> torch.Tensor:
         """The span of a pinned `block` on the compute device (uint8); waits for updates, I/O and room.
@@ -278,24 +282,39 @@ class Store:
 
         Waits for staging slots; only for threads that hold no check-out.
         """
-        while True:
-            chunks = self.try_check_out(wants, begin)
-            if chunks is not None:
-                return chunks
-            with self._changed:
-                self._changed.wait(timeout=1.0)
-                self._check()
+        chunks = self._stage(wants, begin, wait=True)
+        if chunks is None:
+            raise RuntimeError("a check-out that waits came back without its chunks")
+        return chunks
 
     def try_check_out(self, wants: Sequence[tuple[Block, bool]], begin: int) -> list[Checkout] | None:
         """Like `check_out`, but None when there are not enough free staging slots for all of `wants`."""
+        return self._stage(wants, begin, wait=False)
+
+    def _stage(self, wants: Sequence[tuple[Block, bool]], begin: int, wait: bool) -> list[Checkout] | None:
         staged = [self._needs_staging(block) for block, _ in wants]
         with self._changed:
             self._check_open()
             staging = self._arenas["staging"]
-            if staging.free_slots < sum(staged):
-                return None
+            while staging.free_slots < sum(staged):
+                if not wait:
+                    return None
+                self._changed.wait()
+                self._check_open()
+                self._check()
             slots = [staging.lease(next(self._tokens), staging.slot_bytes) if s else None for s in staged]
-        return [self._chunk(block, load, begin, slot) for (block, load), slot in zip(wants, slots, strict=True)]
+        chunks: list[Checkout] = []
+        try:
+            for (block, load), slot in zip(wants, slots, strict=True):
+                chunks.append(self._chunk(block, load, begin, slot))
+        except BaseException:
+            for chunk in chunks:
+                chunk.release()
+            for slot in slots[len(chunks) :]:
+                if slot is not None:
+                    self._end_slot(slot)
+            raise
+        return chunks
 
     def _chunk(self, block: Block, load: bool, begin: int, slot: Lease | None) -> Checkout:
         at = begin * block.itemsize
