@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -68,7 +67,7 @@ class Engine:
             self._units = [Unit(index, g.name, g.parameters, g.dtype, group) for index, g in enumerate(groups)]
             self._unit_of = {id(p): unit for unit in self._units for p in unit.parameters}
             users = self._users(model, owners)
-            kernels = Kernels(config.instruction_set, config.threads or len(os.sched_getaffinity(0)))
+            kernels = Kernels(config.instruction_set, config.threads)
             undo.callback(kernels.close)
             self._store = Store(config, self._device, self.recorder)
             undo.callback(self._store.close)

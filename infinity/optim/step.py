@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import threading
 import time
 import weakref
@@ -63,15 +64,19 @@ class UnitUpdate:
 
 
 class Kernels:
-    """The CPU kernels with one instruction set and one pool of threads."""
+    """The CPU kernels with one instruction set and one pool of `threads` threads.
 
-    def __init__(self, instruction_set: str, threads: int) -> None:
+    None takes every CPU this process may run on: launchers set OMP_NUM_THREADS=1, which would starve the update.
+    """
+
+    def __init__(self, instruction_set: str, threads: int | None) -> None:
         self._module = native.cpu_adam()
         best = self._module.best_isa()
         if instruction_set != "auto" and not self._module.has_isa(instruction_set):
             raise ConfigError(f"instruction_set={instruction_set!r} is not one that this CPU has; 'auto' is {best!r} here")
         self.isa = best if instruction_set == "auto" else instruction_set
-        self._pool = self._module.Pool(threads)
+        self.threads = threads or len(os.sched_getaffinity(0))
+        self._pool = self._module.Pool(self.threads)
 
     def adam(self, chunk: dict[Kind, torch.Tensor], begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:
         """Update elements [begin, end) of a chunk in place; formula in `native/cpu_adam/cpu_adam.h`."""
