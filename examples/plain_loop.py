@@ -4,13 +4,15 @@ python examples/plain_loop.py /mnt/nvme0
 """
 
 import sys
+import tempfile
 
 import torch
 from torch import nn
 
 import infinity
 
-config = infinity.Config(nvme=sys.argv[1], gpu_memory="256MiB", cpu_memory="256MiB")
+directory = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
+config = infinity.Config(nvme=directory, gpu_memory="256MiB", cpu_memory="256MiB")
 with infinity.init():  # parameters take no memory here
     model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4)), nn.Linear(512, 1))
 model = infinity.wrap(model, config, seed=0)
