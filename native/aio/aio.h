@@ -10,7 +10,7 @@
 //                        short transfer and EINTR/EAGAIN are continued inside; error == 0 is never reported for fewer
 //                        bytes. A read that meets the end of the file gives kEndOfFile with what was there.
 //   Who outlives whom?   The caller's memory outlives the ticket's completion. A File may go sooner: its descriptor
-//                        stays open until its last request is complete. A Ticket may outlive its Engine, whose
+//                        stays open until its last ticket is gone. A Ticket may outlive its Engine, whose
 //                        destructor drains: it waits for what is in flight, then stops.
 //
 // Files are opened with O_DIRECT where the file system allows it. Callers may pass any address, offset and length:
