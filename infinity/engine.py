@@ -79,7 +79,7 @@ class Engine:
                 module._buffers[name] = buffer.to(self._device.torch)
         self._runtime = Runtime(self._store, self._units, self.recorder)
         order = self._runtime.trace.first_uses
-        self._updater = Updater(self._store, self._units, kernels, order, self._stepped, self.recorder)
+        self._updater = Updater(self._store, self._units, kernels, order, self._settled, self._stepped, self.recorder)
         self._hooks = Hooks(model, users, self._units, self._runtime, self._locate, self._after_backward, self.recorder)
         self._traffic_before: dict[str, int] = {}
         self._traffic_last: dict[str, int] = {}
@@ -110,6 +110,9 @@ class Engine:
         if self._buffer is not None:
             self._buffer.flush()
 
+    def _settled(self) -> None:
+        getattr(self._hooks, "settle", self._hooks._end_backward)()
+
     def _stepped(self) -> None:
         counters = self.recorder.counters()
         self._traffic_last = {k: counters.get(k, 0) - self._traffic_before.get(k, 0) for k in _TRAFFIC}
@@ -125,12 +128,14 @@ class Engine:
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Between backward and step: clip this step's gradients to the global L2 norm `max_norm`; returns the norm before."""
-        self._updater.settle(self._units)
-        return self._updater.clip(max_norm)
+        trainable = [unit for unit in self._units if unit.trainable]
+        self._updater.settle(trainable)
+        return self._updater.clip(max_norm, trainable)
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of the gradient that the engine holds for `parameter`, on the host; None when there is none."""
         unit = self._unit_of[id(parameter)]
+        self._updater.settle([other for other in self._units if other.trainable])
         if not unit.has_gradient(parameter):
             return None
         place = unit.layout.places[unit.position(parameter)]

@@ -10,6 +10,7 @@ from torch import nn
 
 from infinity.optim.step import Updater
 from infinity.sharding.parameter import ShardedParameter
+from infinity.sharding.unit import Unit
 from infinity.tiers.block import Kind
 
 
@@ -17,9 +18,10 @@ from infinity.tiers.block import Kind
 def gathered(target: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write: bool = False) -> Iterator[None]:
     """Make the data of a wrapped module's parameters, of one parameter or of several, readable inside the block.
 
-    With `write`, what the block leaves in them becomes their value, and the fp32 master follows it. They are held on the
-    compute device at once, with what shares their units: `BudgetError` when that does not fit. Waits for pending updates.
-    Plain parameters are left as they are. With several ranks every rank must enter, and write the same values.
+    With `write`, what the block leaves in them becomes their value, and the fp32 master of what changed follows. They are held
+    on the compute device at once, with what shares their units: `BudgetError` when that does not fit. Waits for pending
+    updates. Parameters that are plain, or gathered already, are left as they are: write in the outermost block. With several
+    ranks every rank must enter, and write the same values.
     """
     parameters: list[torch.Tensor]
     if isinstance(target, nn.Module):
@@ -29,15 +31,31 @@ def gathered(target: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write
     units = list(dict.fromkeys(type(p).unit for p in parameters if isinstance(p, ShardedParameter)))
     with ExitStack() as stack:
         for unit in units:
-            if isinstance(unit.updater, Updater):
-                unit.updater.drain()
-            unit.start()
-            stack.callback(unit.release)
-            unit.unshard(unit.wait())
-            stack.callback(unit.reshard)
+            stack.enter_context(_gathered_unit(unit, write))
         yield
-        changed = [(unit, unit.wait().detach().cpu().clone()) for unit in units] if write else []
-    for unit, flat in changed:
-        unit.write(Kind.PARAM, unit.shard_of(flat))
-        if Kind.MASTER in unit.blocks:  # a master that was never written is the parameter, widened
-            unit.store.forget(unit.blocks[Kind.MASTER])
+
+
+@contextmanager
+def _gathered_unit(unit: Unit, write: bool) -> Iterator[None]:
+    if isinstance(unit.updater, Updater):
+        unit.updater.drain()
+    unit.start()
+    try:
+        unit.unshard(unit.wait())
+        try:
+            yield
+            changed = unit.shard_of(unit.wait()).detach().cpu().clone() if write else None
+        finally:
+            unit.reshard()
+    finally:
+        unit.release()
+    if changed is not None and not torch.equal(changed.view(torch.uint8), unit.read(Kind.PARAM).view(torch.uint8)):
+        _write_back(unit, changed)
+
+
+def _write_back(unit: Unit, shard: torch.Tensor) -> None:
+    master = unit.blocks.get(Kind.MASTER)
+    if master is not None and master.written:  # one that was never written is the parameter, widened
+        kept = unit.read(Kind.MASTER)
+        unit.write(Kind.MASTER, torch.where(kept.to(unit.dtype) == shard, kept, shard.float()))
+    unit.write(Kind.PARAM, shard)

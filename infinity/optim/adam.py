@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,14 @@ class AdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; its parameters must be trainable ones of the same wrapped model."""
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
+        try:
+            self._adopt(self.param_groups[-1]["params"])
+        except BaseException:
+            del self.param_groups[-1]
+            raise
+
+    def _adopt(self, parameters: Sequence[torch.Tensor]) -> None:
+        for parameter in parameters:
             if not isinstance(parameter, ShardedParameter):
                 raise ConfigError("AdamW got a parameter of no wrapped model; first model = infinity.wrap(model, config)")
             unit = type(parameter).unit
@@ -81,29 +88,30 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updater = self.updater
         units = list(self._units.values())
-        updater.settle(units)
+        self.updater.settle(units)
+        scales = [unit.grad_scale for unit in units]
         if self.max_grad_norm is not None:
-            self.grad_norm = updater.clip(self.max_grad_norm)
+            self.grad_norm = self.updater.clip(self.max_grad_norm, units)
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        updates = []
+        updates, steps = [], dict(self._steps)
         for unit in units:
             if any(unit.accumulated) and not unit.spent:
-                hypers = [
-                    self._advance(groups.get(id(parameter)), parameter) if present else None
-                    for parameter, present in zip(unit.parameters, unit.accumulated, strict=True)
-                ]
+                hypers: list[Hyper | None] = []
+                for parameter, present in zip(unit.parameters, unit.accumulated, strict=True):
+                    group = groups.get(id(parameter)) if present else None
+                    if group is not None:
+                        steps[id(parameter)] += 1
+                    hypers.append(None if group is None else _hyper(group, steps[id(parameter)]))
                 updates.append((unit, segments_of(unit, hypers)))
-        updater.post(updates)
+        try:
+            self.updater.post(updates)
+        except BaseException:  # refused: the step has not been, and may be tried again
+            for unit, scale in zip(units, scales, strict=True):
+                unit.grad_scale = scale
+            raise
+        self._steps = steps
         return loss
-
-    def _advance(self, group: dict[str, Any] | None, parameter: torch.Tensor) -> Hyper | None:
-        if group is None:
-            return None
-        self._steps[id(parameter)] += 1
-        beta1, beta2 = group["betas"]
-        return Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self._steps[id(parameter)])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; `set_to_none` is accepted and makes no difference."""
@@ -132,19 +140,22 @@ class AdamW(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, or a `torch.optim.AdamW` of the same parameters (masters are then the parameters)."""
+        """Take over what `state_dict` gave, or a `torch.optim.AdamW` of the same parameters (masters are then the parameters).
+
+        States that it does not have begin anew.
+        """
         self.updater.drain()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         numbers = {id(p): number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
         states = state_dict["state"]
+        self._steps = {key: int(states[number]["step"]) if number in states else 0 for key, number in numbers.items()}
         for unit in self._units.values():
-            mine = [states.get(numbers.get(id(p), -1)) for p in unit.parameters]
-            for parameter, state in zip(unit.parameters, mine, strict=True):
-                if state is not None:
-                    self._steps[id(parameter)] = int(state["step"])
+            mine = [states.get(numbers.get(id(p), -1), {}) for p in unit.parameters]
             for name, kind in _STATES.items():
-                if kind in unit.blocks and any(state is not None and name in state for state in mine):
-                    self._restore(unit, kind, [None if state is None else state.get(name) for state in mine])
+                if kind in unit.blocks:
+                    unit.store.forget(unit.blocks[kind])
+                    if any(name in state for state in mine):
+                        self._restore(unit, kind, [state.get(name) for state in mine])
 
     @staticmethod
     def _restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
@@ -154,3 +165,8 @@ class AdamW(torch.optim.Optimizer):
             if value is not None:
                 full[place.offset : place.end].view(place.shape).copy_(value)
         unit.write(kind, unit.shard_of(full))
+
+
+def _hyper(group: dict[str, Any], step: int) -> Hyper:
+    beta1, beta2 = group["betas"]
+    return Hyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], step)

@@ -127,8 +127,8 @@ class _Chunk:
 class Updater:
     """Fixes what a step is, and runs it on a thread of its own. All methods are for the thread that runs the model.
 
-    `order` gives the units in the order in which the next forward uses them, as far as is known; `stepped` is called when a
-    step has been fixed, before its updates start.
+    `order` gives the units in the order in which the next forward uses them, as far as is known; `settled` is called before a
+    step is fixed, to end a backward that an exception cut off; `stepped` when it has been, before its updates start.
     """
 
     def __init__(
@@ -137,13 +137,13 @@ class Updater:
         units: Sequence[Unit],
         kernels: Kernels,
         order: Callable[[], Sequence[int]],
+        settled: Callable[[], None],
         stepped: Callable[[], None],
         recorder: Recorder,
     ) -> None:
         self._store, self._units, self._kernels, self._recorder = store, list(units), kernels, recorder
-        self._order, self._stepped = order, stepped
+        self._order, self._settled, self._stepped = order, settled, stepped
         self._owners: dict[Unit, weakref.ref[Any]] = {}
-        self._grad_scale = 1.0
         self.posted_steps = 0
         """Steps started since the beginning."""
         self.norms = 0
@@ -172,6 +172,7 @@ class Updater:
     def settle(self, units: Sequence[Unit]) -> None:
         """Make the gradients of this step final: agreed on by all ranks, zeros where there are none."""
         self.drain()
+        self._settled()
         group = units[0].group if units else None
         if group is not None:
             mine = [float(flag) for unit in units for flag in unit.accumulated]
@@ -190,27 +191,33 @@ class Updater:
             if not unit.spent:
                 unit.settle_gradients()
 
-    def clip(self, max_norm: float) -> float:
-        """Scale this step's gradients so that their global L2 norm is at most `max_norm`; returns the norm before.
+    def clip(self, max_norm: float, units: Sequence[Unit]) -> float:
+        """Scale the settled gradients of `units` so that their common L2 norm is at most `max_norm`; returns the norm before.
 
         As `torch.nn.utils.clip_grad_norm_`: the factor is min(1, max_norm / (norm + 1e-6)). The norm is summed in double
-        precision over the gradients of all units and ranks.
+        precision over the units and the ranks.
         """
         total = 0.0
         self._norms_now += 1
-        self.drain()
-        for unit in self._units:
-            if unit.trainable and any(unit.accumulated) and not unit.spent:
-                total += squared_gradient_norm(unit, self._store, self._kernels)
+        having = [unit for unit in units if any(unit.accumulated) and not unit.spent]
+        for unit in having:
+            total += unit.grad_scale**2 * squared_gradient_norm(unit, self._store, self._kernels)
         group = self._units[0].group if self._units else None
-        norm = math.sqrt(collectives.all_reduce_sum([total], group)[0]) * self._grad_scale
+        norm = math.sqrt(collectives.all_reduce_sum([total], group)[0])
         if not math.isfinite(norm):
             log.warning("the gradient norm of step %d is %s", self.posted_steps + 1, norm)
-        self._grad_scale *= min(1.0, max_norm / (norm + 1e-6))
+        for unit in having:
+            unit.grad_scale *= min(1.0, max_norm / (norm + 1e-6))
         return norm
 
     def post(self, updates: Sequence[tuple[Unit, tuple[Segment, ...]]]) -> None:
-        """Start updating the units; returns at once. Their gradients are spent."""
+        """Start updating the units; returns at once. Their gradients are spent.
+
+        Raises `RuntimeError` before anything is changed when the parameters of one of them are in use.
+        """
+        used = [unit.name for unit, _ in updates if unit.blocks[Kind.PARAM].pins]
+        if used:
+            raise RuntimeError(f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered (invariant I7)")
         place = {unit: position for position, unit in enumerate(self._order())}
         ordered = sorted(updates, key=lambda update: place.get(update[0].index, len(place) + update[0].index))
         for unit, _ in ordered:
@@ -218,9 +225,8 @@ class Updater:
             unit.spent = True
         self._stepped()
         with self._changed:
-            self._posted = [UnitUpdate(unit, segments, self._grad_scale) for unit, segments in ordered]
+            self._posted = [UnitUpdate(unit, segments, unit.grad_scale) for unit, segments in ordered]
             self._changed.notify_all()
-        self._grad_scale = 1.0
         self.norms, self._norms_now = self._norms_now, 0
         self.posted_steps += 1
 

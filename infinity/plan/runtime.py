@@ -23,12 +23,15 @@ class Runtime:
         self.trace = Trace()
         self.accumulation = 0
         """Training cycles per optimizer step, as the last step had them; 0 before the first."""
+        self.stale = True
+        """Whether a step has been since the last `begin`: the next forward, of whatever module, starts a new cycle."""
         self._cycles = 0
         self._trainable = frozenset(unit.index for unit in units if unit.trainable)
         store.next_use = self.trace.next_use
 
     def begin(self, training: bool) -> None:
         """A forward of the model starts."""
+        self.stale = False
         self._cycles += training
         last = training and self._cycles == self.accumulation
         self.trace.begin("train" if training else "eval", self._trainable if last else frozenset())
@@ -36,7 +39,7 @@ class Runtime:
 
     def stepped(self) -> None:
         """An optimizer step was started, and the copies of what it updates are dropped: bring what comes first."""
-        self.accumulation, self._cycles = self._cycles, 0
+        self.accumulation, self._cycles, self.stale = self._cycles, 0, True
         self.trace.dropped = frozenset()
         self.look_ahead()
 

@@ -98,6 +98,8 @@ class Unit:
         """Which parameters have a gradient of the step under way."""
         self.spent = False
         """Whether the gradients were handed to an update and not zeroed since."""
+        self.grad_scale = 1.0
+        """What the gradients of the step under way are multiplied by in the update: the clip factor."""
         self._started = False
         self._plain = [type(p) for p in self.parameters]
         self._guard = guard_for(self)
@@ -208,6 +210,9 @@ class Unit:
                 f"{self.names[index]} gets a gradient after optimizer.step() and before zero_grad(); "
                 "call optimizer.zero_grad() in between"
             )
+        self.store.await_update(self.blocks[Kind.PARAM])  # it still reads the gradients of the step before
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
         place = self.layout.places[index]
         if self._buffer is not None:
             self._buffer.take(self, index)[place.offset : place.end].view(place.shape).copy_(gradient)
@@ -225,11 +230,10 @@ class Unit:
 
     def reduce(self, full: torch.Tensor) -> None:
         """Average `full` (numel,) over the ranks and add this rank's part to the gradient block."""
-        shard = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=full.device)
+        shard = full if self.group is None else torch.empty_like(self.shard_of(full))
         self.calls.note("reduce", self.index)
         collectives.reduce_scatter_mean(shard, full, self.group)
         block, first = self.blocks[Kind.GRAD], not self._started
-        self._started = True
         for begin in self.chunks():
             (chunk,) = self.store.check_out([(block, not first)], begin)
             try:
@@ -244,6 +248,7 @@ class Unit:
             finally:
                 chunk.release()
         self.store.end_update([block])
+        self._started = True
 
     def settle_gradients(self) -> bool:
         """Make the gradient block final: zeros where this step brought nothing. Returns whether it brought anything."""
@@ -261,6 +266,7 @@ class Unit:
         """Forget the gradients of this step."""
         self.accumulated = [False] * len(self.parameters)
         self.spent = self._started = False
+        self.grad_scale = 1.0
         if self._buffer is not None:
             self._buffer.discard(self)
 
@@ -293,18 +299,25 @@ class Unit:
         return shard
 
     def write(self, kind: Kind, shard: torch.Tensor) -> None:
-        """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the block's dtype."""
+        """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the block's dtype.
+
+        When that fails the content is in part new: whoever uses the engine from then on gets `EngineClosedError`.
+        """
         block = self.blocks[kind]
         if kind is Kind.PARAM:
             self.store.begin_update(block)
-        for begin in self.chunks():
-            (chunk,) = self.store.check_out([(block, False)], begin)
-            try:
-                target = chunk.tensor.view(shard.dtype)
-                target.copy_(shard[begin : begin + target.numel()])
-                chunk.commit()
-            finally:
-                chunk.release()
+        try:
+            for begin in self.chunks():
+                (chunk,) = self.store.check_out([(block, False)], begin)
+                try:
+                    target = chunk.tensor.view(shard.dtype)
+                    target.copy_(shard[begin : begin + target.numel()])
+                    chunk.commit()
+                finally:
+                    chunk.release()
+        except BaseException as error:
+            self.store.fail(error)
+            raise
         self.store.end_update([block])
 
     def gather(self, kind: Kind) -> torch.Tensor:
