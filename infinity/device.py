@@ -86,11 +86,6 @@ class ComputeDevice:
             target.copy_(source, non_blocking=True)
         copies.synchronize()
 
-    def wait_for_compute(self) -> None:
-        """Return when the work queued on the current stream is done (on the CPU it always is)."""
-        if not self.shares_host:
-            torch.cuda.current_stream(self.torch).synchronize()
-
     def close(self) -> None:
         """Give back the host memory."""
         for memory in self._host:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -34,6 +37,7 @@ Model = TypeVar("Model", bound=nn.Module)
 _TRAFFIC = ("nvme bytes read", "nvme bytes written")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ATTRIBUTE = "_infinity_engine"
+_OURS = f"{__name__.partition('.')[0]}."
 
 
 class Engine:
@@ -85,7 +89,7 @@ class Engine:
         self._traffic_last: dict[str, int] = {}
         vars(model)[_ATTRIBUTE] = self
         vars(model)["zero_grad"] = self.zero_grad
-        self._finalizer = weakref.finalize(model, _shut_down, self._hooks, self._updater, self._store, self._units)
+        self._finalizer = weakref.finalize(model, _collected, os.getpid(), self._hooks, self._updater, self._store, self._units)
 
     def _users(self, model: nn.Module, owners: dict[str, nn.Module]) -> dict[nn.Module, list[Unit]]:
         numbers = {key: unit.index for key, unit in self._unit_of.items()}
@@ -111,7 +115,7 @@ class Engine:
             self._buffer.flush()
 
     def _settled(self) -> None:
-        getattr(self._hooks, "settle", self._hooks._end_backward)()
+        self._hooks.settle()
 
     def _stepped(self) -> None:
         counters = self.recorder.counters()
@@ -247,10 +251,12 @@ class Engine:
 
     def close(self) -> None:
         """Finish pending updates, end every thread, remove hooks and files, give memory back. May be called twice."""
-        if self._finalizer.alive:
-            model = self._model()
-            self._finalizer()
-            if model is not None:
+        detached = self._finalizer.detach()
+        if detached is not None:
+            model, _, parts, _ = detached
+            try:
+                _shut_down(*parts)
+            finally:
                 vars(model).pop(_ATTRIBUTE, None)
                 vars(model).pop("zero_grad", None)
 
@@ -261,8 +267,27 @@ class Engine:
         self.close()
 
 
-def _shut_down(hooks: Hooks, updater: Updater, store: Store, units: Sequence[Unit]) -> None:
-    """Not a method, so that the finalizer of the model does not keep the engine, and with it nothing of the model, alive."""
+def _collected(*parts: Any) -> None:
+    """The finalizer of the model: shut down here, or on a thread of its own when this one is in the middle of our code.
+
+    A collection may start at any allocation: on a thread that the shutdown joins, or under a lock that it needs.
+    """
+    frame = sys._getframe(1) if os.getpid() == parts[0] else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_OURS):
+            threading.Thread(target=_shut_down, args=parts, name="infinity-closing", daemon=False).start()
+            return
+        frame = frame.f_back
+    _shut_down(*parts)
+
+
+def _shut_down(process: int, hooks: Hooks, updater: Updater, store: Store, units: Sequence[Unit]) -> None:
+    """Not a method, so that the finalizer of the model does not keep the engine, and with it nothing of the model, alive.
+
+    Nothing in a forked child: the threads are not there, and files and locks are the parent's.
+    """
+    if os.getpid() != process:
+        return
     with ExitStack() as stack:  # each of these happens, whatever the others meet
         stack.callback(store.close)
         for unit in units:
@@ -310,13 +335,10 @@ def _concurrent_bytes(model: nn.Module, users: dict[nn.Module, list[Unit]]) -> i
     """
     largest = max(unit.nbytes for used in users.values() for unit in used)
     most = 0
-
-    def walk(module: nn.Module, around: dict[Unit, None]) -> None:
-        nonlocal most
+    pending: list[tuple[nn.Module, dict[Unit, None]]] = [(model, {})]
+    while pending:
+        module, around = pending.pop()
         inside = around | dict.fromkeys(users.get(module, ()))
         most = max(most, sum(unit.nbytes for unit in inside) + largest * max(1, len(inside) - 1))
-        for child in module.children():
-            walk(child, inside)
-
-    walk(model, {})
+        pending += [(child, inside) for child in module.children()]
     return most

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from models import Transformer, text_batch, transformer
 import infinity
 from infinity import native
 from infinity.observe import Recorder
+from infinity.sharding.unit import Unit
 from infinity.tiers import nvme
 from infinity.tiers.access import Mover
 from infinity.tiers.block import Kind
@@ -185,8 +186,8 @@ def fail_from_the_update_on(run: Run, **fault: int) -> None:
     updater = run.optimizer.updater
     clip = updater.clip
 
-    def clip_then_fail(max_norm: float) -> float:
-        norm = clip(max_norm)
+    def clip_then_fail(max_norm: float, units: Sequence[Unit]) -> float:
+        norm = clip(max_norm, units)
         run.engine.io.set_faults(**fault)
         return norm
 

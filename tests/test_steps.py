@@ -74,7 +74,10 @@ def test_a_step_inside_of_gathered_is_refused_and_may_be_tried_again(wrap: Calla
     refused, plain = wrap(model), wrap(other)
     optimizers = [infinity.AdamW(m.parameters(), lr=1e-2, max_grad_norm=0.1) for m in (model, other)]
     loss_of(model, 0).backward()
-    with infinity.gathered(model.body), pytest.raises(RuntimeError, match=r"^body cannot be updated inside of a forward or of infinity\.gathered"):
+    with (
+        infinity.gathered(model.body),
+        pytest.raises(RuntimeError, match=r"^body cannot be updated inside of a forward or of infinity\.gathered"),
+    ):
         optimizers[0].step()
     optimizers[0].step()
     optimizers[0].zero_grad()
@@ -241,3 +244,27 @@ def test_sparse_gradients_are_taken(wrap: Callable[..., infinity.Engine]) -> Non
             optimizer.zero_grad()
         results.append(engine.state_dict()["weight"])
     assert torch.equal(*results)
+
+
+def test_a_loss_built_inside_of_gathered_may_go_backward_outside(wrap: Callable[..., infinity.Engine]) -> None:
+    model, plain = Model(), Model()
+    engine = wrap(model)
+    with infinity.gathered(model):
+        loss = (model.body.weight.pow(2).sum() * model.head.weight.square()).sum()
+    loss.backward()
+    (plain.body.weight.pow(2).sum() * plain.head.weight.square()).sum().backward()
+    assert torch.equal(engine.gradient(model.body.weight), plain.body.weight.grad)
+    assert torch.equal(engine.gradient(model.head.weight), plain.head.weight.grad)
+
+
+def test_a_model_that_is_only_called_in_parts_is_traced_step_by_step(wrap: Callable[..., infinity.Engine]) -> None:
+    model = Model()
+    engine = wrap(model)
+    optimizer = infinity.AdamW(model.parameters())
+    for seed in range(5):
+        x = torch.randn(4, 48, generator=torch.Generator().manual_seed(seed))
+        model.head(model.body(x)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.plan().fetched > 0
+    assert engine.report().read_per_parameter == engine.report().planned_read_per_parameter

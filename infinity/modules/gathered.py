@@ -32,6 +32,8 @@ def gathered(target: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(_gathered_unit(unit, write))
+        if units and units[0].packing is not None:  # for a loss that is built here and goes backward when the units have moved
+            stack.enter_context(units[0].packing())
         yield
 
 

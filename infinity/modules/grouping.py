@@ -32,22 +32,24 @@ def find_owners(model: nn.Module, given: Sequence[type[nn.Module] | nn.Module] |
     owners: dict[str, nn.Module] = {}
     total = sum(p.numel() for p in model.parameters())
 
-    def walk(name: str, module: nn.Module) -> None:
+    # A loop, for a function that calls itself from inside would keep the model in a reference cycle.
+    pending = [("", model, False)]
+    while pending:
+        name, module, chosen = pending.pop()
+        if chosen:
+            owners[name] = module
+            continue
+        below = []
         kinds = Counter(type(child) for child in module.children())
         for child_name, child in module.named_children():
-            path = f"{name}.{child_name}" if name else child_name
             numel = sum(p.numel() for p in child.parameters())
             if given is not None:
                 chosen = any(child is g if isinstance(g, nn.Module) else isinstance(child, g) for g in given)
             else:
                 repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds[type(child)] > 1
                 chosen = repeated and not isinstance(child, _CONTAINERS) and 2 * numel <= total
-            if chosen and numel:
-                owners[path] = child
-            else:
-                walk(path, child)
-
-    walk("", model)
+            below.append((f"{name}.{child_name}" if name else child_name, child, chosen and numel > 0))
+        pending += reversed(below)
     if given is not None and not owners:
         raise ConfigError("units=... matches no module of the model; give classes or modules that occur in it")
     return owners
@@ -102,16 +104,13 @@ def _with_parents(model: nn.Module, without: Iterable[int] = ()) -> Iterator[tup
     """Every module once, with its path and its nearest ancestor that has a forward; not those whose ids are in `without`,
     nor what is only below them."""
     seen = set(without)
-
-    def walk(
-        path: str, module: nn.Module, above: tuple[str, nn.Module]
-    ) -> Iterator[tuple[str, nn.Module, tuple[str, nn.Module]]]:
+    pending = [("", model, ("", model))]
+    while pending:
+        path, module, above = pending.pop()
         if id(module) in seen:
-            return
+            continue
         seen.add(id(module))
         yield path, module, above
         below = above if isinstance(module, _CONTAINERS) else (path, module)
-        for name, child in module.named_children():
-            yield from walk(f"{path}.{name}" if path else name, child, below)
-
-    yield from walk("", model, ("", model))
+        children = [(f"{path}.{name}" if path else name, child, below) for name, child in module.named_children()]
+        pending += reversed(children)

@@ -5,7 +5,13 @@ A unit's parameters point into its run of the compute arena only while a module 
 saves views of them for the backward; keeping those views alive would pin the run. `pack` replaces each such view by
 (unit, geometry), and `unpack` brings the unit back, wherever it then lies, and gives the same view of it. What `unpack`
 returned is in use until the autograd node that asked for it has run: the next node's first `unpack` ends it. A backward that
-is recorded itself (`create_graph=True`) keeps what it unpacks for longer, and so gets copies.
+is recorded itself (`create_graph=True`) keeps what it unpacks for longer, and so gets copies. Torch asks only the innermost
+`saved_tensors_hooks`: under hooks that a model enters inside of its forward (`save_on_cpu` around some blocks) the views are
+theirs, not ours, and their backward may read another unit's bytes. Hooks around the whole forward and backward are safe.
+
+[Note: calls that never end]
+Torch runs no forward hook when a forward ends by what is not an `Exception`, as Ctrl-C does. So a call remembers the frame that
+runs it, and what is left of calls whose frame is gone is ended before it can do harm: by the next forward, touch or `settle`.
 
 [Note: recomputation]
 Activation checkpointing runs a module's forward again inside the backward, and keeps the recomputed tensors itself, views of
@@ -16,18 +22,22 @@ inside of the module's call (transformers wraps `forward`), no hook runs again: 
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from infinity.errors import ShardedParameterError
 from infinity.observe import Recorder
 from infinity.plan.runtime import Runtime
-from infinity.sharding.unit import Unit
+from infinity.sharding.unit import Unit, UnitState
 from infinity.tiers.block import Kind
 
 
@@ -35,9 +45,13 @@ class PackedView(NamedTuple):
     """A saved view of a parameter: where it lies in its unit, not where the unit lies."""
 
     unit: Unit
+    kind: type[torch.Tensor]
+    dtype: torch.dtype  # need not be the unit's, nor need the bits below be clear: complex numbers are views of real ones
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int  # elements from the start of the unit
+    offset: int  # bytes from the start of the unit
+    conjugate: bool
+    negative: bool
     updates: int  # of the unit, when it was saved
 
 
@@ -47,6 +61,8 @@ class _Call(NamedTuple):
     module: nn.Module
     recomputing: bool
     start: float
+    frame: FrameType | None  # what runs it
+    lent: list[Unit]  # entered on top of the module's own, until it ends
 
 
 def in_backward() -> bool:
@@ -76,7 +92,8 @@ class Hooks:
         self._runtime, self._locate = runtime, locate
         self._after_backward, self._recorder = after_backward, recorder
         self._calls: list[_Call] = []
-        self._saving: saved_tensors_hooks | None = None
+        self._saving: tuple[saved_tensors_hooks, int] | None = None  # and the thread that saves
+        self._versions: dict[Unit, list[int]] = {}  # of the parameters of each unit that is entered, before a forward had them
         self._held: dict[Unit, int] = {}  # uses by recomputing forwards, ended by the input's gradient or the backward's end
         self._node: Any = None  # the autograd node that runs
         self._node_units: list[Unit] = []  # the units it unpacked views of
@@ -84,36 +101,49 @@ class Hooks:
         self._backward_since = self._forward_since = 0.0
         self._handles: list[Any] = []
         for module in units_of:
-            self._handles.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+            # First, for other pre-hooks may use the parameters: torch.nn.utils.weight_norm computes the weight in one.
+            self._handles.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
         self._units = tuple(units)
         for unit in units:
-            unit.touched = self._touched
+            unit.touched, unit.packing = self._touched, self._packing
             if unit.trainable:
                 for index, parameter in enumerate(unit.parameters):
                     self._handles.append(parameter.register_post_accumulate_grad_hook(self._collector(unit, index)))
 
     def close(self) -> None:
         """Take every hook off the model. May be called twice."""
+        while self._calls:
+            self._abandon(self._calls.pop())
         self._stop_saving()
         self._end_backward()
         for unit in self._units:
-            unit.touched = None
+            unit.touched = unit.packing = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def settle(self) -> None:
+        """End what an exception or an interrupt cut off: forwards, and a backward. Does nothing inside of either."""
+        if in_backward():
+            return
+        self._unwind()
+        if not self._calls:
+            self._end_backward()
 
     # Forward
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         recomputing = in_backward()
+        if not recomputing:
+            self._unwind()
         if not recomputing and not self._calls:
             self._end_backward()  # one that was cut off by an exception
             self._forward_since = time.perf_counter()
-            if module is self._model():
+            if module is self._model() or self._runtime.stale:
                 self._runtime.begin(torch.is_grad_enabled())
-            self._saving = saved_tensors_hooks(self._pack, self._unpack)
-            self._saving.__enter__()
+            self._saving = self._packing(), threading.get_ident()
+            self._saving[0].__enter__()
         elif recomputing:
             self._end_other_node()
         entered: list[Unit] = []
@@ -127,7 +157,7 @@ class Hooks:
             if not self._calls:
                 self._stop_saving()
             raise
-        self._calls.append(_Call(module, recomputing, time.perf_counter()))
+        self._calls.append(_Call(module, recomputing, time.perf_counter(), sys._getframe().f_back, []))
         if recomputing:
             self._watch_backward()
         else:
@@ -139,9 +169,14 @@ class Hooks:
         if not self._calls or self._calls[-1].module is not module:
             return  # its `_before_forward` failed and has cleaned up
         call = self._calls.pop()
-        for unit in self._units_of[module]:
+        units = [*self._units_of[module], *call.lent]
+        edited = self._edited(units)
+        shown = {found[0] for tensor in _tensors(output) if (found := self._locate_tensor(tensor)) is not None}
+        for unit in units:
             if call.recomputing:
-                self._held[unit] = self._held.get(unit, 0) + 1
+                self._hold(unit)
+            elif unit in shown and self._calls:
+                self._calls[-1].lent.append(unit)  # the module returned a view of its parameter
             else:
                 self._leave(unit)
         now = time.perf_counter()
@@ -151,29 +186,84 @@ class Hooks:
             self._stop_saving()
             if not call.recomputing:
                 self._recorder.add("model", "forward", self._forward_since, now)
+                for unit in shown:
+                    if unit.state is UnitState.SHARDED and not unit.blocks[Kind.PARAM].permanent:
+                        raise ShardedParameterError(
+                            f"{type(module).__name__} returned a view of a parameter of unit {unit.name}, whose data leaves with "
+                            "the end of the forward; return a copy (.clone()), or call it inside `with infinity.gathered(model):`"
+                        )
+        if edited:
+            raise ShardedParameterError(
+                f"{edited} was changed in place inside of a forward, which would be lost; change it outside of the forward, in "
+                "`with infinity.gathered(model, write=True):` (or gathered(parameter, write=True))"
+            )
 
     def _enter(self, unit: Unit) -> None:
+        fresh = unit.state is UnitState.SHARDED  # else gathered(write=True) may hold it, where changes are welcome
         unit.unshard(self._runtime.enter(unit))
+        if fresh:
+            self._versions[unit] = _versions(unit)
 
     def _leave(self, unit: Unit) -> None:
         unit.reshard()
+        if unit.state is UnitState.SHARDED:
+            self._versions.pop(unit, None)
         self._runtime.leave(unit)
+
+    def _hold(self, unit: Unit) -> None:
+        self._held[unit] = self._held.get(unit, 0) + 1
+
+    def _edited(self, units: Iterable[Unit]) -> str:
+        """The name of a parameter that was changed since its unit was entered; named once only. Else ""."""
+        for unit in units:
+            before = self._versions.get(unit)
+            if before is not None and (now := _versions(unit)) != before:
+                del self._versions[unit]
+                return next(name for name, old, new in zip(unit.names, before, now, strict=True) if old != new)
+        return ""
+
+    def _unwind(self) -> None:
+        """End the calls that are not under way any more; outside of a backward, which may run in other threads."""
+        while self._calls and not _runs(self._calls[-1].frame):
+            self._abandon(self._calls.pop())
+            if not self._calls:
+                self._stop_saving()
+
+    def _abandon(self, call: _Call) -> None:
+        for unit in (*self._units_of[call.module], *call.lent):
+            self._leave(unit)
 
     def _stop_saving(self) -> None:
         if self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
+            (saving, thread), self._saving = self._saving, None
+            if thread == threading.get_ident():  # the hooks of another thread are out of reach
+                saving.__exit__(None, None, None)
 
     # Saved views
 
+    def _packing(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._pack, self._unpack)
+
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | PackedView:
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return tensor
-        found = self._locate(tensor.data_ptr())
+        found = self._locate_tensor(tensor)
         if found is None:
             return tensor
-        unit, offset = found
-        return PackedView(unit, tensor.size(), tensor.stride(), offset // unit.dtype.itemsize, unit.blocks[Kind.PARAM].updates)
+        (unit, offset), kind = found, type(tensor)
+        with torch._C.DisableTorchFunctionSubclass():
+            size, stride, conjugate, negative = tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+            updates = unit.blocks[Kind.PARAM].updates
+            return PackedView(unit, kind, tensor.dtype, size, stride, offset, conjugate, negative, updates)
+
+    def _locate_tensor(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
+        """The unit in whose bytes `tensor` begins, whatever its class, and the byte offset there."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if tensor.layout is not torch.strided:
+                return None
+            try:
+                address = tensor.data_ptr()
+            except RuntimeError:  # a tensor of no bytes: a fake or a functional one
+                return None
+        return self._locate(address)
 
     def _unpack(self, saved: torch.Tensor | PackedView) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
@@ -187,8 +277,16 @@ class Hooks:
         self._end_other_node()
         flat = self._runtime.enter(saved.unit)
         self._node_units.append(saved.unit)
-        view = flat.as_strided(saved.size, saved.stride, flat.storage_offset() + saved.offset)
-        return view.clone() if torch.is_grad_enabled() else view
+        offset = (flat.storage_offset() * flat.itemsize + saved.offset) // saved.dtype.itemsize
+        view = torch.empty(0, dtype=saved.dtype, device=flat.device)
+        view.set_(flat.untyped_storage(), offset, saved.size, saved.stride)
+        if torch.is_grad_enabled():
+            view = view.clone()
+        if saved.conjugate:
+            view = view.conj()
+        if saved.negative:
+            view = torch._neg_view(view)
+        return view if saved.kind in (torch.Tensor, nn.Parameter) else _as(saved.kind, view)
 
     # Backward
 
@@ -208,13 +306,19 @@ class Hooks:
                 self._leave(unit)
 
     def _touched(self, unit: Unit) -> bool:
-        """A parameter of a unit that is not entered was touched: a recomputation that no hook saw needs it. Else False."""
-        if not in_backward():
+        """A parameter of a unit that is not entered was touched: by a recomputation that no hook saw, or by a forward that uses
+        another module's parameter (`nn.MultiheadAttention` never calls its `out_proj`). False outside of both."""
+        if in_backward():
+            self._end_other_node()
+            self._enter(unit)
+            self._hold(unit)
+            self._watch_backward()
+            return True
+        self._unwind()
+        if not self._calls:
             return False
-        self._end_other_node()
         self._enter(unit)
-        self._held[unit] = self._held.get(unit, 0) + 1
-        self._watch_backward()
+        self._calls[-1].lent.append(unit)
         return True
 
     def _watch_backward(self) -> None:
@@ -240,6 +344,27 @@ class Hooks:
             self._backward = False
             self._recorder.add("model", "backward", self._backward_since, time.perf_counter())
             self._after_backward()
+
+
+def _runs(frame: FrameType | None) -> bool:
+    """Whether `frame` is one of those that led here."""
+    caller: FrameType | None = sys._getframe()
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
+
+
+def _versions(unit: Unit) -> list[int]:
+    """How often each parameter was changed in place; the engine itself never does."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [parameter._version for parameter in unit.parameters]
+
+
+def _as(kind: type[torch.Tensor], view: torch.Tensor) -> torch.Tensor:
+    try:
+        return view.as_subclass(kind)
+    except (RuntimeError, TypeError):  # a class that wants more than bytes
+        return view
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -32,6 +32,8 @@ class ShardedParameter(nn.Parameter):
         name = attribute or accessor
         plain = name in _METADATA and accessor != "__set__"
         plain = plain or (attribute in ("requires_grad", "grad") and accessor == "__set__" and not torch.is_tensor(args[1]))
+        if attribute == "grad" and accessor == "__set__" and args[1] is None:
+            cls._forget_gradient(args[0])
         if plain or (attribute == "grad" and accessor == "__get__" and not cls._holds_gradient(args)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -53,6 +55,15 @@ class ShardedParameter(nn.Parameter):
             f"{who} (unit {unit.name}) lives on {unit.tier} and its data was touched ({name}) outside of its module's forward; "
             f"use `with infinity.gathered(model):` (or the parameter itself) to read it, gathered(..., write=True) to change it"
         )
+
+    @staticmethod
+    def _forget_gradient(parameter: torch.Tensor) -> None:
+        """`parameter.grad = None`: the step does not count it, and the last one of a unit ends the unit's step."""
+        if isinstance(parameter, ShardedParameter):
+            unit = type(parameter).unit
+            unit.accumulated[unit.position(parameter)] = False
+            if unit.tier and not any(unit.accumulated):
+                unit.zero_gradients()
 
     @classmethod
     def _holds_gradient(cls, args: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -91,6 +92,8 @@ class Unit:
         """Who updates this unit; set by the optimizer layer."""
         self.touched: Callable[[Unit], bool] | None = None
         """Asked when a parameter is touched while SHARDED: True once it has made the unit UNSHARDED; set by the hooks."""
+        self.packing: Callable[[], AbstractContextManager[object]] | None = None
+        """Gives the context in which autograd saves views of this unit so that it may move; set by the hooks."""
         self.state = UnitState.UNSHARDED
         self._users = 0
         self._placeholder = torch.full((1,), torch.nan, dtype=dtype) if dtype.is_floating_point else torch.zeros(1, dtype=dtype)

@@ -27,7 +27,7 @@ class Kind(str, enum.Enum):
 class BlockState(enum.Enum):
     """Where the content of a block is, and what that costs in memory.
 
-    HOME: on its home tier alone; nothing on the compute device.
+    HOME: on its home tier alone; a lease, if any, is the place that a failed fetch left for the next one.
     FETCHING: a clean copy is under way to a leased run of the compute arena.
     RESIDENT: a clean copy (or, for a block whose home is the compute device, the block itself) lies in its lease.
     UPDATING: the optimizer replaces the content; a lease may be held ready for the fetch that follows.
@@ -99,9 +99,14 @@ class Block:
             self.lease = None
         self.state, self.fetch = BlockState.HOME, None
 
+    def to_failed(self) -> None:
+        """FETCHING -> HOME; the lease stays: on other ranks the same fetch arrived, and places must not differ (I6)."""
+        self._expect(BlockState.FETCHING)
+        self.state, self.fetch = BlockState.HOME, None
+
     def give_up_lease(self) -> None:
-        """RESIDENT -> HOME; a block that is UPDATING stays so, without the lease held ready for it."""
-        self._expect(BlockState.RESIDENT, BlockState.UPDATING)
+        """HOME or RESIDENT -> HOME; a block that is UPDATING stays so, without the lease held ready for it."""
+        self._expect(BlockState.HOME, BlockState.RESIDENT, BlockState.UPDATING)
         updating = self.state is BlockState.UPDATING
         self.to_home()
         if updating:
@@ -114,6 +119,10 @@ class Block:
             self.to_home()
         self.state = BlockState.UPDATING
         self.updates += 1
+
+    def drop(self) -> None:
+        """The store was closed: somebody may keep the block, but not what it held."""
+        self.home = self.lease = self.fetch = None
 
     def _expect(self, *states: BlockState) -> None:
         if self.state not in states:

@@ -19,6 +19,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -66,7 +67,8 @@ class Store:
     def add(self, block: Block) -> Block:
         """Declare `block`; its bytes are a multiple of 4096."""
         if block.tier == "nvme":
-            copies = 2 if self._config.copy_on_write else 1
+            # What a failed step leaves of its gradients is of no use, so they are rewritten in place.
+            copies = 2 if self._config.copy_on_write and block.kind is not Kind.GRAD else 1
             block.extents = tuple(self._nvme.reserve(block.nbytes) for _ in range(copies))
         self._blocks.append(block)
         return block
@@ -179,7 +181,14 @@ class Store:
                         self._changed.wait()
                         continue
             if fetch is not None:
-                fetch.finish()
+                try:
+                    fetch.finish()
+                except BaseException:
+                    with self._changed:
+                        if block.state is BlockState.HOME:  # told to the caller: the place is not kept for a retry
+                            block.to_home()
+                            self._changed.notify_all()
+                    raise
             elif not self._bring(block, beyond=-1):
                 raise self._no_room(block)
 
@@ -272,7 +281,7 @@ class Store:
                 if arrived:
                     block.to_resident()
                 else:
-                    block.to_home()
+                    block.to_failed()
                 self._changed.notify_all()
 
     # Chunks of blocks on the host
@@ -433,12 +442,13 @@ class Store:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._mover is not None:
-            self._mover.close()
-            self._mover = None
-        self._nvme.close()
-        self._device.close()
-        self._arenas.clear()
-        for block in self._blocks:  # somebody may keep a block, but not what it held
-            block.home = block.lease = block.fetch = None
-        self._blocks.clear()
+        with ExitStack() as stack:  # each of these happens, whatever the others meet; the last one first
+            stack.callback(self._blocks.clear)
+            for block in self._blocks:
+                stack.callback(block.drop)
+            stack.callback(self._arenas.clear)
+            stack.callback(self._device.close)
+            stack.callback(self._nvme.close)
+            mover, self._mover = self._mover, None
+            if mover is not None:
+                stack.callback(mover.close)

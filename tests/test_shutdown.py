@@ -1,0 +1,81 @@
+"""What ends an engine without being asked to: a collection on one of its own threads, and the end of a forked child."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import text_batch, transformer
+
+import infinity
+from infinity.optim.step import Updater
+from infinity.tiers.access import Fetch
+from infinity.tiers.store import Store
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def wrapped(tmp_path: Path) -> list[Any]:
+    model = infinity.wrap(transformer(), infinity.Config(nvme=[tmp_path], gpu_memory="2MiB", cpu_memory="8MiB", threads=2))
+    return [model, infinity.AdamW(model.parameters())]
+
+
+def test_the_model_is_in_no_reference_cycle(tmp_path: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = infinity.wrap(transformer(), infinity.Config(nvme=[tmp_path], gpu_memory="2MiB", cpu_memory="8MiB"))
+        gone = weakref.ref(model)
+        del model
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "owner, method", [(Fetch, "settle"), (Updater, "_retire"), (Store, "_start")], ids=["mover", "updater", "under the lock"]
+)
+def test_a_collection_on_a_thread_of_the_engine(
+    owner: type, method: str, wrapped: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = wrapped
+    wrapped.clear()
+    for number in range(2):  # the trace of the first step is what the second one looks ahead by
+        model(**text_batch(number)).loss.backward()
+        if number == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    infinity.engine(model).drain()
+    dropped, collected = threading.Event(), threading.Event()
+    plain = getattr(owner, method)
+
+    def collecting(*args: object) -> None:
+        plain(*args)
+        if threading.current_thread().name in ("infinity-mover", "infinity-updater") and not collected.is_set():
+            dropped.wait(50)
+            gc.collect()
+            collected.set()
+
+    gc.collect()
+    gc.disable()
+    try:
+        monkeypatch.setattr(owner, method, collecting)
+        model.cycle = model
+        gone = weakref.ref(model)
+        optimizer.step()
+        del model
+        dropped.set()
+        assert collected.wait(50) and gone() is None
+    finally:
+        gc.enable()
+    for thread in threading.enumerate():
+        if thread.name == "infinity-closing":
+            thread.join()
+    assert list(tmp_path.iterdir()) == []
+    assert not {"infinity-mover", "infinity-updater"} & {thread.name for thread in threading.enumerate()}
