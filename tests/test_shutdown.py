@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -79,3 +81,26 @@ def test_a_collection_on_a_thread_of_the_engine(
             thread.join()
     assert list(tmp_path.iterdir()) == []
     assert not {"infinity-mover", "infinity-updater"} & {thread.name for thread in threading.enumerate()}
+
+
+FORKING = """
+import os, sys, torch, infinity
+model = infinity.wrap(torch.nn.Linear(8, 8), infinity.Config(nvme=sys.argv[1], gpu_memory="1MiB", cpu_memory="4MiB"))
+child = os.fork()
+if child == 0:
+    sys.exit(0)  # runs the finalizers that the child inherited
+status = os.waitpid(child, 0)[1]
+assert os.path.exists(os.path.join(sys.argv[1], "infinity-states.bin"))
+optimizer = infinity.AdamW(model.parameters())
+model(torch.ones(2, 8)).sum().backward()
+optimizer.step()
+infinity.engine(model).close()
+print(os.waitstatus_to_exitcode(status), os.listdir(sys.argv[1]))
+"""
+
+
+def test_a_forked_child_ends_without_touching_what_is_its_parents(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert result.stdout.strip() == "0 []"
