@@ -39,18 +39,17 @@ class Block(nn.Module):
 class Run:
     """A wrapped model, and the times of its steps."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, **placement: str) -> None:
+    def __init__(self, options: argparse.Namespace, folder: Path, max_grad_norm: float = 1e6, **placement: str) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(Block(options.width) for _ in range(options.depth)))
         states = sum(p.numel() for p in model.parameters()) * 20
-        config = infinity.Config(
-            nvme=folder, gpu_memory=states, cpu_memory=states + (64 << 20), threads=options.threads, precision="fp32", **placement
-        ) if placement else infinity.Config(
-            nvme=folder, gpu_memory=options.gpu_memory, cpu_memory=options.cpu_memory, threads=options.threads, precision="fp32"
-        )  # fmt: skip
+        budgets: dict[str, int | str] = {"gpu_memory": states, "cpu_memory": states + (64 << 20)}
+        if not placement:
+            budgets = {"gpu_memory": options.gpu_memory, "cpu_memory": options.cpu_memory, "update": options.update}
+        config = infinity.Config(nvme=folder, threads=options.threads, precision="fp32", **budgets, **placement)
         self.model = infinity.wrap(model, config)
         self.engine = infinity.engine(self.model)
-        self.optimizer = infinity.AdamW(self.model.parameters(), lr=1e-4, max_grad_norm=1.0)
+        self.optimizer = infinity.AdamW(self.model.parameters(), lr=1e-4, max_grad_norm=max_grad_norm)
         self.batch = torch.randn(options.batch, options.width)
 
     def steps(self, count: int) -> tuple[float, float, float]:
@@ -80,6 +79,7 @@ def main() -> None:
     parser.add_argument("--cpu-memory", default="192MiB")
     parser.add_argument("--threads", type=int, default=2, help="threads of the optimizer, and as many for the model")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.33, 1.0, 3.0], help="I/O time over compute time")
+    parser.add_argument("--update", default="auto")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None)
@@ -98,7 +98,7 @@ def main() -> None:
             for share in options.shares:
                 rate = moved / (share * compute)
                 offload.engine.io.set_faults(bytes_per_second=rate)
-                offload.steps(1)
+                offload.steps(3)  # what update="auto" learns from the new rate, it does two steps later
                 step, _, _ = offload.steps(options.steps)
                 offload.engine.drain()
                 offload.engine.io.set_faults()

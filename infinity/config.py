@@ -47,6 +47,10 @@ class Config(BaseModel):
     """dtype that floating-point parameters are stored and computed in; "auto" keeps the dtypes of the model."""
     copy_on_write: bool = True
     """Write an updated state beside its old value and flip, so that a failed step loses nothing; takes twice the space."""
+    update: Literal["auto", "speculative", "exact", "plain"] = "auto"
+    """When optimizer updates run; the numbers are the same. "exact": beside the next forward, once the clip factor is known.
+    "speculative": from backward on, on the guess that nothing is clipped, and again where the guess was wrong (needs
+    copy_on_write, and parameters and optimizer on nvme). "auto" chooses between these two. "plain": step() waits for them."""
     poison: bool = False
     """Debug: fill a slot with NaN when its lease ends, so that a use after release is seen at once."""
 

@@ -23,8 +23,9 @@ from infinity.modules.hooks import Hooks
 from infinity.modules.init import put_back, replace_meta
 from infinity.modules.load import fill_units, open_weights, persistent_buffers
 from infinity.observe import Recorder, Report
-from infinity.optim.step import Kernels, Updater
-from infinity.plan.planner import Traffic, UnitCost, predict
+from infinity.optim.kernels import Kernels
+from infinity.optim.step import Updater
+from infinity.plan.planner import Foresight, Traffic, UnitCost, predict
 from infinity.plan.runtime import Runtime
 from infinity.sharding import collectives
 from infinity.sharding.unit import GradientBuffer, Unit
@@ -34,7 +35,6 @@ from infinity.tiers.store import Store
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_TRAFFIC = ("nvme bytes read", "nvme bytes written")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ATTRIBUTE = "_infinity_engine"
 _OURS = f"{__name__.partition('.')[0]}."
@@ -82,11 +82,14 @@ class Engine:
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self._device.torch)
         self._runtime = Runtime(self._store, self._units, self.recorder)
-        order = self._runtime.trace.first_uses
-        self._updater = Updater(self._store, self._units, kernels, order, self._settled, self._stepped, self.recorder)
+        self._updater = Updater(
+            self._store, self._units, kernels, Foresight(config.update), self._runtime.trace.first_uses,
+            self._settled, self._stepped, self._forward_seconds, self.recorder,
+        )  # fmt: skip
         self._hooks = Hooks(model, users, self._units, self._runtime, self._locate, self._after_backward, self.recorder)
-        self._traffic_before: dict[str, int] = {}
-        self._traffic_last: dict[str, int] = {}
+        self._fetched_before = (0, 0)
+        self._traffic_last = (0, 0)  # bytes read and written
+        self._forward_before = 0.0
         vars(model)[_ATTRIBUTE] = self
         vars(model)["zero_grad"] = self.zero_grad
         self._finalizer = weakref.finalize(model, _collected, os.getpid(), self._hooks, self._updater, self._store, self._units)
@@ -118,10 +121,18 @@ class Engine:
         self._hooks.settle()
 
     def _stepped(self) -> None:
-        counters = self.recorder.counters()
-        self._traffic_last = {k: counters.get(k, 0) - self._traffic_before.get(k, 0) for k in _TRAFFIC}
-        self._traffic_before = counters
+        meter = self._store.meter
+        fetched, before = (meter.read, meter.written), self._fetched_before
+        updates = self._updater.meters  # of the step before: they ran between that step and this one
+        read, written = sum(m.read for m in updates), sum(m.written for m in updates)
+        self._traffic_last = fetched[0] - before[0] + read, fetched[1] - before[1] + written
+        self._fetched_before = fetched
         self._runtime.stepped()
+
+    def _forward_seconds(self) -> float:
+        """How long a forward took since this was asked last, without waits."""
+        since, self._forward_before = self._hooks.forward_seconds - self._forward_before, self._hooks.forward_seconds
+        return since / max(self._runtime.accumulation, 1)
 
     # Gradients
 
@@ -226,8 +237,8 @@ class Engine:
         return Report(
             parameters=count,
             steps=self._updater.posted_steps,
-            read_per_parameter=self._traffic_last.get(_TRAFFIC[0], 0) / count,
-            written_per_parameter=self._traffic_last.get(_TRAFFIC[1], 0) / count,
+            read_per_parameter=self._traffic_last[0] / count,
+            written_per_parameter=self._traffic_last[1] / count,
             planned_read_per_parameter=planned.read / count,
             planned_written_per_parameter=planned.update_written / count,
             seconds={

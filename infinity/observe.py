@@ -14,6 +14,20 @@ LANES = ("model", "compute", "wait nvme", "wait adam", "nvme read", "nvme write"
 MOST_SPANS = 200_000
 
 
+class Meter:
+    """Bytes that crossed to NVMe on behalf of one purpose; any thread may add."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.read = self.written = 0
+
+    def add(self, read: int = 0, written: int = 0) -> None:
+        """Count bytes of requests that were submitted."""
+        with self._lock:
+            self.read += read
+            self.written += written
+
+
 class Span(NamedTuple):
     """Something that took time: `start` and `end` are seconds of `time.perf_counter`."""
 

@@ -170,6 +170,7 @@ def test_instruction_sets_and_threads(precision: str, instruction_set: str, thre
             "instruction_set": st.sampled_from(ISAS),
             "threads": st.integers(1, 4),
             "copy_on_write": st.booleans(),
+            "update": st.sampled_from(["auto", "speculative", "exact", "plain"]),
         }
     ),
     directories=st.integers(1, 2),

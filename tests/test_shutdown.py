@@ -14,7 +14,7 @@ import pytest
 from models import text_batch, transformer
 
 import infinity
-from infinity.optim.step import Updater
+from infinity.optim.pipeline import Pipeline
 from infinity.tiers.access import Fetch
 from infinity.tiers.store import Store
 
@@ -41,7 +41,7 @@ def test_the_model_is_in_no_reference_cycle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "owner, method", [(Fetch, "settle"), (Updater, "_retire"), (Store, "_start")], ids=["mover", "updater", "under the lock"]
+    "owner, method", [(Fetch, "settle"), (Pipeline, "_retire"), (Store, "_start")], ids=["mover", "updater", "under the lock"]
 )
 def test_a_collection_on_a_thread_of_the_engine(
     owner: type, method: str, wrapped: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

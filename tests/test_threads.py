@@ -8,7 +8,7 @@ import sys
 
 PROGRAM = """
 import torch
-from infinity.optim.step import Kernels
+from infinity.optim.kernels import Kernels
 print(torch.get_num_threads(), Kernels("auto", None).threads, Kernels("auto", 3).threads)
 """
 

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from infinity.optim.step import Updater
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Kind
@@ -39,7 +38,7 @@ def gathered(target: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write
 
 @contextmanager
 def _gathered_unit(unit: Unit, write: bool) -> Iterator[None]:
-    if isinstance(unit.updater, Updater):
+    if unit.updater is not None:
         unit.updater.drain()
     unit.start()
     try:

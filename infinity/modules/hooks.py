@@ -98,7 +98,9 @@ class Hooks:
         self._node: Any = None  # the autograd node that runs
         self._node_units: list[Unit] = []  # the units it unpacked views of
         self._backward = False
-        self._backward_since = self._forward_since = 0.0
+        self._backward_since = self._forward_since = self._forward_waited = 0.0
+        self.forward_seconds = 0.0
+        """Seconds of all forwards since the start, without the waits for units."""
         self._handles: list[Any] = []
         for module in units_of:
             # First, for other pre-hooks may use the parameters: torch.nn.utils.weight_norm computes the weight in one.
@@ -139,7 +141,7 @@ class Hooks:
             self._unwind()
         if not recomputing and not self._calls:
             self._end_backward()  # one that was cut off by an exception
-            self._forward_since = time.perf_counter()
+            self._forward_since, self._forward_waited = time.perf_counter(), self._runtime.waited
             if module is self._model() or self._runtime.stale:
                 self._runtime.begin(torch.is_grad_enabled())
             self._saving = self._packing(), threading.get_ident()
@@ -186,6 +188,7 @@ class Hooks:
             self._stop_saving()
             if not call.recomputing:
                 self._recorder.add("model", "forward", self._forward_since, now)
+                self.forward_seconds += now - self._forward_since - (self._runtime.waited - self._forward_waited)
                 for unit in shown:
                     if unit.state is UnitState.SHARDED and not unit.blocks[Kind.PARAM].permanent:
                         raise ShardedParameterError(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from infinity.errors import ConfigError
-from infinity.optim.step import Hyper, Updater, segments_of
+from infinity.optim.kernels import Hyper, Segment, segments_of
+from infinity.optim.step import Updater
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Kind
@@ -93,25 +94,31 @@ class AdamW(torch.optim.Optimizer):
         scales = [unit.grad_scale for unit in units]
         if self.max_grad_norm is not None:
             self.grad_norm = self.updater.clip(self.max_grad_norm, units)
-        groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        updates, steps = [], dict(self._steps)
-        for unit in units:
-            if any(unit.accumulated) and not unit.spent:
-                hypers: list[Hyper | None] = []
-                for parameter, present in zip(unit.parameters, unit.accumulated, strict=True):
-                    group = groups.get(id(parameter)) if present else None
-                    if group is not None:
-                        steps[id(parameter)] += 1
-                    hypers.append(None if group is None else _hyper(group, steps[id(parameter)]))
-                updates.append((unit, segments_of(unit, hypers)))
+        updates = [(unit, self.segments(unit)) for unit in units if any(unit.accumulated) and not unit.spent]
+        counted = [id(p) for unit, _ in updates for p, group in self._updated(unit) if group is not None]
         try:
             self.updater.post(updates)
         except BaseException:  # refused: the step has not been, and may be tried again
             for unit, scale in zip(units, scales, strict=True):
                 unit.grad_scale = scale
             raise
-        self._steps = steps
+        for key in counted:
+            self._steps[key] += 1
         return loss
+
+    def segments(self, unit: Unit) -> tuple[Segment, ...]:
+        """What the next step does to this rank's shard of `unit`, with the gradients and hyper-parameters of now."""
+        return segments_of(
+            unit, [None if group is None else _hyper(group, self._steps[id(p)] + 1) for p, group in self._updated(unit)]
+        )
+
+    def _updated(self, unit: Unit) -> list[tuple[torch.Tensor, dict[str, Any] | None]]:
+        """The parameters of `unit`, each with its group if it has a gradient and is this optimizer's to update."""
+        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        return [
+            (parameter, groups.get(id(parameter)) if present else None)
+            for parameter, present in zip(unit.parameters, unit.accumulated, strict=True)
+        ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; `set_to_none` is accepted and makes no difference."""

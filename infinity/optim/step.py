@@ -1,134 +1,50 @@
-"""The optimizer step as a pipeline over the chunks of the units: fetch i+1 | update i | flush i-1.
+"""The optimizer step: what it takes in, when it is fixed, and when its updates run.
 
 [Note: exact although late]
-`Updater.post` takes final gradients, the clip factor and the hyper-parameters of this step, and returns. One thread then
+`Updater.post` takes final gradients, the clip factor and the hyper-parameters of this step, and returns. The pipeline then
 updates unit after unit, in the order in which the next forward needs them; that forward waits for its unit alone. Nothing is
 stale: a unit's content is replaced between its last use in one step and its first in the next.
+
+[Note: exact although early]
+As soon as a unit has as many gradients as in the last step, its update may begin, on the guess that these are all, that nothing
+will be clipped and that the hyper-parameters stay. `post` keeps it if it is, term for term, the update that the step asks for,
+and begins anew if not. So the update hides behind the backward, too, and the numbers are those of an update that waited.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import os
-import threading
-import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-import torch
-
-from infinity import native
 from infinity.errors import ConfigError, InfinityError
-from infinity.observe import Recorder
+from infinity.observe import Meter, Recorder
+from infinity.optim.kernels import Kernels, Segment, squared_gradient_norm
+from infinity.optim.pipeline import Job, Pipeline, UnitUpdate
+from infinity.plan.planner import Foresight
 from infinity.sharding import collectives
 from infinity.sharding.unit import Unit
-from infinity.tiers.access import Checkout
-from infinity.tiers.block import Block, Kind
+from infinity.tiers.block import Kind
 from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
+class Optimizer(Protocol):
+    """Who decides on hyper-parameters."""
 
-class Hyper(NamedTuple):
-    """The hyper-parameters of one parameter in one step; `step` counts its updates, from 1."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-
-
-class Segment(NamedTuple):
-    """Elements [begin, end) of this rank's shard that are updated with `hyper`."""
-
-    begin: int
-    end: int
-    hyper: Hyper
-
-
-@dataclass(frozen=True)
-class UnitUpdate:
-    """The update of one unit in one step; elements outside all segments keep their values."""
-
-    unit: Unit
-    segments: tuple[Segment, ...]
-    grad_scale: float
-
-
-class Kernels:
-    """The CPU kernels with one instruction set and one pool of `threads` threads.
-
-    None takes every CPU this process may run on: launchers set OMP_NUM_THREADS=1, which would starve the update.
-    """
-
-    def __init__(self, instruction_set: str, threads: int | None) -> None:
-        self._module = native.cpu_adam()
-        best = self._module.best_isa()
-        if instruction_set != "auto" and not self._module.has_isa(instruction_set):
-            raise ConfigError(f"instruction_set={instruction_set!r} is not one that this CPU has; 'auto' is {best!r} here")
-        self.isa = best if instruction_set == "auto" else instruction_set
-        self.threads = threads or len(os.sched_getaffinity(0))
-        self._pool = self._module.Pool(self.threads)
-
-    def adam(self, chunk: dict[Kind, torch.Tensor], begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:
-        """Update elements [begin, end) of a chunk in place; formula in `native/cpu_adam/cpu_adam.h`."""
-        param, grad = chunk[Kind.PARAM], chunk[Kind.GRAD]
-        master = chunk.get(Kind.MASTER, param)
-
-        def at(tensor: torch.Tensor) -> int:
-            return tensor.data_ptr() + begin * tensor.element_size()
-
-        correction2 = 1.0 - hyper.beta2**hyper.step
-        self._module.adam_step(
-            at(grad), _NAMES[grad.dtype], at(master), at(chunk[Kind.EXP_AVG]), at(chunk[Kind.EXP_AVG_SQ]), at(param),
-            _NAMES[param.dtype], end - begin, lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, eps=hyper.eps,
-            weight_decay=hyper.weight_decay, bias_correction1=1.0 - hyper.beta1**hyper.step,
-            bias_correction2_sqrt=correction2**0.5, grad_scale=grad_scale, decoupled=True, isa=self.isa, pool=self._pool,
-        )  # fmt: skip
-
-    def close(self) -> None:
-        """End the threads; the kernels cannot be used any more."""
-        self._pool = None
-
-    def squared_norm(self, values: torch.Tensor, carry: float) -> float:
-        """`carry` plus the sum of squares of `values`, in double precision and in a fixed order."""
-        return float(
-            self._module.squared_norm(values.data_ptr(), _NAMES[values.dtype], values.numel(), carry, self.isa, self._pool)
-        )
-
-
-@dataclass
-class _Chunk:
-    """One chunk of one unit in the pipeline."""
-
-    update: UnitUpdate
-    begin: int
-    last: bool
-    kinds: tuple[Kind, ...]
-    outs: list[Checkout]
-
-    def tensors(self) -> dict[Kind, torch.Tensor]:
-        param_types = (Kind.PARAM, Kind.GRAD)
-        dtype = self.update.unit.dtype
-        return {
-            kind: out.tensor.view(dtype if kind in param_types else torch.float32)
-            for kind, out in zip(self.kinds, self.outs, strict=True)
-        }
+    def segments(self, unit: Unit) -> tuple[Segment, ...]:
+        """What the next step does to this rank's shard of `unit`, with the gradients that it has now."""
 
 
 class Updater:
-    """Fixes what a step is, and runs it on a thread of its own. All methods are for the thread that runs the model.
+    """Fixes what a step is, and has it run by the pipeline. All methods are for the thread that runs the model.
 
     `order` gives the units in the order in which the next forward uses them, as far as is known; `settled` is called before a
-    step is fixed, to end a backward that an exception cut off; `stepped` when it has been, before its updates start.
+    step is fixed, to end a backward that an exception cut off; `stepped` when it has been, before its updates start;
+    `forward_seconds` says how long the forward took since it was asked last, without waiting for updates.
     """
 
     def __init__(
@@ -136,28 +52,34 @@ class Updater:
         store: Store,
         units: Sequence[Unit],
         kernels: Kernels,
+        foresight: Foresight,
         order: Callable[[], Sequence[int]],
         settled: Callable[[], None],
         stepped: Callable[[], None],
+        forward_seconds: Callable[[], float],
         recorder: Recorder,
     ) -> None:
         self._store, self._units, self._kernels, self._recorder = store, list(units), kernels, recorder
-        self._order, self._settled, self._stepped = order, settled, stepped
-        self._owners: dict[Unit, weakref.ref[Any]] = {}
+        self._order, self._settled, self._stepped, self._forward_seconds = order, settled, stepped, forward_seconds
+        self._owners: dict[Unit, weakref.ref[Optimizer]] = {}
         self.posted_steps = 0
         """Steps started since the beginning."""
         self.norms = 0
         """How often the gradients were read for their norm in the last step."""
+        self.meters: list[Meter] = []
+        """What the updates of the last step moved, those included that were begun for it in vain."""
         self._norms_now = 0
-        self._posted: list[UnitUpdate] | None = None
-        self._changed = threading.Condition()
-        self._closed = False
+        self._foresight = foresight
+        self._early: dict[Unit, Job] = {}
+        self._withdrawn: list[Job] = []
+        self._following: dict[Unit, Unit] = {}  # whose gradients were final next, in the last step
+        self._final: Unit | None = None  # whose gradients were final last
+        self._pipeline = Pipeline(store, kernels, recorder)
+        self._seconds_before = 0.0
         for unit in units:
             unit.updater = self
-        self._thread = threading.Thread(target=self._run, name="infinity-updater", daemon=True)
-        self._thread.start()
 
-    def adopt(self, unit: Unit, optimizer: object) -> None:
+    def adopt(self, unit: Unit, optimizer: Optimizer) -> None:
         """`optimizer` updates `unit` from now on, beginning with fresh states; raises `ConfigError` when another one does."""
         self._store.check()
         owner = self._owners.get(unit)
@@ -169,9 +91,39 @@ class Updater:
                 self._store.forget(unit.blocks[kind])
         self._owners[unit] = weakref.ref(optimizer)
 
+    def begin_early(self, unit: Unit) -> None:
+        """Begin the update that the next step will ask for if it clips nothing, where that is worth it and can be taken back;
+        and read ahead for the unit that comes next."""
+        owner = self._owners.get(unit)
+        optimizer = None if owner is None else owner()
+        places = self._places()
+        if self._foresight.early and unit.copy_on_write and optimizer is not None:
+            job = self._early.setdefault(unit, Job(unit, places[unit]))
+            self._pipeline.begin(job, UnitUpdate(unit, optimizer.segments(unit), unit.grad_scale))
+        following = self._following.get(unit)
+        if self._final is not None:
+            self._following[self._final] = unit
+        self._final = unit
+        # An exact step updates what the next forward needs first when all gradients are there, and reads that ahead alone.
+        if following is not None and (self._foresight.early or places[following] == 0):
+            self._expect(following, places[following])
+
+    def _expect(self, unit: Unit, place: int) -> None:
+        in_place = not self._store.needs_staging(unit.blocks[Kind.GRAD])
+        if in_place and unit not in self._early and not unit.spent and not self._store.is_updating(unit.blocks[Kind.PARAM]):
+            job = self._early[unit] = Job(unit, place)
+            self._pipeline.expect(job)
+
+    def withdraw(self, unit: Unit) -> None:
+        """Take back what was begun early for `unit`, if anything was; returns when nothing of it is in flight."""
+        job = self._early.pop(unit, None)
+        if job is not None:
+            self._pipeline.cancel(job)
+            self._withdrawn.append(job)
+
     def settle(self, units: Sequence[Unit]) -> None:
         """Make the gradients of this step final: agreed on by all ranks, zeros where there are none."""
-        self.drain()
+        self._await_updates()
         self._settled()
         group = units[0].group if units else None
         if group is not None:
@@ -218,161 +170,59 @@ class Updater:
         used = [unit.name for unit, _ in updates if unit.blocks[Kind.PARAM].pins]
         if used:
             raise RuntimeError(f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered (invariant I7)")
-        place = {unit: position for position, unit in enumerate(self._order())}
-        ordered = sorted(updates, key=lambda update: place.get(update[0].index, len(place) + update[0].index))
-        for unit, _ in ordered:
-            self._store.begin_update(unit.blocks[Kind.PARAM])
-            unit.spent = True
+        places = self._places()
+        wanted = [UnitUpdate(unit, segments, unit.grad_scale) for unit, segments in updates]
+        wanted.sort(key=lambda update: places[update.unit])
+        jobs, kept = [], 0
+        for update in wanted:
+            begun = self._early.get(update.unit)
+            if begun is not None and begun.update not in (None, update):
+                self.withdraw(update.unit)
+            elif begun is not None:
+                kept += begun.update is not None
+            jobs.append(self._early.pop(update.unit, Job(update.unit, places[update.unit])))
+        for update in wanted:
+            self._store.begin_update(update.unit.blocks[Kind.PARAM])
+            update.unit.spend()
         self._stepped()
-        with self._changed:
-            self._posted = [UnitUpdate(unit, segments, unit.grad_scale) for unit, segments in ordered]
-            self._changed.notify_all()
+        self._pipeline.confirm(list(zip(jobs, wanted, strict=True)))
+        self._learn(kept, unclipped=all(update.grad_scale == 1.0 for update in wanted))
+        self.meters = [job.meter for job in (*jobs, *self._withdrawn)]
+        self._withdrawn.clear()
+        self._final = None
         self.norms, self._norms_now = self._norms_now, 0
         self.posted_steps += 1
+        if self._foresight.waits:
+            self.drain()
+
+    def _learn(self, kept: int, unclipped: bool) -> None:
+        replayed = sum(job.update is not None for job in self._withdrawn)
+        self._recorder.count("updates kept", kept)
+        self._recorder.count("updates replayed", replayed)
+        busy, self._seconds_before = self._pipeline.seconds - self._seconds_before, self._pipeline.seconds
+        self._foresight.learn(busy, self._forward_seconds(), held=unclipped and not replayed)
+
+    def _places(self) -> dict[Unit, int]:
+        """Where each unit comes in the next forward; those of which that is not known come last."""
+        place = {index: position for position, index in enumerate(self._order())}
+        return {unit: place.get(unit.index, len(place) + unit.index) for unit in self._units}
+
+    def _await_updates(self) -> None:
+        self._pipeline.drain()
+        self._store.check()
 
     def drain(self) -> None:
-        """Block until no update is under way; raises `EngineClosedError` when one failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._posted is None)
-        self._store.check()
+        """Block until no update is under way, and take back what was begun early: then states may be read and written.
+
+        Raises `EngineClosedError` when an update failed.
+        """
+        for unit in list(self._early):
+            self.withdraw(unit)
+        self._await_updates()
 
     def close(self) -> None:
         """Finish what was posted and end the thread. May be called twice."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
+        for unit in list(self._early):
+            self.withdraw(unit)
+        self._pipeline.close()
         self._kernels.close()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._posted is not None or self._closed)
-                updates = self._posted
-            if updates is None:
-                return
-            try:
-                self._pipeline(updates)
-            except BaseException as error:  # reaches the user's next call through the store
-                self._store.fail(error)
-            with self._changed:
-                self._posted = None
-                self._changed.notify_all()
-
-    def _pipeline(self, updates: Sequence[UnitUpdate]) -> None:
-        reading: deque[_Chunk] = deque()
-        writing: deque[_Chunk] = deque()
-        waiting = deque(self._chunks(updates))
-        try:
-            while waiting or reading or writing:
-                while writing and all(out.committed() for out in writing[0].outs):
-                    self._retire(writing[0])
-                    writing.popleft()
-                if waiting and len(reading) < 2 and self._check_out(waiting[0]):
-                    reading.append(waiting.popleft())
-                elif reading:
-                    self._update(reading[0])
-                    writing.append(reading.popleft())
-                elif writing:
-                    self._retire(writing[0])
-                    writing.popleft()
-                elif waiting:  # another thread holds the slots that the first chunk needs
-                    self._check_out(waiting[0], wait=True)
-                    reading.append(waiting.popleft())
-        finally:
-            for chunk in (*reading, *writing):  # after an error: every slot goes back, whatever else fails
-                for out in chunk.outs:
-                    try:
-                        out.release()
-                    except OSError as error:
-                        self._store.fail(error)
-
-    def _chunks(self, updates: Sequence[UnitUpdate]) -> Iterator[_Chunk]:
-        for update in updates:
-            begins = list(update.unit.chunks())
-            kinds = tuple(update.unit.blocks)
-            for begin in begins:
-                yield _Chunk(update, begin, begin == begins[-1], kinds, [])
-
-    def _check_out(self, chunk: _Chunk, wait: bool = False) -> bool:
-        blocks = chunk.update.unit.blocks
-        wants = [(blocks[kind], self._needed(blocks, kind)) for kind in chunk.kinds]
-        outs = self._store.check_out(wants, chunk.begin) if wait else self._store.try_check_out(wants, chunk.begin)
-        chunk.outs = outs or []
-        return outs is not None
-
-    @staticmethod
-    def _needed(blocks: dict[Kind, Block], kind: Kind) -> bool:
-        """Whether the old content of `kind` goes into the update.
-
-        The parameter is the rounded master, so it is only written, except the first time: a master that was never written
-        is the parameter, widened.
-        """
-        if kind is Kind.PARAM:
-            return Kind.MASTER not in blocks or not blocks[Kind.MASTER].written
-        return kind is not Kind.MASTER or blocks[Kind.MASTER].written
-
-    def _update(self, chunk: _Chunk) -> None:
-        for out in chunk.outs:
-            out.wait()
-        start = time.perf_counter()
-        update, tensors = chunk.update, chunk.tensors()
-        param, master = tensors[Kind.PARAM], tensors.get(Kind.MASTER)
-        if master is not None and not update.unit.blocks[Kind.MASTER].written:
-            master.copy_(param)
-        elif master is not None and not _covers(update.segments, chunk.begin, chunk.begin + param.numel()):
-            param.copy_(master)
-        for segment in update.segments:
-            begin, end = max(segment.begin - chunk.begin, 0), min(segment.end - chunk.begin, param.numel())
-            if begin < end:
-                self._kernels.adam(tensors, begin, end, segment.hyper, update.grad_scale)
-        self._recorder.add("adam", update.unit.name, start, time.perf_counter())
-        for kind, out in zip(chunk.kinds, chunk.outs, strict=True):
-            if kind is not Kind.GRAD:
-                out.commit()
-
-    def _retire(self, chunk: _Chunk) -> None:
-        for out in chunk.outs:
-            out.release()
-        if chunk.last:
-            blocks = chunk.update.unit.blocks
-            self._store.end_update([block for kind, block in blocks.items() if kind is not Kind.GRAD])
-
-
-def _covers(segments: Sequence[Segment], begin: int, end: int) -> bool:
-    for segment in segments:
-        if segment.begin <= begin < segment.end:
-            begin = segment.end
-    return begin >= end
-
-
-def segments_of(unit: Unit, hypers: Sequence[Hyper | None]) -> tuple[Segment, ...]:
-    """The parts of this rank's shard to update, given the hyper-parameters of each parameter (None: leave it alone).
-
-    Neighbours with equal hyper-parameters are one segment, the padding between them included (zeros stay zeros).
-    """
-    segments: list[Segment] = []
-    for index, hyper in enumerate(hypers):
-        part = unit.layout.overlap(index, unit.rank)
-        if hyper is None or part.length == 0:
-            continue
-        begin, end = part.in_shard, part.in_shard + part.length
-        previous_kept = index > 0 and hypers[index - 1] == hyper
-        if segments and previous_kept and segments[-1].hyper == hyper:
-            segments[-1] = Segment(segments[-1].begin, end, hyper)
-        else:
-            segments.append(Segment(begin, end, hyper))
-    return tuple(segments)
-
-
-def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels) -> float:
-    """The sum of squares of this rank's shard of the unit's gradients, in double precision and independent of placement."""
-    total = 0.0
-    for begin in unit.chunks():
-        (chunk,) = store.check_out([(unit.blocks[Kind.GRAD], True)], begin)
-        try:
-            chunk.wait()
-            total = kernels.squared_norm(chunk.tensor.view(unit.dtype), total)
-        finally:
-            chunk.release()
-    return total

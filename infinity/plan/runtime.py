@@ -25,6 +25,8 @@ class Runtime:
         """Training cycles per optimizer step, as the last step had them; 0 before the first."""
         self.stale = True
         """Whether a step has been since the last `begin`: the next forward, of whatever module, starts a new cycle."""
+        self.waited = 0.0
+        """Seconds that `enter` waited since the start."""
         self._cycles = 0
         self._trainable = frozenset(unit.index for unit in units if unit.trainable)
         store.next_use = self.trace.next_use
@@ -58,8 +60,9 @@ class Runtime:
             unit.release()
             raise
         if state is not BlockState.RESIDENT:
-            lane = "wait adam" if state is BlockState.UPDATING else "wait nvme"
-            self._recorder.add(lane, unit.name, start, time.perf_counter())
+            lane, end = "wait adam" if state is BlockState.UPDATING else "wait nvme", time.perf_counter()
+            self._recorder.add(lane, unit.name, start, end)
+            self.waited += end - start
         return flat
 
     def leave(self, unit: Unit) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,6 +26,19 @@ class UnitState(enum.Enum):
 
     SHARDED = enum.auto()
     UNSHARDED = enum.auto()
+
+
+class Updates(Protocol):
+    """Who updates units, as far as a unit needs to tell it something."""
+
+    def begin_early(self, unit: Unit) -> None:
+        """`unit` has as many gradients as it had in the last step: they may be final."""
+
+    def withdraw(self, unit: Unit) -> None:
+        """What an early update of `unit` was begun with changes; return when nothing of it is in flight."""
+
+    def drain(self) -> None:
+        """Return when no update is under way, early ones included."""
 
 
 class GradientBuffer:
@@ -88,7 +102,7 @@ class Unit:
         self.rank = collectives.rank(group)
         self.blocks: dict[Kind, Block] = {}
         self.tier = ""
-        self.updater: object | None = None
+        self.updater: Updates | None = None
         """Who updates this unit; set by the optimizer layer."""
         self.touched: Callable[[Unit], bool] | None = None
         """Asked when a parameter is touched while SHARDED: True once it has made the unit UNSHARDED; set by the hooks."""
@@ -99,6 +113,8 @@ class Unit:
         self._placeholder = torch.full((1,), torch.nan, dtype=dtype) if dtype.is_floating_point else torch.zeros(1, dtype=dtype)
         self.accumulated = [False] * len(self.parameters)
         """Which parameters have a gradient of the step under way."""
+        self.collected = self.expected = 0
+        """How many gradients of single parameters the step under way has brought, and the last one did."""
         self.spent = False
         """Whether the gradients were handed to an update and not zeroed since."""
         self.grad_scale = 1.0
@@ -132,6 +148,11 @@ class Unit:
                 add(Kind.MASTER, 4, config.optimizer)
             add(Kind.EXP_AVG, 4, config.optimizer)
             add(Kind.EXP_AVG_SQ, 4, config.optimizer)
+
+    @property
+    def copy_on_write(self) -> bool:
+        """Whether all that an update rewrites has a second place, so that it may be begun and taken back."""
+        return all(len(block.extents) == 2 for kind, block in self.blocks.items() if kind is not Kind.GRAD)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The qualified name of one of this unit's parameters."""
@@ -213,6 +234,8 @@ class Unit:
                 f"{self.names[index]} gets a gradient after optimizer.step() and before zero_grad(); "
                 "call optimizer.zero_grad() in between"
             )
+        if self.collected == self.expected:
+            self._withdraw()
         self.store.await_update(self.blocks[Kind.PARAM])  # it still reads the gradients of the step before
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -220,6 +243,7 @@ class Unit:
         if self._buffer is not None:
             self._buffer.take(self, index)[place.offset : place.end].view(place.shape).copy_(gradient)
             self.accumulated[index] = True
+            self.collected += 1
             return
         home = self.blocks[Kind.GRAD].home
         if home is None:
@@ -230,6 +254,8 @@ class Unit:
         else:
             target.copy_(gradient)
             self.accumulated[index] = True
+        self.collected += 1
+        self._begin_early()
 
     def reduce(self, full: torch.Tensor) -> None:
         """Average `full` (numel,) over the ranks and add this rank's part to the gradient block."""
@@ -252,6 +278,19 @@ class Unit:
                 chunk.release()
         self.store.end_update([block])
         self._started = True
+        self._begin_early()
+
+    def _begin_early(self) -> None:
+        if self.collected == self.expected and self.updater is not None:
+            self.updater.begin_early(self)
+
+    def _withdraw(self) -> None:
+        if self.updater is not None:
+            self.updater.withdraw(self)
+
+    def spend(self) -> None:
+        """The gradients of this step are handed to an update."""
+        self.spent, self.expected = True, self.collected
 
     def settle_gradients(self) -> bool:
         """Make the gradient block final: zeros where this step brought nothing. Returns whether it brought anything."""
@@ -267,6 +306,8 @@ class Unit:
 
     def zero_gradients(self) -> None:
         """Forget the gradients of this step."""
+        self._withdraw()
+        self.collected = 0
         self.accumulated = [False] * len(self.parameters)
         self.spent = self._started = False
         self.grad_scale = 1.0
@@ -307,6 +348,7 @@ class Unit:
         When that fails the content is in part new: whoever uses the engine from then on gets `EngineClosedError`.
         """
         block = self.blocks[kind]
+        self._withdraw()
         if kind is Kind.PARAM:
             self.store.begin_update(block)
         try:

@@ -77,7 +77,7 @@ class Checkout:
     def __init__(
         self,
         tensor: torch.Tensor,
-        arrive: Callable[[], object] | None = None,
+        arrive: Transfer | Callable[[], object] | None = None,
         write: Callable[[], Transfer | None] | None = None,
         end: Callable[[], None] | None = None,
     ) -> None:
@@ -87,9 +87,15 @@ class Checkout:
 
     def wait(self) -> None:
         """Block until the content is there."""
-        if self._arrive is not None:
+        if isinstance(self._arrive, Transfer):
+            self._arrive.wait()
+        elif self._arrive is not None:
             self._arrive()
-            self._arrive = None
+        self._arrive = None
+
+    def arrived(self) -> bool:
+        """Whether `wait` would not wait for I/O."""
+        return not isinstance(self._arrive, Transfer) or self._arrive.done()
 
     def commit(self) -> None:
         """Start writing the content back."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from infinity import native
 from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
-from infinity.observe import Recorder
+from infinity.observe import Meter, Recorder
 from infinity.units import format_bytes, round_up
 
 log = logging.getLogger("infinity")
@@ -162,13 +162,17 @@ class NvmeTier:
             log.warning("%s does not support O_DIRECT; I/O goes through the page cache and is slower", directory)
         return file
 
-    def read(self, extent: Extent, begin: int, nbytes: int, address: int, name: str) -> Transfer:
-        """Start reading bytes [begin, begin + nbytes) of `extent` into `address`; `name` labels the span."""
+    def read(self, extent: Extent, begin: int, nbytes: int, address: int, name: str, meter: Meter | None = None) -> Transfer:
+        """Start reading bytes [begin, begin + nbytes) of `extent` into `address`; `name` labels the span, `meter` counts."""
+        if meter is not None:
+            meter.add(read=nbytes)
         self._recorder.count("nvme bytes read", nbytes)
         return self._submit("read", extent, begin, nbytes, address, name)
 
-    def write(self, extent: Extent, begin: int, nbytes: int, address: int, name: str) -> Transfer:
+    def write(self, extent: Extent, begin: int, nbytes: int, address: int, name: str, meter: Meter | None = None) -> Transfer:
         """Start writing `nbytes` from `address` to bytes [begin, begin + nbytes) of `extent`."""
+        if meter is not None:
+            meter.add(written=nbytes)
         self._recorder.count("nvme bytes written", nbytes)
         return self._submit("write", extent, begin, nbytes, address, name)
 

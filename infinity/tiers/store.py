@@ -27,7 +27,7 @@ import torch
 from infinity.config import Config, Tier
 from infinity.device import ComputeDevice
 from infinity.errors import BudgetError, EngineClosedError
-from infinity.observe import Recorder
+from infinity.observe import Meter, Recorder
 from infinity.tiers.access import Checkout, Fetch, Mover
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, BlockState, Kind
@@ -35,8 +35,9 @@ from infinity.tiers.nvme import ALIGNMENT, NvmeTier, Transfer
 from infinity.units import format_bytes, round_up
 
 CHUNK_ELEMENTS = 16384  # a chunk is a multiple of this many elements: the block of the gradient norm, 64 KiB of fp32
-MOST_CHUNK_ELEMENTS = 1 << 21
-STAGED_SETS = 6  # chunks in flight in the optimizer pipeline: two being read, one updated, three being written
+MOST_CHUNK_ELEMENTS = 1 << 19  # 2 MiB of fp32: enough for full bandwidth, and short enough for others to get between
+STAGED_SETS = 6  # chunks in flight in the optimizer pipeline: two that are read and four that are written
+MOST_STAGED_SETS = 24  # what is left of them is read ahead
 WIDEST_ELEMENT = 4  # bytes; a staging slot fits a chunk of any kind
 
 
@@ -56,7 +57,11 @@ class Store:
         self._failure: BaseException | None = None
         self._closed = False
         self._tokens = itertools.count()
+        self.meter = Meter()
+        """NVMe traffic of all that has no meter of its own."""
         self.chunk_elements = CHUNK_ELEMENTS
+        self.staged_sets = 0
+        """How many chunks of a unit, with all its kinds, staging holds at once; fixed by `open`."""
         self.copy_slots = 0
         """Slots of 4096 bytes on the compute device for copies of parameters; fixed by `open`."""
         self.next_use: Callable[[int], float] = lambda unit: math.inf
@@ -123,7 +128,7 @@ class Store:
 
     def _plan_staging(self, available: int, home: int) -> int:
         """Choose the chunk length and return the number of staging slots that fit into `available` bytes."""
-        kinds = len({b.kind for b in self._blocks if self._needs_staging(b)}) or 1
+        kinds = len({b.kind for b in self._blocks if self.needs_staging(b)}) or 1
         least = kinds * CHUNK_ELEMENTS * WIDEST_ELEMENT
         if available < least:
             raise BudgetError(
@@ -134,10 +139,8 @@ class Store:
         longest = max((b.elements for b in self._blocks), default=0)
         elements = min(available // (STAGED_SETS * kinds * WIDEST_ELEMENT), MOST_CHUNK_ELEMENTS, longest)
         self.chunk_elements = max(CHUNK_ELEMENTS, elements // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
-        return min(STAGED_SETS, available // (kinds * self.chunk_elements * WIDEST_ELEMENT)) * kinds
-
-    def _needs_staging(self, block: Block) -> bool:
-        return block.tier == "nvme" or (block.tier == "gpu" and not self._device.shares_host)
+        self.staged_sets = min(MOST_STAGED_SETS, available // (kinds * self.chunk_elements * WIDEST_ELEMENT))
+        return self.staged_sets * kinds
 
     # Clean copies of parameter blocks on the compute device
 
@@ -263,7 +266,7 @@ class Store:
             return lambda: self._device.upload(target, home)
         if not self._device.shares_host:
             return lambda: self._fill_through_staging(block, target)
-        return self._nvme.read(block.extents[block.version], 0, block.nbytes, target.data_ptr(), block.name).wait
+        return self._nvme.read(block.extents[block.version], 0, block.nbytes, target.data_ptr(), block.name, self.meter).wait
 
     def _fill_through_staging(self, block: Block, target: torch.Tensor) -> None:
         for begin in range(0, block.elements, self.chunk_elements):
@@ -286,22 +289,26 @@ class Store:
 
     # Chunks of blocks on the host
 
-    def check_out(self, wants: Sequence[tuple[Block, bool]], begin: int) -> list[Checkout]:
+    def needs_staging(self, block: Block) -> bool:
+        """Whether a chunk of `block` is a copy in a staging slot, not a part of its home."""
+        return block.tier == "nvme" or (block.tier == "gpu" and not self._device.shares_host)
+
+    def check_out(self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None) -> list[Checkout]:
         """The chunk from element `begin` on of every block in `wants`, with its content where the flag says so.
 
-        Waits for staging slots; only for threads that hold no check-out.
+        Waits for staging slots; only for threads that hold no check-out. `meter` counts what it moves.
         """
-        chunks = self._stage(wants, begin, wait=True)
+        chunks = self._stage(wants, begin, meter, wait=True)
         if chunks is None:
             raise RuntimeError("a check-out that waits came back without its chunks")
         return chunks
 
-    def try_check_out(self, wants: Sequence[tuple[Block, bool]], begin: int) -> list[Checkout] | None:
+    def try_check_out(self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None) -> list[Checkout] | None:
         """Like `check_out`, but None when there are not enough free staging slots for all of `wants`."""
-        return self._stage(wants, begin, wait=False)
+        return self._stage(wants, begin, meter, wait=False)
 
-    def _stage(self, wants: Sequence[tuple[Block, bool]], begin: int, wait: bool) -> list[Checkout] | None:
-        staged = [self._needs_staging(block) for block, _ in wants]
+    def _stage(self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None, wait: bool) -> list[Checkout] | None:
+        staged = [self.needs_staging(block) for block, _ in wants]
         with self._changed:
             self._check_open()
             staging = self._arenas["staging"]
@@ -315,7 +322,7 @@ class Store:
         chunks: list[Checkout] = []
         try:
             for (block, load), slot in zip(wants, slots, strict=True):
-                chunks.append(self._chunk(block, load, begin, slot))
+                chunks.append(self._chunk(block, load, begin, slot, meter or self.meter))
         except BaseException:
             for chunk in chunks:
                 chunk.release()
@@ -325,7 +332,7 @@ class Store:
             raise
         return chunks
 
-    def _chunk(self, block: Block, load: bool, begin: int, slot: Lease | None) -> Checkout:
+    def _chunk(self, block: Block, load: bool, begin: int, slot: Lease | None, meter: Meter) -> Checkout:
         at = begin * block.itemsize
         nbytes = min(self.chunk_elements, block.elements - begin) * block.itemsize
         if slot is None:
@@ -333,7 +340,7 @@ class Store:
                 raise RuntimeError(f"{block.name} has no home in memory")
             return Checkout(block.home.tensor[at : at + nbytes])
         tensor, name = slot.tensor[:nbytes], block.name
-        arrive: Callable[[], object] | None = None
+        arrive: Transfer | Callable[[], object] | None = None
         if block.home is not None:  # at home on a device that the host cannot address
             home = block.home.tensor[at : at + nbytes]
             if load:
@@ -341,10 +348,10 @@ class Store:
             write: Callable[[], Transfer | None] = functools.partial(self._device.upload, home, tensor)
         else:
             if load and block.written:
-                arrive = self._nvme.read(block.extents[block.version], at, nbytes, slot.address, name).wait
+                arrive = self._nvme.read(block.extents[block.version], at, nbytes, slot.address, name, meter)
             elif load:
                 arrive = tensor.zero_
-            write = functools.partial(self._nvme.write, block.extents[block.target], at, nbytes, slot.address, name)
+            write = functools.partial(self._nvme.write, block.extents[block.target], at, nbytes, slot.address, name, meter)
         return Checkout(tensor, arrive, write, functools.partial(self._end_slot, slot))
 
     def _end_slot(self, slot: Lease) -> None:
@@ -365,6 +372,11 @@ class Store:
                     block.to_updating()
                     return
             pending.settle()
+
+    def is_updating(self, block: Block) -> bool:
+        """Whether an update of `block` is under way."""
+        with self._changed:
+            return block.state is BlockState.UPDATING
 
     def await_update(self, block: Block) -> None:
         """Block until no update of `block` is under way; raises `EngineClosedError` when it failed."""

@@ -1,0 +1,330 @@
+"""The update pipeline: one thread that takes chunk after chunk of units through fetch i+1 | update i | flush i-1.
+
+[Note: an update that may be taken back]
+A job that is AHEAD was begun before the step it belongs to, on the guess that this step clips nothing. It reads the states and
+writes the new ones into the other extents of copy-on-write blocks, and touches nothing else: until `confirm` every reader sees
+the old content, and after `cancel` it always will. So a wrong guess costs I/O and never a number (invariant I8).
+
+[Note: which chunk is next]
+The next chunk is always one of the unit that the next forward needs first, even if another unit is half done. In backward that
+is the unit whose gradients came last, for it is the first in forward; what is left over when the step comes is then spread
+evenly over the units, and the forward meets a little of it at each unit instead of a whole update at the first ones. With I/O
+as long as compute, a step whose forward takes f of it: unit p (0 first, 1 last) is ready at (1-p)(1-f) and needed at 1-f+pf.
+The window [0, q] of units has q of time for q of I/O, so this order, earliest need first, just fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.observe import Meter, Recorder
+from infinity.optim.kernels import Kernels, Segment
+from infinity.sharding.unit import Unit
+from infinity.tiers.access import Checkout
+from infinity.tiers.block import Block, Kind
+from infinity.tiers.store import STAGED_SETS, Store
+
+READING, WRITING = 2, STAGED_SETS - 2
+"""Chunks in flight each way: more would only make what comes after them wait longer."""
+
+
+@dataclass(frozen=True)
+class UnitUpdate:
+    """The update of one unit in one step; elements outside all segments keep their values."""
+
+    unit: Unit
+    segments: tuple[Segment, ...]
+    grad_scale: float
+
+
+class JobState(enum.Enum):
+    """What is known of a job's update.
+
+    AWAITED: nothing; its gradients are still to come, and its old states are read as far as there is room.
+    AHEAD: what it will be if the guess is right; nobody sees what it writes.
+    CONFIRMED: all; what it writes is the unit's content once all is written.
+    ENDED: that is so, or never will be.
+    """
+
+    AWAITED = enum.auto()
+    AHEAD = enum.auto()
+    CONFIRMED = enum.auto()
+    ENDED = enum.auto()
+
+
+class Job:
+    """The update of `unit` on its way through the pipeline, which alone changes it, under its lock.
+
+    `place` is the unit's position in the next forward; `meter` counts what the job moves, in bytes.
+    """
+
+    def __init__(self, unit: Unit, place: int) -> None:
+        self.unit, self.place = unit, place
+        self.state = JobState.AWAITED
+        self.update: UnitUpdate | None = None
+        """None while AWAITED."""
+        self.chunks = deque(unit.chunks())
+        """First elements of the chunks that have not been checked out."""
+        self.in_flight = 0
+        """Chunks that are checked out."""
+        self.meter = Meter()
+
+    @property
+    def written(self) -> bool:
+        """Whether every chunk has been through."""
+        return not self.chunks and self.in_flight == 0
+
+
+@dataclass
+class _Chunk:
+    """One chunk of one unit in the pipeline."""
+
+    job: Job
+    begin: int
+    kinds: tuple[Kind, ...]
+    outs: list[Checkout]
+
+    def arrived(self) -> bool:
+        return all(out.arrived() for out in self.outs)
+
+    def wait(self) -> None:
+        for out in self.outs:
+            out.wait()
+
+    def tensors(self) -> dict[Kind, torch.Tensor]:
+        param_types = (Kind.PARAM, Kind.GRAD)
+        dtype = self.job.unit.dtype
+        return {
+            kind: out.tensor.view(dtype if kind in param_types else torch.float32)
+            for kind, out in zip(self.kinds, self.outs, strict=True)
+        }
+
+
+class Pipeline:
+    """Runs jobs on a thread of its own. Methods may be called by any thread; `seconds` is how long it had something to do."""
+
+    def __init__(self, store: Store, kernels: Kernels, recorder: Recorder) -> None:
+        self._store, self._kernels, self._recorder = store, kernels, recorder
+        self._changed = threading.Condition()
+        self._jobs: list[Job] = []  # neither ENDED nor, if AHEAD, forgotten
+        self._closed = self._failed = False
+        self.seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="infinity-updater", daemon=True)
+        self._thread.start()
+
+    def expect(self, job: Job) -> None:
+        """Start reading for `job`, AWAITED. Its gradients need no staging, or else what is read of them is not final."""
+        with self._changed:
+            self._add(job)
+
+    def begin(self, job: Job, update: UnitUpdate) -> None:
+        """AWAITED -> AHEAD."""
+        with self._changed:
+            self._set(job, update, JobState.AHEAD)
+
+    def confirm(self, jobs: Sequence[tuple[Job, UnitUpdate]]) -> None:
+        """AWAITED or AHEAD -> CONFIRMED. Their parameter blocks are UPDATING until all is written."""
+        with self._changed:
+            for job, update in jobs:
+                self._set(job, update, JobState.CONFIRMED)
+                self._end_if_written(job)
+
+    def _set(self, job: Job, update: UnitUpdate, state: JobState) -> None:
+        self._add(job)
+        job.update, job.state = update, state
+
+    def _add(self, job: Job) -> None:
+        if job not in self._jobs and not self._failed:
+            self._jobs.append(job)
+        self._changed.notify_all()
+
+    def cancel(self, job: Job) -> None:
+        """AWAITED or AHEAD -> ENDED, and block until nothing of it is in flight: then its blocks may be written by others."""
+        with self._changed:
+            job.state = JobState.ENDED
+            job.chunks.clear()
+            if job in self._jobs:
+                self._jobs.remove(job)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: job.in_flight == 0)
+
+    def drain(self) -> None:
+        """Block until no job is CONFIRMED; also returns when one failed, which the store then knows."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(job.state is not JobState.CONFIRMED for job in self._jobs))
+
+    def close(self) -> None:
+        """Finish what was added and end the thread. May be called twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._next(()) is not None)
+                if self._next(()) is None:
+                    return
+            start = time.perf_counter()
+            self._work()
+            self.seconds += time.perf_counter() - start
+
+    def _work(self) -> None:
+        """Take chunks through until there are none."""
+        reading: deque[_Chunk] = deque()
+        writing: deque[_Chunk] = deque()
+        held: list[_Chunk] = []  # of jobs that are AWAITED
+        try:
+            while True:
+                while writing and all(out.committed() for out in writing[0].outs):
+                    self._retire(writing[0])
+                    writing.popleft()
+                for chunk in [chunk for chunk in held if chunk.job.state is not JobState.AWAITED]:
+                    held.remove(chunk)
+                    reading.append(chunk)
+                coming = [chunk for chunk in (*reading, *held) if not chunk.arrived()]
+                ready = len(reading) < READING and len(writing) < WRITING
+                found = self._check_out(held, ready, wait=False) if len(coming) < READING else None
+                if found is not None:
+                    (held if found.job.state is JobState.AWAITED else reading).append(found)
+                elif reading and len(writing) < WRITING:
+                    self._update(reading[0])
+                    writing.append(reading.popleft())
+                elif writing:
+                    self._retire(writing[0])
+                    writing.popleft()
+                elif coming:
+                    coming[0].wait()
+                elif (found := self._check_out(held, ready, wait=True)) is not None:  # another thread held the slots it needs
+                    held.append(found)
+                elif held:
+                    self._await_change(held)
+                else:
+                    return
+        except BaseException as error:
+            self._abandon((*reading, *writing, *held))
+            self._store.fail(error)  # reaches the user's next call
+            with self._changed:
+                for job in self._jobs:
+                    job.state = JobState.ENDED
+                self._jobs.clear()
+                self._changed.notify_all()
+
+    def _abandon(self, chunks: Sequence[_Chunk]) -> None:
+        """After an error: every slot goes back, and what is not written yet never will be."""
+        with self._changed:
+            self._failed = True
+            for job in self._jobs:
+                job.chunks.clear()
+        for chunk in chunks:
+            for out in chunk.outs:
+                with contextlib.suppress(OSError):  # the first error is the one to tell
+                    out.release()
+            self._leave(chunk.job)
+
+    def _next(self, held: Sequence[_Chunk], ready: bool = True) -> Job | None:
+        """The job whose chunk is next (under the lock); without `ready` only one that is AWAITED."""
+        may_hold = len(held) < self._store.staged_sets - STAGED_SETS
+        able = (job for job in self._jobs if job.chunks and (may_hold if job.state is JobState.AWAITED else ready))
+        return min(able, key=lambda job: job.place, default=None)
+
+    def _await_change(self, held: Sequence[_Chunk]) -> None:
+        """Block until a job of those that are held is not AWAITED any more, or there is another chunk."""
+        start = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: any(chunk.job.state is not JobState.AWAITED for chunk in held) or self._next(held) is not None
+            )
+        self.seconds -= time.perf_counter() - start
+
+    def _check_out(self, held: Sequence[_Chunk], ready: bool, wait: bool) -> _Chunk | None:
+        """The next chunk, or None: there is none, or (without `wait`) no slots for it.
+
+        The slots of what is `held` are never all there are, so waiting for others ends.
+        """
+        with self._changed:
+            job = self._next(held, ready)
+            if job is None:
+                return None
+            begin = job.chunks.popleft()
+            job.in_flight += 1
+        blocks = job.unit.blocks
+        kinds = tuple(blocks)
+        wants = [(blocks[kind], _needed(blocks, kind)) for kind in kinds]
+        outs = None
+        try:
+            check_out = self._store.check_out if wait else self._store.try_check_out
+            outs = check_out(wants, begin, job.meter)
+        finally:
+            if outs is None:
+                with self._changed:
+                    if job in self._jobs:
+                        job.chunks.appendleft(begin)
+                self._leave(job)
+        return None if outs is None else _Chunk(job, begin, kinds, outs)
+
+    def _update(self, chunk: _Chunk) -> None:
+        chunk.wait()
+        update, tensors = chunk.job.update, chunk.tensors()
+        if update is None or chunk.job.state is JobState.ENDED:
+            return
+        start = time.perf_counter()
+        param, master = tensors[Kind.PARAM], tensors.get(Kind.MASTER)
+        if master is not None and not update.unit.blocks[Kind.MASTER].written:
+            master.copy_(param)
+        elif master is not None and not _covers(update.segments, chunk.begin, chunk.begin + param.numel()):
+            param.copy_(master)
+        for segment in update.segments:
+            begin, end = max(segment.begin - chunk.begin, 0), min(segment.end - chunk.begin, param.numel())
+            if begin < end:
+                self._kernels.adam(tensors, begin, end, segment.hyper, update.grad_scale)
+        self._recorder.add("adam", update.unit.name, start, time.perf_counter())
+        for kind, out in zip(chunk.kinds, chunk.outs, strict=True):
+            if kind is not Kind.GRAD:
+                out.commit()
+
+    def _retire(self, chunk: _Chunk) -> None:
+        for out in chunk.outs:
+            out.release()
+        self._leave(chunk.job)
+
+    def _leave(self, job: Job) -> None:
+        """A chunk of `job` is out of the pipeline."""
+        with self._changed:
+            job.in_flight -= 1
+            self._end_if_written(job)
+            self._changed.notify_all()
+
+    def _end_if_written(self, job: Job) -> None:
+        if job in self._jobs and job.state is JobState.CONFIRMED and job.written and not self._failed:
+            job.state = JobState.ENDED
+            self._jobs.remove(job)
+            self._store.end_update([block for kind, block in job.unit.blocks.items() if kind is not Kind.GRAD])
+            self._changed.notify_all()
+
+
+def _needed(blocks: dict[Kind, Block], kind: Kind) -> bool:
+    """Whether the old content of `kind` goes into the update.
+
+    The parameter is the rounded master, so it is only written, except the first time: a master that was never written is
+    the parameter, widened.
+    """
+    if kind is Kind.PARAM:
+        return Kind.MASTER not in blocks or not blocks[Kind.MASTER].written
+    return kind is not Kind.MASTER or blocks[Kind.MASTER].written
+
+
+def _covers(segments: Sequence[Segment], begin: int, end: int) -> bool:
+    for segment in segments:
+        if segment.begin <= begin < segment.end:
+            begin = segment.end
+    return begin >= end

@@ -1,0 +1,371 @@
+"""Updates that begin in backward, on a guess: they change when bytes move and never what they are (I8), and can be taken back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import text_batch, transformer
+from torch import nn
+
+import infinity
+from infinity.plan.planner import Foresight
+from infinity.tiers.block import Kind
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODES = ("plain", "exact", "speculative", "auto")
+BUDGETS: dict[str, Any] = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "poison": True}
+
+
+@pytest.fixture
+def wrap(tmp_path: Path) -> Iterator[Callable[..., infinity.Engine]]:
+    models: list[nn.Module] = []  # an engine does not keep its model alive
+
+    def make(update: str, build: Callable[[], nn.Module] = transformer, **options: Any) -> infinity.Engine:
+        folder = tmp_path / str(len(models))
+        folder.mkdir()
+        config = infinity.Config(**(BUDGETS | {"nvme": folder, "update": update} | options))
+        models.append(infinity.wrap(build(), config))
+        return infinity.engine(models[-1])
+
+    yield make
+    for model in models:
+        infinity.engine(model).close()
+
+
+def backward(model: nn.Module, number: int) -> None:
+    model(**text_batch(number)).loss.backward()
+
+
+def counts(engine: infinity.Engine) -> tuple[int, int]:
+    """Updates that were kept and replayed."""
+    counters = engine.recorder.counters()
+    return counters.get("updates kept", 0), counters.get("updates replayed", 0)
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def states(optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
+    found = optimizer.state_dict()["state"]
+    return {f"{number}.{name}": value for number, state in found.items() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_fifty_steps_of_which_some_are_clipped(precision: str, wrap: Callable[..., infinity.Engine]) -> None:
+    outcomes = []
+    for mode in MODES:
+        engine = wrap(mode, precision=precision)
+        optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-3, max_grad_norm=100)
+        norms = []
+        for number in range(50):
+            (engine.model(**text_batch(number)).loss * (1e4 if number % 5 in (1, 3) else 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            norms.append(optimizer.grad_norm)
+        clipped = sum(norm > 100 for norm in norms if norm is not None)
+        assert clipped == 20
+        outcomes.append((norms, engine.state_dict(), states(optimizer)))
+        if mode == "speculative":
+            units = len(engine.units)
+            assert counts(engine) == (29 * units, 20 * units)  # the first step has nothing to guess by
+        elif mode != "auto":
+            assert counts(engine) == (0, 0)
+    for norms, weights, optimizer_states in outcomes[1:]:
+        assert norms == outcomes[0][0]
+        assert equal(weights, outcomes[0][1])
+        assert equal(optimizer_states, outcomes[0][2])
+
+
+def evaluate(engine: infinity.Engine, optimizer: infinity.AdamW) -> None:
+    with torch.no_grad():
+        engine.model(**text_batch(99))
+
+
+def change_rate(engine: infinity.Engine, optimizer: infinity.AdamW) -> None:
+    optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def clip_by_hand(engine: infinity.Engine, optimizer: infinity.AdamW) -> None:
+    engine.clip_grad_norm_(0.25)
+
+
+def one_more_backward(engine: infinity.Engine, optimizer: infinity.AdamW) -> None:
+    backward(engine.model, 5)
+
+
+def throw_away(engine: infinity.Engine, optimizer: infinity.AdamW) -> None:
+    optimizer.zero_grad()
+    backward(engine.model, 6)
+
+
+def throw_away_by_the_model(engine: infinity.Engine, optimizer: infinity.AdamW) -> None:
+    engine.model.zero_grad()
+
+
+def read_states(engine: infinity.Engine, optimizer: infinity.AdamW) -> None:
+    optimizer.state_dict()
+    engine.state_dict()
+
+
+def load_states(engine: infinity.Engine, optimizer: infinity.AdamW) -> None:
+    loaded = optimizer.state_dict()
+    for state in loaded["state"].values():
+        state["exp_avg"] = state["exp_avg"] * 0.5
+    optimizer.load_state_dict(loaded)
+
+
+@torch.no_grad()
+def write_weights(engine: infinity.Engine, optimizer: infinity.AdamW) -> None:
+    with infinity.gathered(engine.model, write=True):
+        for parameter in engine.model.parameters():
+            parameter.mul_(0.75)
+
+
+def backward_inside_of_a_write(engine: infinity.Engine, optimizer: infinity.AdamW) -> None:
+    optimizer.zero_grad()
+    with infinity.gathered(engine.model, write=True):
+        backward(engine.model, 8)
+        with torch.no_grad():
+            for parameter in engine.model.parameters():
+                parameter.add_(0.125)
+
+
+def nothing(engine: infinity.Engine, optimizer: infinity.AdamW) -> None:
+    pass
+
+
+BETWEEN = (
+    nothing, evaluate, change_rate, clip_by_hand, one_more_backward, throw_away, throw_away_by_the_model, read_states,
+    load_states, write_weights, backward_inside_of_a_write,
+)  # fmt: skip
+
+
+def run(
+    engine: infinity.Engine, schedule: list[tuple[int, Callable[[infinity.Engine, infinity.AdamW], None]]], max_grad_norm: float
+) -> list[float | None]:
+    optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=max_grad_norm)
+    norms = []
+    for number, (accumulation, between) in enumerate(schedule):
+        for micro_batch in range(accumulation):
+            backward(engine.model, number + micro_batch)
+        between(engine, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    return norms
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_comes_between_backward_and_step(
+    between: Callable[[infinity.Engine, infinity.AdamW], None], wrap: Callable[..., infinity.Engine]
+) -> None:
+    schedule = [(1, nothing), (1, between), (1, nothing), (1, between), (1, nothing), (1, nothing)]
+    engines = [wrap(mode, precision="bf16") for mode in ("plain", "speculative")]
+    norms = [run(engine, schedule, max_grad_norm=1e6) for engine in engines]
+    assert norms[0] == norms[1]
+    assert equal(engines[0].state_dict(), engines[1].state_dict())
+    kept, replayed = counts(engines[1])
+    assert kept > 0
+    assert (replayed > 0) == (between not in (nothing, evaluate))
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    schedule=st.lists(st.tuples(st.integers(1, 3), st.sampled_from(BETWEEN)), min_size=3, max_size=8),
+    max_grad_norm=st.sampled_from([0.5, 2.0, 1e6]),
+    precision=st.sampled_from(["bf16", "fp32"]),
+    gradients=st.sampled_from(["cpu", "nvme"]),
+)
+def test_any_schedule(
+    schedule: list[tuple[int, Callable[[infinity.Engine, infinity.AdamW], None]]],
+    max_grad_norm: float,
+    precision: str,
+    gradients: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    outcomes = []
+    for mode in ("plain", "speculative", "auto"):
+        options = {"nvme": tmp_path_factory.mktemp("nvme"), "precision": precision, "gradients": gradients, "update": mode}
+        model = infinity.wrap(transformer(), infinity.Config(**(BUDGETS | options)))
+        with infinity.engine(model) as engine:
+            outcomes.append((run(engine, schedule, max_grad_norm), engine.state_dict()))
+    for norms, weights in outcomes[1:]:
+        assert norms == outcomes[0][0]
+        assert equal(weights, outcomes[0][1])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.001)  # polls for what another thread is about to do
+
+
+def test_nothing_is_seen_of_an_update_before_its_step(wrap: Callable[..., infinity.Engine]) -> None:
+    engine = wrap("speculative", precision="bf16")
+    optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-1)
+    for number in range(2):
+        backward(engine.model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    before = engine.state_dict()
+    with torch.no_grad():
+        loss = engine.model(**text_batch(50)).loss
+    backward(engine.model, 2)
+    early = engine._updater._early
+    assert set(early) == set(engine.units)
+    until(lambda: all(job.written for job in early.values()))
+    with torch.no_grad():
+        assert torch.equal(engine.model(**text_batch(50)).loss, loss)
+    assert all(torch.equal(unit.read(Kind.PARAM), unit.read(Kind.MASTER).bfloat16()) for unit in engine.units)
+    optimizer.step()
+    assert counts(engine) == (2 * len(engine.units), 0)
+    after = engine.state_dict()
+    assert not any(torch.equal(before[name], after[name]) for name in before if name != "scale")
+
+
+def test_what_the_next_forward_needs_first_is_updated_first(wrap: Callable[..., infinity.Engine]) -> None:
+    """Although its gradients come last. All staging is taken until they are all there."""
+    engine = wrap("speculative", lambda: transformer(width=96), precision="fp32", gpu_memory="8MiB")
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for number in range(2):
+        backward(engine.model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.drain()
+    taken = []
+    block = engine.units[0].blocks[Kind.EXP_AVG]
+    while (chunk := engine._store.try_check_out([(block, False)], 0)) is not None:
+        taken += chunk
+    seen = len(engine.recorder.spans())
+    backward(engine.model, 2)
+    for one in taken:
+        one.release()
+    early = engine._updater._early
+    until(lambda: all(job.written for job in early.values()))
+    updated = [span.name for span in engine.recorder.spans()[seen:] if span.lane == "adam"]
+    first_uses = [engine.units[index].name for index in engine._runtime.trace.first_uses()]
+    assert len(updated) > len(engine.units)  # several chunks each
+    came_first, *others = dict.fromkeys(updated)  # the pipeline was waiting with a chunk of it
+    assert came_first == first_uses[-1]
+    assert others == first_uses[:-1]
+
+
+def test_a_unit_whose_states_have_no_second_place_waits_for_its_step(wrap: Callable[..., infinity.Engine]) -> None:
+    for options in ({"copy_on_write": False}, {"parameters": "cpu"}, {"optimizer": "cpu"}):
+        engine = wrap("speculative", **options)
+        optimizer = infinity.AdamW(engine.model.parameters())
+        for number in range(3):
+            backward(engine.model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert counts(engine) == (0, 0)
+
+
+@pytest.mark.parametrize("fault", [{"fail_write_at": 0}, {"fail_write_at": 7}, {"fail_read_at": 3}])
+def test_an_early_update_that_fails_leaves_the_last_step_whole(
+    fault: dict[str, int], wrap: Callable[..., infinity.Engine]
+) -> None:
+    engine = wrap("speculative", precision="bf16")
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for number in range(2):
+        backward(engine.model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    before = engine.state_dict()
+    loss = engine.model(**text_batch(2)).loss
+    engine.io.set_faults(**fault)
+    with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: ") as caught:
+        loss.backward()
+        until(lambda: engine._store._failure is not None)
+        optimizer.step()
+    assert isinstance(caught.value.__cause__, infinity.NvmeError)
+    engine.io.set_faults()
+    for unit in engine.units:
+        values = unit.read(Kind.PARAM)
+        for name, place in zip(unit.names, unit.layout.places, strict=True):
+            assert torch.equal(values[place.offset : place.end].view(place.shape), before[name])
+    assert engine._store._arenas["staging"].used == 0
+
+
+def test_kept_updates_move_what_the_planner_states(wrap: Callable[..., infinity.Engine]) -> None:
+    engine = wrap("speculative", lambda: transformer(width=48, depth=5), gpu_memory="300KiB", precision="bf16")
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for number in range(8):
+        backward(engine.model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number > 3:
+            plan, count = engine.plan(), sum(p.numel() for p in engine.model.parameters())
+            read, written = engine._traffic_last  # of the step before the last, which was not drained
+            assert (read, written) == (plan.read, plan.update_written), count
+    assert counts(engine)[0] > 0
+
+
+def test_replayed_updates_are_counted_twice(wrap: Callable[..., infinity.Engine]) -> None:
+    engine = wrap("speculative", precision="bf16")
+    optimizer = infinity.AdamW(engine.model.parameters(), max_grad_norm=1e-3)
+    for number in range(5):
+        backward(engine.model, number)
+        until(lambda: all(job.written for job in engine._updater._early.values()))
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.drain()
+    backward(engine.model, 5)
+    optimizer.step()
+    assert engine._traffic_last[1] == 2 * engine.plan().update_written
+    assert engine.report().seconds["adam"] > 0
+
+
+def test_the_updater_of_a_collected_optimizer_guesses_nothing(wrap: Callable[..., infinity.Engine]) -> None:
+    engine = wrap("speculative")
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for number in range(2):
+        backward(engine.model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    del optimizer
+    backward(engine.model, 2)
+    assert not any(job.update for job in engine._updater._early.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=st.lists(st.booleans(), min_size=1, max_size=400))
+def test_a_guess_is_rarely_wrong_for_long(steps: list[bool]) -> None:
+    """Whatever is clipped: what is begun in vain stays a small part, unless guesses pay in between."""
+    foresight = Foresight("auto")
+    right = wrong = 0
+    for unclipped in steps:
+        if foresight.early:
+            right, wrong = right + unclipped, wrong + (not unclipped)
+        foresight.learn(update_seconds=2.0, forward_seconds=1.0, held=unclipped)
+    assert wrong <= right + len(steps).bit_length() + 1
+
+
+def test_when_early_updates_pay() -> None:
+    foresight = Foresight("auto")
+    assert not foresight.early
+    foresight.learn(1.0, 2.0, held=True)  # hides behind the forward anyway
+    assert not foresight.early
+    foresight.learn(2.0, 1.0, held=True)
+    assert foresight.early
+    foresight.learn(2.0, 1.0, held=False)
+    assert not foresight.early
+    foresight.learn(2.0, 1.0, held=False)  # an exact step that was clipped
+    assert not foresight.early
+    foresight.learn(2.0, 1.0, held=True)
+    assert foresight.early
+    for mode, early, waits in (("exact", False, False), ("speculative", True, False), ("plain", False, True)):
+        forced = Foresight(mode)
+        for held in (False, True, False):
+            forced.learn(2.0, 1.0, held)
+            assert (forced.early, forced.waits) == (early, waits)
