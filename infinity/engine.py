@@ -233,7 +233,7 @@ class Engine:
         waits = self.recorder.seconds("wait nvme")
         for_adam = sum(self.recorder.seconds("wait adam").values())
         model = sum(self.recorder.seconds("model").values())
-        config = self.config
+        config, counters = self.config, self.recorder.counters()
         return Report(
             parameters=count,
             steps=self._updater.posted_steps,
@@ -247,6 +247,8 @@ class Engine:
                 "wait adam": for_adam,
                 "adam": sum(self.recorder.seconds("adam").values()),
             },
+            updates_kept=counters.get("updates kept", 0),
+            updates_replayed=counters.get("updates replayed", 0),
             waits=waits,
             peaks=self._store.peaks(),
             budgets={

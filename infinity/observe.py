@@ -96,6 +96,10 @@ class Report:
     planned_written_per_parameter: float
     seconds: dict[str, float]
     """Total per cause: "compute", "wait nvme", "wait adam", "adam" (the last runs beside the others)."""
+    updates_kept: int
+    """Unit updates that began in backward and were what their step asked for, since the start."""
+    updates_replayed: int
+    """Those that were not, and were done again."""
     waits: dict[str, float]
     """Seconds the main thread waited for NVMe, by unit name."""
     peaks: dict[str, int]

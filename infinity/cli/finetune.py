@@ -25,6 +25,7 @@ def finetune(
     optimizer: o.Optimizer = "nvme",
     gradients: o.Gradients = "cpu",
     precision: o.Precision = "bf16",
+    update: o.Update = "auto",
     io_engine: o.IoEngine = "auto",
     steps: o.Steps = 100,
     batch_size: o.BatchSize = 4,

@@ -47,6 +47,7 @@ class Job:
     optimizer: Tier
     gradients: Tier
     precision: Any
+    update: Any
     io_engine: Any
     steps: int
     batch_size: int
@@ -78,6 +79,7 @@ class Job:
             optimizer=self.optimizer,
             gradients=self.gradients,
             precision=self.precision,
+            update=self.update,
             io_engine=self.io_engine,
         )
 

@@ -63,6 +63,14 @@ Precision = Annotated[
     Literal["auto", "bf16", "fp16", "fp32"],
     typer.Option(help="dtype of parameters and compute; auto: the model's own.", rich_help_panel=_TIERS),
 ]
+Update = Annotated[
+    Literal["auto", "speculative", "exact", "plain"],
+    typer.Option(
+        help="When updates run: beside the next forward (exact), from backward on (speculative), or before the step returns "
+        "(plain). The numbers are the same.",
+        rich_help_panel=_TIERS,
+    ),
+]
 IoEngine = Annotated[
     Literal["auto", "io_uring", "posix"], typer.Option(help="How NVMe is read and written.", rich_help_panel=_TIERS)
 ]

@@ -99,6 +99,9 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     for way in ("read", "written"):
         rows.append((f"NVMe {way}", f"{nvme[way]['measured']:.2f} B per parameter and step, planned {nvme[way]['planned']:.2f}"))
+    early = summary["updates_begun_in_backward"]
+    if any(early.values()):
+        rows.append(("updates begun in backward", f"{early['kept']:,} kept, {early['replayed']:,} done again"))
     rows += [(f"time: {cause}", format_seconds(spent)) for cause, spent in seconds.items()]
     rows += [(f"waited for {wait['unit']}", format_seconds(wait["seconds"])) for wait in summary["worst_waits"]]
     for tier, memory in summary["memory"].items():
