@@ -54,7 +54,7 @@ class StandIn:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         seconds = {"compute": 1.0, "wait nvme": 0.5, "wait adam": 0.25, "adam": 2.0}
         budgets = {"gpu": 1 << 30, "cpu": 2 << 30, "nvme": 1 << 40}
-        return Report(parameters, 4, 14.0, 12.0, 14.0, 12.0, seconds, {"unit": 0.5}, self.memory(), budgets)
+        return Report(parameters, 4, 14.0, 12.0, 14.0, 12.0, seconds, 8, 0, {"unit": 0.5}, self.memory(), budgets)
 
     def close(self) -> None:
         self.closed = True
