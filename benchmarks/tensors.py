@@ -162,7 +162,7 @@ def make_tensors(kind: str, sizes: list[int], module: Any | None) -> list[torch.
         tensors = [handle.new_cpu_locked_tensor(size, like) for size in sizes]
         make_tensors.keep = handle  # type: ignore[attr-defined]  # it owns the memory
     elif kind == "locked":
-        tensors = [nvme.empty(size, dtype=torch.uint8) for size in sizes]
+        tensors = list(nvme.empty(sum(sizes), dtype=torch.uint8).split(sizes))
     else:
         tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
     pattern = torch.randint(0, 256, (max(sizes) + len(sizes),), dtype=torch.uint8)

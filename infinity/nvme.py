@@ -56,7 +56,7 @@ from typing import Any
 import torch
 
 from infinity import native, safetensors
-from infinity.device import HostMemory, huge_pages
+from infinity.device import HUGE_PAGE, HostMemory, huge_pages
 from infinity.errors import NvmeError, WeightsError
 from infinity.safetensors import BLOCK, Entry
 from infinity.transfer import Files, InFlight, Part, Ticket, allocate, check, memory_of
@@ -69,6 +69,7 @@ Item = Sequence[Any]
 
 SLOTS, SLOT_BYTES = 4, 4 << 20  # staging, made when it is first needed
 HEADER_BYTES = 64 << 10  # of a file that is loaded are read first: most headers end there
+FETCH_BYTES = 32 << 20
 LOAD_GAP = 64 << 10  # bytes that nobody asked for are read rather than left out, up to here
 DIRECT_BYTES = 256 << 10  # runs of whole blocks from here on are saved without passing the staging slots
 
@@ -401,12 +402,21 @@ class Io:
         return safetensors.parse(first[8:start].numpy().tobytes() + rest.numpy().tobytes(), size, shown)
 
     def _fetch(self, files: Files, name: bytes, targets: Sequence[tuple[torch.Tensor, int]]) -> None:
-        """Fill host bytes from their offsets of the file; blocks."""
+        """Fill new host memory from its offsets of the file; blocks.
+
+        The memory is touched piece by piece while what was touched before is read: an engine may not read straight into pages
+        that are not there yet.
+        """
         ticket = Ticket("read", self._in_flight)
         with self._finishing(ticket):
             for target, offset in targets:
-                part = ticket.start(name, offset, target.numel(), target)
-                self._move("read", part, files, target.data_ptr(), offset, target.numel())
+                at = 0
+                while at < target.numel():
+                    piece = target[at:][: FETCH_BYTES - (offset + at) % BLOCK]
+                    piece[::HUGE_PAGE] = 0
+                    part = ticket.start(name, offset + at, piece.numel(), piece)
+                    self._move("read", part, files, piece.data_ptr(), offset + at, piece.numel())
+                    at += piece.numel()
         ticket.wait()
 
     def _load_host(self, files: Files, name: bytes, entries: Sequence[Entry], shift: int) -> dict[str, torch.Tensor]:
@@ -466,8 +476,8 @@ def _some(names: Iterable[str]) -> str:
 def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A tensor on the CPU on huge pages, touched, where a block begins: I/O reaches it without a copy and with least work.
 
-    For tensors that are read or written again and again; ones of less than 2 MiB gain little. The content is undefined. An
-    ordinary tensor works too: its bytes pass an aligned buffer on the way.
+    For tensors that are read or written again and again. Memory comes in pages of 2 MiB: make one tensor and use views of it
+    where many small ones are needed. The content is undefined. An ordinary tensor works too: its bytes pass a buffer.
     """
     dtype = dtype or torch.get_default_dtype()
     return huge_pages(math.prod(shape) * dtype.itemsize).zero_().view(dtype).view(shape)
