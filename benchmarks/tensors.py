@@ -2,8 +2,8 @@
 """Tensors to a drive and back: `infinity.nvme` against DeepSpeed's async_io, torch.save/load and safetensors.
 
 Groups (--groups), each in a process of its own and with one set of files that every method overwrites and reads:
-  locked-large, locked-mid, locked-small        page-aligned memory on huge pages: DeepSpeed's locked tensors, for both sides
-                                                (without DeepSpeed: infinity.nvme.empty)
+  locked-large, locked-mid, locked-small        each side's own memory for I/O, on huge pages where it manages to: DeepSpeed's
+                                                locked tensors; views of one infinity.nvme.empty
   ordinary-large, ordinary-mid, ordinary-small  torch.empty on ordinary pages
   files-large, files-mid, files-small           a dict of tensors in one file, flushed: save and load
 large is one tensor of --large bytes, mid --mid tensors of 16 MiB, small --small tensors of 1 MiB.
@@ -155,17 +155,9 @@ class OneFile:
         self._path.unlink()
 
 
-def make_tensors(kind: str, sizes: list[int], module: Any | None) -> list[torch.Tensor]:
-    """Touched tensors with some content that differs from tensor to tensor."""
-    if kind == "locked" and module is not None:
-        handle, like = module.aio_handle(MIB, 8, False, True, 1), torch.empty(0, dtype=torch.uint8)
-        tensors = [handle.new_cpu_locked_tensor(size, like) for size in sizes]
-        make_tensors.keep = handle  # type: ignore[attr-defined]  # it owns the memory
-    elif kind == "locked":
-        tensors = list(nvme.empty(sum(sizes), dtype=torch.uint8).split(sizes))
-    else:
-        tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    pattern = torch.randint(0, 256, (max(sizes) + len(sizes),), dtype=torch.uint8)
+def fill(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Touch them: with some content that differs from tensor to tensor."""
+    pattern = torch.randint(0, 256, (max(map(torch.Tensor.numel, tensors)) + len(tensors),), dtype=torch.uint8)
     for i, tensor in enumerate(tensors):
         tensor.copy_(pattern[i : i + tensor.numel()])
     return tensors
@@ -176,18 +168,24 @@ def run_group(group: str, options: argparse.Namespace, folder: Path) -> list[dic
     kind, size = group.split("-")
     sizes = SIZES[size](options)
     module = None if kind == "files" else deepspeed_module()
-    tensors = make_tensors(kind, sizes, module)
+    ours = theirs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    if kind == "locked":
+        ours = list(nvme.empty(sum(sizes), dtype=torch.uint8).split(sizes))
+    if kind == "locked" and module is not None:
+        owner, like = module.aio_handle(MIB, 8, False, True, 1), torch.empty(0, dtype=torch.uint8)
+        theirs = [owner.new_cpu_locked_tensor(size, like) for size in sizes]
+    fill(ours)
     total = sum(sizes)
     methods: dict[str, Any] = {}
     if kind == "files":
-        methods = {name: OneFile(tensors, folder / "all", name) for name in ("infinity", "torch", "safetensors")}
+        methods = {name: OneFile(ours, folder / "all", name) for name in ("infinity", "torch", "safetensors")}
     else:
         paths = [folder / f"{i:04}" for i in range(len(sizes))]
-        methods = {f"infinity {engine}": Infinity(tensors, paths, engine) for engine in options.engines}
+        methods = {f"infinity {engine}": Infinity(ours, paths, engine) for engine in options.engines}
         if module is not None:
-            methods |= {f"deepspeed {s}": DeepSpeed(tensors, paths, module, s) for s in options.deepspeed}
+            fill(theirs)
+            methods |= {f"deepspeed {s}": DeepSpeed(theirs, paths, module, s) for s in options.deepspeed}
     rows = []
-    first = tensors[-1].clone()
     for number in range(options.rounds + 1):
         order = list(methods)
         random.Random(number).shuffle(order)
@@ -197,13 +195,15 @@ def run_group(group: str, options: argparse.Namespace, folder: Path) -> list[dic
             time.sleep(options.pause)
             if kind == "files":
                 method.prepare_read()
-            elif number == 0:
-                tensors[-1].zero_()
+            else:
+                last = (ours if name.startswith("infinity") else theirs)[-1]
+                expected = last.clone()
+                last.zero_()
             read = timed(method.read, total)
             time.sleep(options.pause)
             if kind == "files":
                 method.check()
-            elif not torch.equal(tensors[-1], first):
+            elif not torch.equal(last, expected):
                 raise RuntimeError(f"{name} read other bytes")
             if number > 0:
                 rows += [{"method": name, "round": number, "direction": d} | m for d, m in (("write", written), ("read", read))]

@@ -209,6 +209,25 @@ def test_a_new_file_has_the_mode_that_others_have(io: Io, tmp_path: Path) -> Non
     assert (tmp_path / "data").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
+def test_a_file_that_may_only_be_read(io: Io) -> None:
+    root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as folder:
+        path, tensor = Path(folder, "model"), noise(3 * BLOCK)
+        io.save({"a": tensor}, path)
+        path.chmod(0o444)
+        Path(folder).chmod(0o755)
+        if root:
+            os.seteuid(65534)  # root may do everything
+        try:
+            assert torch.equal(io.load(path)["a"], tensor)
+            assert torch.equal(io.read(torch.zeros_like(tensor), path, path.stat().st_size - tensor.numel()), tensor)
+            with pytest.raises(PermissionError):
+                io.write(tensor, path)
+        finally:
+            if root:
+                os.seteuid(0)
+
+
 # What one engine writes, others read.
 
 

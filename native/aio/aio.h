@@ -95,7 +95,8 @@ class Descriptor;  // internal: an open descriptor, shared by the File and its r
 // An open file, used by one thread at a time (requests on it may come from any). `direct()`: O_DIRECT is in force.
 class File {
  public:
-  // Opens for reading and writing, creating with `mode` (octal permissions) when `create`. Throws std::system_error.
+  // Opens for reading and writing, creating with `mode` (octal permissions) when `create`; without `create`, a file that may
+  // only be read is opened for reading, and writes give EBADF. Throws std::system_error.
   File(const std::string& path, bool create, unsigned mode, bool want_direct = true);
   File(const File&) = delete;
   File& operator=(const File&) = delete;

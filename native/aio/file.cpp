@@ -40,11 +40,17 @@ bool Descriptor::ends_at(std::uint64_t position) const {
 }
 
 File::File(const std::string& path, bool create, unsigned mode, bool want_direct) : path_(path) {
-  const int flags = O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0);
-  int number = want_direct ? ::open(path.c_str(), flags | O_DIRECT, mode) : -1;
-  direct_ = number >= 0;
-  // EINVAL is how a file system without O_DIRECT (older tmpfs, some FUSE) says so.
-  if (!direct_ && (!want_direct || errno == EINVAL)) number = ::open(path.c_str(), flags, mode);
+  const auto open_for = [&](int access) {
+    const int flags = access | O_CLOEXEC | (create ? O_CREAT : 0);
+    int number = want_direct ? ::open(path.c_str(), flags | O_DIRECT, mode) : -1;
+    direct_ = number >= 0;
+    // EINVAL is how a file system without O_DIRECT (older tmpfs, some FUSE) says so.
+    if (!direct_ && (!want_direct || errno == EINVAL)) number = ::open(path.c_str(), flags, mode);
+    return number;
+  };
+  int number = open_for(O_RDWR);
+  if (number < 0 && !create && (errno == EACCES || errno == EPERM || errno == EROFS || errno == ETXTBSY))
+    number = open_for(O_RDONLY);
   check(number, path);
   descriptor_ = std::make_shared<const Descriptor>(number, direct_ && on_virtual_disk(number));
 }
