@@ -23,7 +23,6 @@ import os
 import platform
 import random
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
@@ -276,18 +275,15 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        folder = Path(tempfile.mkdtemp(prefix="infinity-tensors-", dir=options.directory))
-        try:
-            print(json.dumps(run_group(options.groups[0], options, folder)))
-        finally:
-            shutil.rmtree(folder)
+        print(json.dumps(run_group(options.groups[0], options, options.directory)))
         return
     found: dict[str, Any] = {"groups": {}}
     if options.json and options.json.exists():
         found = json.loads(options.json.read_text())
     for group in options.groups:
-        command = [sys.executable, __file__, *sys.argv[1:], "--child", "--groups", group]
-        child = subprocess.run(command, env=environment(group), stdout=subprocess.PIPE, text=True, check=True)
+        with tempfile.TemporaryDirectory(prefix="infinity-tensors-", dir=options.directory) as folder:
+            command = [sys.executable, __file__, *sys.argv[1:], "--child", "--groups", group, "--directory", folder]
+            child = subprocess.run(command, env=environment(group), stdout=subprocess.PIPE, text=True, check=True)
         result = summary(json.loads(child.stdout.splitlines()[-1]))
         show(group, result)
         settings = {name: getattr(options, name) for name in ("large", "mid", "small", "rounds")}

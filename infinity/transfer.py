@@ -163,7 +163,7 @@ class Ticket:
         self._operation, self._in_flight = operation, in_flight
         self._parts: list[Part] = []
         self._settled = 0  # of the parts
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant as that of InFlight
         self._complete = False
         self._error: Failure | None = None
         self.reported = False  # whether `wait` has raised what failed

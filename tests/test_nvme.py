@@ -804,6 +804,32 @@ def test_staging_scatters_what_it_reads(pieces: list[tuple[int, int]], gap: int)
         assert all(torch.equal(target, file[at : at + target.numel()]) for at, target in targets)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_on_a_gpu(io: Io, tmp_path: Path) -> None:
+    """In several runs of the slots, after what is queued on the caller's stream, and in one file with others."""
+    path, count = tmp_path / "data", 5 * nvme.SLOT_BYTES // 4 + 3
+    with torch.cuda.stream(torch.cuda.Stream()):
+        tensor = torch.zeros(count, device="cuda")
+        for _ in range(50):
+            tensor += 1
+        io.write(tensor, path, 77)
+        assert path.read_bytes()[77:] == raw(torch.full((count,), 50.0))
+        target = torch.randn(count + 1, device="cuda")[1:]
+        ticket = io.read_async(target, path, 77)
+        ticket.wait()
+        assert torch.equal(target, tensor)
+        mixed = {"gpu": tensor, "cpu": torch.randn(7), "small": torch.ones(3, dtype=torch.bool, device="cuda")}
+        io.save(mixed, tmp_path / "model")
+        for device in ("cpu", "cuda"):
+            loaded = io.load(tmp_path / "model", device=device)
+            assert all(value.device.type == device for value in loaded.values())
+            assert same({name: value.cpu() for name, value in loaded.items()}, {name: v.cpu() for name, v in mixed.items()})
+        with pytest.raises(infinity.NvmeError) as failure:
+            io.read(torch.zeros(count + 1, device="cuda"), path, 77)
+        assert details(failure.value) == ("read", str(path), 77, 0, 4 * count + 4, 4 * count)
+
+
 def test_a_failed_save_leaves_what_was_there(io: Io, tmp_path: Path) -> None:
     path = tmp_path / "model"
     io.save({"a": torch.ones(3)}, path)
