@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity import native
+from infinity.device import HostMemory
 
 aio = native.aio()
 BLOCK = aio.ALIGNMENT
@@ -610,6 +611,55 @@ def test_an_owner_lives_until_its_request_is_done(kind: str, file: Any) -> None:
     data = memory(noise(16 * BLOCK, 1))
     engine.write(file, 0, data.ctypes.data, data.size, owner=data)
     assert Path(file.path).read_bytes() == noise(16 * BLOCK, 1)
+
+
+def bytes_on_huge_pages(address: int) -> int:
+    """Of the mapping that `address` lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "AnonHugePages:":
+            return int(line.split()[1]) << 10
+    return 0
+
+
+@each_engine
+def test_only_ordinary_pages_on_a_virtual_disk_are_copied(kind: str, file: Any) -> None:
+    """Which kind of memory goes straight to the device: see [Note: ordinary memory] in engine.h."""
+    engine, size = aio.Engine(kind), 4 << 20
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
+        area.madvise(mmap.MADV_NOHUGEPAGE)
+        view = np.frombuffer(area, np.uint8)
+        view[:] = np.frombuffer(noise(size), np.uint8)
+        small = view.ctypes.data
+        assert engine.write(file, 0, small, size).wait() == (0, size, size)
+        status = Path(file.path).stat()
+        device = f"/sys/dev/block/{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+        can_tell = tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (6, 7)
+        copied = size if file.direct and can_tell and "/virtio" in os.path.realpath(device) else 0
+        assert engine.counters()["bounced_bytes"] == copied
+        assert Path(file.path).read_bytes() == noise(size)
+        # Registered memory goes straight, and so do few pages.
+        before = engine.counters()["bounced_bytes"]
+        assert engine.write(file, 0, small, 4 * BLOCK).wait()[0] == 0
+        engine.register_memory(small, size)
+        assert engine.read(file, 0, small, size).wait() == (0, size, size)
+        if kind == "io_uring":
+            assert engine.counters()["bounced_bytes"] == before
+        engine.forget_memory(small)
+        assert view.tobytes() == noise(size)
+        del view
+
+    host = HostMemory(size)
+    if bytes_on_huge_pages(host.tensor.data_ptr()) >= size:
+        before = engine.counters()["bounced_bytes"]
+        assert engine.read(file, 0, host.tensor.data_ptr(), size).wait() == (0, size, size)
+        assert host.tensor.numpy().tobytes() == noise(size)
+        assert engine.counters()["bounced_bytes"] == before
+    host.close()
 
 
 # Whatever the kernel says, a ticket gives the right bytes or that error, and always ends.

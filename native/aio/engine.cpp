@@ -41,7 +41,7 @@ constexpr unsigned kPromptTries = 8;
 constexpr std::chrono::microseconds kPause{50};
 
 // Completions that are taken under one lock.
-constexpr std::size_t kAtOnce = 64;
+constexpr std::size_t kPerLock = 64;
 
 bool later(const Request* a, const Request* b) { return a->due > b->due; }
 
@@ -369,9 +369,9 @@ void QueueEngine::make_ready(Request* request) {
 }
 
 void QueueEngine::complete(Completion* first, std::size_t count) {
-  Progress progress[kAtOnce];
+  Progress progress[kPerLock];
   while (count != 0) {
-    const std::size_t some = std::min(count, kAtOnce);
+    const std::size_t some = std::min(count, kPerLock);
     // advance() may copy a whole request, so before the lock.
     for (std::size_t i = 0; i < some; ++i) progress[i] = first[i].request->advance(first[i].result);
     std::lock_guard<std::mutex> lock(mutex_);

@@ -41,6 +41,10 @@ namespace infinity::aio {
 
 namespace {
 
+// Entries per system call. All in one is cheapest, but they then come back in one and the device runs dry in between: random
+// reads of 4 KiB at depth 64 reach 0.87 of fio's rate so, 0.98 in fours, 0.99 one by one at more CPU.
+constexpr unsigned kAtOnce = 4;
+
 // One ring, used by the thread that made it alone.
 class Ring {
  public:
@@ -281,7 +285,8 @@ class Uring final : public QueueEngine {
         const bool copied = request->copies() && request->operation() == Operation::write;
         const Call call = request->call();
         prepare(ring, call, call.direct ? registry_->find(call.memory, call.bytes) : -1, request);
-        if (copied) ring.submit();  // it need not wait for the next copy
+        // The device need not wait for the next copy, nor for all of many small requests.
+        if (copied || ring.prepared() >= kAtOnce) ring.submit();
       }
       starting_.clear();
       code = code ? Ring::failure(code) : ring.submit_and_wait(not_before);
