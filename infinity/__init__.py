@@ -1,5 +1,6 @@
 """infinity: train models larger than GPU memory, and larger than RAM, with their states on GPU, host memory and NVMe."""
 
+from infinity import nvme
 from infinity.config import Config
 from infinity.engine import Engine, engine, wrap
 from infinity.errors import (
@@ -33,5 +34,6 @@ __all__ = [
     "engine",
     "gathered",
     "init",
+    "nvme",
     "wrap",
 ]

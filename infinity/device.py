@@ -16,6 +16,20 @@ def _cudart() -> Any:
     return torch.cuda.cudart()
 
 
+def huge_pages(nbytes: int, residue: int = 0) -> torch.Tensor:
+    """A uint8 tensor of shape (nbytes,) on memory of its own, on huge pages where the kernel gives them, not touched yet.
+
+    Its address is `residue` past a multiple of 2 MiB (0 <= residue < 2 MiB). The pages go back with the last view of it.
+    """
+    memory = mmap.mmap(-1, nbytes + residue + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -whole.data_ptr() % HUGE_PAGE
+    pages = (residue + nbytes) // HUGE_PAGE * HUGE_PAGE  # not the rest, which a huge page would round up to 2 MiB
+    if pages and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE, begin, pages)
+    return whole[begin + residue :][:nbytes]
+
+
 class HostMemory:
     """`nbytes` of host memory on huge pages where the kernel gives them, touched once so that no page fault comes later.
 
@@ -23,13 +37,7 @@ class HostMemory:
     """
 
     def __init__(self, nbytes: int, pin: bool = False) -> None:
-        self._map = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        start = -whole.data_ptr() % HUGE_PAGE
-        self.tensor = whole[start : start + nbytes]
-        self.tensor.zero_()
+        self.tensor = huge_pages(nbytes).zero_()
         self._pinned = pin and nbytes > 0
         if self._pinned:
             code = _cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)

@@ -14,7 +14,7 @@ class ConfigError(InfinityError, ValueError):
 
 
 class WeightsError(ConfigError):
-    """A checkpoint does not have the tensors that the model needs, under the names that the model has for them."""
+    """A checkpoint is damaged, or does not have the tensors that are needed under the names they are asked for."""
 
 
 class BudgetError(ConfigError):

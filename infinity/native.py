@@ -34,6 +34,24 @@ def aio() -> Any:
     return _required("_aio")
 
 
+def make_engine(kind: str, **options: Any) -> Any:
+    """A native I/O engine: "io_uring", "posix", or "auto" for the first that this machine allows.
+
+    `options` are those of `_aio.Engine`. Raises `ValueError` for options that cannot be, `RuntimeError` where io_uring was
+    asked for and cannot be had.
+    """
+    return aio().Engine(_best_kind() if kind == "auto" else kind, **options)
+
+
+@cache
+def _best_kind() -> str:
+    """Cached, so that what is missing is said once and not for every engine."""
+    available, reason = aio().io_uring_available()
+    if not available:
+        log.warning("io_uring is not available (%s); using POSIX threads for I/O", reason)
+    return "io_uring" if available else "posix"
+
+
 def cpu_adam() -> Any:
     """The CPU optimizer kernels (`native/cpu_adam`)."""
     return _required("_cpu_adam")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import resource
 import subprocess
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity import native
+from infinity.device import HostMemory
 
 aio = native.aio()
 BLOCK = aio.ALIGNMENT
@@ -413,6 +416,438 @@ def test_the_throttle_bounds_the_rate(kind: str, file: Any, threads: int) -> Non
     assert time.monotonic() - begin >= size / rate * 0.9
 
 
+# Background requests wait for the others; batches are one request; registered memory changes nothing but the cost.
+
+
+@each_engine
+def test_a_foreground_request_passes_background_ones(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, depth=1, threads=1, request_bytes=BLOCK)
+    engine.set_faults(bytes_per_second=1 << 20)
+    data, urgent = memory(noise(64 * BLOCK)), memory(noise(BLOCK, 1))
+    # It fills the queue of the background; the foreground has one of its own.
+    ticket = engine.write(file, 0, data.ctypes.data, data.size, background=True)
+    assert write(engine, file, data.size, urgent).wait() == (0, BLOCK, BLOCK)
+    assert not ticket.done()
+    assert ticket.wait() == (0, data.size, data.size)
+    assert Path(file.path).read_bytes() == data.tobytes() + urgent.tobytes()
+
+
+@each_engine
+@pytest.mark.parametrize("depth", [1, 4])
+def test_background_requests_end_while_the_foreground_never_rests(kind: str, file: Any, depth: int) -> None:
+    engine = aio.Engine(kind, depth=depth, threads=1, request_bytes=BLOCK)
+    engine.set_faults(bytes_per_second=64 << 20)  # so that the queue of the foreground is never empty below
+    data, urgent, blocks = memory(noise(8 * BLOCK)), memory(noise(BLOCK, 1)), 8
+    ticket = engine.write(file, 0, data.ctypes.data, data.size, background=True)
+    foreground = []
+    while not ticket.done():
+        foreground.append(write(engine, file, data.size, urgent))
+    assert ticket.wait() == (0, data.size, data.size)
+    assert len(foreground) <= blocks * 32 + 2 * depth
+    engine.drain()
+
+
+@each_engine
+def test_a_full_background_queue_leaves_slots_and_buffers_to_the_foreground(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, depth=8, request_bytes=BLOCK)
+    data = memory(noise(64 * BLOCK), shift=1)  # bounced
+    tickets = [engine.write(file, i * data.size, data.ctypes.data, data.size, background=True) for i in range(8)]
+    back = memory(data.size, shift=1)
+    for i, ticket in enumerate(tickets):
+        assert write(engine, file, (8 + i) * data.size, data).wait() == (0, data.size, data.size)
+        assert ticket.wait() == (0, data.size, data.size)
+        assert read(engine, file, i * data.size, back).wait() == (0, data.size, data.size)
+        assert np.array_equal(back, data)
+
+
+def batch(submit: Callable[..., Any], file: Any, offsets: list[int], views: list[np.ndarray], **options: Any) -> Any:
+    return submit(file, offsets, [view.ctypes.data for view in views], [view.size for view in views], **options)
+
+
+@each_engine
+@settings(max_examples=40, deadline=None)
+@given(
+    parts=st.lists(st.tuples(places, st.integers(0, SPAN), st.sampled_from([0, 0, 64, 4095])), max_size=8),
+    short=st.sampled_from([0.0, 0.7]),
+    background=st.booleans(),
+)
+def test_a_batch_moves_each_of_its_parts(kind: str, parts: list, short: float, background: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        engine = aio.Engine(kind, depth=3, request_bytes=4 * BLOCK)
+        engine.set_faults(seed=len(parts), short_fraction=short, short_unit=1)
+        file = aio.File(folder + "/data", create=True)
+        model = noise(2 * SPAN)
+        assert write(engine, file, 0, memory(model)).wait()[0] == 0
+        offsets = [offset for offset, _, _ in parts]
+        views = [memory(size, shift) for _, size, shift in parts]
+        total = sum(view.size for view in views)
+        assert batch(engine.read_batch, file, offsets, views, background=background).wait() == (0, total, total)
+        for offset, view in zip(offsets, views, strict=True):
+            assert view.tobytes() == model[offset : offset + view.size]
+        # Written side by side, each at a place of its own.
+        places = list(np.cumsum([0] + [view.size + BLOCK for view in views])[:-1])
+        ticket = batch(engine.write_batch, file, places, views, background=background)
+        assert ticket.wait() == (0, total, total)
+        engine.close()
+        content = Path(folder, "data").read_bytes()
+        for place, view in zip(places, views, strict=True):
+            assert content[place : place + view.size] == view.tobytes()
+        file.close()
+
+
+@each_engine
+@pytest.mark.parametrize("nth", [0, 3, 7])
+def test_a_batch_gives_its_first_failure_and_the_bytes_before_it(kind: str, file: Any, nth: int) -> None:
+    engine = aio.Engine(kind, depth=4, request_bytes=2 * BLOCK)
+    assert write(engine, file, 0, memory(noise(16 * BLOCK))).wait()[0] == 0
+    views = [memory(4 * BLOCK) for _ in range(4)]  # two device requests each
+    engine.set_faults(fail_read_at=nth, fail_errno=errno.ENODATA)
+    ticket = batch(engine.read_batch, file, [3 * BLOCK * i for i in range(4)], views)
+    assert ticket.wait() == (errno.ENODATA, 16 * BLOCK, nth * 2 * BLOCK)
+    for i, view in enumerate(views[: nth // 2]):
+        assert view.tobytes() == noise(16 * BLOCK)[3 * BLOCK * i : (3 * i + 4) * BLOCK]
+
+
+@each_engine
+def test_wrong_batches_are_value_errors(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind)
+    assert engine.read_batch(file, [], [], []).wait() == (0, 0, 0)
+    with pytest.raises(ValueError, match="same length"):
+        engine.read_batch(file, [0, 1], [1], [1])
+    with pytest.raises(ValueError, match="null"):
+        engine.read_batch(file, [0, 1], [0, 0], [0, 1])
+    with pytest.raises(ValueError, match="largest file"):
+        engine.write_batch(file, [2**63], [1], [1])
+    assert engine.counters()["device_requests"] == 0
+
+
+@each_engine
+def test_a_batch_is_one_request_for_the_queue(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, depth=2)
+    engine.set_faults(bytes_per_second=1 << 20)
+    data = memory(noise(64 * BLOCK))
+    numbers = np.arange(64, dtype=np.uint64) * np.uint64(BLOCK)
+    sizes = np.full(64, BLOCK, np.uint64)
+    ticket = engine.write_batch(file, numbers, numbers + np.uint64(data.ctypes.data), sizes)  # returns before it is done
+    assert not ticket.done()
+    assert ticket.wait() == (0, data.size, data.size)
+    assert Path(file.path).read_bytes() == data.tobytes()
+
+
+@each_engine
+def test_registered_memory_moves_the_same_bytes(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, request_bytes=4 * BLOCK)
+    pool = memory(32 * BLOCK)
+    address, half = pool.ctypes.data, 16 * BLOCK
+    pool[:half] = np.frombuffer(noise(half), np.uint8)
+    engine.register_memory(address, pool.size)
+    assert write(engine, file, 0, pool[:half]).wait() == (0, half, half)
+    assert read(engine, file, 0, pool[half:]).wait() == (0, half, half)
+    assert pool[half:].tobytes() == noise(half)
+    assert engine.counters()["fixed_requests"] == (8 if kind == "io_uring" and file.direct else 0)
+    # What lies outside, or only partly inside, is moved as ever.
+    engine.forget_memory(address)
+    engine.forget_memory(address)
+    engine.register_memory(address, 6 * BLOCK)
+    before = engine.counters()["fixed_requests"]
+    pool[:half] = 0
+    assert read(engine, file, 0, pool[:half]).wait() == (0, half, half)
+    assert pool[:half].tobytes() == noise(half)
+    assert engine.counters()["fixed_requests"] == before + (1 if kind == "io_uring" and file.direct else 0)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+def test_memory_that_cannot_be_registered_changes_nothing(file: Any) -> None:
+    engine, pool = aio.Engine("io_uring"), memory(noise(8 * BLOCK))
+    address = pool.ctypes.data
+    engine.register_memory(address + BLOCK, 2 * BLOCK)
+    for start, size in ((0, 2), (2, 1), (0, 8), (2, 3), (1, 2)):
+        with pytest.raises(ValueError, match="registered"):
+            engine.register_memory(address + start * BLOCK, size * BLOCK)
+    engine.register_memory(address, BLOCK)
+    engine.register_memory(address + 3 * BLOCK, BLOCK)
+    with mmap.mmap(-1, 4 * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as gone:
+        hole = np.frombuffer(gone, np.uint8).ctypes.data
+    with pytest.raises(OSError) as failure:
+        engine.register_memory(hole, 4 * BLOCK)
+    assert failure.value.errno == errno.EFAULT
+    assert write(engine, file, 0, pool).wait() == (0, pool.size, pool.size)
+    assert Path(file.path).read_bytes() == pool.tobytes()
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+def test_registering_goes_on_beside_requests_in_flight(file: Any) -> None:
+    engine, pool = aio.Engine("io_uring", depth=8, request_bytes=BLOCK), memory(noise(64 * BLOCK))
+    assert write(engine, file, 0, pool).wait()[0] == 0
+
+    def work(thread: int) -> None:
+        mine = memory(64 * BLOCK)
+        for turn in range(60):
+            engine.register_memory(mine.ctypes.data, mine.size)
+            ticket = read(engine, file, 0, mine)
+            if (thread + turn) % 2:
+                engine.forget_memory(mine.ctypes.data)  # under way
+            assert ticket.wait() == (0, mine.size, mine.size)
+            engine.forget_memory(mine.ctypes.data)
+            assert np.array_equal(mine, pool)
+            mine[:] = 0
+
+    in_threads(6, work)
+    assert engine.counters()["fixed_requests"] > 0
+
+
+@each_engine
+def test_an_owner_lives_until_its_request_is_done(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, depth=1, request_bytes=BLOCK)
+    engine.set_faults(bytes_per_second=1 << 20)
+    data = memory(noise(16 * BLOCK))
+    alive = weakref.ref(data)
+    ticket = engine.write(file, 0, data.ctypes.data, data.size, owner=data)
+    del data
+    assert alive() is not None
+    assert ticket.wait()[0] == 0
+    assert alive() is None
+    # Dropping the ticket waits, and only then lets go of the memory.
+    data = memory(noise(16 * BLOCK, 1))
+    engine.write(file, 0, data.ctypes.data, data.size, owner=data)
+    assert Path(file.path).read_bytes() == noise(16 * BLOCK, 1)
+
+
+def bytes_on_huge_pages(address: int) -> int:
+    """Of the mapping that `address` lies in."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if not first.endswith(":"):
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "AnonHugePages:":
+            return int(line.split()[1]) << 10
+    return 0
+
+
+@each_engine
+def test_only_ordinary_pages_on_a_virtual_disk_are_copied(kind: str, file: Any) -> None:
+    """Which kind of memory goes straight to the device: see [Note: ordinary memory] in engine.h."""
+    engine, size = aio.Engine(kind), 4 << 20
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as area:
+        area.madvise(mmap.MADV_NOHUGEPAGE)
+        view = np.frombuffer(area, np.uint8)
+        view[:] = np.frombuffer(noise(size), np.uint8)
+        small = view.ctypes.data
+        assert engine.write(file, 0, small, size).wait() == (0, size, size)
+        status = Path(file.path).stat()
+        device = f"/sys/dev/block/{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+        can_tell = tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (6, 7)
+        copied = size if file.direct and can_tell and "/virtio" in os.path.realpath(device) else 0
+        assert engine.counters()["bounced_bytes"] == copied
+        assert Path(file.path).read_bytes() == noise(size)
+        # Registered memory goes straight, and so do few pages.
+        before = engine.counters()["bounced_bytes"]
+        assert engine.write(file, 0, small, 4 * BLOCK).wait()[0] == 0
+        engine.register_memory(small, size)
+        assert engine.read(file, 0, small, size).wait() == (0, size, size)
+        if kind == "io_uring":
+            assert engine.counters()["bounced_bytes"] == before
+        engine.forget_memory(small)
+        assert view.tobytes() == noise(size)
+        del view
+
+    host = HostMemory(size)
+    if bytes_on_huge_pages(host.tensor.data_ptr()) >= size:
+        before = engine.counters()["bounced_bytes"]
+        assert engine.read(file, 0, host.tensor.data_ptr(), size).wait() == (0, size, size)
+        assert host.tensor.numpy().tobytes() == noise(size)
+        assert engine.counters()["bounced_bytes"] == before
+    host.close()
+
+
+# Whatever the kernel says, a ticket gives the right bytes or that error, and always ends.
+
+READ_ERRORS = ["EBADF", "EFAULT", "EINVAL", "EIO", "EISDIR"]
+WRITE_ERRORS = ["EBADF", "EDESTADDRREQ", "EDQUOT", "EFAULT", "EFBIG", "EINVAL", "EIO", "ENOSPC", "EPERM", "EPIPE"]
+RING_ERRORS = ["EACCES", "EBADFD", "EBUSY", "ECANCELED", "EEXIST", "ENOBUFS", "ENODEV", "ENOMEM", "ENXIO", "EOPNOTSUPP"]
+DEVICE_ERRORS = ["EREMOTEIO", "ENODATA", "EILSEQ", "ETIMEDOUT", "EBADE", "ENOLINK", "EROFS", "ESTALE", "ETIME", "EOVERFLOW"]
+TO_CONTINUE = ["EINTR", "EAGAIN"]
+EVERY_ERROR = [
+    getattr(errno, name) for name in dict.fromkeys(READ_ERRORS + WRITE_ERRORS + RING_ERRORS + DEVICE_ERRORS + TO_CONTINUE)
+]
+
+
+@each_engine
+@pytest.mark.parametrize("code", EVERY_ERROR, ids=lambda code: errno.errorcode[code])
+def test_every_errno_is_given_or_continued(kind: str, file: Any, code: int) -> None:
+    engine = aio.Engine(kind, depth=4, request_bytes=2 * BLOCK)
+    old, new = noise(7 * BLOCK), noise(7 * BLOCK, 1)
+    assert write(engine, file, 0, memory(old)).wait()[0] == 0
+    engine.set_faults(fail_read_at=2, fail_write_at=1, fail_errno=code)
+    back = memory(len(old))
+    goes_on = errno.errorcode[code] in TO_CONTINUE
+    assert read(engine, file, 0, back).wait() == ((0, len(old), len(old)) if goes_on else (code, len(old), 4 * BLOCK))
+    assert back.tobytes()[: 4 * BLOCK] == old[: 4 * BLOCK]
+    assert write(engine, file, 0, memory(new)).wait() == ((0, len(new), len(new)) if goes_on else (code, len(new), 2 * BLOCK))
+    assert write(engine, file, 0, memory(new)).wait() == (0, len(new), len(new))
+    assert read(engine, file, 0, back).wait() == (0, len(old), len(old))
+    assert back.tobytes() == new
+
+
+@each_engine
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN])
+def test_an_errno_that_never_goes_away_is_given_in_the_end(kind: str, file: Any, code: int) -> None:
+    engine = aio.Engine(kind)
+    engine.set_faults(error_fraction=1.0, errnos=[code])
+    assert write(engine, file, 0, memory(BLOCK)).wait() == (code, BLOCK, 0)
+    assert engine.counters()["device_requests"] == 64
+
+
+@each_engine
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    steps=st.lists(steps, max_size=10),
+    errors=st.sampled_from([0.0, 0.1, 0.5]),
+    codes=st.lists(st.sampled_from(EVERY_ERROR), min_size=1, max_size=4),
+    short=st.sampled_from([0.0, 0.5, 1.0]),
+    unit=st.sampled_from([1, 7, 512, BLOCK, 5000]),
+    delays=st.sampled_from([0.0, 0.3]),
+    direct=st.booleans(),
+)
+def test_under_any_faults_a_ticket_gives_bytes_or_an_error(
+    kind: str,
+    seed: int,
+    steps: list,
+    errors: float,
+    codes: list[int],
+    short: float,
+    unit: int,
+    delays: float,
+    direct: bool,
+) -> None:
+    """Requests under way together, each in a region of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = aio.Engine(kind, depth=4, request_bytes=4 * BLOCK)
+        file = aio.File(folder + "/data", create=True, direct=direct)
+        before = noise(2 * SPAN * max(1, len(steps)))
+        assert write(engine, file, 0, memory(before)).wait()[0] == 0
+        engine.set_faults(
+            seed=seed, error_fraction=errors, errnos=codes, short_fraction=short, short_unit=unit,
+            delay_fraction=delays, delay_seconds=0.001,
+        )  # fmt: skip
+        under_way = []
+        for number, (writing, offset, size, shift) in enumerate(steps):
+            data = memory(noise(size, number + 1) if writing else size, shift)
+            place = 2 * SPAN * number + offset
+            under_way.append((writing, place, data, (write if writing else read)(engine, file, place, data)))
+        for writing, place, data, ticket in under_way:
+            error, asked, done = ticket.wait()
+            assert asked == data.size
+            assert (error == 0) == (done == asked)
+            assert error in (0, *codes)
+            if not writing:
+                assert data.tobytes()[:done] == before[place : place + done]
+        engine.set_faults()
+        content = Path(folder, "data").read_bytes()
+        for writing, place, data, ticket in under_way:
+            done = ticket.wait()[2]
+            if writing:
+                assert content[place : place + done] == data.tobytes()[:done]
+            begin, end = place // (2 * SPAN) * 2 * SPAN, place // (2 * SPAN) * 2 * SPAN + 2 * SPAN
+            assert content[begin:place] == before[begin:place]
+            assert content[place + data.size : end] == before[place + data.size : end]
+        file.close()
+        engine.close()
+
+
+@each_engine
+def test_a_delayed_request_is_overtaken(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, threads=1)
+    data = memory(noise(BLOCK))
+    engine.set_faults(seed=1, delay_fraction=1.0, delay_seconds=1.0)  # 0.13 s by this seed
+    late = write(engine, file, 0, data)
+    engine.set_faults()
+    assert write(engine, file, BLOCK, data).wait() == (0, BLOCK, BLOCK)
+    assert not late.done()
+    assert late.wait() == (0, BLOCK, BLOCK)
+
+
+def descriptors(name: str) -> set[int]:
+    """Of this process, whose target has `name` in it."""
+    return {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if name in os.path.realpath(entry)}
+
+
+@each_engine
+def test_a_descriptor_closed_under_way_is_an_error(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, depth=1, threads=1, request_bytes=BLOCK)
+    (number,) = descriptors(file.path)
+    engine.set_faults(bytes_per_second=4 << 20)
+    data = memory(noise(64 * BLOCK))
+    ticket = write(engine, file, 0, data)
+    os.close(number)
+    error, asked, done = ticket.wait()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), number)  # the number is still the file's, which will close it
+    assert (error, asked) == (errno.EBADF, data.size)
+    assert done < asked
+    assert Path(file.path).read_bytes()[:done] == data.tobytes()[:done]
+
+
+@each_engine
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("size", [BLOCK, 1 << 20])
+def test_memory_that_is_gone_is_an_error(kind: str, file: Any, size: int, shift: int) -> None:
+    engine = aio.Engine(kind)
+    assert write(engine, file, 0, memory(size)).wait()[0] == 0
+    with mmap.mmap(-1, size + BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as gone:
+        hole = np.frombuffer(gone, np.uint8).ctypes.data + shift
+    assert engine.write(file, 0, hole, size).wait() == (errno.EFAULT, size, 0)
+    assert engine.read(file, 0, hole, size).wait() == (errno.EFAULT, size, 0)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+@pytest.mark.parametrize("nth", [0, 1, 5])
+def test_a_ring_that_fails_ends_every_ticket(file: Any, nth: int) -> None:
+    """natively in dead_ring.cpp, for every moment"""
+    engine = aio.Engine("io_uring", depth=4, request_bytes=BLOCK)
+    content = memory(noise(64 * BLOCK))
+    assert write(engine, file, 0, content).wait()[0] == 0
+    engine.set_faults(fail_ring_at=nth, fail_errno=errno.EBADF)
+    back = [memory(64 * BLOCK) for _ in range(3)]
+    tickets = [read(engine, file, 0, view) for view in back]
+    for view, ticket in zip(back, tickets, strict=True):
+        error, asked, done = ticket.wait()
+        assert (error, asked) == (errno.EBADF, 64 * BLOCK)
+        assert view.tobytes()[:done] == content.tobytes()[:done]
+    assert read(engine, file, 0, back[0]).wait() == (errno.EBADF, 64 * BLOCK, 0)
+    with pytest.raises(OSError) as failure:
+        engine.register_memory(content.ctypes.data, content.size)
+    assert failure.value.errno == errno.EBADF
+    engine.close()
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.EAGAIN, errno.EINTR])
+def test_a_full_completion_queue_is_emptied(file: Any, code: int) -> None:
+    """EBUSY is how the ring says that it is full"""
+    engine = aio.Engine("io_uring", depth=4096, request_bytes=BLOCK)
+    content, back = memory(noise(5000 * BLOCK)), memory(5000 * BLOCK)
+    assert write(engine, file, 0, content).wait()[0] == 0
+    engine.set_faults(fail_ring_at=2, fail_errno=code)
+    assert read(engine, file, 0, back).wait() == (0, back.size, back.size)
+    assert np.array_equal(back, content)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+def test_a_ring_whose_descriptor_is_closed_by_a_stranger_goes_on(file: Any) -> None:
+    others = descriptors("io_uring")
+    engine, data = aio.Engine("io_uring"), memory(noise(3 * BLOCK))
+    (number,) = descriptors("io_uring") - others
+    os.close(number)
+    error, asked, done = write(engine, file, 0, data).wait()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), number)
+    assert (error == 0) == (done == asked)
+    assert error in (0, errno.EBADF)  # 0 where the kernel lets a thread register its ring
+    assert Path(file.path).read_bytes()[:done] == data.tobytes()[:done]
+
+
 # Wrong use and a failing world.
 
 
@@ -486,6 +921,16 @@ def test_wrong_requests_are_value_errors(kind: str, file: Any) -> None:
         engine.read(file, 2**63 - 1, 0, 1)
     with pytest.raises(ValueError):
         engine.set_faults(short_fraction=2.0)
+    for wrong in (
+        {"error_fraction": -1},
+        {"delay_fraction": 2},
+        {"delay_seconds": -1},
+        {"errnos": []},
+        {"errnos": [0]},
+        {"short_unit": 0},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            engine.set_faults(**wrong)
     with pytest.raises(ValueError, match="null"):
         engine.read(file, 0, 0, BLOCK)
     assert engine.read(file, 0, 0, 0).wait() == (0, 0, 0)

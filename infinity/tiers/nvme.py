@@ -9,12 +9,12 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity import native
 from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
+from infinity.native import make_engine
 from infinity.observe import Meter, Recorder
 from infinity.units import format_bytes, round_up
 
@@ -203,20 +203,6 @@ class NvmeTier:
             os.close(lock)
         self._files.clear()
         self._locks.clear()
-
-
-def make_engine(kind: str) -> Any:
-    """A native I/O engine: "io_uring", "posix", or "auto" for the first that this machine allows."""
-    return native.aio().Engine(_best_kind() if kind == "auto" else kind)
-
-
-@cache
-def _best_kind() -> str:
-    """Cached, so that what is missing is said once and not for every engine."""
-    available, reason = native.aio().io_uring_available()
-    if not available:
-        log.warning("io_uring is not available (%s); using POSIX threads for I/O", reason)
-    return "io_uring" if available else "posix"
 
 
 def lock_directory(directory: Path) -> int:

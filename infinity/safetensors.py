@@ -1,0 +1,152 @@
+"""The header of a safetensors file: what lies where. Knows bytes and names, and neither files nor tensors' memory.
+
+The file is 8 bytes with the header's length (little-endian), the header (JSON, may end in spaces), and the data: the tensors
+one after the other, in any order, without gaps. https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from infinity.errors import WeightsError
+from infinity.units import round_up
+
+LENGTH_BYTES = 8
+HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
+BLOCK = 4096  # we begin the data here, so that it can be moved with O_DIRECT
+METADATA = "__metadata__"
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32,
+    "U32": torch.uint32, "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
+    "C64": torch.complex64,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Entry(NamedTuple):
+    """A tensor and its bytes [begin, end) of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+def pack(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[Entry]]:
+    """The first bytes of a file with `tensors` (dtype and shape), a multiple of 4096, and the entries in order of the data.
+
+    Tensors of whole blocks come first, so that they all begin at a block; the others follow by falling alignment of their
+    dtype. Raises `ValueError` for a name, dtype or metadata that the format does not have.
+    """
+    for key, value in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise ValueError(f"metadata must map strings to strings; {key!r}: {value!r} does not")
+    sizes = {}
+    for name, (dtype, shape) in tensors.items():
+        if not isinstance(name, str) or name == METADATA:
+            raise ValueError(f"a tensor's name must be a string other than {METADATA!r}, not {name!r}")
+        if dtype not in _NAMES:
+            raise ValueError(
+                f"tensor {name!r} is {dtype}, which a safetensors file cannot hold; one of {', '.join(DTYPES)} can be"
+            )
+        sizes[name] = math.prod(shape) * dtype.itemsize
+    order = sorted(tensors, key=lambda name: (sizes[name] % BLOCK != 0, -tensors[name][0].itemsize, name))
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    places, position = [], 0
+    for name in order:
+        dtype, shape = tensors[name]
+        end = position + sizes[name]
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        places.append((name, dtype, tuple(shape), position, end))
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    start = round_up(LENGTH_BYTES + len(text), BLOCK)
+    if start > HEADER_LIMIT:
+        raise ValueError(f"the header of {len(tensors)} tensors takes {start} bytes, and readers accept {HEADER_LIMIT}")
+    head = (start - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(start - LENGTH_BYTES)
+    return head, [Entry(name, dtype, shape, start + begin, start + end) for name, dtype, shape, begin, end in places]
+
+
+def data_start(length: bytes, size: int, path: str) -> int:
+    """Where the data begins, from the first 8 bytes of a file of `size` bytes. Raises `WeightsError`."""
+    if len(length) < LENGTH_BYTES:
+        raise WeightsError(f"{path} is no safetensors file: it ends after {size} bytes, inside the header's length")
+    header = int.from_bytes(length, "little")
+    if header > HEADER_LIMIT:
+        raise WeightsError(f"{path} is no safetensors file: its header would be {header} bytes, and {HEADER_LIMIT} are allowed")
+    if LENGTH_BYTES + header > size:
+        raise WeightsError(f"{path} is cut off or damaged: it ends after {size} bytes, inside its header of {header}")
+    return LENGTH_BYTES + header
+
+
+def parse(header: bytes, size: int, path: str) -> list[Entry]:
+    """The entries of a file of `size` bytes, in order of the data, from its header (without the length).
+
+    They are contiguous, do not overlap, and end where the file ends; else `WeightsError` names the tensor.
+    """
+    try:
+        table = json.loads(header.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(f"{path} is no safetensors file: its header is not JSON ({error})") from None
+    if not isinstance(table, dict):
+        raise WeightsError(f"{path} is no safetensors file: its header is not a JSON object")
+    metadata = table.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise WeightsError(f"{path} is damaged: {METADATA} is not an object of strings")
+    start = LENGTH_BYTES + len(header)
+    entries = sorted((_entry(name, fields, start, path) for name, fields in table.items()), key=lambda entry: entry[3:])
+    position = start
+    for entry in entries:
+        if entry.begin != position:
+            wrong = "overlaps with the one before it" if entry.begin < position else "leaves a gap before it"
+            raise WeightsError(f"{path} is damaged: tensor {entry.name!r} {wrong} (bytes {entry.begin} and {position})")
+        position = entry.end
+        if position > size:
+            raise WeightsError(f"{path} is cut off: tensor {entry.name!r} ends at byte {position}, the file at {size}")
+    if position != size:
+        raise WeightsError(f"{path} is damaged: its tensors end at byte {position}, the file at {size}")
+    return entries
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a name is there twice")
+    return table
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _entry(name: str, fields: Any, start: int, path: str) -> Entry:
+    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise WeightsError(f"{path} is damaged: tensor {name!r} is not described by dtype, shape and data_offsets")
+    dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
+    if dtype is None:
+        raise WeightsError(f"{path}: tensor {name!r} has dtype {fields['dtype']!r}; known are {', '.join(DTYPES)}")
+    shape, offsets = fields["shape"], fields["data_offsets"]
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
+        raise WeightsError(f"{path} is damaged: tensor {name!r} has shape {shape!r}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+        raise WeightsError(f"{path} is damaged: tensor {name!r} has data_offsets {offsets!r}")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise WeightsError(
+            f"{path} is damaged: tensor {name!r} of shape {shape} and dtype {fields['dtype']} is given {end - begin} bytes"
+        )
+    return Entry(name, dtype, tuple(shape), start + begin, start + end)
