@@ -40,14 +40,12 @@ def plain_failures(debug: bool) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def require_extras(*modules: str) -> None:
-    """Raise `InfinityError` with the pip command when one of `modules` (the optional extra `finetune`) is missing."""
+def require_extras(*modules: str, what: str = "`infinity finetune`") -> None:
+    """Raise `InfinityError` with the pip command when one of `modules` (the optional extra `finetune`) is missing for `what`."""
     for module in modules:
         try:
             importlib.import_module(module)
         except ImportError as error:
             if (error.name or "").partition(".")[0] != module:
                 raise InfinityError(f"{module} is installed but cannot be imported: {error}") from None
-            raise InfinityError(
-                f"`infinity finetune` needs {module}; install it with: pip install 'zero-infinity[finetune]'"
-            ) from None
+            raise InfinityError(f"{what} needs {module}; install it with: pip install 'zero-infinity[finetune]'") from None
