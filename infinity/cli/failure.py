@@ -30,9 +30,9 @@ def plain_failures(debug: bool) -> Iterator[None]:
     """Turn an expected failure inside into one line on stderr and exit status 1; with `debug` let it pass as it is."""
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         typer.echo("infinity: interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(128 + error.args[0] if error.args else INTERRUPTED) from None
     except (InfinityError, ValueError, OSError) as error:
         if debug:
             raise
