@@ -23,7 +23,7 @@ from infinity.cli.bench.rig import PIECE_BYTES, Drive, Measured, Pieces, Rig
 from infinity.cli.bench.search import Found, Setting, Space, search
 from infinity.cli.bench.verdict import Evidence, verdict
 from infinity.cli.bench.wear import read_smart, wear_percent
-from infinity.cli.bench.workspace import check_space, leftovers, workspace
+from infinity.cli.bench.workspace import check_owners, check_space, workspace
 from infinity.device import HostMemory
 from infinity.tiers.store import CHUNK_ELEMENTS
 from infinity.units import format_bytes
@@ -49,15 +49,13 @@ class Benchmark:
         plan.check()
         spaces = plan.spaces()
         self._fio = fio.require_fio() if plan.compare_fio else ""
-        for path in plan.paths:
-            leftovers(path)  # refuses before anything is written
+        check_owners(plan.paths)
+        check_space(plan.paths, max(plan.file_bytes, plan.write_set or 0), plan.reserve)
         places, machine = [examine(path) for path in plan.paths], machine_facts()
-        for note in notes(places, machine):
-            self._say(note)
         with ExitStack() as stack:
-            if plan.write_set is not None:
-                check_space(plan.paths, plan.write_set, plan.reserve)
             files = stack.enter_context(workspace(plan.paths, plan.file_bytes, plan.reserve))
+            for note in notes(places, machine):
+                self._say(note)
             self._prepare(files, spaces, stack)
             found = self._search(spaces)
             cases = self._cases(found)

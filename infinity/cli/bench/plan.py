@@ -79,7 +79,7 @@ class Plan:
         return ("write",) if set(self.modes) <= {"write"} else ("read", "write")
 
     def spaces(self) -> list[Space]:
-        """What the search searches; raises `ConfigError` when the engine asked for cannot be had."""
+        """What the search searches; raises `ConfigError` when the engine asked for cannot be had, or needs too much memory."""
         available, reason = native.aio().io_uring_available()
         if self.engine == "io_uring" and not available:
             raise ConfigError(f"--engine io_uring: {reason}; use --engine posix")
@@ -87,7 +87,7 @@ class Plan:
         fixed: dict[str, tuple[int | None, tuple[int, ...]]] = {
             "io_uring": (self.depth, DEPTHS), "posix": (self.threads, THREADS),
         }  # fmt: skip
-        return [
+        spaces = [
             Space(
                 name,
                 REQUEST_BYTES if self.request_bytes is None else (self.request_bytes,),
@@ -96,3 +96,6 @@ class Plan:
             )
             for name in engines
         ]
+        for space in spaces:
+            space.start()  # refuses what does not fit
+        return spaces

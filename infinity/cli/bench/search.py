@@ -13,6 +13,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from infinity.errors import ConfigError
+from infinity.units import format_bytes
+
 REQUEST_BYTES = tuple(1 << shift for shift in range(18, 24))  # 256 KiB to 8 MiB
 DEPTHS = tuple(1 << shift for shift in range(8))  # 1 to 128
 THREADS = tuple(1 << shift for shift in range(6))  # 1 to 32
@@ -68,8 +71,9 @@ class Space:
         """Indices of a middling setting, about 16 requests of 1 MiB, that fits."""
         places = [(r, w) for r in range(len(self.requests)) for w in range(len(self.widths)) if self.at(r, w)]
         if not places:
-            raise ValueError(
-                f"no setting of {self.engine} has at most {self.most_in_flight} bytes in flight; lower --depth or --request-bytes"
+            raise ConfigError(
+                f"{self.engine}: at least {format_bytes(self.requests[0] * self.widths[0])} would be in flight, of "
+                f"{format_bytes(self.most_in_flight)} that there is memory for; lower --depth, --threads or --request-bytes"
             )
         return min(places, key=lambda at: abs(_log2(self.requests[at[0]], 1 << 20)) + abs(_log2(self.widths[at[1]], 16)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -33,12 +34,12 @@ def cells(row: dict[str, Any], paths: int) -> list[str]:
     return [
         row_name(row, paths),
         number("median_gb_per_second", ".2f"),
-        f"{row['lowest_gb_per_second']:.2f} to {row['highest_gb_per_second']:.2f}",
+        f"{row['lowest_gb_per_second']:.2f}-{row['highest_gb_per_second']:.2f}",
         seconds("latency_p50_seconds"),
         seconds("latency_p99_seconds"),
         seconds("latency_p99_9_seconds"),
         number("cpu_seconds_per_gb", ".3f"),
-        f"{ratio} ({row['fio_lowest_ratio']:.2f} to {row['fio_highest_ratio']:.2f})" if ratio else "",
+        f"{ratio} ({row['fio_lowest_ratio']:.2f}-{row['fio_highest_ratio']:.2f})" if ratio else "",
     ]
 
 
@@ -106,12 +107,17 @@ def wear_words(wear: dict[str, Any]) -> str:
 
 def print_table(summary: dict[str, Any], console: Console) -> None:
     """Print everything, the block of configuration last, ready to be copied."""
-    table = Table(title="infinity bench io", title_justify="left")
-    for number, heading in enumerate(HEADINGS):
-        table.add_column(heading, justify="left" if number == 0 else "right", overflow="fold")
-    for row in summary["rows"]:
-        table.add_row(*cells(row, len(summary["paths"])))
-    console.print(table, markup=False)
+    for load in dict.fromkeys(row["load"] for row in summary["rows"]):
+        rows = [row for row in summary["rows"] if row["load"] == load]
+        shown = [cells(row | {"load": None}, len(summary["paths"])) for row in rows]
+        used = [number for number in range(len(HEADINGS)) if any(line[number] for line in shown)]
+        title = f"infinity bench io{f', beside {load}' if load else ''}"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for number in used:
+            table.add_column(HEADINGS[number], justify="right" if number else "left", no_wrap=number == 0)
+        for line in shown:
+            table.add_row(*(line[number] for number in used))
+        console.print(table, markup=False)
     around = Table(show_header=False, box=None)
     around.add_column(style="bold", no_wrap=True)
     around.add_column(overflow="fold")

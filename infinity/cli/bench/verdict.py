@@ -56,11 +56,9 @@ def verdict(places: Sequence[Place], evidence: Evidence) -> str:
         name = " and ".join(place.device or str(place.path) for place in places)
         link = f", {speed / sum(links):.0%} of the PCIe link" if len(links) == len(places) else ""
         cause = f"the device itself ({name}): twice as much in flight is not faster than {speed:.2f} GB/s{link}"
+    elif evidence.wider is not None:
+        cause = f"what is in flight: {speed:.2f} GB/s, and the search saw {evidence.wider:.2f} GB/s with more of it"
     else:
-        cause = (
-            f"what is in flight ({evidence.setting.depth} requests of {evidence.setting.request_bytes >> 10} KiB) or by the device: "
-            f"{speed:.2f} GB/s, and nothing with more in flight was tried"
-            if evidence.wider is None
-            else f"what is in flight: {speed:.2f} GB/s, and the search saw {evidence.wider:.2f} GB/s with more of it"
-        )
+        flight = f"{evidence.setting.depth} requests of {evidence.setting.request_bytes >> 10} KiB"
+        cause = f"what is in flight ({flight}) or by the device: {speed:.2f} GB/s, and nothing with more in flight was tried"
     return f"{reached} {cause}{against}."

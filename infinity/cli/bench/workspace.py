@@ -33,7 +33,8 @@ def leftovers(directory: Path) -> list[Path]:
     foreign = [name for name in names if name not in (MARKER, DATA) or not _is_file(folder / name)]
     if foreign or (names and MARKER not in names):
         raise ConfigError(
-            f"{folder} has files that infinity did not write ({', '.join(foreign or names)}); move them, or choose another directory"
+            f"{folder} has files that infinity did not write ({', '.join(foreign or names)}); "
+            "move them, or choose another directory"
         )
     return [*(folder / name for name in (DATA, MARKER) if name in names), folder]
 
@@ -49,14 +50,27 @@ def remove(paths: Sequence[Path]) -> None:
             path.rmdir() if path.is_dir() else path.unlink()
 
 
+def check_owners(directories: Sequence[Path]) -> None:
+    """Raise `ConfigError` where files of others have the names of ours."""
+    for directory in directories:
+        leftovers(directory)
+        if (directory / LOCK_NAME).is_symlink():
+            raise ConfigError(f"{directory / LOCK_NAME} is a link, which no run makes; remove it yourself")
+
+
 def check_space(directories: Sequence[Path], size: int, reserve: int) -> None:
-    """Raise `ConfigError` with the numbers unless `size` bytes fit into each directory and leave `reserve` bytes free."""
+    """Raise `ConfigError` with the numbers unless `size` bytes fit into each directory and leave `reserve` bytes free.
+
+    What a killed benchmark left there counts as free: it is removed first.
+    """
     on_device: dict[int, list[Path]] = {}
     for directory in directories:
         on_device.setdefault(directory.stat().st_dev, []).append(directory)
     for together in on_device.values():
         status = os.statvfs(together[0])
-        free, count = status.f_bavail * status.f_frsize, len(together)
+        ours = [path for directory in together for path in leftovers(directory) if path.is_file()]
+        free = status.f_bavail * status.f_frsize + sum(path.stat().st_blocks * 512 for path in ours)
+        count = len(together)
         if free - count * size < reserve:
             largest = max(free - reserve, 0) // count // (8 << 20)
             way_out = f"the largest --size that works is {8 * largest}MiB" if largest else "free some space, or lower --reserve"
@@ -84,10 +98,7 @@ def workspace(directories: Sequence[Path], size: int, reserve: int) -> Iterator[
     Raises `ConfigError` (no such directory, files of others, too little space) and `PathInUseError` before anything is written.
     """
     check_directories(directories)
-    for directory in directories:
-        leftovers(directory)
-        if (directory / LOCK_NAME).is_symlink():
-            raise ConfigError(f"{directory / LOCK_NAME} is a link, which no run makes; remove it yourself")
+    check_owners(directories)
     with ExitStack() as stack:
         for directory in directories:
             descriptor = lock_directory(directory)
