@@ -36,7 +36,7 @@ from infinity.cli.bench.preflight import Link, Place, examine
 from infinity.cli.bench.results import sustained_facts
 from infinity.cli.bench.rig import Drive, Measured, Rig, percentile
 from infinity.cli.bench.search import AS_GOOD, DEPTHS, REQUEST_BYTES, THREADS, Setting, Space, search
-from infinity.cli.bench.verdict import Evidence, verdict
+from infinity.cli.bench.verdict import Evidence, lasting, verdict
 from infinity.cli.interrupt import interrupted_by_signals
 from infinity.cli.main import app
 from infinity.device import HostMemory
@@ -518,8 +518,8 @@ def test_a_whole_run_on_two_paths(tmp_path: Path) -> None:
     written = sum(row["written_bytes"] for row in facts["rows"]) + facts["sustained"]["written_bytes"]
     assert facts["wear"]["written_bytes"] > written + 2 * 16 * MIB
     assert facts["wear"]["endurance_used_percent"] == pytest.approx(100 * 3 * facts["wear"]["written_bytes"] / 2 / 600e12)
-    assert len(facts["limits"]) == 2
-    assert all(sentence.startswith(("Reads are limited by", "Writes are limited by")) for sentence in facts["limits"])
+    for sentence, begin in zip(facts["limits"], ("Reads are limited by", "Writes are limited by", "Writes "), strict=True):
+        assert sentence.startswith(begin)
     assert facts["load"]["adam_gigaparameters_per_second"] > 0
     assert json.loads(out["block.json"].read_text()) == facts["config"]
     for shown in ("GB/s", "p99.9", "many-tensor read", "beside CPU Adam", "Reads are limited by", '"aio"', "sustained"):
@@ -745,6 +745,11 @@ def test_the_verdict_names_the_strongest_reason(places: list[Place], changes: di
     assert sentence.startswith("Reads are limited by ")
     assert sentence.endswith(".")
     assert "\n" not in sentence
+
+
+def test_a_burst_is_not_taken_for_a_speed() -> None:
+    assert lasting(5.0, 1.25, 80 * 10**9).startswith("Writes fall from 5.00 to 1.25 GB/s as 80 GB are written: ")
+    assert lasting(5.0, 4.9, 80 * 10**9) == "Writes keep 98% of their first speed over 80 GB."
 
 
 def test_a_page_cache_is_not_taken_for_a_drive() -> None:

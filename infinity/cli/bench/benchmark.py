@@ -21,7 +21,7 @@ from infinity.cli.bench.preflight import Place, examine, machine_facts, notes
 from infinity.cli.bench.results import Case, fio_facts, latency_facts, spread, sustained_facts
 from infinity.cli.bench.rig import PIECE_BYTES, Drive, Measured, Pieces, Rig
 from infinity.cli.bench.search import Found, Setting, Space, search
-from infinity.cli.bench.verdict import Evidence, verdict
+from infinity.cli.bench.verdict import Evidence, lasting, verdict
 from infinity.cli.bench.wear import read_smart, wear_percent
 from infinity.cli.bench.workspace import check_owners, check_space, workspace
 from infinity.device import HostMemory
@@ -75,7 +75,7 @@ class Benchmark:
                 "rows": rows,
                 "load": self._load_facts(load),
                 "sustained": sustained,
-                "limits": self._limits(places, found, cases),
+                "limits": [*self._limits(places, found, cases), *_lasting(sustained)],
                 "wear": self._wear(places),
                 "config": config_block(plan.paths, found.best),
             }
@@ -191,9 +191,12 @@ class Benchmark:
         for number in range(plan.rounds):
             self._say(f"round {number + 1} of {plan.rounds}")
             for case in cases:
+                compared = self._fio and case.mode in ("read", "write", "mixed")
+                if compared and number % 2:  # each goes first as often as the other
+                    case.fio.append(self._run_fio(case, best))
                 with self._rig(best) as rig:
                     case.quiet.append(case.run(rig))
-                if self._fio and case.mode in ("read", "write", "mixed"):
+                if compared and not number % 2:
                     case.fio.append(self._run_fio(case, best))
                 if load is not None and case.only is None:
                     with self._rig(best) as rig, load:
@@ -351,6 +354,12 @@ def _score(speeds: dict[Operation, float]) -> float:
         return next(iter(speeds.values()))
     read, written = patterns.BYTES_READ, patterns.BYTES_WRITTEN
     return (read + written) / (read / speeds["read"] + written / speeds["write"])
+
+
+def _lasting(sustained: dict[str, Any] | None) -> list[str]:
+    if sustained is None:
+        return []
+    return [lasting(sustained["first_tenth_gb_per_second"], sustained["last_half_gb_per_second"], sustained["written_bytes"])]
 
 
 def _median_speed(case: Case) -> float:

@@ -9,7 +9,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from infinity.cli.history import format_seconds
 from infinity.units import format_bytes
 
 
@@ -21,29 +20,23 @@ def row_name(row: dict[str, Any], paths: int) -> str:
     return name + (f" beside {row['load']}" if row["load"] else "")
 
 
+HEADINGS = ("mode", "GB/s", "rounds", "p50 ms", "p99 ms", "p99.9 ms", "CPU s/GB", "of fio")
+
+
 def cells(row: dict[str, Any], paths: int) -> list[str]:
-    """The texts of one row of the table of modes; see `HEADINGS`."""
+    """The texts of one row under `HEADINGS`; empty where nothing was measured."""
 
-    def number(key: str, form: str) -> str:
-        return "" if row.get(key) is None else format(row[key], form)
+    def number(key: str, form: str, factor: float = 1.0) -> str:
+        return "" if row.get(key) is None else format(row[key] * factor, form)
 
-    def seconds(key: str) -> str:
-        return "" if row.get(key) is None else format_seconds(row[key])
-
-    ratio = number("fio_median_ratio", ".2f")
     return [
         row_name(row, paths),
         number("median_gb_per_second", ".2f"),
         f"{row['lowest_gb_per_second']:.2f}-{row['highest_gb_per_second']:.2f}",
-        seconds("latency_p50_seconds"),
-        seconds("latency_p99_seconds"),
-        seconds("latency_p99_9_seconds"),
+        *(number(f"latency_{name}_seconds", ".3g", 1e3) for name in ("p50", "p99", "p99_9")),
         number("cpu_seconds_per_gb", ".3f"),
-        f"{ratio} ({row['fio_lowest_ratio']:.2f}-{row['fio_highest_ratio']:.2f})" if ratio else "",
+        number("fio_median_ratio", ".2f"),
     ]
-
-
-HEADINGS = ("mode", "GB/s", "rounds", "p50", "p99", "p99.9", "CPU s/GB", "of fio")
 
 
 def setting_words(setting: dict[str, Any]) -> str:
@@ -62,12 +55,25 @@ def facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         known += [place["pcie_link"] and f"PCIe {place['pcie_link']}", place["numa_node"] and f"NUMA node {place['numa_node']}"]
         known += [place["direct_io_problem"] or "O_DIRECT", f"{format_bytes(place['free_bytes'])} free"]
         rows.append((place["path"], ", ".join(str(part) for part in known if part)))
+    machine = summary["machine"]
+    limit = "no limit" if machine["memlock_bytes"] is None else format_bytes(machine["memlock_bytes"])
+    rows.append((
+        "machine",
+        f"Linux {machine['kernel']}, {machine['cpus_count']} CPUs, io_uring {'refused' if machine['io_uring_problem'] else 'works'}, "
+        f"memlock {limit}, huge pages {machine['transparent_huge_pages'] or 'none'}",
+    ))  # fmt: skip
     rows.append(("notes", " ".join(summary["notes"])))
     rows.append(("best setting", setting_words(summary["best"])))
     rows.append(
         ("search", f"{search['trials_count']} measurements of {search['settings_count']} settings in {search['seconds']:.1f} s")
     )
     rows += [("limit", sentence) for sentence in summary["limits"]]
+    ratios = [
+        f"{row_name(row, len(summary['paths']))} {row['fio_lowest_ratio']:.2f}-{row['fio_highest_ratio']:.2f}"
+        for row in summary["rows"]
+        if "fio_median_ratio" in row
+    ]
+    rows.append(("of fio by round", "; ".join(ratios)))
     for row in summary["rows"]:
         if row["mode"] == "replay":
             beside = f" beside {row['load']}" if row["load"] else ""

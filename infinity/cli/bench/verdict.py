@@ -17,6 +17,9 @@ SHARED = 0.85
 FLAT = 1.1
 """A device is full when twice as much in flight gains less than this."""
 
+LASTS = 0.85
+"""Writing that keeps this share of its first speed lasts."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -62,3 +65,13 @@ def verdict(places: Sequence[Place], evidence: Evidence) -> str:
         flight = f"{evidence.setting.depth} requests of {evidence.setting.request_bytes >> 10} KiB"
         cause = f"what is in flight ({flight}) or by the device: {speed:.2f} GB/s, and nothing with more in flight was tried"
     return f"{reached} {cause}{against}."
+
+
+def lasting(first: float, last: float, written: int) -> str:
+    """Whether writing for long keeps the speed (GB/s) of its beginning; one sentence."""
+    if last < LASTS * first:
+        return (
+            f"Writes fall from {first:.2f} to {last:.2f} GB/s as {written / 1e9:.0f} GB are written: a cache of the drive is full by "
+            "then, and the lower figure is what training gets."
+        )
+    return f"Writes keep {last / first:.0%} of their first speed over {written / 1e9:.0f} GB."
