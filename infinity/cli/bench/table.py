@@ -57,10 +57,11 @@ def facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((place["path"], ", ".join(str(part) for part in known if part)))
     machine = summary["machine"]
     limit = "no limit" if machine["memlock_bytes"] is None else format_bytes(machine["memlock_bytes"])
+    ring = "refused" if machine["io_uring_problem"] else "works"
     rows.append((
         "machine",
-        f"Linux {machine['kernel']}, {machine['cpus_count']} CPUs, io_uring {'refused' if machine['io_uring_problem'] else 'works'}, "
-        f"memlock {limit}, huge pages {machine['transparent_huge_pages'] or 'none'}",
+        f"Linux {machine['kernel']}, {machine['cpus_count']} CPUs, io_uring {ring}, memlock {limit}, "
+        f"huge pages {machine['transparent_huge_pages'] or 'none'}",
     ))  # fmt: skip
     rows.append(("notes", " ".join(summary["notes"])))
     rows.append(("best setting", setting_words(summary["best"])))

@@ -71,7 +71,7 @@ def lasting(first: float, last: float, written: int) -> str:
     """Whether writing for long keeps the speed (GB/s) of its beginning; one sentence."""
     if last < LASTS * first:
         return (
-            f"Writes fall from {first:.2f} to {last:.2f} GB/s as {written / 1e9:.0f} GB are written: a cache of the drive is full by "
-            "then, and the lower figure is what training gets."
+            f"Writes fall from {first:.2f} to {last:.2f} GB/s as {written / 1e9:.0f} GB are written: a cache of the drive is "
+            "full by then, and the lower figure is what training gets."
         )
     return f"Writes keep {last / first:.0%} of their first speed over {written / 1e9:.0f} GB."
