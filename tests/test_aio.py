@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import resource
 import subprocess
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -411,6 +413,203 @@ def test_the_throttle_bounds_the_rate(kind: str, file: Any, threads: int) -> Non
     tickets = [write(engine, file, offset, data) for offset in (0, data.size)]
     assert [ticket.wait()[0] for ticket in tickets] == [0, 0]
     assert time.monotonic() - begin >= size / rate * 0.9
+
+
+# Background requests wait for the others; batches are one request; registered memory changes nothing but the cost.
+
+
+@each_engine
+def test_a_foreground_request_passes_background_ones(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, depth=1, threads=1, request_bytes=BLOCK)
+    engine.set_faults(bytes_per_second=1 << 20)
+    data, urgent = memory(noise(64 * BLOCK)), memory(noise(BLOCK, 1))
+    # It fills the queue of the background; the foreground has one of its own.
+    ticket = engine.write(file, 0, data.ctypes.data, data.size, background=True)
+    assert write(engine, file, data.size, urgent).wait() == (0, BLOCK, BLOCK)
+    assert not ticket.done()
+    assert ticket.wait() == (0, data.size, data.size)
+    assert Path(file.path).read_bytes() == data.tobytes() + urgent.tobytes()
+
+
+@each_engine
+@pytest.mark.parametrize("depth", [1, 4])
+def test_background_requests_end_while_the_foreground_never_rests(kind: str, file: Any, depth: int) -> None:
+    engine = aio.Engine(kind, depth=depth, threads=1, request_bytes=BLOCK)
+    engine.set_faults(bytes_per_second=64 << 20)  # so that the queue of the foreground is never empty below
+    data, urgent, blocks = memory(noise(8 * BLOCK)), memory(noise(BLOCK, 1)), 8
+    ticket = engine.write(file, 0, data.ctypes.data, data.size, background=True)
+    foreground = []
+    while not ticket.done():
+        foreground.append(write(engine, file, data.size, urgent))
+    assert ticket.wait() == (0, data.size, data.size)
+    assert len(foreground) <= blocks * 32 + 2 * depth
+    engine.drain()
+
+
+@each_engine
+def test_a_full_background_queue_leaves_slots_and_buffers_to_the_foreground(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, depth=8, request_bytes=BLOCK)
+    data = memory(noise(64 * BLOCK), shift=1)  # bounced
+    tickets = [engine.write(file, i * data.size, data.ctypes.data, data.size, background=True) for i in range(8)]
+    back = memory(data.size, shift=1)
+    for i, ticket in enumerate(tickets):
+        assert write(engine, file, (8 + i) * data.size, data).wait() == (0, data.size, data.size)
+        assert ticket.wait() == (0, data.size, data.size)
+        assert read(engine, file, i * data.size, back).wait() == (0, data.size, data.size)
+        assert np.array_equal(back, data)
+
+
+def batch(submit: Callable[..., Any], file: Any, offsets: list[int], views: list[np.ndarray], **options: Any) -> Any:
+    return submit(file, offsets, [view.ctypes.data for view in views], [view.size for view in views], **options)
+
+
+@each_engine
+@settings(max_examples=40, deadline=None)
+@given(
+    parts=st.lists(st.tuples(places, st.integers(0, SPAN), st.sampled_from([0, 0, 64, 4095])), max_size=8),
+    short=st.sampled_from([0.0, 0.7]),
+    background=st.booleans(),
+)
+def test_a_batch_moves_each_of_its_parts(kind: str, parts: list, short: float, background: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        engine = aio.Engine(kind, depth=3, request_bytes=4 * BLOCK)
+        engine.set_faults(seed=len(parts), short_fraction=short, short_unit=1)
+        file = aio.File(folder + "/data", create=True)
+        model = noise(2 * SPAN)
+        assert write(engine, file, 0, memory(model)).wait()[0] == 0
+        offsets = [offset for offset, _, _ in parts]
+        views = [memory(size, shift) for _, size, shift in parts]
+        total = sum(view.size for view in views)
+        assert batch(engine.read_batch, file, offsets, views, background=background).wait() == (0, total, total)
+        for offset, view in zip(offsets, views, strict=True):
+            assert view.tobytes() == model[offset : offset + view.size]
+        # Written side by side, each at a place of its own.
+        places = list(np.cumsum([0] + [view.size + BLOCK for view in views])[:-1])
+        ticket = batch(engine.write_batch, file, places, views, background=background)
+        assert ticket.wait() == (0, total, total)
+        engine.close()
+        content = Path(folder, "data").read_bytes()
+        for place, view in zip(places, views, strict=True):
+            assert content[place : place + view.size] == view.tobytes()
+        file.close()
+
+
+@each_engine
+@pytest.mark.parametrize("nth", [0, 3, 7])
+def test_a_batch_gives_its_first_failure_and_the_bytes_before_it(kind: str, file: Any, nth: int) -> None:
+    engine = aio.Engine(kind, depth=4, request_bytes=2 * BLOCK)
+    assert write(engine, file, 0, memory(noise(16 * BLOCK))).wait()[0] == 0
+    views = [memory(4 * BLOCK) for _ in range(4)]  # two device requests each
+    engine.set_faults(fail_read_at=nth, fail_errno=errno.ENODATA)
+    ticket = batch(engine.read_batch, file, [3 * BLOCK * i for i in range(4)], views)
+    assert ticket.wait() == (errno.ENODATA, 16 * BLOCK, nth * 2 * BLOCK)
+    for i, view in enumerate(views[: nth // 2]):
+        assert view.tobytes() == noise(16 * BLOCK)[3 * BLOCK * i : (3 * i + 4) * BLOCK]
+
+
+@each_engine
+def test_wrong_batches_are_value_errors(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind)
+    assert engine.read_batch(file, [], [], []).wait() == (0, 0, 0)
+    with pytest.raises(ValueError, match="same length"):
+        engine.read_batch(file, [0, 1], [1], [1])
+    with pytest.raises(ValueError, match="null"):
+        engine.read_batch(file, [0, 1], [0, 0], [0, 1])
+    with pytest.raises(ValueError, match="largest file"):
+        engine.write_batch(file, [2**63], [1], [1])
+    assert engine.counters()["device_requests"] == 0
+
+
+@each_engine
+def test_a_batch_is_one_request_for_the_queue(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, depth=2)
+    engine.set_faults(bytes_per_second=1 << 20)
+    data = memory(noise(64 * BLOCK))
+    numbers = np.arange(64, dtype=np.uint64) * np.uint64(BLOCK)
+    sizes = np.full(64, BLOCK, np.uint64)
+    ticket = engine.write_batch(file, numbers, numbers + np.uint64(data.ctypes.data), sizes)  # returns before it is done
+    assert not ticket.done()
+    assert ticket.wait() == (0, data.size, data.size)
+    assert Path(file.path).read_bytes() == data.tobytes()
+
+
+@each_engine
+def test_registered_memory_moves_the_same_bytes(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, request_bytes=4 * BLOCK)
+    pool = memory(32 * BLOCK)
+    address, half = pool.ctypes.data, 16 * BLOCK
+    pool[:half] = np.frombuffer(noise(half), np.uint8)
+    engine.register_memory(address, pool.size)
+    assert write(engine, file, 0, pool[:half]).wait() == (0, half, half)
+    assert read(engine, file, 0, pool[half:]).wait() == (0, half, half)
+    assert pool[half:].tobytes() == noise(half)
+    assert engine.counters()["fixed_requests"] == (8 if kind == "io_uring" and file.direct else 0)
+    # What lies outside, or only partly inside, is moved as ever.
+    engine.forget_memory(address)
+    engine.forget_memory(address)
+    engine.register_memory(address, 6 * BLOCK)
+    before = engine.counters()["fixed_requests"]
+    pool[:half] = 0
+    assert read(engine, file, 0, pool[:half]).wait() == (0, half, half)
+    assert pool[:half].tobytes() == noise(half)
+    assert engine.counters()["fixed_requests"] == before + (1 if kind == "io_uring" and file.direct else 0)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+def test_memory_that_cannot_be_registered_changes_nothing(file: Any) -> None:
+    engine, pool = aio.Engine("io_uring"), memory(noise(8 * BLOCK))
+    address = pool.ctypes.data
+    engine.register_memory(address + BLOCK, 2 * BLOCK)
+    for start, size in ((0, 2), (2, 1), (0, 8), (2, 3), (1, 2)):
+        with pytest.raises(ValueError, match="registered"):
+            engine.register_memory(address + start * BLOCK, size * BLOCK)
+    engine.register_memory(address, BLOCK)
+    engine.register_memory(address + 3 * BLOCK, BLOCK)
+    with mmap.mmap(-1, 4 * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as gone:
+        hole = np.frombuffer(gone, np.uint8).ctypes.data
+    with pytest.raises(OSError) as failure:
+        engine.register_memory(hole, 4 * BLOCK)
+    assert failure.value.errno == errno.EFAULT
+    assert write(engine, file, 0, pool).wait() == (0, pool.size, pool.size)
+    assert Path(file.path).read_bytes() == pool.tobytes()
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+def test_registering_goes_on_beside_requests_in_flight(file: Any) -> None:
+    engine, pool = aio.Engine("io_uring", depth=8, request_bytes=BLOCK), memory(noise(64 * BLOCK))
+    assert write(engine, file, 0, pool).wait()[0] == 0
+
+    def work(thread: int) -> None:
+        mine = memory(64 * BLOCK)
+        for turn in range(60):
+            engine.register_memory(mine.ctypes.data, mine.size)
+            ticket = read(engine, file, 0, mine)
+            if (thread + turn) % 2:
+                engine.forget_memory(mine.ctypes.data)  # under way
+            assert ticket.wait() == (0, mine.size, mine.size)
+            engine.forget_memory(mine.ctypes.data)
+            assert np.array_equal(mine, pool)
+            mine[:] = 0
+
+    in_threads(6, work)
+    assert engine.counters()["fixed_requests"] > 0
+
+
+@each_engine
+def test_an_owner_lives_until_its_request_is_done(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, depth=1, request_bytes=BLOCK)
+    engine.set_faults(bytes_per_second=1 << 20)
+    data = memory(noise(16 * BLOCK))
+    alive = weakref.ref(data)
+    ticket = engine.write(file, 0, data.ctypes.data, data.size, owner=data)
+    del data
+    assert alive() is not None
+    assert ticket.wait()[0] == 0
+    assert alive() is None
+    # Dropping the ticket waits, and only then lets go of the memory.
+    data = memory(noise(16 * BLOCK, 1))
+    engine.write(file, 0, data.ctypes.data, data.size, owner=data)
+    assert Path(file.path).read_bytes() == noise(16 * BLOCK, 1)
 
 
 # Wrong use and a failing world.

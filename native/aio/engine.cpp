@@ -1,12 +1,14 @@
 #include "engine.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <new>
 #include <stdexcept>
+
+#include "faults.h"
 
 namespace infinity::aio {
 
@@ -18,11 +20,30 @@ bool aligned(const void* memory) { return reinterpret_cast<std::uintptr_t>(memor
 
 constexpr std::uint64_t kLargestFile = floor_block(std::numeric_limits<std::int64_t>::max());
 
-// Enough to keep a device busy with unaligned requests; at 1 MiB each they cost 8 MiB, and only once touched.
-constexpr std::size_t kBounceBuffers = 8;
+// Requests that are copied have these sizes at most. One copy is then short beside what is in flight, and there are enough
+// buffers to keep the device busy while others are being copied; together they cost 20 MiB, and only once used.
+struct Pool {
+  std::size_t bytes, count;
+};
+constexpr Pool kBouncePools[] = {{64u << 10, 64}, {1u << 20, 16}};
 
-// The throttle may catch up on wake-ups this late, so that the rate is met and not only bounded.
-constexpr std::chrono::milliseconds kThrottleSlack{2};
+// Below, the pages of a request are too few for the copy to pay; see [Note: ordinary memory].
+constexpr std::size_t kCopyFrom = 32u << 10;
+
+// In flight: enough for full speed, and what a demand read waits for at most.
+constexpr std::size_t kWindow = 32u << 20;
+
+// So many foreground requests may pass a waiting background transfer.
+constexpr unsigned kPassOver = 31;
+
+// Repetitions without progress come at once at first, then later and later, up to 6.4 ms.
+constexpr unsigned kPromptTries = 8;
+constexpr std::chrono::microseconds kPause{50};
+
+// Completions that are taken under one lock.
+constexpr std::size_t kAtOnce = 64;
+
+bool later(const Request* a, const Request* b) { return a->due > b->due; }
 
 void check(const Options& options) {
   if (options.depth < 1 || options.depth > 4096) throw std::invalid_argument("depth must be 1 to 4096");
@@ -33,40 +54,33 @@ void check(const Options& options) {
 
 }  // namespace
 
-// Guarded by the engine's mutex.
-struct FaultPlan {
-  explicit FaultPlan(const Faults& faults) : faults(faults), random(faults.seed) {}
-
-  void apply(Request& request) {
-    const std::size_t blocks = (request.remaining() + kAlignment - 1) / kAlignment;
-    if (blocks > 1 && std::uniform_real_distribution<>()(random) < faults.short_fraction)
-      request.limit = kAlignment * (1 + random() % (blocks - 1));
-    const bool reading = request.operation() == Operation::read;
-    if ((reading ? reads++ : writes++) == (reading ? faults.fail_read_at : faults.fail_write_at))
-      request.injected = faults.fail_errno;
-    if (faults.bytes_per_second > 0) {
-      const std::chrono::duration<double> cost(static_cast<double>(request.limit) / faults.bytes_per_second);
-      free_at = std::max(free_at, Clock::now() - kThrottleSlack) + std::chrono::duration_cast<Clock::duration>(cost);
-      request.due = free_at;
-    }
-  }
-
-  const Faults faults;
-  std::int64_t reads = 0, writes = 0;
-  std::mt19937_64 random;
-  Clock::time_point free_at;
-};
-
 // ---- Transfer and Ticket ----
 
-Transfer::Transfer(Operation operation, const File& file, std::uint64_t offset, void* memory, std::size_t bytes,
+Transfer::Transfer(Operation operation, const File& file, std::vector<Part> parts, Priority priority,
                    std::shared_ptr<FaultPlan> faults)
-    : operation(operation), descriptor(file.descriptor()), direct(file.direct()), offset(offset), end(offset + bytes),
-      memory(static_cast<char*>(memory)), faults(std::move(faults)), cursor(offset), done_until_(end) {}
+    : operation(operation), priority(priority), descriptor(file.descriptor()), direct(file.direct()),
+      faults(std::move(faults)), parts_(std::move(parts)) {
+  for (const Part& part : parts_) asked_ += part.bytes;
+  done_ = asked_;
+  skip_empty_parts();
+}
 
-void Transfer::fail(std::uint64_t position, int code) {
-  if (error_ != 0 && position >= done_until_) return;
-  done_until_ = position;
+void Transfer::skip_empty_parts() {
+  while (!all_cut() && part().bytes == 0) ++index_;
+  if (!all_cut()) cursor_ = part().offset;
+}
+
+void Transfer::cut_until(std::uint64_t position) {
+  cursor_ = position;
+  if (cursor_ < part().offset + part().bytes) return;
+  before_ += part().bytes;
+  ++index_;
+  skip_empty_parts();
+}
+
+void Transfer::fail(std::uint64_t mark, int code) {
+  if (error_ != 0 && mark >= done_) return;
+  done_ = mark;
   error_ = code;
 }
 
@@ -82,7 +96,7 @@ Result Transfer::wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     wakeup_.wait(lock, [this] { return finished(); });
   }
-  return {error_, end - offset, done_bytes()};
+  return {error_, asked_, done_};
 }
 
 bool Ticket::done() const { return !state_ || state_->finished(); }
@@ -93,38 +107,64 @@ Result Ticket::wait() const { return state_ ? state_->wait() : Result{}; }
 void Request::assign(std::shared_ptr<Transfer> of, std::uint64_t to, char* buffer) {
   transfer = std::move(of);
   bounce = buffer;
-  begin = transfer->cursor;
+  begin = transfer->cursor();
   end = to;
+  mark = transfer->mark();
+  memory_ = static_cast<char*>(transfer->part().memory) + (begin - transfer->part().offset);
   device_begin_ = bounce ? floor_block(begin) : begin;
   device_end_ = bounce ? ceil_block(end) : end;
   reached_ = device_begin_;
+  tries = 0;
   filling_ = transfer->operation == Operation::write && (device_begin_ != begin || device_end_ != end);
 }
 
 // O_DIRECT can only go on from a block boundary, so a transfer that stopped inside a block repeats that block.
 std::uint64_t Request::start() const { return transfer->direct ? floor_block(reached_) : reached_; }
 
-Call Request::call() {
-  if (bounce && operation() == Operation::write && reached_ == device_begin_)
-    std::memcpy(bounce + (begin - device_begin_), transfer->memory_at(begin), end - begin);
-  char* base = bounce ? bounce : transfer->memory_at(begin);
-  return {operation(), transfer->descriptor->number, start(), base + (start() - device_begin_), limit};
+void Request::prepare() {
+  bytes = most_ = remaining();
+  injected = 0;
+  due = {};
+  late = false;
+  if (tries > kPromptTries) {
+    due = Clock::now() + kPause * (1 << std::min(tries - kPromptTries, 7u));
+    late = true;
+  }
 }
 
+void Request::shorten(std::size_t moved) {
+  most_ = moved;
+  bytes = transfer->direct ? ceil_block(moved) : moved;
+}
+
+Call Request::call() {
+  if (bounce && operation() == Operation::write && reached_ == device_begin_)
+    std::memcpy(bounce + (begin - device_begin_), memory_, end - begin);
+  char* base = bounce ? bounce : memory_;
+  return {operation(), transfer->descriptor->number, start(), base + (start() - device_begin_), bytes, transfer->direct};
+}
+
+bool Request::no_progress() { return ++tries < kTries; }
+
 Progress Request::advance(int result) {
-  if (result == -EINTR || result == -EAGAIN) return Progress::again;
+  if ((result == -EINTR || result == -EAGAIN) && no_progress()) return Progress::again;
 
   // A read needs the caller's bytes only: the file may end inside the last block.
   const std::uint64_t goal = operation() == Operation::read && !filling_ ? end : device_end_;
-  const std::uint64_t now = start() + static_cast<std::uint64_t>(std::max(result, 0));
+  const std::uint64_t now = start() + std::min(static_cast<std::size_t>(std::max(result, 0)), most_);
   const bool stuck = now <= reached_;
   reached_ = std::max(reached_, now);
   error = 0;
   if (result < 0) {
     error = -result;
   } else if (reached_ < goal) {
-    if (!stuck) return Progress::again;
-    if (filling_) {
+    if (!stuck) {
+      tries = 0;
+      return Progress::again;
+    }
+    const bool ended = operation() == Operation::read && transfer->descriptor->ends_at(reached_);
+    if (!ended && no_progress()) return Progress::again;
+    if (filling_ && ended) {
       std::memset(bounce + (reached_ - device_begin_), 0, device_end_ - reached_);
     } else {
       error = operation() == Operation::read ? kEndOfFile : EIO;  // a write of 0 bytes names no reason
@@ -133,39 +173,62 @@ Progress Request::advance(int result) {
   if (filling_ && !error) {
     filling_ = false;
     reached_ = device_begin_;
+    tries = 0;
     return Progress::write_back;
   }
 
   done_until = filling_ ? begin : std::clamp(reached_, begin, end);
   if (bounce && operation() == Operation::read && done_until > begin)
-    std::memcpy(transfer->memory_at(begin), bounce + (begin - device_begin_), done_until - begin);
+    std::memcpy(memory_, bounce + (begin - device_begin_), done_until - begin);
   return Progress::finished;
+}
+
+void Request::give_up(int code) {
+  error = code;
+  done_until = bounce ? begin : std::clamp(reached_, begin, end);
 }
 
 // ---- QueueEngine ----
 
 QueueEngine::QueueEngine(const Options& options)
-    : options_((check(options), options)), slots_(options.depth), bounce_memory_(nullptr, std::free) {
+    : options_((check(options), options)), slots_(options.depth),
+      window_(std::max(kWindow, 4 * options.request_bytes)),
+      bounce_memory_(kBouncePools[0].bytes * kBouncePools[0].count + kBouncePools[1].bytes * kBouncePools[1].count) {
   free_.reserve(options.depth);
   ready_.reserve(options.depth);
+  late_.reserve(options.depth);
   for (Request& slot : slots_) free_.push_back(&slot);
-  bounce_memory_.reset(static_cast<char*>(std::aligned_alloc(kAlignment, kBounceBuffers * options.request_bytes)));
-  if (!bounce_memory_) throw std::bad_alloc();
-  for (std::size_t i = 0; i < kBounceBuffers; ++i)
-    bounce_free_.push_back(bounce_memory_.get() + i * options.request_bytes);
+  char* buffer = bounce_memory_.data();
+  for (int pool : {0, 1})
+    for (std::size_t i = 0; i < kBouncePools[pool].count; ++i, buffer += kBouncePools[pool].bytes)
+      bounce_free_[pool].push_back(buffer);
 }
 
-Ticket QueueEngine::submit(Operation operation, File& file, std::uint64_t offset, void* memory, std::size_t bytes) {
-  if (offset > kLargestFile || bytes > kLargestFile - offset)
-    throw std::invalid_argument("offset + bytes is past the largest file");
-  if (!memory && bytes != 0) throw std::invalid_argument("the memory is null");
+Ticket QueueEngine::submit(Operation operation, File& file, std::uint64_t offset, void* memory, std::size_t bytes,
+                           Priority priority) {
+  return submit(operation, file, std::vector<Part>{{offset, memory, bytes}}, priority);
+}
+
+Ticket QueueEngine::submit(Operation operation, File& file, std::vector<Part> parts, Priority priority) {
+  std::uint64_t all = 0;
+  for (const Part& part : parts) {
+    if (part.offset > kLargestFile || part.bytes > kLargestFile - part.offset)
+      throw std::invalid_argument("offset + bytes is past the largest file");
+    if (!part.memory && part.bytes != 0) throw std::invalid_argument("the memory is null");
+    all += part.bytes;
+    if (all > kLargestFile) throw std::invalid_argument("the parts together are larger than the largest file");
+  }
+  Queue& queue = this->queue(priority);
   std::unique_lock<std::mutex> lock(mutex_);
-  room_.wait(lock, [this] { return queue_.size() < options_.depth; });
-  auto transfer = std::make_shared<Transfer>(operation, file, offset, memory, bytes, faults_);
-  if (bytes == 0) {
+  queue.room.wait(lock, [&] { return queue.transfers.size() < options_.depth || dead_; });
+  auto transfer = std::make_shared<Transfer>(operation, file, std::move(parts), priority, faults_);
+  if (transfer->all_cut()) {
+    transfer->finish();
+  } else if (dead_) {
+    transfer->fail(0, dead_);
     transfer->finish();
   } else {
-    queue_.push_back(transfer);
+    queue.transfers.push_back(transfer);
     ++outstanding_;
     wake();
   }
@@ -178,16 +241,13 @@ Counters QueueEngine::counters() const {
 }
 
 void QueueEngine::set_faults(const Faults& faults) {
-  if (!(faults.short_fraction >= 0 && faults.short_fraction <= 1))
-    throw std::invalid_argument("short_fraction must be 0 to 1");
-  if (!(faults.bytes_per_second >= 0)) throw std::invalid_argument("bytes_per_second must not be negative");
-  if (faults.fail_errno <= 0) throw std::invalid_argument("fail_errno must be positive");
-  const bool any = faults.short_fraction > 0 || faults.fail_read_at >= 0 || faults.fail_write_at >= 0 ||
-                   faults.bytes_per_second > 0;
-  auto plan = any ? std::make_shared<FaultPlan>(faults) : nullptr;
+  check(faults);
+  auto plan = std::make_shared<FaultPlan>(faults);
   std::lock_guard<std::mutex> lock(mutex_);
   faults_ = std::move(plan);
 }
+
+int QueueEngine::ring_fault() { return faults_ ? faults_->ring_call() : 0; }
 
 void QueueEngine::drain() {
   std::unique_lock<std::mutex> lock(mutex_);
@@ -201,87 +261,163 @@ void QueueEngine::stop() {
   wake();
 }
 
+bool QueueEngine::has_work() const {
+  return !ready_.empty() || !queues_[0].transfers.empty() || !queues_[1].transfers.empty();
+}
+
 Request* QueueEngine::next(Clock::time_point* not_before) {
-  while (!ready_.empty() || cut()) {
-    Request* request = ready_.back();
-    if (request->due > Clock::now()) {
-      *not_before = std::min(*not_before, request->due);
-      return nullptr;
+  for (;;) {
+    Request* request;
+    if (!late_.empty() && late_.front()->due <= Clock::now()) {
+      std::pop_heap(late_.begin(), late_.end(), later);
+      request = late_.back();
+      late_.pop_back();
+    } else if (!ready_.empty()) {
+      request = ready_.back();
+      if (request->due != Clock::time_point{} && request->due > Clock::now()) {
+        *not_before = std::min(*not_before, request->due);
+        break;
+      }
+      ready_.pop_back();
+    } else if (cut()) {
+      continue;
+    } else {
+      break;
     }
-    ready_.pop_back();
     if (request->injected == 0) return request;
     settle(request, request->advance(-request->injected));
   }
+  if (!late_.empty()) *not_before = std::min(*not_before, late_.front()->due);
   return nullptr;
 }
 
-// Moves the next piece of the front transfer into a free slot. False: there is no work, no slot or no buffer.
 bool QueueEngine::cut() {
-  if (queue_.empty() || free_.empty()) return false;
-  const std::shared_ptr<Transfer>& transfer = queue_.front();
-  const std::uint64_t from = transfer->cursor;
-  std::uint64_t to = std::min<std::uint64_t>(transfer->end, from + options_.request_bytes);
+  if (free_.empty()) return false;
+  const bool turn = passed_over_ >= kPassOver || queue(Priority::foreground).transfers.empty();
+  if (turn && cut(Priority::background)) {
+    passed_over_ = 0;
+    return true;
+  }
+  if (!cut(Priority::foreground)) return false;
+  if (!queue(Priority::background).transfers.empty()) ++passed_over_;
+  return true;
+}
+
+// Moves the next piece of the queue's front transfer into a free slot. False: there is no work, or no room for it.
+bool QueueEngine::cut(Priority priority) {
+  Queue& queue = this->queue(priority);
+  const bool background = priority == Priority::background;
+  if (queue.transfers.empty() || (background && queue.slots >= std::max(1u, options_.depth / 2))) return false;
+  const std::shared_ptr<Transfer>& transfer = queue.transfers.front();
+  const Part& part = transfer->part();
+  const std::uint64_t from = transfer->cursor(), last = part.offset + part.bytes;
+  std::uint64_t to = std::min<std::uint64_t>(last, from + options_.request_bytes);
   bool bounced = false;
   if (transfer->direct) {
     // A partial block is a piece of its own: then a read-modify-write is one block, and the rest is whole blocks.
     const std::uint64_t block_end = floor_block(from) + kAlignment;
     const bool partial = from != floor_block(from) || to < block_end;
-    to = partial ? std::min(transfer->end, block_end) : floor_block(to);
-    bounced = partial || !aligned(transfer->memory_at(from));
+    to = partial ? std::min(last, block_end) : floor_block(to);
+    const char* memory = static_cast<const char*>(part.memory) + (from - part.offset);
+    bounced = partial || !aligned(memory) ||
+              (transfer->descriptor->pays_per_page && to - from >= kCopyFrom && !registered(memory, to - from) &&
+               !on_huge_pages(memory, to - from));
+    if (bounced) to = std::min<std::uint64_t>(to, from + kBouncePools[1].bytes);
   }
+  const int pool = to - from <= kBouncePools[0].bytes ? 0 : 1;
+  if (bounced && bounce_free_[pool].size() <= (background ? kBouncePools[pool].count / 2 : 0)) return false;
+  const std::size_t in_flight = queues_[0].bytes + queues_[1].bytes;
+  if (in_flight != 0 && in_flight + (to - from) > window_) return false;
+  if (background && queue.bytes != 0 && queue.bytes + (to - from) > window_ / 2) return false;
+
   char* buffer = nullptr;
   if (bounced) {
-    if (bounce_free_.empty()) return false;
-    buffer = bounce_free_.back();
-    bounce_free_.pop_back();
+    buffer = bounce_free_[pool].back();
+    bounce_free_[pool].pop_back();
     counters_.bounced_bytes += to - from;
   }
   Request* request = free_.back();
   free_.pop_back();
   request->assign(transfer, to, buffer);
-  transfer->cursor = to;
+  ++queue.slots;
+  queue.bytes += request->covers();
   ++transfer->in_flight;
-  if (to == transfer->end) {
-    queue_.pop_front();
-    room_.notify_one();
+  transfer->cut_until(to);
+  if (transfer->all_cut()) {
+    queue.transfers.pop_front();
+    queue.room.notify_one();
   }
   make_ready(request);
   return true;
 }
 
 void QueueEngine::make_ready(Request* request) {
-  request->limit = request->remaining();
-  request->injected = 0;
-  request->due = {};
+  request->prepare();
   if (FaultPlan* faults = request->transfer->faults.get()) faults->apply(*request);
   ++counters_.device_requests;
-  ready_.push_back(request);
+  if (!request->late) return ready_.push_back(request);
+  late_.push_back(request);
+  std::push_heap(late_.begin(), late_.end(), later);
 }
 
-void QueueEngine::complete(Request* request, int result) {
-  const Progress progress = request->advance(result);  // may copy a whole request, so before the lock
-  std::lock_guard<std::mutex> lock(mutex_);
-  settle(request, progress);
+void QueueEngine::complete(Completion* first, std::size_t count) {
+  Progress progress[kAtOnce];
+  while (count != 0) {
+    const std::size_t some = std::min(count, kAtOnce);
+    // advance() may copy a whole request, so before the lock.
+    for (std::size_t i = 0; i < some; ++i) progress[i] = first[i].request->advance(first[i].result);
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (std::size_t i = 0; i < some; ++i) settle(first[i].request, progress[i]);
+    first += some;
+    count -= some;
+  }
 }
 
 void QueueEngine::settle(Request* request, Progress progress) {
-  if (progress != Progress::finished) {
+  if (progress != Progress::finished && !dead_) {
     if (progress == Progress::again) ++counters_.continued;
     return make_ready(request);
   }
+  if (progress != Progress::finished) request->give_up(dead_);
   const std::shared_ptr<Transfer> transfer = std::move(request->transfer);
-  if (request->bounce) bounce_free_.push_back(request->bounce);
+  Queue& queue = this->queue(transfer->priority);
+  if (request->bounce) bounce_free_[request->covers() <= kBouncePools[0].bytes ? 0 : 1].push_back(request->bounce);
+  --queue.slots;
+  queue.bytes -= request->covers();
   free_.push_back(request);
-  if (request->error != 0) transfer->fail(request->done_until, request->error);
+  if (request->error != 0) transfer->fail(request->mark + (request->done_until - request->begin), request->error);
   --transfer->in_flight;
-  if (transfer->failed() && !queue_.empty() && queue_.front() == transfer) {
-    queue_.pop_front();  // what is left of a failed transfer is not started
-    room_.notify_one();
+  if (transfer->failed() && !queue.transfers.empty() && queue.transfers.front() == transfer) {
+    queue.transfers.pop_front();  // what is left of a failed transfer is not started
+    queue.room.notify_one();
   }
-  if (!transfer->settled()) return;
+  if (transfer->settled()) finish(transfer);
+}
+
+void QueueEngine::finish(const std::shared_ptr<Transfer>& transfer) {
   (transfer->operation == Operation::read ? counters_.bytes_read : counters_.bytes_written) += transfer->done_bytes();
   transfer->finish();
   if (--outstanding_ == 0) idle_.notify_all();
+}
+
+void QueueEngine::abandon(int code) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  dead_ = code;
+  ready_.clear();
+  late_.clear();
+  for (Request& slot : slots_) {
+    if (!slot.transfer) continue;
+    slot.give_up(code);
+    settle(&slot, Progress::finished);
+  }
+  for (Queue& queue : queues_) {
+    for (const std::shared_ptr<Transfer>& transfer : queue.transfers) {
+      transfer->fail(transfer->mark(), code);
+      finish(transfer);
+    }
+    queue.transfers.clear();
+    queue.room.notify_all();
+  }
 }
 
 }  // namespace infinity::aio

@@ -1,8 +1,11 @@
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
+#include <cstring>
 #include <system_error>
 
 #include "engine.h"
@@ -15,9 +18,26 @@ void check(int result, const std::string& path) {
   if (result < 0) throw std::system_error(errno, std::generic_category(), path);
 }
 
+// A virtio disk or a partition of one.
+bool on_virtual_disk(int number) {
+  struct stat status;
+  if (::fstat(number, &status) != 0) return false;
+  const std::string device = std::to_string(major(status.st_dev)) + ":" + std::to_string(minor(status.st_dev));
+  char* real = ::realpath(("/sys/dev/block/" + device).c_str(), nullptr);
+  const bool found = real && std::strstr(real, "/virtio");
+  std::free(real);
+  return found;
+}
+
 }  // namespace
 
 Descriptor::~Descriptor() { ::close(number); }
+
+bool Descriptor::ends_at(std::uint64_t position) const {
+  struct stat status;
+  return ::fstat(number, &status) != 0 || !S_ISREG(status.st_mode) ||
+         position >= static_cast<std::uint64_t>(status.st_size);
+}
 
 File::File(const std::string& path, bool create, unsigned mode, bool want_direct) : path_(path) {
   const int flags = O_RDWR | O_CLOEXEC | (create ? O_CREAT : 0);
@@ -26,7 +46,7 @@ File::File(const std::string& path, bool create, unsigned mode, bool want_direct
   // EINVAL is how a file system without O_DIRECT (older tmpfs, some FUSE) says so.
   if (!direct_ && (!want_direct || errno == EINVAL)) number = ::open(path.c_str(), flags, mode);
   check(number, path);
-  descriptor_ = std::make_shared<const Descriptor>(number);
+  descriptor_ = std::make_shared<const Descriptor>(number, direct_ && on_virtual_disk(number));
 }
 
 void File::allocate(std::uint64_t bytes) {

@@ -1,5 +1,8 @@
 // infinity._aio: the engines for Python. Everything that may block runs without the GIL.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <memory>
@@ -15,7 +18,7 @@ namespace infinity::aio {
 
 namespace {
 
-// Runs `work` without the GIL; a std::system_error becomes an OSError with errno and file name.
+// Runs `work` without the GIL; a std::system_error becomes an OSError with errno and file name (when `path` is given).
 template <class Work>
 auto blocking(const std::string& path, Work work) {
   int code;
@@ -26,7 +29,7 @@ auto blocking(const std::string& path, Work work) {
     code = error.code().value();
   }
   errno = code;
-  PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+  PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.empty() ? nullptr : path.c_str());
   throw py::error_already_set();
 }
 
@@ -73,12 +76,72 @@ std::unique_ptr<PyEngine> make_engine(const std::string& kind, unsigned depth, u
   throw py::value_error("kind must be 'io_uring' or 'posix', not '" + kind + "'");
 }
 
+// A ticket and, when the caller wishes, the object that owns the memory: it lives until the request is complete, so
+// whoever drops such a ticket waits for that.
+class PyTicket {
+ public:
+  PyTicket(Ticket ticket, py::object owner) : ticket_(std::move(ticket)), owner_(std::move(owner)), process_(::getpid()) {}
+  PyTicket(PyTicket&&) = default;
+  // In a forked child nothing completes; the parent's engine is the parent's.
+  ~PyTicket() {
+    if (owner_ && !owner_.is_none() && process_ == ::getpid()) settle();
+  }
+
+  bool done() const { return ticket_.done(); }
+  py::tuple wait() {
+    settle();
+    owner_ = py::none();
+    const Result result = ticket_.wait();
+    return py::make_tuple(result.error, result.asked, result.done);
+  }
+
+ private:
+  void settle() const {
+    if (ticket_.done()) return;
+    const Ticket ticket = ticket_;  // another thread may be in wait() meanwhile
+    py::gil_scoped_release release;
+    ticket.wait();
+  }
+
+  Ticket ticket_;
+  py::object owner_;
+  pid_t process_;
+};
+
+Priority priority(bool background) { return background ? Priority::background : Priority::foreground; }
+
 template <Operation operation>
-Ticket submit(PyEngine& self, const PyFile& file, std::uint64_t offset, std::uintptr_t address, std::size_t bytes) {
+PyTicket submit(PyEngine& self, const PyFile& file, std::uint64_t offset, std::uintptr_t address, std::size_t bytes,
+                bool background, py::object owner) {
   const auto engine = self.get();
   const auto target = file.get();
-  py::gil_scoped_release release;
-  return engine->submit(operation, *target, offset, reinterpret_cast<void*>(address), bytes);
+  Ticket ticket;
+  {
+    py::gil_scoped_release release;
+    ticket = engine->submit(operation, *target, offset, reinterpret_cast<void*>(address), bytes, priority(background));
+  }
+  return PyTicket(std::move(ticket), std::move(owner));
+}
+
+using Numbers = py::array_t<std::uint64_t, py::array::c_style | py::array::forcecast>;
+
+template <Operation operation>
+PyTicket submit_batch(PyEngine& self, const PyFile& file, const Numbers& offsets, const Numbers& addresses,
+                      const Numbers& sizes, bool background, py::object owner) {
+  const auto engine = self.get();
+  const auto target = file.get();
+  if (offsets.ndim() != 1 || addresses.ndim() != 1 || sizes.ndim() != 1 || addresses.size() != offsets.size() ||
+      sizes.size() != offsets.size())
+    throw py::value_error("offsets, addresses and sizes must have one dimension and the same length");
+  std::vector<Part> parts(static_cast<std::size_t>(offsets.size()));
+  for (std::size_t i = 0; i < parts.size(); ++i)
+    parts[i] = {offsets.data()[i], reinterpret_cast<void*>(addresses.data()[i]), sizes.data()[i]};
+  Ticket ticket;
+  {
+    py::gil_scoped_release release;
+    ticket = engine->submit(operation, *target, std::move(parts), priority(background));
+  }
+  return PyTicket(std::move(ticket), std::move(owner));
 }
 
 py::dict counters(const PyEngine& self) {
@@ -86,16 +149,7 @@ py::dict counters(const PyEngine& self) {
   using namespace py::literals;
   return py::dict("bytes_read"_a = now.bytes_read, "bytes_written"_a = now.bytes_written,
                   "device_requests"_a = now.device_requests, "continued"_a = now.continued,
-                  "bounced_bytes"_a = now.bounced_bytes);
-}
-
-py::tuple wait(const Ticket& self) {
-  if (!self.done()) {
-    py::gil_scoped_release release;
-    self.wait();
-  }
-  const Result result = self.wait();
-  return py::make_tuple(result.error, result.asked, result.done);
+                  "bounced_bytes"_a = now.bounced_bytes, "fixed_requests"_a = now.fixed_requests);
 }
 
 }  // namespace
@@ -140,30 +194,61 @@ PYBIND11_MODULE(_aio, module) {
            "Return when data and size are on the device.")
       .def("close", &PyFile::close, "Requests in flight keep the descriptor open until they complete.");
 
-  py::class_<Ticket>(module, "Ticket", "One request in flight. The memory must stay valid until it is done.")
-      .def("done", &Ticket::done)
-      .def("wait", &wait,
+  py::class_<PyTicket>(module, "Ticket",
+                       "One request in flight. The memory must stay valid until it is done; `owner` sees to that.")
+      .def("done", &PyTicket::done)
+      .def("wait", &PyTicket::wait,
            "Block until complete; (error, asked, done): 0, an errno or END_OF_FILE; then bytes. error is 0 if and only "
-           "if done == asked.");
+           "if done == asked. For a batch: its first failure in the order of its parts, and the bytes before that.");
 
   const Faults none;
   py::class_<PyEngine>(module, "Engine", "Any thread may use it.")
-      .def(py::init(&make_engine), "kind"_a, "depth"_a = 64, "threads"_a = 4, "request_bytes"_a = 1u << 20)
+      .def(py::init(&make_engine), "kind"_a, "depth"_a = Options{}.depth, "threads"_a = Options{}.threads,
+           "request_bytes"_a = Options{}.request_bytes)
       .def_property_readonly("kind", [](const PyEngine& self) { return self.get()->kind(); })
-      .def("read", &submit<Operation::read>, "file"_a, "offset"_a, "address"_a, "nbytes"_a,
-           "Read bytes [offset, offset + nbytes) to `address`; blocks only while the queue is full.")
-      .def("write", &submit<Operation::write>, "file"_a, "offset"_a, "address"_a, "nbytes"_a,
-           "Write `nbytes` at `address` to the file at `offset`; blocks only while the queue is full.")
+      .def("read", &submit<Operation::read>, "file"_a, "offset"_a, "address"_a, "nbytes"_a, "background"_a = false,
+           "owner"_a = py::none(),
+           "Read bytes [offset, offset + nbytes) to `address`; blocks only while the queue is full. `background`: after "
+           "what is not. `owner`: kept alive until the ticket is done; dropping such a ticket earlier waits for it.")
+      .def("write", &submit<Operation::write>, "file"_a, "offset"_a, "address"_a, "nbytes"_a, "background"_a = false,
+           "owner"_a = py::none(), "Write `nbytes` at `address` to the file at `offset`; the rest is as for read().")
+      .def("read_batch", &submit_batch<Operation::read>, "file"_a, "offsets"_a, "addresses"_a, "sizes"_a,
+           "background"_a = false, "owner"_a = py::none(),
+           "Many reads as one request with one ticket. Three sequences of one length, best as NumPy arrays of uint64. "
+           "Asked and done count the parts one after the other; what is left after a failure is not started.")
+      .def("write_batch", &submit_batch<Operation::write>, "file"_a, "offsets"_a, "addresses"_a, "sizes"_a,
+           "background"_a = false, "owner"_a = py::none(), "Many writes as one request; the rest is as for read_batch().")
+      .def("register_memory",
+           [](const PyEngine& self, std::uintptr_t address, std::size_t bytes) {
+             const auto engine = self.get();
+             blocking("", [&] { engine->register_memory(reinterpret_cast<void*>(address), bytes); });
+           },
+           "address"_a, "nbytes"_a,
+           "Pin memory until it is forgotten, so that requests inside it cost less; forget it before it is freed. OSError "
+           "when the kernel refuses (memlock limit, before Linux 5.19), ValueError when it overlaps registered memory; then "
+           "nothing has changed and everything works as before. The POSIX engine does nothing.")
+      .def("forget_memory",
+           [](const PyEngine& self, std::uintptr_t address) {
+             const auto engine = self.get();
+             blocking("", [&] { engine->forget_memory(reinterpret_cast<void*>(address)); });
+           },
+           "address"_a, "Undo register_memory(address, ...); does nothing when that is not registered.")
       .def("counters", &counters, "Bytes and requests since the engine was made.")
       .def("set_faults",
-           [](const PyEngine& self, std::uint64_t seed, double short_fraction, std::int64_t fail_read_at,
-              std::int64_t fail_write_at, int fail_errno, double bytes_per_second) {
-             self.get()->set_faults(
-                 {seed, short_fraction, fail_read_at, fail_write_at, fail_errno, bytes_per_second});
+           [](const PyEngine& self, std::uint64_t seed, double short_fraction, std::size_t short_unit,
+              std::int64_t fail_read_at, std::int64_t fail_write_at, int fail_errno, double error_fraction,
+              std::vector<int> errnos, double delay_fraction, double delay_seconds, std::int64_t fail_ring_at,
+              double bytes_per_second) {
+             self.get()->set_faults({seed, short_fraction, short_unit, fail_read_at, fail_write_at, fail_errno,
+                                     error_fraction, std::move(errnos), delay_fraction, delay_seconds, fail_ring_at,
+                                     bytes_per_second});
            },
            py::kw_only(), "seed"_a = none.seed, "short_fraction"_a = none.short_fraction,
-           "fail_read_at"_a = none.fail_read_at, "fail_write_at"_a = none.fail_write_at,
-           "fail_errno"_a = none.fail_errno, "bytes_per_second"_a = none.bytes_per_second,
+           "short_unit"_a = none.short_unit, "fail_read_at"_a = none.fail_read_at,
+           "fail_write_at"_a = none.fail_write_at, "fail_errno"_a = none.fail_errno,
+           "error_fraction"_a = none.error_fraction, "errnos"_a = none.errnos,
+           "delay_fraction"_a = none.delay_fraction, "delay_seconds"_a = none.delay_seconds,
+           "fail_ring_at"_a = none.fail_ring_at, "bytes_per_second"_a = none.bytes_per_second,
            "Make later requests fail, be short or be slow (see Faults in aio.h); without arguments: none.")
       .def("drain",
            [](const PyEngine& self) {

@@ -22,9 +22,13 @@ class Posix final : public QueueEngine {
   }
   ~Posix() override { join(); }
   const char* kind() const override { return "posix"; }
+  void register_memory(void*, std::size_t) override {}
+  void forget_memory(void*) override {}
 
  private:
   void wake() override { stopping_ ? work_.notify_all() : work_.notify_one(); }
+
+  bool registered(const void*, std::size_t) const override { return false; }
 
   void join() {
     stop();
@@ -46,7 +50,8 @@ class Posix final : public QueueEngine {
       if (Request* request = next(&not_before)) {
         if (has_work()) work_.notify_one();  // one submit() wakes one worker, and a large request feeds them all
         lock.unlock();
-        complete(request, execute(request->call()));
+        Completion completion{request, execute(request->call())};
+        complete(&completion, 1);
         lock.lock();
       } else if (stopping_) {
         return;

@@ -30,7 +30,9 @@ std::unique_ptr<Engine> make_io_uring(const Options&) { throw std::runtime_error
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <functional>
 #include <future>
+#include <map>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
@@ -39,6 +41,7 @@ namespace infinity::aio {
 
 namespace {
 
+// One ring, used by the thread that made it alone.
 class Ring {
  public:
   explicit Ring(unsigned entries) {
@@ -53,25 +56,39 @@ class Ring {
       io_uring_queue_exit(&ring_);
       throw std::runtime_error("io_uring is older than Linux 5.11");
     }
+#ifdef IORING_RSRC_REGISTER_SPARSE
+    io_uring_register_ring_fd(&ring_);  // saves a look-up in each call; refused by old kernels
+#endif
   }
   ~Ring() { io_uring_queue_exit(&ring_); }
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  void prepare(const Call& call, void* tag) {
+  // `fixed`: the index of the registered buffer that `call.memory` lies in, or -1.
+  void prepare(const Call& call, int fixed, void* tag) {
     io_uring_sqe* entry = io_uring_get_sqe(&ring_);
     // The ring has an entry for every slot and one for the eventfd, so it is never full.
     if (!entry) throw std::logic_error("the submission ring is full");
     const auto bytes = static_cast<unsigned>(call.bytes);
-    if (call.operation == Operation::read)
+    const bool reading = call.operation == Operation::read;
+    if (fixed >= 0 && reading)
+      io_uring_prep_read_fixed(entry, call.descriptor, call.memory, bytes, call.offset, fixed);
+    else if (fixed >= 0)
+      io_uring_prep_write_fixed(entry, call.descriptor, call.memory, bytes, call.offset, fixed);
+    else if (reading)
       io_uring_prep_read(entry, call.descriptor, call.memory, bytes, call.offset);
     else
       io_uring_prep_write(entry, call.descriptor, call.memory, bytes, call.offset);
     io_uring_sqe_set_data(entry, tag);
   }
 
-  // Submits what was prepared and waits for a completion or the time given.
-  void submit_and_wait(Clock::time_point until) {
+  unsigned prepared() const { return io_uring_sq_ready(&ring_); }  // and not yet submitted
+
+  // Without waiting. A failure shows at the next submit_and_wait().
+  void submit() { io_uring_submit(&ring_); }
+
+  // Submits what was prepared and waits for a completion or the time given. 0, or the errno that the ring has failed with.
+  int submit_and_wait(Clock::time_point until) {
     __kernel_timespec timeout{};
     const bool timed = until != Clock::time_point::max();
     if (timed) {
@@ -81,30 +98,112 @@ class Ring {
     }
     io_uring_cqe* first;
     const int result = io_uring_submit_and_wait_timeout(&ring_, &first, 1, timed ? &timeout : nullptr, nullptr);
-    // Not submitted or not waited for: the caller's loop comes back. Anything else means that we misuse the ring.
-    if (result >= 0 || result == -ETIME || result == -EINTR || result == -EAGAIN || result == -EBUSY) return;
-    throw std::system_error(-result, std::generic_category(), "io_uring_enter");
+    return result < 0 ? failure(-result) : 0;
   }
 
+  // Waits a millisecond at most for a completion, submits nothing, and reports nothing.
+  void linger() {
+    __kernel_timespec timeout{0, 1'000'000};
+    io_uring_cqe* first;
+    const int result = io_uring_wait_cqe_timeout(&ring_, &first, &timeout);
+    if (result < 0 && result != -ETIME) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  // Not submitted or not waited for: the caller's loop comes back. EBUSY: there are completions to be taken first.
+  static int failure(int code) {
+    return code == ETIME || code == EINTR || code == EAGAIN || code == EBUSY ? 0 : code;
+  }
+
+  // Hands the completions that are there to handle(tag, result) until it returns false.
   template <class Handler>
-  void for_each_completion(Handler handle) {
+  void take_completions(Handler handle) {
     io_uring_cqe* completion;
-    while (io_uring_peek_cqe(&ring_, &completion) == 0) {
+    for (bool more = true; more && io_uring_peek_cqe(&ring_, &completion) == 0;) {
       void* tag = io_uring_cqe_get_data(completion);
       const int result = completion->res;
       io_uring_cqe_seen(&ring_, completion);
-      handle(tag, result);
+      more = handle(tag, result);
     }
   }
+
+  // A table of registered buffers, empty at first. Both return 0 or an errno.
+#ifdef IORING_RSRC_REGISTER_SPARSE
+  int make_table(unsigned entries) { return -std::min(0, io_uring_register_buffers_sparse(&ring_, entries)); }
+  int set_entry(int index, void* memory, std::size_t bytes) {
+    const iovec buffer{memory, bytes};
+    return -std::min(0, io_uring_register_buffers_update_tag(&ring_, static_cast<unsigned>(index), &buffer, nullptr, 1));
+  }
+#else
+  int make_table(unsigned) { return ENOSYS; }
+  int set_entry(int, void*, std::size_t) { return ENOSYS; }
+#endif
 
  private:
   io_uring ring_;
 };
 
+// The memory that is registered with a ring, in pieces of at most 1 GiB (the kernel's limit for one buffer). Used by the
+// ring's thread alone.
+class Registry {
+ public:
+  explicit Registry(Ring& ring) : ring_(ring), unusable_(ring.make_table(kEntries)) {
+    for (int index = kEntries; index-- > 0;) free_.push_back(index);
+  }
+
+  void add(char* memory, std::size_t bytes) {
+    if (unusable_) throw std::system_error(unusable_, std::generic_category(), "register_memory");
+    const auto next = pieces_.upper_bound(memory + bytes - 1);
+    if (next != pieces_.begin() && std::prev(next)->second.end > memory)
+      throw std::invalid_argument("this memory is registered, all or in part");
+    for (std::size_t at = 0; at < bytes; at += kPiece) {
+      const std::size_t size = std::min(kPiece, bytes - at);
+      const int code = free_.empty() ? ENOSPC : ring_.set_entry(free_.back(), memory + at, size);
+      if (code) {
+        remove(memory);
+        throw std::system_error(code, std::generic_category(), "register_memory");
+      }
+      pieces_[memory + at] = {memory + at + size, memory, free_.back()};
+      free_.pop_back();
+    }
+  }
+
+  void remove(char* memory) {
+    for (auto piece = pieces_.find(memory); piece != pieces_.end() && piece->second.owner == memory;) {
+      ring_.set_entry(piece->second.index, nullptr, 0);
+      free_.push_back(piece->second.index);
+      piece = pieces_.erase(piece);
+    }
+  }
+
+  // The index of the buffer that [memory, memory + bytes) lies in, or -1.
+  int find(const void* memory, std::size_t bytes) const {
+    if (pieces_.empty()) return -1;
+    const auto next = pieces_.upper_bound(static_cast<char*>(const_cast<void*>(memory)));
+    if (next == pieces_.begin()) return -1;
+    const Piece& piece = std::prev(next)->second;
+    return static_cast<const char*>(memory) + bytes <= piece.end ? piece.index : -1;
+  }
+
+ private:
+  struct Piece {
+    char *end, *owner;
+    int index;
+  };
+  static constexpr int kEntries = 1024;
+  static constexpr std::size_t kPiece = 1u << 30;
+
+  Ring& ring_;
+  const int unusable_;
+  std::map<char*, Piece> pieces_;  // by their first byte
+  std::vector<int> free_;
+};
+
 class Uring final : public QueueEngine {
  public:
-  explicit Uring(const Options& options) : QueueEngine(options), bell_(::eventfd(0, EFD_CLOEXEC)) {
+  explicit Uring(const Options& options) : QueueEngine(options), bell_(::eventfd(0, EFD_CLOEXEC), false) {
     if (bell_.number < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+    starting_.reserve(options.depth);
+    completions_.reserve(options.depth);
     // The thread that makes a SINGLE_ISSUER ring is the only one that may use it, so it also reports the failure.
     std::promise<void> started;
     std::future<void> outcome = started.get_future();
@@ -122,17 +221,46 @@ class Uring final : public QueueEngine {
   }
   const char* kind() const override { return "io_uring"; }
 
+  void register_memory(void* memory, std::size_t bytes) override {
+    if (!memory && bytes != 0) throw std::invalid_argument("the memory is null");
+    if (bytes != 0) on_ring_thread([=](Registry& registry) { registry.add(static_cast<char*>(memory), bytes); });
+  }
+  void forget_memory(void* memory) override {
+    on_ring_thread([=](Registry& registry) { registry.remove(static_cast<char*>(memory)); });
+  }
+
  private:
+  using Errand = std::packaged_task<void(Registry&)>;
+
+  void on_ring_thread(std::function<void(Registry&)> work) {
+    Errand errand(std::move(work));
+    std::future<void> outcome = errand.get_future();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (dead_) throw std::system_error(dead_, std::generic_category(), "the ring has failed");
+      errands_.push_back(std::move(errand));
+      wake();
+    }
+    try {
+      outcome.get();
+    } catch (const std::future_error&) {
+      throw std::system_error(dead(), std::generic_category(), "the ring has failed");
+    }
+  }
+
   void wake() override {
     if (!asleep_ && !stopping_) return;
     asleep_ = false;
     ::eventfd_write(bell_.number, 1);  // fails only at 2^64 - 2 unread rings
   }
 
+  bool registered(const void* memory, std::size_t bytes) const override { return registry_->find(memory, bytes) >= 0; }
+
   void own(std::promise<void> started) {
     std::unique_ptr<Ring> ring;
     try {
       ring = std::make_unique<Ring>(options_.depth + 1);
+      registry_ = std::make_unique<Registry>(*ring);
     } catch (...) {
       started.set_exception(std::current_exception());
       return;
@@ -141,42 +269,104 @@ class Uring final : public QueueEngine {
     loop(*ring);
   }
 
-  // Without a handler on purpose: after a misused ring nobody knows what the device still writes to, so an exception
-  // ends the process and names the reason.
   void loop(Ring& ring) noexcept {
-    std::uint64_t rung;
-    const Call listen{Operation::read, bell_.number, 0, &rung, sizeof rung};
-    ring.prepare(listen, nullptr);
-    for (;;) {
+    listen(ring);
+    bool stale = false;  // prepared before, refused since: such entries name registered buffers, so no errand may run
+    while (!stopped_) {
       auto not_before = Clock::time_point::max();
-      while (Request* request = start(&not_before)) ring.prepare(request->call(), request);
-      ring.submit_and_wait(not_before);
-      bool stopped = false;
-      ring.for_each_completion([&](void* tag, int result) {
-        if (tag) return complete(static_cast<Request*>(tag), result);
-        if (result < 0 && result != -EINTR && result != -EAGAIN)
-          throw std::system_error(-result, std::generic_category(), "read of the eventfd");
-        stopped = stopping();  // stop() always rings, so no read into `rung` is left behind
-        if (!stopped) ring.prepare(listen, nullptr);
-      });
-      if (stopped) return;
+      int code = gather(stale, &not_before);
+      for (Errand& errand : running_) errand(*registry_);
+      running_.clear();
+      for (Request* request : starting_) {
+        const bool copied = request->copies() && request->operation() == Operation::write;
+        const Call call = request->call();
+        prepare(ring, call, call.direct ? registry_->find(call.memory, call.bytes) : -1, request);
+        if (copied) ring.submit();  // it need not wait for the next copy
+      }
+      starting_.clear();
+      code = code ? Ring::failure(code) : ring.submit_and_wait(not_before);
+      stale = ring.prepared() != 0;
+      if (!code) code = take(ring);
+      if (code) return die(ring, code);
     }
   }
 
-  Request* start(Clock::time_point* not_before) {
+  // Fills starting_ and running_. An errno to give instead of the next system call, or 0.
+  int gather(bool stale, Clock::time_point* not_before) {
     std::lock_guard<std::mutex> lock(mutex_);
-    Request* request = next(not_before);
-    asleep_ = request == nullptr;  // the next submit() rings
-    return request;
+    while (Request* request = next(not_before)) starting_.push_back(request);
+    if (!stale) running_.swap(errands_);
+    if (!errands_.empty()) *not_before = {};
+    counters_.fixed_requests += fixed_;
+    fixed_ = 0;
+    asleep_ = true;  // the next submit() rings
+    return ring_fault();
+  }
+
+  void prepare(Ring& ring, const Call& call, int fixed, Request* request) {
+    if (fixed >= 0) ++fixed_;
+    ring.prepare(call, fixed, request);
+    ++in_flight_;
+  }
+
+  void listen(Ring& ring) { prepare(ring, {Operation::read, bell_.number, 0, &rung_, sizeof rung_, false}, -1, nullptr); }
+
+  // 0, or why the bell cannot be heard any more.
+  int take(Ring& ring) {
+    int deaf = 0;
+    completions_.clear();
+    ring.take_completions([&](void* tag, int result) {
+      --in_flight_;
+      if (!tag) {
+        if (result < 0) deaf = Ring::failure(-result);
+        stopped_ = stopping();  // stop() always rings, so no read into rung_ is left behind
+        if (!stopped_) listen(ring);
+        return true;
+      }
+      auto* request = static_cast<Request*>(tag);
+      completions_.push_back({request, result});
+      return !request->copies();  // what follows a copy starts before the next copy
+    });
+    complete(completions_.data(), completions_.size());
+    return deaf;
+  }
+
+  // [Note: a ring that fails]
+  // What was not submitted never moves. What was, the device still works on: its completions are awaited for a second, then
+  // everything left gets the errno. A ring that cannot be waited on may hide a completion; its pages stay pinned until the
+  // device is done with them.
+  void die(Ring& ring, int code) {
+    ::eventfd_write(bell_.number, 1);
+    for (int i = 0; i < 1000 && in_flight_ > ring.prepared(); ++i) {
+      ring.linger();
+      take(ring);
+    }
+    abandon(code);
+    std::lock_guard<std::mutex> lock(mutex_);
+    errands_.clear();  // breaks their promises
   }
 
   bool stopping() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return stopping_;
   }
+  int dead() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return dead_;
+  }
 
   const Descriptor bell_;
-  bool asleep_ = false;  // guarded by mutex_
+  bool asleep_ = false;                       // guarded by mutex_
+  std::vector<Errand> errands_;               // likewise
+  // The ring thread's own.
+  std::unique_ptr<Registry> registry_;
+  std::vector<Errand> running_;
+  std::vector<Request*> starting_;
+  std::vector<Completion> completions_;
+  std::uint64_t rung_ = 0;
+  unsigned fixed_ = 0;      // requests in registered memory, not yet counted
+  unsigned in_flight_ = 0;  // entries prepared whose completion was not taken
+  bool stopped_ = false;
   std::thread owner_;
 };
 
