@@ -263,6 +263,8 @@ def test_bytes_are_those_that_the_native_engine_counted(engine: str, drives: lis
         timed = rig.stream(lambda size: patterns.mixed(size, 256 << 10), 256 << 10, seconds=0.02, only=1)
         tensors = rig.stream(lambda size: itertools.islice(patterns.many_tensors("write", size, 5001), 40), 5001)
         assert tensors.bytes_written == 2 * 40 * 5001
+        batches = rig.stream(lambda size: itertools.islice(patterns.many_tensors("read", size, 5001), 41), 5001, batch=8)
+        assert batches.bytes_read == 2 * 41 * 5001
         stages = list(patterns.training_step(8 * patterns.CHUNK_ELEMENTS, 10**9, patterns.CHUNK_ELEMENTS))
         step = rig.replay(stages)
         assert step.bytes_read == 16 * 8 * patterns.CHUNK_ELEMENTS
@@ -271,7 +273,7 @@ def test_bytes_are_those_that_the_native_engine_counted(engine: str, drives: lis
         assert len(polled) == 100
         assert polled == sorted(polled)
         assert polled[0] > 0
-        runs = [whole, timed, tensors, step]
+        runs = [whole, timed, tensors, batches, step]
         assert counted(rig) == (sum(r.bytes_read for r in runs) + 100 * 4096, sum(r.bytes_written for r in runs))
         assert (rig.moved["read"], rig.moved["write"]) == counted(rig)
 
@@ -279,6 +281,12 @@ def test_bytes_are_those_that_the_native_engine_counted(engine: str, drives: lis
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_failing_request_ends_the_run_with_its_place(engine: str, drives: list[Drive]) -> None:
     with Rig(drives, Setting(engine, 4, 256 << 10, 4)) as rig:
+        rig.engines[1].set_faults(fail_read_at=6)
+        with pytest.raises(NvmeError, match="Input/output error") as caught:
+            rig.stream(lambda size: itertools.islice(patterns.sequential("read", size, 256 << 10), 8), 256 << 10, batch=4)
+        assert caught.value.offset == 6 * (256 << 10)  # of the piece in its batch
+        for each in rig.engines:
+            each.set_faults()
         for way, start in (
             ("stream", lambda: rig.stream(lambda size: patterns.sequential("read", size, MIB), MIB, 60)),
             ("replay", lambda: rig.replay(patterns.training_step(8 * patterns.CHUNK_ELEMENTS, 10**9, patterns.CHUNK_ELEMENTS))),
@@ -549,16 +557,17 @@ def test_json_on_stdout_is_all_there_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode, word", [("read", "read"), ("write", "write"), ("mixed", "rw")])
 def test_fio_gets_equal_parameters(mode: str, word: str) -> None:
     setting = Setting("io_uring", 32, MIB, 1)
-    options = fio.arguments(mode, setting, [("/n/a", 100 * MIB), ("/n/b:c", 64 * MIB)], 1.5, direct=True)
+    options = fio.arguments(mode, setting, [("/n/a", 100 * MIB), ("/n/b:c", 64 * MIB)], 1.5, True, registered=True)
     common, *jobs = " ".join(options).split(" --name=path")
     given_options = dict(option.removeprefix("--").split("=", 1) for option in common.split())
     assert given_options | {
         "rw": word, "bs": "1048576", "iodepth": "32", "ioengine": "io_uring", "direct": "1", "runtime": "1500ms",
-        "time_based": "1", "allow_file_create": "0",
+        "time_based": "1", "allow_file_create": "0", "fixedbufs": "1",
     } == given_options  # fmt: skip
     assert given_options.get("rwmixread") == ("70" if mode == "mixed" else None)
     assert jobs == ["0 --filename=/n/a --size=104857600", r"1 --filename=/n/b\:c --size=67108864"]
-    threads = fio.arguments(mode, Setting("posix", 3, 8 * MIB, 3), [("/n/a", 100 * MIB)], 1, direct=False)
+    assert "--fixedbufs=1" not in fio.arguments(mode, setting, [("/n/a", 100 * MIB)], 1.5, True, registered=False)
+    threads = fio.arguments(mode, Setting("posix", 3, 8 * MIB, 3), [("/n/a", 100 * MIB)], 1, False, registered=True)
     assert {"--ioengine=psync", "--numjobs=3", "--iodepth=1", "--direct=0"} <= set(threads)
     assert {f"--size={32 * MIB}", f"--offset_increment={32 * MIB}"} <= set(threads)
     assert fio.ENVIRONMENT == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

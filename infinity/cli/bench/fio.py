@@ -29,11 +29,13 @@ def require_fio() -> str:
     return found
 
 
-def arguments(mode: str, setting: Setting, files: Sequence[tuple[str, int]], seconds: float, direct: bool) -> list[str]:
+def arguments(
+    mode: str, setting: Setting, files: Sequence[tuple[str, int]], seconds: float, direct: bool, registered: bool
+) -> list[str]:
     """fio's arguments for `mode` (read, write, mixed) at once on `files` (path, bytes), which exist and have been written.
 
     POSIX threads are fio's `psync` jobs: as many, each on a part of the file of its own, because a job has one request in
-    flight. Sequential, over the file again and again until the time is up, and no other option than those that make both equal.
+    flight. Sequential, over the file again and again until the time is up; memory is pinned for fio's ring when it is for ours.
     """
     threads = setting.threads if setting.engine == "posix" else 1
     common = [
@@ -53,6 +55,8 @@ def arguments(mode: str, setting: Setting, files: Sequence[tuple[str, int]], sec
         common += ["--ioengine=psync", "--iodepth=1", f"--numjobs={threads}"]
     else:
         common += ["--ioengine=io_uring", f"--iodepth={setting.depth}"]
+        if registered:
+            common += ["--fixedbufs=1", "--registerfiles=1"]
     for number, (path, size) in enumerate(files):
         part = size // threads // setting.request_bytes * setting.request_bytes
         # fio takes a colon in a file name for a separator.

@@ -83,16 +83,21 @@ class Drive:
 
 
 class _Submitted(NamedTuple):
-    piece: Piece
+    pieces: Sequence[Piece]  # several: a batch, with one ticket
     path: str
     ticket: Any
 
-    def finish(self) -> Piece:
-        """Wait; raises `NvmeError` unless every byte arrived."""
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def finish(self) -> None:
+        """Wait; raises `NvmeError` unless every byte arrived, with the place of the first that did not."""
         code, asked, done = self.ticket.wait()
         if code != 0:
-            raise NvmeError(self.piece.operation, self.path, self.piece.offset, max(code, 0), asked, done)
-        return self.piece
+            ends = itertools.accumulate(piece.nbytes for piece in self.pieces)
+            piece = next(piece for piece, end in zip(self.pieces, ends, strict=True) if done < end)
+            raise NvmeError(piece.operation, self.path, piece.offset, max(code, 0), asked, done)
 
 
 class Rig:
@@ -105,6 +110,9 @@ class Rig:
         self._stopping = threading.Event()
         with ExitStack() as stack:
             self.engines = [stack.enter_context(_closing(make_engine(setting))) for _ in self.drives]
+            pinned = [_register(engine, drive) for engine in self.engines for drive in self.drives]
+            self.registered = all(pinned)
+            """Whether the kernel let the rings pin their memory."""
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Rig:
@@ -113,13 +121,16 @@ class Rig:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._stack.close()
 
-    def stream(self, pieces: Pieces, piece_bytes: int, seconds: float | None = None, only: int | None = None) -> Measured:
+    def stream(
+        self, pieces: Pieces, piece_bytes: int, seconds: float | None = None, only: int | None = None, batch: int = 1
+    ) -> Measured:
         """Run the pieces of every drive (of drive `only`) at once, for so many seconds or to their end.
 
-        `pieces` gives those of a file of some size; none is longer than `piece_bytes`.
+        `pieces` gives those of a file of some size; none is longer than `piece_bytes`. So many as `batch` says, all of one
+        operation, are submitted together, with one ticket.
         """
         return self._timed(
-            self._each(lambda number: self._stream(number, pieces(self.drives[number].size), piece_bytes, seconds), only)
+            self._each(lambda number: self._stream(number, pieces(self.drives[number].size), piece_bytes, seconds, batch), only)
         )
 
     def latencies(self, pieces: Pieces, piece_bytes: int, seconds: float, only: int) -> list[float]:
@@ -168,27 +179,34 @@ class Rig:
 
         return together
 
-    def _submit(self, number: int, piece: Piece, address: int) -> _Submitted:
-        engine, file = self.engines[number], self.drives[number].file
-        submit = engine.read if piece.operation == "read" else engine.write
-        return _Submitted(piece, file.path, submit(file, piece.offset, address, piece.nbytes))
+    def _submit(self, number: int, pieces: Sequence[Piece], addresses: Sequence[int]) -> _Submitted:
+        engine, file, (first, *others) = self.engines[number], self.drives[number].file, pieces
+        reading = first.operation == "read"
+        if others:
+            submit = engine.read_batch if reading else engine.write_batch
+            sizes = [piece.nbytes for piece in pieces]
+            return _Submitted(pieces, file.path, submit(file, [piece.offset for piece in pieces], addresses, sizes))
+        submit = engine.read if reading else engine.write
+        return _Submitted(pieces, file.path, submit(file, first.offset, addresses[0], first.nbytes))
 
     def _finished(self, submitted: _Submitted) -> None:
-        piece = submitted.finish()
+        submitted.finish()
         with self._lock:
-            self.moved[piece.operation] += piece.nbytes
+            self.moved[submitted.pieces[0].operation] += submitted.nbytes
 
-    def _stream(self, number: int, pieces: Iterable[Piece], piece_bytes: int, seconds: float | None) -> None:
+    def _stream(self, number: int, pieces: Iterable[Piece], piece_bytes: int, seconds: float | None, batch: int) -> None:
         slots = _Slots(self.drives[number], self.setting, piece_bytes)
         until = None if seconds is None else time.perf_counter() + seconds
         in_flight: deque[_Submitted] = deque()
+        waiting, turn, batch = iter(pieces), 0, min(batch, slots.count // 2)
         try:
-            for turn, piece in enumerate(pieces):
+            while together := tuple(itertools.islice(waiting, batch)):
                 if self._stopping.is_set() or (until is not None and time.perf_counter() >= until):
                     break
-                if len(in_flight) == slots.busy:
+                if len(in_flight) >= max(slots.busy // batch, 2):
                     self._finished(in_flight.popleft())
-                in_flight.append(self._submit(number, piece, slots.address(turn)))
+                in_flight.append(self._submit(number, together, [slots.address(turn + at) for at in range(len(together))]))
+                turn += batch
         finally:
             _finish_all(in_flight, self._finished)
 
@@ -205,7 +223,7 @@ class Rig:
                         waiting = None
                         break
                     slot, start = free.pop(), time.perf_counter()
-                    live[slot] = self._submit(number, piece, slots.address(slot)), start
+                    live[slot] = self._submit(number, [piece], [slots.address(slot)]), start
                 now = time.perf_counter()
                 done = [slot for slot, (submitted, _) in live.items() if submitted.ticket.done()]
                 for slot in done:
@@ -247,7 +265,7 @@ class Rig:
         tickets: deque[_Submitted] = deque()
         for position, nbytes in ranges:
             for number, offset, length in striped(position, nbytes, len(self.drives)):
-                tickets.append(self._submit(number, Piece(operation, offset, length), address))
+                tickets.append(self._submit(number, [Piece(operation, offset, length)], [address]))
                 address += length
         return tickets
 
@@ -292,6 +310,15 @@ class _closing:
 
     def __exit__(self, *_: object) -> None:
         self._engine.close()
+
+
+def _register(engine: Any, drive: Drive) -> bool:
+    """Pin the drive's memory for the engine; a replay reads every path into the memory of one. False: it was refused."""
+    try:
+        engine.register_memory(drive.address, drive.memory_bytes)
+    except OSError:  # RLIMIT_MEMLOCK, or an old kernel; everything works without
+        return False
+    return True
 
 
 def make_engine(setting: Setting) -> Any:
