@@ -396,6 +396,8 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(tmp_path: Path) -> None:
     assert "--sustained SECONDS" in refusal("--path", tmp_path, "--write-set", "1GiB")
     assert "--tensor-bytes has to be between" in refusal("--path", tmp_path, "--size", "16MiB", "--tensor-bytes", "1GiB")
     assert "nothing is left" in refusal("--path", tmp_path, "--mode", "read", "--no_read")
+    for option in ("--json", "--report", "--config"):
+        assert f"{option} {tmp_path}/no/file cannot be written" in refusal("--path", tmp_path, option, tmp_path / "no/file")
     wide = refusal("--path", tmp_path, "--engine", "posix", "--threads", 64, "--request-bytes", "64MiB")
     assert wide.startswith("posix: at least 4 GiB would be in flight, of 96 MiB that there is memory for")
     assert not list(tmp_path.iterdir())

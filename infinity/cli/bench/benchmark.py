@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import statistics
 import threading
 import time
@@ -271,7 +272,7 @@ class Benchmark:
         write_set = plan.write_set or self._write_set(expected * 1e9 * seconds / len(plan.paths))
         write_set = max(write_set // SIZE_MULTIPLE, 1) * SIZE_MULTIPLE
         self._say(f"writing for {seconds:g} s over {format_bytes(write_set)} on each path")
-        check_space(plan.paths, max(write_set - plan.file_bytes, 0), plan.reserve)
+        check_space(plan.paths, write_set, plan.reserve)
         for drive in self._drives:
             drive.file.allocate(write_set)
         piece = max(PIECE_BYTES, found.best.request_bytes)
@@ -296,7 +297,7 @@ class Benchmark:
 
     def _write_set(self, expected: float) -> int:
         """So much that no block is written twice in the time, if the drive keeps its speed and has the space."""
-        free = min(examine(path).free_bytes for path in self._plan.paths) // len(self._plan.paths)
+        free = min(shutil.disk_usage(path).free for path in self._plan.paths) // len(self._plan.paths)
         return int(max(min(1.2 * expected, free - self._plan.reserve + self._plan.file_bytes), self._plan.file_bytes))
 
     def _limits(self, places: Sequence[Place], found: Found, cases: list[Case]) -> list[str]:
@@ -305,11 +306,7 @@ class Benchmark:
             whole = next((case for case in cases if case.mode == way and case.only is None), None)
             if whole is None:
                 continue
-            alone = [
-                statistics.median(run.gb_per_second for run in case.quiet)
-                for case in cases
-                if case.mode == way and case.only is not None
-            ]
+            alone = [_median_speed(case) for case in cases if case.mode == way and case.only is not None]
             wider = [
                 self._trial_median(setting, way)
                 for setting in found.scores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from enum import Enum
@@ -220,6 +221,10 @@ def io(
             raise ValueError("no directory is given: add --path DIR, a directory on the drive to be measured")
         if report is not None:
             require_extras("matplotlib", what="--report")
+        result = None if as_json in (None, "-") else Path(str(as_json))
+        for name, file in (("--json", result), ("--report", report), ("--config", config)):
+            if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+                raise ValueError(f"{name} {file} cannot be written; give a file in a directory that exists and is yours")
         left_out = {name for name, out in (("read", no_read), ("write", no_write)) if out}
         named = tuple(dict.fromkeys(name.value for name in mode or ()))
         asked: tuple[Mode, ...] = ("read",) if read else cast(tuple[Mode, ...], named) or MODES
@@ -233,8 +238,8 @@ def io(
         with interrupted_by_signals():
             summary = Benchmark(plan, lambda text: progress.print(text, markup=False, soft_wrap=True, style="dim")).run()
         text = json.dumps(summary, indent=1, allow_nan=False)
-        if as_json not in (None, "-"):
-            write_file(Path(str(as_json)), text + "\n")
+        if result is not None:
+            write_file(result, text + "\n")
         if config is not None:
             write_file(config, json.dumps(summary["config"], indent=2) + "\n")
         if report is not None:

@@ -56,6 +56,8 @@ def search_figure(trials: Sequence[dict[str, Any]]) -> str:
                 if points:
                     axes.scatter(*zip(*points, strict=True), color=color, marker=marker, s=22, label=f"{way}, {engine}")
         axes.set_xscale("log", base=2)
+        ticks = sorted({trial["depth_requests"] * trial["request_bytes"] / (1 << 20) for trial in trials})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.set_ylim(bottom=0)
         axes.set_xlabel("MiB in flight")
         axes.set_ylabel("GB/s")

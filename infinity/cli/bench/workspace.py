@@ -61,7 +61,7 @@ def check_owners(directories: Sequence[Path]) -> None:
 def check_space(directories: Sequence[Path], size: int, reserve: int) -> None:
     """Raise `ConfigError` with the numbers unless `size` bytes fit into each directory and leave `reserve` bytes free.
 
-    What a killed benchmark left there counts as free: it is removed first.
+    A benchmark's own files count as free: those of a killed one are removed first, and ours are part of `size`.
     """
     on_device: dict[int, list[Path]] = {}
     for directory in directories:
