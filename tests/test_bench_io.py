@@ -138,6 +138,9 @@ def test_of_equally_fast_settings_the_one_with_the_least_in_flight_wins() -> Non
         return min(setting.in_flight_bytes, 8 * MIB) / MIB
 
     assert search(spaces_of(1), FakeDevice(flat_from_eight), 60).best.in_flight_bytes == 8 * MIB
+    both = FakeDevice(lambda setting: flat_from_eight(setting) * (1.03 if setting.engine == "posix" else 1))
+    assert search(spaces_of(2), both, 60).best.engine == "io_uring"  # as fast, and needs no threads
+    assert {setting.engine for setting in both.asked[-3:]} == {"io_uring", "posix"}  # the best of each is in the finals
     rising = search(spaces_of(1), FakeDevice(lambda setting: float(setting.in_flight_bytes)), 60)
     assert rising.best.in_flight_bytes == 64 * MIB  # the widest within the memory
 

@@ -3,8 +3,9 @@
 [Note: a climb, not a grid]
 Speed over request size and requests in flight rises to a plateau and may fall behind it, so from a middling setting each axis
 is climbed in factors of two, one after the other, until nothing is better: about 10 measurements per engine instead of 48.
-A disk's speed also moves by itself. So the best few are measured again in turns, the median decides, and of those that are
-about as fast the one wins that keeps the fewest bytes in flight: it costs memory and latency for nothing.
+A disk's speed also moves by itself. So the best few, and the best of each engine, are measured again in turns, and medians
+decide. Of those that are about as fast io_uring wins, which needs no thread per request, and then the one with the fewest bytes
+in flight: more costs memory and latency for nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DEPTHS = tuple(1 << shift for shift in range(8))  # 1 to 128
 THREADS = tuple(1 << shift for shift in range(6))  # 1 to 32
 STEP = 0.01
 """A step of the climb has to gain this share."""
-AS_GOOD = 0.03
+AS_GOOD = 0.05
 """Settings within this share of the fastest count as equally fast."""
 FINALISTS, FINAL_ROUNDS = 3, 2
 
@@ -131,7 +132,9 @@ def search(spaces: Sequence[Space], measure: Callable[[Setting], float | None], 
         pass
     if not scores:
         raise ValueError("the search ended before its first measurement; give it more time")
-    finalists = sorted(scores, key=lambda setting: (-scores[setting][0], setting))[:FINALISTS]
+    ranked = sorted(scores, key=lambda setting: (-scores[setting][0], setting))
+    best_of_each = {setting.engine: setting for setting in reversed(ranked)}.values()
+    finalists = list(dict.fromkeys([*best_of_each, *ranked]))[: max(FINALISTS, len(best_of_each))]
     try:
         for _ in range(FINAL_ROUNDS if len(finalists) > 1 else 0):
             for setting in finalists:
@@ -141,7 +144,7 @@ def search(spaces: Sequence[Space], measure: Callable[[Setting], float | None], 
     medians = {setting: statistics.median(scores[setting]) for setting in finalists}
     highest = max(medians.values())
     as_good = [setting for setting in finalists if medians[setting] >= (1 - AS_GOOD) * highest]
-    best = min(as_good, key=lambda setting: (setting.in_flight_bytes, setting.engine != "io_uring", -medians[setting], setting))
+    best = min(as_good, key=lambda setting: (setting.engine != "io_uring", setting.in_flight_bytes, -medians[setting], setting))
     return Found(best, medians[best], scores)
 
 
