@@ -562,19 +562,18 @@ def test_json_on_stdout_is_all_there_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode, word", [("read", "read"), ("write", "write"), ("mixed", "rw")])
 def test_fio_gets_equal_parameters(mode: str, word: str) -> None:
     setting = Setting("io_uring", 32, MIB, 1)
-    options = fio.arguments(mode, setting, [("/n/a", 100 * MIB), ("/n/b:c", 64 * MIB)], 1.5, True, registered=True)
-    common, *jobs = " ".join(options).split(" --name=path")
+    files = [("/n/a", 100 * MIB), ("/n/b:c", 64 * MIB)]
+    common, *jobs = " ".join(fio.arguments(mode, setting, files, 1.5, True, ring=True, registered=True)).split(" --name=path")
     given_options = dict(option.removeprefix("--").split("=", 1) for option in common.split())
     assert given_options | {
-        "rw": word, "bs": "1048576", "iodepth": "32", "ioengine": "io_uring", "direct": "1", "runtime": "1500ms",
-        "time_based": "1", "allow_file_create": "0", "fixedbufs": "1",
+        "name": "global", "rw": word, "bs": "1048576", "iodepth": "32", "ioengine": "io_uring", "direct": "1",
+        "runtime": "1500ms", "time_based": "1", "allow_file_create": "0", "fixedbufs": "1",
     } == given_options  # fmt: skip
     assert given_options.get("rwmixread") == ("70" if mode == "mixed" else None)
     assert jobs == ["0 --filename=/n/a --size=104857600", r"1 --filename=/n/b\:c --size=67108864"]
-    assert "--fixedbufs=1" not in fio.arguments(mode, setting, [("/n/a", 100 * MIB)], 1.5, True, registered=False)
-    threads = fio.arguments(mode, Setting("posix", 3, 8 * MIB, 3), [("/n/a", 100 * MIB)], 1, False, registered=True)
-    assert {"--ioengine=psync", "--numjobs=3", "--iodepth=1", "--direct=0"} <= set(threads)
-    assert {f"--size={32 * MIB}", f"--offset_increment={32 * MIB}"} <= set(threads)
+    assert "--fixedbufs=1" not in fio.arguments(mode, setting, files, 1.5, True, ring=True, registered=False)
+    threads = fio.arguments(mode, Setting("posix", 3, 8 * MIB, 3), files[:1], 1, False, ring=False, registered=True)
+    assert {"--ioengine=libaio", "--iodepth=3", "--direct=0", f"--size={96 * MIB}"} <= set(threads)
     assert fio.ENVIRONMENT == {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from infinity import native
 from infinity.cli.bench import fio, patterns
 from infinity.cli.bench.block import config_block
 from infinity.cli.bench.load import Load
@@ -230,7 +231,9 @@ class Benchmark:
         drives = self._drives if case.only is None else [self._drives[case.only]]
         files = [(drive.file.path, drive.size) for drive in drives]
         direct = all(drive.file.direct for drive in drives)
-        measured = fio.run(self._fio, fio.arguments(case.mode, best, files, self._plan.round_seconds, direct, self._registered))
+        ring, _ = native.aio().io_uring_available()
+        options = fio.arguments(case.mode, best, files, self._plan.round_seconds, direct, ring, self._registered)
+        measured = fio.run(self._fio, options)
         self._written += measured.bytes_written
         return measured
 

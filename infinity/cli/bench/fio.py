@@ -30,17 +30,20 @@ def require_fio() -> str:
 
 
 def arguments(
-    mode: str, setting: Setting, files: Sequence[tuple[str, int]], seconds: float, direct: bool, registered: bool
+    mode: str, setting: Setting, files: Sequence[tuple[str, int]], seconds: float, direct: bool, ring: bool, registered: bool
 ) -> list[str]:
     """fio's arguments for `mode` (read, write, mixed) at once on `files` (path, bytes), which exist and have been written.
 
-    POSIX threads are fio's `psync` jobs: as many, each on a part of the file of its own, because a job has one request in
-    flight. Sequential, over the file again and again until the time is up; memory is pinned for fio's ring when it is for ours.
+    Sequential, over the file again and again until the time is up, with as many requests in flight: through io_uring where it
+    can be had (`ring`), also beside our POSIX threads, else through libaio. fio's own threads (psync) would be no comparison:
+    each has a buffer too small for a huge page. Memory is pinned for fio's ring when it is for ours.
     """
-    threads = setting.threads if setting.engine == "posix" else 1
-    common = [
+    options = [
+        "--name=global",
         f"--rw={_DIRECTION[mode]}",
         f"--bs={setting.request_bytes}",
+        f"--iodepth={setting.depth}",
+        f"--ioengine={'io_uring' if ring else 'libaio'}",
         f"--direct={int(direct)}",
         "--time_based=1",
         f"--runtime={max(round(seconds * 1000), 1)}ms",
@@ -50,20 +53,14 @@ def arguments(
         "--output-format=json",
     ]
     if mode == "mixed":
-        common.append(f"--rwmixread={round(READ_SHARE * 100)}")
-    if setting.engine == "posix":
-        common += ["--ioengine=psync", "--iodepth=1", f"--numjobs={threads}"]
-    else:
-        common += ["--ioengine=io_uring", f"--iodepth={setting.depth}"]
-        if registered:
-            common += ["--fixedbufs=1", "--registerfiles=1"]
+        options.append(f"--rwmixread={round(READ_SHARE * 100)}")
+    if ring and registered:
+        options += ["--fixedbufs=1", "--registerfiles=1"]
     for number, (path, size) in enumerate(files):
-        part = size // threads // setting.request_bytes * setting.request_bytes
+        size -= size % setting.request_bytes
         # fio takes a colon in a file name for a separator.
-        common += [f"--name=path{number}", f"--filename={path.replace(':', chr(92) + ':')}", f"--size={part}"]
-        if threads > 1:
-            common.append(f"--offset_increment={part}")
-    return common
+        options += [f"--name=path{number}", f"--filename={path.replace(':', chr(92) + ':')}", f"--size={size}"]
+    return options
 
 
 def parse(output: dict[str, Any]) -> Measured:
