@@ -76,7 +76,9 @@ Paths = Annotated[
         rich_help_panel=_WHERE,
     ),
 ]  # fmt: skip
-MorePaths = Annotated[list[Path] | None, typer.Argument(help="More directories, as `--nvme_dir A B` has them.", metavar="[DIR]...", hidden=True)]
+MorePaths = Annotated[
+    list[Path] | None, typer.Argument(help="More directories, as `--nvme_dir A B` has them.", metavar="DIR", hidden=True)
+]
 Size = Annotated[
     int,
     _size("--size", "--io_size", text="The file on each path, larger than a drive's memory.", panel=_WHERE, default="2GiB"),

@@ -108,7 +108,7 @@ def render(summary: dict[str, Any]) -> str:
     parts = [
         f"<header><h1>infinity bench io</h1><p>{escape(names)}: {escape(setting_words(summary['best']))}</p></header>",
         f'<div class="cards">{"".join(cards)}</div>',
-        section("Modes", "Medians of interleaved rounds; 1 GB is 10^9 bytes.", modes_figure(rows, paths) + table),
+        section("Modes", "Medians of interleaved rounds; 1 GB is 10^9 bytes, latencies are in milliseconds.", modes_figure(rows, paths) + table),
         section("The search", "Each point is one measurement; the best few were measured again.", tried),
     ]
     if sustained:

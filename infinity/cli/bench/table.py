@@ -20,7 +20,8 @@ def row_name(row: dict[str, Any], paths: int) -> str:
     return name + (f" beside {row['load']}" if row["load"] else "")
 
 
-HEADINGS = ("mode", "GB/s", "rounds", "p50 ms", "p99 ms", "p99.9 ms", "CPU s/GB", "of fio")
+HEADINGS = ("mode", "GB/s", "rounds", "p50", "p99", "p99.9", "CPU s/GB", "of fio")
+"""The percentiles are in milliseconds."""
 
 
 def cells(row: dict[str, Any], paths: int) -> list[str]:
@@ -118,10 +119,10 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
         rows = [row for row in summary["rows"] if row["load"] == load]
         shown = [cells(row | {"load": None}, len(summary["paths"])) for row in rows]
         used = [number for number in range(len(HEADINGS)) if any(line[number] for line in shown)]
-        title = f"infinity bench io{f', beside {load}' if load else ''}"
+        title = f"infinity bench io{f', beside {load}' if load else ''} (p50, p99, p99.9 in ms)"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for number in used:
-            table.add_column(HEADINGS[number], justify="right" if number else "left", no_wrap=number == 0)
+            table.add_column(HEADINGS[number], justify="right" if number else "left", no_wrap=True)
         for line in shown:
             table.add_row(*(line[number] for number in used))
         console.print(table, markup=False)
