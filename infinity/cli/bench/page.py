@@ -104,11 +104,12 @@ def render(summary: dict[str, Any]) -> str:
     sustained, config = summary["sustained"], json.dumps(summary["config"], indent=2)
     around = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in facts(summary))
     table = _table(HEADINGS, [cells(row, paths) for row in rows])
+    note = "Medians of interleaved rounds; 1 GB is 10^9 bytes, latencies are in milliseconds."
     tried = search_figure(summary["search"]["trials"])
     parts = [
         f"<header><h1>infinity bench io</h1><p>{escape(names)}: {escape(setting_words(summary['best']))}</p></header>",
         f'<div class="cards">{"".join(cards)}</div>',
-        section("Modes", "Medians of interleaved rounds; 1 GB is 10^9 bytes, latencies are in milliseconds.", modes_figure(rows, paths) + table),
+        section("Modes", note, modes_figure(rows, paths) + table),
         section("The search", "Each point is one measurement; the best few were measured again.", tried),
     ]
     if sustained:
