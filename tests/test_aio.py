@@ -612,6 +612,192 @@ def test_an_owner_lives_until_its_request_is_done(kind: str, file: Any) -> None:
     assert Path(file.path).read_bytes() == noise(16 * BLOCK, 1)
 
 
+# Whatever the kernel says, a ticket gives the right bytes or that error, and always ends.
+
+READ_ERRORS = ["EBADF", "EFAULT", "EINVAL", "EIO", "EISDIR"]
+WRITE_ERRORS = ["EBADF", "EDESTADDRREQ", "EDQUOT", "EFAULT", "EFBIG", "EINVAL", "EIO", "ENOSPC", "EPERM", "EPIPE"]
+RING_ERRORS = ["EACCES", "EBADFD", "EBUSY", "ECANCELED", "EEXIST", "ENOBUFS", "ENODEV", "ENOMEM", "ENXIO", "EOPNOTSUPP"]
+DEVICE_ERRORS = ["EREMOTEIO", "ENODATA", "EILSEQ", "ETIMEDOUT", "EBADE", "ENOLINK", "EROFS", "ESTALE", "ETIME", "EOVERFLOW"]
+TO_CONTINUE = ["EINTR", "EAGAIN"]
+EVERY_ERROR = [
+    getattr(errno, name) for name in dict.fromkeys(READ_ERRORS + WRITE_ERRORS + RING_ERRORS + DEVICE_ERRORS + TO_CONTINUE)
+]
+
+
+@each_engine
+@pytest.mark.parametrize("code", EVERY_ERROR, ids=lambda code: errno.errorcode[code])
+def test_every_errno_is_given_or_continued(kind: str, file: Any, code: int) -> None:
+    engine = aio.Engine(kind, depth=4, request_bytes=2 * BLOCK)
+    old, new = noise(7 * BLOCK), noise(7 * BLOCK, 1)
+    assert write(engine, file, 0, memory(old)).wait()[0] == 0
+    engine.set_faults(fail_read_at=2, fail_write_at=1, fail_errno=code)
+    back = memory(len(old))
+    goes_on = errno.errorcode[code] in TO_CONTINUE
+    assert read(engine, file, 0, back).wait() == ((0, len(old), len(old)) if goes_on else (code, len(old), 4 * BLOCK))
+    assert back.tobytes()[: 4 * BLOCK] == old[: 4 * BLOCK]
+    assert write(engine, file, 0, memory(new)).wait() == ((0, len(new), len(new)) if goes_on else (code, len(new), 2 * BLOCK))
+    assert write(engine, file, 0, memory(new)).wait() == (0, len(new), len(new))
+    assert read(engine, file, 0, back).wait() == (0, len(old), len(old))
+    assert back.tobytes() == new
+
+
+@each_engine
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN])
+def test_an_errno_that_never_goes_away_is_given_in_the_end(kind: str, file: Any, code: int) -> None:
+    engine = aio.Engine(kind)
+    engine.set_faults(error_fraction=1.0, errnos=[code])
+    assert write(engine, file, 0, memory(BLOCK)).wait() == (code, BLOCK, 0)
+    assert engine.counters()["device_requests"] == 64
+
+
+@each_engine
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    steps=st.lists(steps, max_size=10),
+    errors=st.sampled_from([0.0, 0.1, 0.5]),
+    codes=st.lists(st.sampled_from(EVERY_ERROR), min_size=1, max_size=4),
+    short=st.sampled_from([0.0, 0.5, 1.0]),
+    unit=st.sampled_from([1, 7, 512, BLOCK, 5000]),
+    delays=st.sampled_from([0.0, 0.3]),
+    direct=st.booleans(),
+)
+def test_under_any_faults_a_ticket_gives_bytes_or_an_error(
+    kind: str,
+    seed: int,
+    steps: list,
+    errors: float,
+    codes: list[int],
+    short: float,
+    unit: int,
+    delays: float,
+    direct: bool,
+) -> None:
+    """Requests under way together, each in a region of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine = aio.Engine(kind, depth=4, request_bytes=4 * BLOCK)
+        file = aio.File(folder + "/data", create=True, direct=direct)
+        before = noise(2 * SPAN * max(1, len(steps)))
+        assert write(engine, file, 0, memory(before)).wait()[0] == 0
+        engine.set_faults(
+            seed=seed, error_fraction=errors, errnos=codes, short_fraction=short, short_unit=unit,
+            delay_fraction=delays, delay_seconds=0.001,
+        )  # fmt: skip
+        under_way = []
+        for number, (writing, offset, size, shift) in enumerate(steps):
+            data = memory(noise(size, number + 1) if writing else size, shift)
+            place = 2 * SPAN * number + offset
+            under_way.append((writing, place, data, (write if writing else read)(engine, file, place, data)))
+        for writing, place, data, ticket in under_way:
+            error, asked, done = ticket.wait()
+            assert asked == data.size
+            assert (error == 0) == (done == asked)
+            assert error in (0, *codes)
+            if not writing:
+                assert data.tobytes()[:done] == before[place : place + done]
+        engine.set_faults()
+        content = Path(folder, "data").read_bytes()
+        for writing, place, data, ticket in under_way:
+            done = ticket.wait()[2]
+            if writing:
+                assert content[place : place + done] == data.tobytes()[:done]
+            begin, end = place // (2 * SPAN) * 2 * SPAN, place // (2 * SPAN) * 2 * SPAN + 2 * SPAN
+            assert content[begin:place] == before[begin:place]
+            assert content[place + data.size : end] == before[place + data.size : end]
+        file.close()
+        engine.close()
+
+
+@each_engine
+def test_a_delayed_request_is_overtaken(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, threads=1)
+    data = memory(noise(BLOCK))
+    engine.set_faults(seed=1, delay_fraction=1.0, delay_seconds=1.0)  # 0.13 s by this seed
+    late = write(engine, file, 0, data)
+    engine.set_faults()
+    assert write(engine, file, BLOCK, data).wait() == (0, BLOCK, BLOCK)
+    assert not late.done()
+    assert late.wait() == (0, BLOCK, BLOCK)
+
+
+def descriptors(name: str) -> set[int]:
+    """Of this process, whose target has `name` in it."""
+    return {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if name in os.path.realpath(entry)}
+
+
+@each_engine
+def test_a_descriptor_closed_under_way_is_an_error(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, depth=1, threads=1, request_bytes=BLOCK)
+    (number,) = descriptors(file.path)
+    engine.set_faults(bytes_per_second=4 << 20)
+    data = memory(noise(64 * BLOCK))
+    ticket = write(engine, file, 0, data)
+    os.close(number)
+    error, asked, done = ticket.wait()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), number)  # the number is still the file's, which will close it
+    assert (error, asked) == (errno.EBADF, data.size)
+    assert done < asked
+    assert Path(file.path).read_bytes()[:done] == data.tobytes()[:done]
+
+
+@each_engine
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("size", [BLOCK, 1 << 20])
+def test_memory_that_is_gone_is_an_error(kind: str, file: Any, size: int, shift: int) -> None:
+    engine = aio.Engine(kind)
+    assert write(engine, file, 0, memory(size)).wait()[0] == 0
+    with mmap.mmap(-1, size + BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as gone:
+        hole = np.frombuffer(gone, np.uint8).ctypes.data + shift
+    assert engine.write(file, 0, hole, size).wait() == (errno.EFAULT, size, 0)
+    assert engine.read(file, 0, hole, size).wait() == (errno.EFAULT, size, 0)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+@pytest.mark.parametrize("nth", [0, 1, 5])
+def test_a_ring_that_fails_ends_every_ticket(file: Any, nth: int) -> None:
+    """natively in dead_ring.cpp, for every moment"""
+    engine = aio.Engine("io_uring", depth=4, request_bytes=BLOCK)
+    content = memory(noise(64 * BLOCK))
+    assert write(engine, file, 0, content).wait()[0] == 0
+    engine.set_faults(fail_ring_at=nth, fail_errno=errno.EBADF)
+    back = [memory(64 * BLOCK) for _ in range(3)]
+    tickets = [read(engine, file, 0, view) for view in back]
+    for view, ticket in zip(back, tickets, strict=True):
+        error, asked, done = ticket.wait()
+        assert (error, asked) == (errno.EBADF, 64 * BLOCK)
+        assert view.tobytes()[:done] == content.tobytes()[:done]
+    assert read(engine, file, 0, back[0]).wait() == (errno.EBADF, 64 * BLOCK, 0)
+    with pytest.raises(OSError) as failure:
+        engine.register_memory(content.ctypes.data, content.size)
+    assert failure.value.errno == errno.EBADF
+    engine.close()
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+@pytest.mark.parametrize("code", [errno.EBUSY, errno.EAGAIN, errno.EINTR])
+def test_a_full_completion_queue_is_emptied(file: Any, code: int) -> None:
+    """EBUSY is how the ring says that it is full"""
+    engine = aio.Engine("io_uring", depth=4096, request_bytes=BLOCK)
+    content, back = memory(noise(5000 * BLOCK)), memory(5000 * BLOCK)
+    assert write(engine, file, 0, content).wait()[0] == 0
+    engine.set_faults(fail_ring_at=2, fail_errno=code)
+    assert read(engine, file, 0, back).wait() == (0, back.size, back.size)
+    assert np.array_equal(back, content)
+
+
+@pytest.mark.skipif(not AVAILABLE, reason=REASON)
+def test_a_ring_whose_descriptor_is_closed_by_a_stranger_goes_on(file: Any) -> None:
+    others = descriptors("io_uring")
+    engine, data = aio.Engine("io_uring"), memory(noise(3 * BLOCK))
+    (number,) = descriptors("io_uring") - others
+    os.close(number)
+    error, asked, done = write(engine, file, 0, data).wait()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), number)
+    assert (error == 0) == (done == asked)
+    assert error in (0, errno.EBADF)  # 0 where the kernel lets a thread register its ring
+    assert Path(file.path).read_bytes()[:done] == data.tobytes()[:done]
+
+
 # Wrong use and a failing world.
 
 
@@ -685,6 +871,16 @@ def test_wrong_requests_are_value_errors(kind: str, file: Any) -> None:
         engine.read(file, 2**63 - 1, 0, 1)
     with pytest.raises(ValueError):
         engine.set_faults(short_fraction=2.0)
+    for wrong in (
+        {"error_fraction": -1},
+        {"delay_fraction": 2},
+        {"delay_seconds": -1},
+        {"errnos": []},
+        {"errnos": [0]},
+        {"short_unit": 0},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            engine.set_faults(**wrong)
     with pytest.raises(ValueError, match="null"):
         engine.read(file, 0, 0, BLOCK)
     assert engine.read(file, 0, 0, 0).wait() == (0, 0, 0)

@@ -144,6 +144,13 @@ Call Request::call() {
   return {operation(), transfer->descriptor->number, start(), base + (start() - device_begin_), bytes, transfer->direct};
 }
 
+// Where a failure leaves the caller's bytes. Of a block that was written in part nothing counts, even when what is missing is
+// none of theirs: an error never goes with all bytes done.
+std::uint64_t Request::certain() const {
+  if (filling_) return begin;
+  return std::clamp(operation() == Operation::read ? reached_ : start(), begin, end);
+}
+
 bool Request::no_progress() { return ++tries < kTries; }
 
 Progress Request::advance(int result) {
@@ -177,7 +184,7 @@ Progress Request::advance(int result) {
     return Progress::write_back;
   }
 
-  done_until = filling_ ? begin : std::clamp(reached_, begin, end);
+  done_until = certain();
   if (bounce && operation() == Operation::read && done_until > begin)
     std::memcpy(memory_, bounce + (begin - device_begin_), done_until - begin);
   return Progress::finished;
@@ -185,7 +192,7 @@ Progress Request::advance(int result) {
 
 void Request::give_up(int code) {
   error = code;
-  done_until = bounce ? begin : std::clamp(reached_, begin, end);
+  done_until = bounce && operation() == Operation::read ? begin : certain();
 }
 
 // ---- QueueEngine ----
@@ -312,13 +319,13 @@ bool QueueEngine::cut(Priority priority) {
   const Part& part = transfer->part();
   const std::uint64_t from = transfer->cursor(), last = part.offset + part.bytes;
   std::uint64_t to = std::min<std::uint64_t>(last, from + options_.request_bytes);
+  const char* memory = static_cast<const char*>(part.memory) + (from - part.offset);
   bool bounced = false;
   if (transfer->direct) {
     // A partial block is a piece of its own: then a read-modify-write is one block, and the rest is whole blocks.
     const std::uint64_t block_end = floor_block(from) + kAlignment;
     const bool partial = from != floor_block(from) || to < block_end;
     to = partial ? std::min(last, block_end) : floor_block(to);
-    const char* memory = static_cast<const char*>(part.memory) + (from - part.offset);
     bounced = partial || !aligned(memory) ||
               (transfer->descriptor->pays_per_page && to - from >= kCopyFrom && !registered(memory, to - from) &&
                !on_huge_pages(memory, to - from));
@@ -348,6 +355,7 @@ bool QueueEngine::cut(Priority priority) {
     queue.room.notify_one();
   }
   make_ready(request);
+  if (bounced && !is_mapped(memory, to - from)) request->injected = EFAULT;
   return true;
 }
 

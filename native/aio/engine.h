@@ -129,6 +129,7 @@ class Request {
   static constexpr std::size_t kLargeCopy = 64 << 10;
 
   std::uint64_t start() const;
+  std::uint64_t certain() const;
   bool no_progress();  // counts; false when it was tried often enough
 
   char* memory_ = nullptr;                           // the caller's, for `begin`

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <new>
 
@@ -61,6 +62,12 @@ bool on_huge_pages(const void* memory, std::size_t bytes) {
   scan.vector_length = scan.max_pages = 1;
   scan.category_inverted = scan.category_mask = scan.return_mask = kPageIsHuge;
   return ::ioctl(map.number, _IOWR('f', 16, ScanArguments), &scan) <= 0;
+}
+
+bool is_mapped(const void* memory, std::size_t bytes) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(memory), first = begin / kPage * kPage;
+  unsigned char resident[(1u << 20) / kPage + 1];
+  return ::mincore(reinterpret_cast<void*>(first), begin + bytes - first, resident) == 0 || errno != ENOMEM;
 }
 
 }  // namespace infinity::aio
