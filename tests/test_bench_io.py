@@ -93,6 +93,7 @@ class FakeDevice:
 peaks = st.tuples(st.integers(0, len(REQUEST_BYTES) - 1), st.integers(0, len(DEPTHS) - 1))
 
 
+@settings(deadline=None)
 @given(peak=peaks, slopes=st.tuples(*[st.floats(1.06, 3.0)] * 4), engines=st.integers(1, 2), factor=st.floats(0.3, 3.0))
 def test_the_search_finds_the_peak_of_any_single_hill(peak: tuple[int, int], slopes: Any, engines: int, factor: float) -> None:
     def speed(setting: Setting) -> float:
@@ -110,6 +111,7 @@ def test_the_search_finds_the_peak_of_any_single_hill(peak: tuple[int, int], slo
     assert len(device.asked) < 60  # of 84 settings; with the finals
 
 
+@settings(deadline=None)
 @given(
     table=st.lists(st.floats(0.01, 10), min_size=200, max_size=200),
     trials=st.integers(1, 40), noise=st.sampled_from([0.0, 0.3]), engines=st.integers(1, 2), seed=st.integers(0, 9),
@@ -157,6 +159,7 @@ def test_the_search_ends_with_what_it_has_when_the_time_is_up() -> None:
 # Arithmetic
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=50), st.sampled_from([1.0, 50.0, 90.0, 99.0, 99.9, 100.0]))
 def test_a_percentile_is_the_smallest_value_that_so_many_do_not_exceed(values: list[float], percent: float) -> None:
     values.sort()
@@ -172,6 +175,7 @@ def test_percentiles_of_a_thousand() -> None:
         percentile([], 50)
 
 
+@settings(deadline=None)
 @given(
     blocks=st.integers(1, 60), model=st.integers(1, 10**10), chunk=st.integers(1, 8), paths=st.integers(1, 3)
 )  # fmt: skip
@@ -786,7 +790,7 @@ def test_the_load_is_adam_on_every_core() -> None:
     load.close()
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(size=st.integers(0, 1 << 40), reserve=st.integers(0, 1 << 40))
 def test_the_largest_size_named_is_one_that_works(size: int, reserve: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
