@@ -253,6 +253,7 @@ class Benchmark:
             "mode": case.mode,
             "paths": [str(path) for path in (plan.paths if case.only is None else [plan.paths[case.only]])],
             "load": load.name if loaded and load is not None else None,
+            "of_quiet_ratio": speed["median"] / _median_speed(case) if loaded else None,
             **{f"{name}_gb_per_second": value for name, value in speed.items()},
             # Under load the CPU time is mostly the load's.
             "cpu_seconds_per_gb": None if loaded else statistics.median(run.cpu_seconds_per_gb for run in runs),
@@ -371,7 +372,8 @@ def _score(speeds: dict[Operation, float]) -> float:
 def _lasting(sustained: dict[str, Any] | None) -> list[str]:
     if sustained is None:
         return []
-    return [lasting(sustained["first_tenth_gb_per_second"], sustained["last_half_gb_per_second"], sustained["written_bytes"])]
+    first, last = sustained["first_tenth_gb_per_second"], sustained["last_half_gb_per_second"]
+    return [lasting(first, last, sustained["written_bytes"], sustained["write_set_bytes"])]
 
 
 def _median_speed(case: Case) -> float:

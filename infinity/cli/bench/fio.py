@@ -49,6 +49,7 @@ def arguments(
         f"--runtime={max(round(seconds * 1000), 1)}ms",
         "--group_reporting=1",
         "--allow_file_create=0",
+        "--scramble_buffers=0",  # fio would change every buffer before it writes it, which we do not
         "--thread=1",
         "--output-format=json",
     ]

@@ -20,7 +20,7 @@ def row_name(row: dict[str, Any], paths: int) -> str:
     return name + (f" beside {row['load']}" if row["load"] else "")
 
 
-HEADINGS = ("mode", "GB/s", "rounds", "p50", "p99", "p99.9", "CPU s/GB", "of fio")
+HEADINGS = ("mode", "GB/s", "rounds", "p50", "p99", "p99.9", "CPU s/GB", "of fio", "of quiet")
 """The percentiles are in milliseconds."""
 
 
@@ -37,6 +37,7 @@ def cells(row: dict[str, Any], paths: int) -> list[str]:
         *(number(f"latency_{name}_seconds", ".3g", 1e3) for name in ("p50", "p99", "p99_9")),
         number("cpu_seconds_per_gb", ".3f"),
         number("fio_median_ratio", ".2f"),
+        number("of_quiet_ratio", ".2f"),
     ]
 
 

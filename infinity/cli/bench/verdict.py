@@ -67,11 +67,12 @@ def verdict(places: Sequence[Place], evidence: Evidence) -> str:
     return f"{reached} {cause}{against}."
 
 
-def lasting(first: float, last: float, written: int) -> str:
-    """Whether writing for long keeps the speed (GB/s) of its beginning; one sentence."""
+def lasting(first: float, last: float, written: int, write_set: int) -> str:
+    """Whether writing for long keeps the speed (GB/s) of its beginning; one sentence. `write_set`: bytes, all paths."""
     if last < LASTS * first:
         return (
             f"Writes fall from {first:.2f} to {last:.2f} GB/s as {written / 1e9:.0f} GB are written: a cache of the drive is "
             "full by then, and the lower figure is what training gets."
         )
-    return f"Writes keep {last / first:.0%} of their first speed over {written / 1e9:.0f} GB."
+    again = f", but on the same {write_set / 1e9:.0f} GB, which a cache may hold" if written > 1.1 * write_set else ""
+    return f"Writes keep {last / first:.0%} of their first speed over {written / 1e9:.0f} GB{again}."
