@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import importlib.metadata
 import importlib.util
 import json
-import mmap
 import os
 import platform
-import resource
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,17 +16,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from infinity import native
 from infinity.cli.failure import plain_failures
-from infinity.errors import InfinityError
+from infinity.cli.machine import direct_io_problem, huge_pages, io_engine_problem, lines, memlock_limit
 from infinity.units import format_bytes
 
 _PACKAGES = ("zero-infinity", "torch", "numpy", "safetensors", "transformers", "matplotlib")
 _ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
 _NATIVE = ("_aio", "_cpu_adam", "_cuda")
-_IO_URING_SETUP = 425  # the same number on every architecture
-_IO_URING_PARAMS = 120  # sizeof(struct io_uring_params)
-_BLOCK = 4096
 
 
 def installed_version(package: str) -> str | None:
@@ -42,71 +33,9 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def io_uring_problem() -> str | None:
-    """None when this process can make an io_uring, else why not."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    parameters = ctypes.create_string_buffer(_IO_URING_PARAMS)
-    descriptor = int(libc.syscall(_IO_URING_SETUP, 2, parameters))
-    if descriptor >= 0:
-        os.close(descriptor)
-        return None
-    code = ctypes.get_errno()
-    switch = Path("/proc/sys/kernel/io_uring_disabled")
-    if code == errno.EPERM and switch.exists() and switch.read_text().strip() != "0":
-        return f"switched off by the kernel setting io_uring_disabled = {switch.read_text().strip()}"
-    if code == errno.EPERM:
-        return "refused (EPERM): a container's seccomp profile blocks it"
-    if code == errno.ENOSYS:
-        return "not known to this kernel (ENOSYS)"
-    return os.strerror(code)
-
-
-def _io_engine_problem() -> str | None:
-    """None when the engine will use io_uring, else why it will use POSIX threads."""
-    try:
-        available, reason = native.aio().io_uring_available()
-    except InfinityError as error:
-        return io_uring_problem() or str(error)
-    return None if available else str(io_uring_problem() or reason)
-
-
-def direct_io_problem(directory: Path) -> str | None:
-    """None when a 4096-byte O_DIRECT write to a temporary file in `directory` works, else why not."""
-    try:
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".infinity-doctor-") as handle:
-            try:
-                descriptor = os.open(handle.name, os.O_WRONLY | os.O_DIRECT)
-            except OSError as error:
-                return f"O_DIRECT refused: {error.strerror}"
-            try:
-                with mmap.mmap(-1, _BLOCK) as block:
-                    os.write(descriptor, block)
-            except OSError as error:
-                return f"O_DIRECT write failed: {error.strerror}"
-            finally:
-                os.close(descriptor)
-    except OSError as error:
-        return f"cannot be written: {error.strerror}"
-    return None
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
-
-
 def _isa() -> list[str]:
-    flags = next((line.split() for line in _lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))), [])
+    flags = next((line.split() for line in lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))), [])
     return [flag for flag in _ISA_FLAGS if flag in flags]
-
-
-def _huge_pages() -> dict[str, Any]:
-    modes = " ".join(_lines("/sys/kernel/mm/transparent_hugepage/enabled"))
-    chosen = modes.partition("[")[2].partition("]")[0]
-    meminfo = dict(line.split(":", 1) for line in _lines("/proc/meminfo") if ":" in line)
-    return {"transparent": chosen or None, "reserved": int(meminfo.get("HugePages_Total", "0").split()[0])}
 
 
 def _native() -> dict[str, str | None]:
@@ -134,7 +63,6 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
 
     from infinity.device import ComputeDevice
 
-    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
         "python": platform.python_version(),
         "kernel": platform.release(),
@@ -145,9 +73,9 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
         "isa": _isa(),
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "native": _native(),
-        "io_uring_problem": _io_engine_problem(),
-        "memlock": None if memlock == resource.RLIM_INFINITY else memlock,
-        "huge_pages": _huge_pages(),
+        "io_uring_problem": io_engine_problem(),
+        "memlock": memlock_limit(),
+        "huge_pages": huge_pages(),
         "nvme": [_path(directory) for directory in nvme],
     }
 

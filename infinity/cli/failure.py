@@ -30,9 +30,9 @@ def plain_failures(debug: bool) -> Iterator[None]:
     """Turn an expected failure inside into one line on stderr and exit status 1; with `debug` let it pass as it is."""
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         typer.echo("infinity: interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(128 + error.args[0] if error.args else INTERRUPTED) from None
     except (InfinityError, ValueError, OSError) as error:
         if debug:
             raise
@@ -40,14 +40,12 @@ def plain_failures(debug: bool) -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def require_extras(*modules: str) -> None:
-    """Raise `InfinityError` with the pip command when one of `modules` (the optional extra `finetune`) is missing."""
+def require_extras(*modules: str, what: str = "`infinity finetune`") -> None:
+    """Raise `InfinityError` with the pip command when one of `modules` (the optional extra `finetune`) is missing for `what`."""
     for module in modules:
         try:
             importlib.import_module(module)
         except ImportError as error:
             if (error.name or "").partition(".")[0] != module:
                 raise InfinityError(f"{module} is installed but cannot be imported: {error}") from None
-            raise InfinityError(
-                f"`infinity finetune` needs {module}; install it with: pip install 'zero-infinity[finetune]'"
-            ) from None
+            raise InfinityError(f"{what} needs {module}; install it with: pip install 'zero-infinity[finetune]'") from None

@@ -2,110 +2,50 @@
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
+from infinity.cli.drawing import BLUE, BROWN, FAINT, GREY, INK, ORANGE, PURPLE, RED, TEAL, new_figure, styled, svg
 from infinity.cli.history import TIERS, History
 from infinity.cli.perfetto import lane_order
 from infinity.observe import Span
 from infinity.units import format_bytes, parse_bytes
 
 TIMELINE_STEPS = 3
-_WIDTH = 10.0  # inches; the page scales it
 _FINEST = 2500
 """Spans of a lane nearer than this fraction of the timeline are drawn as one: more could not be seen."""
 _LABEL_SHARE = 0.05
 """A bar is named where it is at least this share of the timeline."""
 _BUDGET_SHARE = 0.2
 """A budget is drawn where at least this share of it is in use; else it would flatten the curve."""
-_INK, _FAINT, _GRID = "#1f2933", "#66727f", "#e4e8ec"
-_BLUE, _RED, _TEAL, _ORANGE, _PURPLE, _GREY, _BROWN = (
-    "#2f6db5", "#d1495b", "#2a9d8f", "#e08e2b", "#7b5ea7", "#8a949e", "#8c6d4f",
-)  # fmt: skip
 _LANE_COLORS = {
-    "compute": _BLUE, "wait nvme": _RED, "wait adam": _BROWN, "nvme read": _TEAL, "nvme write": _ORANGE, "adam": _PURPLE,
+    "compute": BLUE, "wait nvme": RED, "wait adam": BROWN, "nvme read": TEAL, "nvme write": ORANGE, "adam": PURPLE,
 }  # fmt: skip
-_TIER_COLORS = {"gpu": _BLUE, "cpu": _PURPLE, "nvme": _TEAL}
-
-_STYLE = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "text.color": _INK,
-    "axes.edgecolor": _GRID,
-    "axes.labelcolor": _FAINT,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 10.5,
-    "axes.titlecolor": _INK,
-    "grid.color": _GRID,
-    "xtick.color": _FAINT,
-    "ytick.color": _FAINT,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-}
-
-
-@contextmanager
-def _style(salt: str) -> Iterator[None]:
-    import matplotlib
-
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}):
-        yield
-
-
-def _figure(height: float) -> Any:
-    """A figure that belongs to no window system: its canvas is the SVG writer's."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, height))
-    FigureCanvasSVG(figure)
-    return figure
-
-
-def _svg(figure: Any, label: str) -> str:
-    """`figure` as an `<svg>` element: no XML prologue, metadata, namespaces or group ids, which HTML has no use for."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'<g id="[^"]*"', "<g", text)
-    head, body = text.split(">", 1)
-    head = re.sub(r'\s(xmlns(:\w+)?|width|height|version)="[^"]*"', "", head)
-    return f'{head} role="img" aria-label="{label}">{body.strip()}'
+_TIER_COLORS = {"gpu": BLUE, "cpu": PURPLE, "nvme": TEAL}
 
 
 def loss_figure(history: History) -> str:
     """Loss (training and validation) above, learning rate below, over steps."""
     numbers = [step.number for step in history.steps]
-    with _style("loss"):
-        figure = _figure(4.6)
+    with styled("loss"):
+        figure = new_figure(4.6)
         above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
         marker = "o" if len(numbers) < 3 else None
         losses = [step.loss for step in history.steps]
-        above.plot(numbers, losses, color=_BLUE, linewidth=1.5, marker=marker, label="training")
+        above.plot(numbers, losses, color=BLUE, linewidth=1.5, marker=marker, label="training")
         if history.validations:
             points = [(point.step, point.loss) for point in history.validations]
-            style = {"color": _ORANGE, "marker": "o", "markersize": 5, "linewidth": 1}
+            style = {"color": ORANGE, "marker": "o", "markersize": 5, "linewidth": 1}
             above.plot(*zip(*points, strict=True), label="validation", **style)
         above.set_title("Loss (mean cross-entropy per token, nats)")
         above.legend(loc="upper right")
         rates = [step.learning_rate for step in history.steps]
-        below.plot(numbers, rates, color=_FAINT, linewidth=1.5, marker=marker)
+        below.plot(numbers, rates, color=FAINT, linewidth=1.5, marker=marker)
         below.set_title("Learning rate")
         below.set_ylim(bottom=0)
         below.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=False)
         below.set_xlabel("step")
         below.xaxis.get_major_locator().set_params(integer=True)
-        return _svg(figure, "loss and learning rate over steps")
+        return svg(figure, "loss and learning rate over steps")
 
 
 def tiers_figure(history: History, budgets: dict[str, int]) -> str:
@@ -115,8 +55,8 @@ def tiers_figure(history: History, budgets: dict[str, int]) -> str:
         return ""
     origin = history.samples[0].time
     times = [sample.time - origin for sample in history.samples]
-    with _style("tiers"):
-        figure = _figure(1.5 * len(tiers) + 0.5)
+    with styled("tiers"):
+        figure = new_figure(1.5 * len(tiers) + 0.5)
         panels = figure.subplots(len(tiers), 1, sharex=True, squeeze=False)[:, 0]
         for tier, panel in zip(tiers, panels, strict=True):
             used = [sample.used.get(tier, 0) for sample in history.samples]
@@ -130,7 +70,7 @@ def tiers_figure(history: History, budgets: dict[str, int]) -> str:
             panel.step(at, values, where="post", color=color, linewidth=1.2)
             title = f"{tier}: up to {format_bytes(highest)}"
             if shown:
-                panel.axhline(shown / factor, color=_RED, linewidth=1.2, linestyle=(0, (5, 3)))
+                panel.axhline(shown / factor, color=RED, linewidth=1.2, linestyle=(0, (5, 3)))
             if budget:
                 title += f" of {format_bytes(budget)}" + (f" ({highest / budget:.0%})" if highest > budget / 100 else "")
             panel.set_title(title)
@@ -139,7 +79,7 @@ def tiers_figure(history: History, budgets: dict[str, int]) -> str:
             panel.yaxis.get_major_locator().set_params(nbins=3)
         panels[-1].set_xlim(0, max(times[-1], 1e-9))
         panels[-1].set_xlabel("seconds since the first sample")
-        return _svg(figure, "bytes in use per tier over time")
+        return svg(figure, "bytes in use per tier over time")
 
 
 def _scale(count: int) -> tuple[str, int]:
@@ -173,11 +113,11 @@ def timeline_figure(history: History, spans: Sequence[Span]) -> str:
         return ""
     begin, end = steps[0].start, steps[-1].end
     unit, factor = ("ms", 1e3) if end - begin < 10 else ("s", 1.0)
-    with _style("timeline"):
-        figure = _figure(0.42 * len(lanes) + 0.9)
+    with styled("timeline"):
+        figure = new_figure(0.42 * len(lanes) + 0.9)
         axes = figure.subplots()
         for row, lane in enumerate(lanes):
-            color = _LANE_COLORS.get(lane, _GREY)
+            color = _LANE_COLORS.get(lane, GREY)
             drawn = _joined([span for span in spans if span.lane == lane], begin, end)
             bars = [((s.start - begin) * factor, max(s.end - s.start, (end - begin) / _FINEST) * factor) for s in drawn]
             axes.broken_barh(bars, (row - 0.34, 0.68), color=color, linewidth=0)
@@ -186,13 +126,13 @@ def timeline_figure(history: History, spans: Sequence[Span]) -> str:
                     x = ((span.start + span.end) / 2 - begin) * factor
                     axes.text(x, row, span.name[-24:], ha="center", va="center", color="white", size=7, clip_on=True)
         for step in steps:
-            axes.axvline((step.start - begin) * factor, color=_INK, linewidth=0.8, alpha=0.6)
+            axes.axvline((step.start - begin) * factor, color=INK, linewidth=0.8, alpha=0.6)
             label = {"xy": ((step.start - begin) * factor, 1), "xytext": (3, 2), "xycoords": ("data", "axes fraction")}
-            axes.annotate(f"step {step.number}", textcoords="offset points", color=_FAINT, size=8.5, **label)
+            axes.annotate(f"step {step.number}", textcoords="offset points", color=FAINT, size=8.5, **label)
         axes.set_yticks(range(len(lanes)), lanes)
-        axes.tick_params(axis="y", length=0, labelcolor=_INK)
+        axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.set_ylim(len(lanes) - 0.5, -0.5)
         axes.set_xlim(0, (end - begin) * factor)
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(f"{unit} since step {steps[0].number} began")
-        return _svg(figure, "timeline of the last steps by lane")
+        return svg(figure, "timeline of the last steps by lane")

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from infinity.cli.bench.workspace import leftovers, remove
 from infinity.cli.failure import plain_failures
 from infinity.tiers.nvme import LOCK_NAME, STATES_NAME, lock_directory
 from infinity.units import format_bytes
@@ -18,19 +19,22 @@ from infinity.units import format_bytes
 def collect(directory: Path) -> dict[str, int]:
     """Remove the leftovers of a dead run from `directory`; returns the removed paths with their bytes on disk.
 
-    Raises `PathInUseError` while a live process trains there, and `NotADirectoryError` for a path that is none.
+    Raises `PathInUseError` while a live process trains or measures there, `ConfigError` when the folder of a benchmark holds
+    something else, and `NotADirectoryError` for a path that is none.
     """
     if not directory.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(directory))
     states, lock = directory / STATES_NAME, directory / LOCK_NAME
     if lock.is_symlink():
         raise ValueError(f"{lock} is a link, which no run makes; remove it yourself")
-    found = {str(path): path.lstat().st_blocks * 512 for path in (states, lock) if os.path.lexists(path)}
+    benchmark = leftovers(directory)
+    found = {str(path): path.lstat().st_blocks * 512 for path in (states, *benchmark, lock) if os.path.lexists(path)}
     if not found:
         return {}
     descriptor = lock_directory(directory)
     try:
         states.unlink(missing_ok=True)
+        remove(benchmark)
         lock.unlink(missing_ok=True)
     finally:
         os.close(descriptor)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from infinity.cli.bench.command import bench
 from infinity.cli.doctor import doctor, installed_version
 from infinity.cli.finetune import finetune
 from infinity.cli.gc import gc
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command()(finetune)
 app.command()(doctor)
 app.command()(gc)
+app.add_typer(bench)
 
 
 def _show_version(wanted: bool) -> None:

@@ -10,7 +10,8 @@ import typer
 from infinity.units import parse_bytes
 
 
-def _bytes(value: Any) -> int:
+def parse_size(value: Any) -> int:
+    """The parser of options that take bytes."""
     try:
         return parse_bytes(value)
     except ValueError as error:
@@ -45,7 +46,7 @@ Nvme = Annotated[
 GpuMemory = Annotated[
     int,
     typer.Option(
-        parser=_bytes,
+        parser=parse_size,
         metavar="BYTES",
         show_default="1GiB",
         help="Budget on the compute device (RAM where there is no GPU).",
@@ -54,7 +55,7 @@ GpuMemory = Annotated[
 ]
 CpuMemory = Annotated[
     int,
-    typer.Option(parser=_bytes, metavar="BYTES", show_default="2GiB", help="Budget in host memory.", rich_help_panel=_TIERS),
+    typer.Option(parser=parse_size, metavar="BYTES", show_default="2GiB", help="Budget in host memory.", rich_help_panel=_TIERS),
 ]
 Parameters = Annotated[TierName, typer.Option(help="Home of the parameters.", rich_help_panel=_TIERS)]
 Optimizer = Annotated[TierName, typer.Option(help="Home of the optimizer states.", rich_help_panel=_TIERS)]

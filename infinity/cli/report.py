@@ -10,33 +10,9 @@ from typing import Any
 from infinity.cli.figures import loss_figure, tiers_figure, timeline_figure
 from infinity.cli.history import History, format_seconds
 from infinity.cli.output import write_file
+from infinity.cli.page import card, page, section
 from infinity.observe import Span
 from infinity.units import format_bytes
-
-_CSS = """
-:root { color-scheme: light; }
-* { box-sizing: border-box; }
-body { margin: 0; background: #f5f7f9; color: #1f2933; font: 15px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
-main { max-width: 1040px; margin: 0 auto; padding: 32px 20px 48px; }
-h1 { font-size: 26px; margin: 0; } h2 { font-size: 17px; margin: 0 0 4px; }
-p { margin: 0 0 10px; color: #52606d; max-width: 100ch; }
-header p { margin: 4px 0 20px; }
-.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 12px; margin-bottom: 12px; }
-.card, section { background: #fff; border: 1px solid #e4e8ec; border-radius: 8px; }
-.card { padding: 12px 14px; } .card b { display: block; font-size: 22px; line-height: 1.3; }
-.card span, .card small { color: #52606d; font-size: 13px; }
-section { padding: 18px 20px; margin-bottom: 12px; } svg { width: 100%; height: auto; display: block; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(380px, 1fr)); gap: 12px; }
-.pair section { margin-bottom: 12px; }
-table { border-collapse: collapse; width: 100%; } td, th { padding: 4px 8px 4px 0; text-align: left; font-weight: 400; }
-th { color: #52606d; } td.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-td.bar { width: 45%; } td.bar div { height: 10px; border-radius: 2px; background: #2f6db5; min-width: 1px; }
-.warn { color: #a61b2b; }
-"""
-
-
-def _card(name: str, value: str, note: str = "") -> str:
-    return f'<div class="card"><span>{escape(name)}</span><b>{escape(value)}</b><small>{escape(note)}</small></div>'
 
 
 def _number(value: float | None, form: str = ".3f") -> str:
@@ -48,10 +24,10 @@ def _cards(summary: dict[str, Any]) -> str:
     read, written = nvme["read"], nvme["written"]
     validation = f"after step {loss['validation_step']}" if loss["validation_step"] else "no validation"
     cards = [
-        _card("Training loss", _number(loss["last"]), f"from {_number(loss['first'])}"),
-        _card("Validation loss", _number(loss["validation"]), validation),
-        _card("Tokens per second", f"{summary['tokens_per_second']:,.0f}", "the first step and validation left out"),
-        _card(
+        card("Training loss", _number(loss["last"]), f"from {_number(loss['first'])}"),
+        card("Validation loss", _number(loss["validation"]), validation),
+        card("Tokens per second", f"{summary['tokens_per_second']:,.0f}", "the first step and validation left out"),
+        card(
             "NVMe bytes per parameter and step",
             f"{read['measured']:.1f} + {written['measured']:.1f}",
             f"read + written; planned {read['planned']:.1f} + {written['planned']:.1f}",
@@ -60,7 +36,7 @@ def _cards(summary: dict[str, Any]) -> str:
     peaks = []
     for tier, memory in summary["memory"].items():
         budget = f"budget {format_bytes(memory['budget'])}" if memory["budget"] else "no limit was set"
-        peaks.append(_card(f"Peak on {tier}", format_bytes(memory["peak"]), budget))
+        peaks.append(card(f"Peak on {tier}", format_bytes(memory["peak"]), budget))
     return "".join(f'<div class="cards">{"".join(row)}</div>' for row in (cards, peaks) if row)
 
 
@@ -75,10 +51,6 @@ def _bars(rows: Iterable[tuple[str, float]]) -> str:
     return f"<table>{''.join(lines)}</table>"
 
 
-def _section(title: str, note: str, body: str) -> str:
-    return f"<section><h2>{escape(title)}</h2><p>{escape(note)}</p>{body}</section>" if body else ""
-
-
 def render_report(summary: dict[str, Any], history: History, spans: Sequence[Span]) -> str:
     """The page as HTML text. `summary` as from `infinity.cli.history.summarize`."""
     count = summary["steps"]
@@ -91,29 +63,24 @@ def render_report(summary: dict[str, Any], history: History, spans: Sequence[Spa
         f"<header><h1>{escape(summary['model'])}</h1><p>{summary['parameters']:,} parameters, {steps} of "
         f"{history.tokens_per_step:,} tokens</p>{ended if summary['signal'] is not None else ''}</header>",
         _cards(summary),
-        _section("Loss and learning rate", "", loss_figure(history)),
-        _section(
+        section("Loss and learning rate", "", loss_figure(history)),
+        section(
             "Memory by tier",
             "Bytes the engine holds, sampled while the steps ran. A dashed line is the budget, where it is near.",
             tiers_figure(history, budgets),
         ),
-        _section(
+        section(
             "Timeline of the last steps",
             "Reading, writing and the optimizer should run while compute runs; what shows in the wait lanes is time the "
             "model stood still. trace.json beside this page has every recorded span, for ui.perfetto.dev.",
             timeline_figure(history, spans),
         ),
         '<div class="pair">',
-        _section("Where the time went", "Totals over the run; the optimizer runs beside the others.", time_table),
-        _section("Units waited for most", "Seconds the model waited for NVMe, by unit.", waits),
+        section("Where the time went", "Totals over the run; the optimizer runs beside the others.", time_table),
+        section("Units waited for most", "Seconds the model waited for NVMe, by unit.", waits),
         "</div>",
     ]
-    title = escape(f"infinity: {summary['model']}")
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_CSS}</style></head>\n'
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return page(f"infinity: {summary['model']}", parts)
 
 
 def write_report(path: Path, summary: dict[str, Any], history: History, spans: Sequence[Span]) -> None:

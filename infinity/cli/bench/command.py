@@ -1,0 +1,254 @@
+"""`infinity bench io`: the command and its options, each written once."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+from infinity.cli.failure import plain_failures, require_extras
+from infinity.cli.interrupt import interrupted_by_signals
+from infinity.cli.options import Debug, parse_size
+from infinity.cli.output import write_file
+
+bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure what this machine's devices give.")
+
+_WHERE, _WHAT, _HOW, _OUTPUT = "Where", "What is measured", "How it is run", "Output"
+_NOT_HERE = {
+    "--folder_to_device_mapping": "give --path once per directory: each has a ring of its own, and no GPU belongs to it",
+    "--sweep_config": "the search is not a grid; --engine, --depth, --request-bytes and --threads fix what you name",
+    "--log_dir": "there is one result: --json FILE, and --report FILE for a page",
+    "--verbose": "--json - prints every measurement",
+    "--flush_page_cache": "O_DIRECT passes the page cache, so there is nothing to flush",
+    "--gpu": "transfers go to host memory, as in training; --load copies to the GPU beside them",
+    "--gds": "GPUDirect Storage is not used; --load copies to the GPU beside the transfers",
+    "--use_gds": "GPUDirect Storage is not used; --load copies to the GPU beside the transfers",
+    "--multi_process": "one process drives every path: give --path once per directory",
+    "--single_submit": "requests are submitted together whenever there are several",
+    "--sequential_requests": "for one request after the other use --depth 1",
+    "--validate": "every request's byte count is always checked, and a short one fails the run",
+    "--different_file_each_iteration": "each path has one file, written over its whole length",
+    "--warmup_loops": "files are written and memory is touched before anything is timed",
+    "--include_warmup_time": "files are written and memory is touched before anything is timed",
+    "--fast_io_size": "the memory for transfers is what the engine in training uses at most",
+    "--slow_bounce_buffer": "transfers go straight to the memory they are for",
+    "--use_accelerator_pin_memory": "memory is on huge pages and touched beforehand",
+    "--torch_legacy_save": "tensors are moved as bytes, and not saved by torch",
+}
+"""Options of DeepSpeed's `ds_io` and `ds_nvme_tune` that have no meaning here, and what to do instead."""
+
+
+class _Command(TyperCommand):
+    """Answers an option of DeepSpeed's tools that means nothing here with a sentence."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for argument in args:
+            name = argument.partition("=")[0]
+            if name in _NOT_HERE:
+                typer.echo(f"infinity: {name} is an option of DeepSpeed that does not apply: {_NOT_HERE[name]}", err=True)
+                raise typer.Exit(2)
+        return super().parse_args(ctx, args)
+
+
+def _count(value: Any) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\d+)?)([KMBT]?)", str(value).strip())
+    if match is None or float(match[1]) < 1:
+        raise typer.BadParameter(f"{value!r} is not a number of parameters; write for example 100M, 7B or 7000000000")
+    return int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]])
+
+
+def _size(*names: str, text: str, panel: str, default: str) -> Any:
+    return typer.Option(*names, parser=parse_size, metavar="BYTES", show_default=default, help=text, rich_help_panel=panel)
+
+
+Paths = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--path", "--nvme_dir", "--folder", help="A directory on the drive; several times for several drives.",
+        rich_help_panel=_WHERE,
+    ),
+]  # fmt: skip
+MorePaths = Annotated[
+    list[Path] | None, typer.Argument(help="More directories, as `--nvme_dir A B` has them.", metavar="DIR", hidden=True)
+]
+Size = Annotated[
+    int,
+    _size("--size", "--io_size", text="The file on each path, larger than a drive's memory.", panel=_WHERE, default="2GiB"),
+]
+Reserve = Annotated[int, _size("--reserve", text="Space that always stays free.", panel=_WHERE, default="4GiB")]
+
+
+class ModeName(str, Enum):
+    """`Mode` in the form that typer wants for an option given several times."""
+
+    READ = "read"
+    WRITE = "write"
+    MIXED = "mixed"
+    MANY_TENSOR = "many-tensor"
+    REPLAY = "replay"
+
+
+Modes = Annotated[
+    list[ModeName] | None,
+    typer.Option(
+        "--mode",
+        help="read, write: sequential. mixed: 70% reads. many-tensor: tensors in no order. replay: a model's training step.",
+        show_default="all of them",
+        rich_help_panel=_WHAT,
+    ),
+]
+ReadOnly = Annotated[bool, typer.Option("--read", help="The same as --mode read (ds_io).", hidden=True)]
+NoRead = Annotated[bool, typer.Option("--no_read", help="Leave out --mode read.", rich_help_panel=_WHAT)]
+NoWrite = Annotated[bool, typer.Option("--no_write", help="Leave out --mode write.", rich_help_panel=_WHAT)]
+TensorBytes = Annotated[int, _size("--tensor-bytes", text="A tensor of many-tensor.", panel=_WHAT, default="1MiB")]
+Parameters = Annotated[
+    int,
+    typer.Option(
+        parser=_count, metavar="COUNT", show_default="7B", help="The model of replay: 16 bytes read, 14 written each.",
+        rich_help_panel=_WHAT,
+    ),
+]  # fmt: skip
+WithLoad = Annotated[
+    bool,
+    typer.Option("--load", help="Measure also beside CPU Adam and copies to a GPU, as training does.", rich_help_panel=_WHAT),
+]
+Sustained = Annotated[
+    float | None,
+    typer.Option(min=0.1, metavar="SECONDS", help="Then write for so long, past the drive's caches.", rich_help_panel=_WHAT),
+]
+WriteSet = Annotated[
+    int | None,
+    _size("--write-set", text="What --sustained writes, over and over.", panel=_WHAT, default="no block twice, space permitting"),
+]
+CompareFio = Annotated[
+    bool, typer.Option("--compare-fio", help="Run fio beside, with equal parameters; print ratios.", rich_help_panel=_WHAT)
+]
+
+Engine = Annotated[
+    Literal["auto", "io_uring", "posix"],
+    typer.Option(help="How files are read and written; auto: try both.", rich_help_panel=_HOW),
+]
+Depth = Annotated[
+    int | None,
+    typer.Option(
+        "--depth", "--queue_depth", min=1, max=4096, show_default="searched", help="Requests in flight per path (io_uring).",
+        rich_help_panel=_HOW,
+    ),
+]  # fmt: skip
+RequestBytes = Annotated[
+    int | None, _size("--request-bytes", "--block_size", text="One request to the device.", panel=_HOW, default="searched")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", "--io_parallel", min=1, max=256, show_default="searched", help="Threads per path (posix).",
+        rich_help_panel=_HOW,
+    ),
+]  # fmt: skip
+SearchSeconds = Annotated[
+    float, typer.Option(min=0.1, max=600, metavar="SECONDS", help="The search ends after this.", rich_help_panel=_HOW)
+]
+Rounds = Annotated[
+    int, typer.Option("--rounds", "--loops", min=1, help="Interleaved rounds; medians count.", rich_help_panel=_HOW)
+]
+RoundSeconds = Annotated[
+    float, typer.Option(min=0.01, metavar="SECONDS", help="One measurement of one round.", rich_help_panel=_HOW)
+]
+
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; -: to stdout.", rich_help_panel=_OUTPUT)
+]
+ReportFile = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML page.", rich_help_panel=_OUTPUT)]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Write the block for infinity.Config and DeepSpeed.", rich_help_panel=_OUTPUT),
+]
+Endurance = Annotated[
+    int | None,
+    _size("--endurance", text="What the maker warrants per drive, e.g. 600TB.", panel=_OUTPUT, default="unknown"),
+]
+Runs = Annotated[int, typer.Option(min=1, help="How often this benchmark will run, for the wear.", rich_help_panel=_OUTPUT)]
+
+
+@bench.command("io", cls=_Command)
+def io(
+    more: MorePaths = None,
+    path: Paths = None,
+    size: Size = 2 << 30,
+    reserve: Reserve = 4 << 30,
+    mode: Modes = None,
+    read: ReadOnly = False,
+    no_read: NoRead = False,
+    no_write: NoWrite = False,
+    tensor_bytes: TensorBytes = 1 << 20,
+    parameters: Parameters = 7_000_000_000,
+    load: WithLoad = False,
+    sustained: Sustained = None,
+    write_set: WriteSet = None,
+    compare_fio: CompareFio = False,
+    engine: Engine = "auto",
+    depth: Depth = None,
+    request_bytes: RequestBytes = None,
+    threads: Threads = None,
+    search_seconds: SearchSeconds = 30.0,
+    rounds: Rounds = 3,
+    round_seconds: RoundSeconds = 1.0,
+    as_json: Json = None,
+    report: ReportFile = None,
+    config: ConfigFile = None,
+    endurance: Endurance = None,
+    runs: Runs = 1,
+    debug: Debug = False,
+) -> None:
+    """Measure NVMe directories with infinity's own I/O engine, find its best setting, and say what limits it.
+
+    Writes one file per directory, in a folder of its own, and removes it whatever happens. Options of DeepSpeed's ds_io and
+    ds_nvme_tune go by their names where they mean the same (--nvme_dir, --io_size, --block_size, --queue_depth, ...).
+    """
+    with plain_failures(debug):
+        from infinity.cli.bench.benchmark import Benchmark
+        from infinity.cli.bench.plan import MODES, Mode, Plan
+        from infinity.cli.bench.table import print_table
+
+        directories = (*(path or ()), *(more or ()))
+        if not directories:
+            raise ValueError("no directory is given: add --path DIR, a directory on the drive to be measured")
+        if report is not None:
+            require_extras("matplotlib", what="--report")
+        result = None if as_json in (None, "-") else Path(str(as_json))
+        for name, file in (("--json", result), ("--report", report), ("--config", config)):
+            if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+                raise ValueError(f"{name} {file} cannot be written; give a file in a directory that exists and is yours")
+        left_out = {name for name, out in (("read", no_read), ("write", no_write)) if out}
+        named = tuple(dict.fromkeys(name.value for name in mode or ()))
+        asked: tuple[Mode, ...] = ("read",) if read else cast(tuple[Mode, ...], named) or MODES
+        plan = Plan(
+            paths=directories, size=size, reserve=reserve, engine=engine, depth=depth, request_bytes=request_bytes,
+            threads=threads, search_seconds=search_seconds, modes=tuple(name for name in asked if name not in left_out),
+            rounds=rounds, round_seconds=round_seconds, tensor_bytes=tensor_bytes, model_parameters=parameters, load=load,
+            compare_fio=compare_fio, sustained=sustained, write_set=write_set, endurance=endurance, runs=runs,
+        )  # fmt: skip
+        progress = Console(stderr=True, highlight=False)
+        with interrupted_by_signals():
+            summary = Benchmark(plan, lambda text: progress.print(text, markup=False, soft_wrap=True, style="dim")).run()
+        text = json.dumps(summary, indent=1, allow_nan=False)
+        if result is not None:
+            write_file(result, text + "\n")
+        if config is not None:
+            write_file(config, json.dumps(summary["config"], indent=2) + "\n")
+        if report is not None:
+            from infinity.cli.bench.page import render
+
+            write_file(report, render(summary))
+        if as_json == "-":
+            typer.echo(text)
+        else:
+            print_table(summary, Console(file=sys.stdout))

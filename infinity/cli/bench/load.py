@@ -1,0 +1,83 @@
+"""What training does beside the I/O: CPU Adam on every core, and with a GPU copies from host memory to it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import torch
+
+from infinity.device import ComputeDevice, HostMemory
+from infinity.optim.step import Hyper, Kernels
+from infinity.tiers.block import Kind
+
+_ELEMENTS = 1 << 21  # a chunk of the optimizer
+_CHUNKS = 4  # in turns, so that they do not stay in the caches
+_COPY_BYTES = 64 << 20
+_WIDTHS = {Kind.PARAM: 2, Kind.GRAD: 2, Kind.MASTER: 4, Kind.EXP_AVG: 4, Kind.EXP_AVG_SQ: 4}
+_HYPER = Hyper(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)
+
+
+class Load:
+    """Runs inside a `with` block, on threads of its own; used any number of times, then closed."""
+
+    def __init__(self) -> None:
+        self._kernels = Kernels("auto", None)
+        per_chunk = sum(_WIDTHS.values()) * _ELEMENTS
+        self._memory = HostMemory(_CHUNKS * per_chunk)
+        self._chunks = []
+        for number in range(_CHUNKS):
+            chunk, at = {}, number * per_chunk
+            for kind, width in _WIDTHS.items():
+                dtype = torch.bfloat16 if width == 2 else torch.float32
+                chunk[kind] = self._memory.tensor[at : at + width * _ELEMENTS].view(dtype)
+                at += width * _ELEMENTS
+            self._chunks.append(chunk)
+        self._device = ComputeDevice("auto")
+        self._threads: list[threading.Thread] = []
+        self._stopping = threading.Event()
+        self._start = 0.0
+        self.seconds = 0.0
+        """How long the load has run, all blocks together."""
+        self.updated = self.copied = 0
+        """Parameters updated, and bytes copied to the GPU, in that time."""
+        self.name = "CPU Adam" if self._device.shares_host else "CPU Adam and host-to-device copies"
+        self._work: list[Callable[[], None]] = [self._adam]
+        if not self._device.shares_host:
+            self._source = self._device.host_memory(_COPY_BYTES)
+            self._target = self._device.compute_memory(_COPY_BYTES)
+            self._work.append(self._copies)
+
+    def __enter__(self) -> Load:
+        self._stopping.clear()
+        self._start = time.perf_counter()
+        self._threads = [threading.Thread(target=work, name="bench-load", daemon=True) for work in self._work]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+        self.seconds += time.perf_counter() - self._start
+
+    def close(self) -> None:
+        """Give back threads and memory."""
+        self._kernels.close()
+        self._device.close()
+        self._chunks.clear()
+        self._memory.close()
+
+    def _adam(self) -> None:
+        while not self._stopping.is_set():
+            for chunk in self._chunks:
+                self._kernels.adam(chunk, 0, _ELEMENTS, _HYPER, 1.0)
+                self.updated += _ELEMENTS
+
+    def _copies(self) -> None:
+        while not self._stopping.is_set():
+            self._device.upload(self._target, self._source)
+            self.copied += _COPY_BYTES

@@ -1,0 +1,118 @@
+"""What each mode moves, as plain sequences of pieces: nothing here touches a device."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from infinity.tiers.nvme import ALIGNMENT, STRIPE_BYTES
+from infinity.tiers.store import CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS, STAGED_SETS
+from infinity.units import round_up
+
+Operation = Literal["read", "write"]
+READ_SHARE = 0.7
+"""Of the mixed mode, in pieces."""
+BYTES_READ, BYTES_WRITTEN = 16, 14
+"""Per parameter and step with bf16 parameters and everything on NVMe but gradients (see README): parameters are read in forward
+and backward (2 + 2), fp32 master and two moments by the update (12), which writes them and the parameters (14)."""
+STATE_BYTES = 28
+"""Per parameter on NVMe: 2 + 4 + 4 + 4, everything twice (copy-on-write)."""
+_KINDS = (2, 4, 4, 4)  # bytes per element of param, master, exp_avg, exp_avg_sq
+_UNITS = 32  # a transformer of billions of parameters has about as many blocks
+
+
+class Piece(NamedTuple):
+    """One transfer that a caller asks for: bytes [offset, offset + nbytes) of one path's file."""
+
+    operation: Operation
+    offset: int
+    nbytes: int
+
+
+def sequential(operation: Operation, size: int, piece: int) -> Iterator[Piece]:
+    """From the start of the file to its end, again and again."""
+    while True:
+        for offset in range(0, size, piece):
+            yield Piece(operation, offset, min(piece, size - offset))
+
+
+def mixed(size: int, piece: int) -> Iterator[Piece]:
+    """Seven sequential reads to three sequential writes, evenly spread, each with a position of its own, as fio's `rw`."""
+    reads, writes = sequential("read", size, piece), sequential("write", size, piece)
+    for number in itertools.count():
+        reading = int((number + 1) * READ_SHARE + 1e-9) > int(number * READ_SHARE + 1e-9)
+        yield next(reads if reading else writes)
+
+
+def many_tensors(operation: Operation, size: int, tensor_bytes: int, seed: int = 0) -> Iterator[Piece]:
+    """Tensors that lie packed in the file (each from a multiple of 4096), in an order that is not the file's."""
+    room = round_up(tensor_bytes, ALIGNMENT)
+    places = [number * room for number in range(size // room)]
+    if not places:
+        raise ValueError(f"a tensor of {tensor_bytes} bytes does not fit into --size {size}")
+    order = random.Random(seed)
+    while True:
+        order.shuffle(places)
+        for offset in places:
+            yield Piece(operation, offset, tensor_bytes)
+
+
+class Stage(NamedTuple):
+    """What the optimizer or a fetch does as one: its writes begin when its reads are done. Positions over all paths."""
+
+    reads: tuple[tuple[int, int], ...]  # (position, bytes)
+    writes: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the stage takes: what is read is updated in place, and written with the parameters."""
+        return max(sum(nbytes for _, nbytes in self.reads), sum(nbytes for _, nbytes in self.writes))
+
+
+def chunk_elements(memory_bytes: int) -> int:
+    """Elements per chunk of the optimizer in `memory_bytes` of staging, by the engine's rule (`tiers/store.py`)."""
+    widest = STAGED_SETS * len(_KINDS) * max(_KINDS)
+    return max(CHUNK_ELEMENTS, min(memory_bytes // widest, MOST_CHUNK_ELEMENTS) // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
+
+
+def training_step(elements: int, model_parameters: int, chunk: int) -> Iterator[Stage]:
+    """The NVMe traffic of one training step over `elements` parameters of a model of `model_parameters`, in the engine's order.
+
+    Unit by unit: the update's chunks (old copies read, new ones written beside them), then the unit's parameters for the
+    forward; then for the backward, last unit first. Exactly 16 bytes read and 14 written per element; `elements` and `chunk`
+    are multiples of 16384. The positions are below 28 bytes times `elements`.
+    """
+    unit = min(round_up(max(model_parameters // _UNITS, 1), CHUNK_ELEMENTS), elements)
+    units = [(begin, min(begin + unit, elements)) for begin in range(0, elements, unit)]
+
+    def block(begin: int, end: int, kind: int, copy: int) -> int:
+        """Where the block of this unit lies: per unit both copies of each kind, one after the other."""
+        return begin * STATE_BYTES + (end - begin) * (2 * sum(_KINDS[:kind]) + copy * _KINDS[kind])
+
+    def fetch(begin: int, end: int) -> Iterator[Stage]:
+        parameters, piece = block(begin, end, 0, 1), chunk * sum(_KINDS[1:])
+        for offset in range(0, (end - begin) * _KINDS[0], piece):
+            yield Stage(((parameters + offset, min(piece, (end - begin) * _KINDS[0] - offset)),), ())
+
+    for begin, end in units:
+        for at in range(0, end - begin, chunk):
+            length = min(chunk, end - begin - at)
+            extents = [
+                [(block(begin, end, kind, copy) + at * width, length * width) for kind, width in enumerate(_KINDS)]
+                for copy in (0, 1)
+            ]
+            yield Stage(tuple(extents[0][1:]), tuple(extents[1]))
+        yield from fetch(begin, end)
+    for begin, end in reversed(units):
+        yield from fetch(begin, end)
+
+
+def striped(position: int, nbytes: int, paths: int) -> Iterator[tuple[int, int, int]]:
+    """(path, offset, bytes) of the pieces of a range over `paths` files, as the engine stripes them: 4 MiB each in turn."""
+    while nbytes > 0:
+        stripe, within = divmod(position, STRIPE_BYTES)
+        length = nbytes if paths == 1 else min(nbytes, STRIPE_BYTES - within)
+        yield stripe % paths, stripe // paths * STRIPE_BYTES + within, length
+        position, nbytes = position + length, nbytes - length

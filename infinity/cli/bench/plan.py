@@ -1,0 +1,101 @@
+"""What a benchmark is to do: the options, checked, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from infinity import native
+from infinity.cli.bench.patterns import Operation
+from infinity.cli.bench.search import DEPTHS, REQUEST_BYTES, THREADS, Space
+from infinity.cli.bench.workspace import check_directories
+from infinity.errors import ConfigError
+from infinity.units import format_bytes
+
+Mode = Literal["read", "write", "mixed", "many-tensor", "replay"]
+MODES: tuple[Mode, ...] = ("read", "write", "mixed", "many-tensor", "replay")
+MEMORY_BYTES = 192 << 20
+"""Per path: what the engine uses at most for staging."""
+SIZE_MULTIPLE = 8 << 20  # the largest request of the search
+_LEAST_SIZE = 16 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `infinity bench io` was asked for; sizes in bytes, per path; None: to be found out."""
+
+    paths: tuple[Path, ...]
+    size: int
+    reserve: int
+    engine: Literal["auto", "io_uring", "posix"]
+    depth: int | None
+    request_bytes: int | None
+    threads: int | None
+    search_seconds: float
+    modes: tuple[Mode, ...]
+    rounds: int
+    round_seconds: float
+    tensor_bytes: int
+    model_parameters: int
+    load: bool
+    compare_fio: bool
+    sustained: float | None
+    write_set: int | None
+    endurance: int | None
+    runs: int
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what can be seen to be wrong before the disk is touched."""
+        check_directories(self.paths)
+        if self.size < _LEAST_SIZE:
+            raise ConfigError(
+                f"--size {format_bytes(self.size)} is too small to measure; the least is {format_bytes(_LEAST_SIZE)}"
+            )
+        if self.request_bytes is not None and not (0 < self.request_bytes <= 64 << 20 and self.request_bytes % 4096 == 0):
+            raise ConfigError(f"--request-bytes {self.request_bytes} must be a multiple of 4096, at most 64 MiB")
+        if self.write_set is not None and self.sustained is None:
+            raise ConfigError("--write-set is what --sustained SECONDS writes; give that as well")
+        if "many-tensor" in self.modes and not 0 < self.tensor_bytes <= self.memory_bytes // 2:
+            raise ConfigError(f"--tensor-bytes has to be between 1 and {format_bytes(self.memory_bytes // 2)} here")
+        if not self.modes:
+            raise ConfigError("nothing is left to measure; leave out --no_read and --no_write, or give a --mode")
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of each path's file: whole multiples of every request size."""
+        return self.size // SIZE_MULTIPLE * SIZE_MULTIPLE
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory for the transfers of one path."""
+        return min(MEMORY_BYTES, max(2 * _LEAST_SIZE, self.file_bytes))
+
+    @property
+    def directions(self) -> tuple[Operation, ...]:
+        """What the search measures."""
+        if set(self.modes) <= {"read"}:
+            return ("read",)
+        return ("write",) if set(self.modes) <= {"write"} else ("read", "write")
+
+    def spaces(self) -> list[Space]:
+        """What the search searches; raises `ConfigError` when the engine asked for cannot be had, or needs too much memory."""
+        available, reason = native.aio().io_uring_available()
+        if self.engine == "io_uring" and not available:
+            raise ConfigError(f"--engine io_uring: {reason}; use --engine posix")
+        engines = [name for name in ("io_uring", "posix") if self.engine in (name, "auto") and (available or name == "posix")]
+        fixed: dict[str, tuple[int | None, tuple[int, ...]]] = {
+            "io_uring": (self.depth, DEPTHS), "posix": (self.threads, THREADS),
+        }  # fmt: skip
+        spaces = [
+            Space(
+                name,
+                REQUEST_BYTES if self.request_bytes is None else (self.request_bytes,),
+                (fixed[name][0] or 0,) if fixed[name][0] else fixed[name][1],
+                self.memory_bytes // 2,
+            )
+            for name in engines
+        ]
+        for space in spaces:
+            space.start()  # refuses what does not fit
+        return spaces

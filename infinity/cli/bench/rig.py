@@ -1,0 +1,331 @@
+"""Runs pieces on the native engine and measures: bytes, seconds, CPU seconds, and the latency of each request.
+
+[Note: two ways of measuring]
+Bandwidth and CPU time are taken with transfers that are waited for in order, as the engine in training does it: that costs next
+to no CPU, but says late when a request that overtook others was done. Latency is taken in runs of its own, which ask every
+request over and over whether it is done; their CPU time is not counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import resource
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from infinity import native
+from infinity.cli.bench.patterns import Piece, Stage, striped
+from infinity.cli.bench.search import Setting
+from infinity.device import HostMemory
+from infinity.errors import NvmeError
+from infinity.tiers.nvme import ALIGNMENT
+from infinity.tiers.store import STAGED_SETS
+from infinity.units import round_up
+
+PIECE_BYTES = 4 << 20
+"""A transfer of the sequential modes, unless one request is larger; the engine cuts it into requests."""
+READING_STAGES = 2  # of the staged sets; the others are being written
+
+Pieces = Callable[[int], Iterable[Piece]]
+"""From the size of a file to what is moved there."""
+
+
+class Measured(NamedTuple):
+    """One run: bytes that arrived, wall seconds, CPU seconds of this process."""
+
+    bytes_read: int
+    bytes_written: int
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def gb_per_second(self) -> float:
+        """10^9 bytes per second, both directions together."""
+        return (self.bytes_read + self.bytes_written) / self.seconds / 1e9
+
+    @property
+    def cpu_seconds_per_gb(self) -> float:
+        """CPU seconds of this process per 10^9 bytes."""
+        return self.cpu_seconds / (self.bytes_read + self.bytes_written) * 1e9
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile of ascending values: the smallest that at least `percent` of them do not exceed."""
+    if not ordered or not 0 < percent <= 100:
+        raise ValueError("a percentile needs a value, and a share above 0 and up to 100")
+    return ordered[max(math.ceil(percent / 100 * len(ordered) - 1e-9), 1) - 1]
+
+
+@dataclass(frozen=True)
+class Drive:
+    """The file of one path, already written once, and the memory that its transfers use."""
+
+    file: Any
+    size: int
+    memory: HostMemory
+
+    @property
+    def address(self) -> int:
+        """Where the memory begins."""
+        return self.memory.tensor.data_ptr()
+
+    @property
+    def memory_bytes(self) -> int:
+        """How long it is."""
+        return self.memory.tensor.numel()
+
+
+class _Submitted(NamedTuple):
+    pieces: Sequence[Piece]  # several: a batch, with one ticket
+    path: str
+    ticket: Any
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def finish(self) -> None:
+        """Wait; raises `NvmeError` unless every byte arrived, with the place of the first that did not."""
+        code, asked, done = self.ticket.wait()
+        if code != 0:
+            ends = itertools.accumulate(piece.nbytes for piece in self.pieces)
+            piece = next(piece for piece, end in zip(self.pieces, ends, strict=True) if done < end)
+            raise NvmeError(piece.operation, self.path, piece.offset, max(code, 0), asked, done)
+
+
+class Rig:
+    """One engine per drive, with one setting. The thread that made it calls it; with several drives each has a thread."""
+
+    def __init__(self, drives: Sequence[Drive], setting: Setting) -> None:
+        self.drives, self.setting = list(drives), setting
+        self.moved = {"read": 0, "write": 0}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        with ExitStack() as stack:
+            self.engines = [stack.enter_context(_closing(make_engine(setting))) for _ in self.drives]
+            pinned = [_register(engine, drive) for engine in self.engines for drive in self.drives]
+            self.registered = all(pinned)
+            """Whether the kernel let the rings pin their memory."""
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def stream(
+        self, pieces: Pieces, piece_bytes: int, seconds: float | None = None, only: int | None = None, batch: int = 1
+    ) -> Measured:
+        """Run the pieces of every drive (of drive `only`) at once, for so many seconds or to their end.
+
+        `pieces` gives those of a file of some size; none is longer than `piece_bytes`. So many as `batch` says, all of one
+        operation, are submitted together, with one ticket.
+        """
+        return self._timed(
+            self._each(lambda number: self._stream(number, pieces(self.drives[number].size), piece_bytes, seconds, batch), only)
+        )
+
+    def latencies(self, pieces: Pieces, piece_bytes: int, seconds: float, only: int) -> list[float]:
+        """Seconds per piece of one drive, ascending, with `depth` of them in flight; see the note above."""
+        return sorted(self._polled(only, pieces(self.drives[only].size), piece_bytes, seconds))
+
+    def replay(self, stages: Iterable[Stage]) -> Measured:
+        """Run `stages` to their end: two being read while those before are written, striped over all drives."""
+        return self._timed(lambda: self._replay(stages))
+
+    def _timed(self, run: Callable[[], None]) -> Measured:
+        before, usage, start = dict(self.moved), _cpu_seconds(), time.perf_counter()
+        run()
+        seconds, cpu = time.perf_counter() - start, _cpu_seconds() - usage
+        return Measured(self.moved["read"] - before["read"], self.moved["write"] - before["write"], seconds, cpu)
+
+    def _each(self, work: Callable[[int], None], only: int | None) -> Callable[[], None]:
+        numbers = range(len(self.drives)) if only is None else [only]
+        if len(numbers) == 1:
+            return lambda: work(numbers[0])
+
+        def together() -> None:
+            failures: list[BaseException] = []
+
+            def guarded(number: int) -> None:
+                try:
+                    work(number)
+                except BaseException as error:
+                    failures.append(error)
+                    self._stopping.set()
+
+            threads = [threading.Thread(target=guarded, args=(number,), name=f"bench-{number}") for number in numbers]
+            try:
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+            finally:  # an interrupt reaches the main thread alone
+                self._stopping.set()
+                for thread in threads:
+                    if thread.ident is not None:
+                        thread.join()
+                self._stopping.clear()
+            if failures:
+                raise failures[0]
+
+        return together
+
+    def _submit(self, number: int, pieces: Sequence[Piece], addresses: Sequence[int]) -> _Submitted:
+        engine, file, (first, *others) = self.engines[number], self.drives[number].file, pieces
+        reading = first.operation == "read"
+        if others:
+            submit = engine.read_batch if reading else engine.write_batch
+            sizes = [piece.nbytes for piece in pieces]
+            return _Submitted(pieces, file.path, submit(file, [piece.offset for piece in pieces], addresses, sizes))
+        submit = engine.read if reading else engine.write
+        return _Submitted(pieces, file.path, submit(file, first.offset, addresses[0], first.nbytes))
+
+    def _finished(self, submitted: _Submitted) -> None:
+        submitted.finish()
+        with self._lock:
+            self.moved[submitted.pieces[0].operation] += submitted.nbytes
+
+    def _stream(self, number: int, pieces: Iterable[Piece], piece_bytes: int, seconds: float | None, batch: int) -> None:
+        slots = _Slots(self.drives[number], self.setting, piece_bytes)
+        until = None if seconds is None else time.perf_counter() + seconds
+        in_flight: deque[_Submitted] = deque()
+        waiting, turn, batch = iter(pieces), 0, min(batch, slots.count // 2)
+        try:
+            while together := tuple(itertools.islice(waiting, batch)):
+                if self._stopping.is_set() or (until is not None and time.perf_counter() >= until):
+                    break
+                if len(in_flight) >= max(slots.busy // batch, 2):
+                    self._finished(in_flight.popleft())
+                in_flight.append(self._submit(number, together, [slots.address(turn + at) for at in range(len(together))]))
+                turn += batch
+        finally:
+            _finish_all(in_flight, self._finished)
+
+    def _polled(self, number: int, pieces: Iterable[Piece], piece_bytes: int, seconds: float) -> Iterator[float]:
+        slots, until = _Slots(self.drives[number], self.setting, piece_bytes), time.perf_counter() + seconds
+        free = list(range(min(self.setting.depth, slots.count)))
+        live: dict[int, tuple[_Submitted, float]] = {}
+        waiting: Iterator[Piece] | None = iter(pieces)
+        try:
+            while waiting is not None or live:
+                while waiting is not None and free:
+                    piece = next(waiting, None)
+                    if piece is None or time.perf_counter() >= until:
+                        waiting = None
+                        break
+                    slot, start = free.pop(), time.perf_counter()
+                    live[slot] = self._submit(number, [piece], [slots.address(slot)]), start
+                now = time.perf_counter()
+                done = [slot for slot, (submitted, _) in live.items() if submitted.ticket.done()]
+                for slot in done:
+                    submitted, start = live.pop(slot)
+                    self._finished(submitted)
+                    free.append(slot)
+                    yield now - start
+                if not done:
+                    time.sleep(0)  # let another thread run
+        finally:
+            _finish_all(deque(submitted for submitted, _ in live.values()), self._finished)
+
+    def _replay(self, stages: Iterable[Stage]) -> None:
+        memory = self.drives[0]
+        room = memory.memory_bytes // STAGED_SETS // ALIGNMENT * ALIGNMENT
+        reading: deque[tuple[Stage, int, deque[_Submitted]]] = deque()
+        writing: deque[deque[_Submitted]] = deque()
+        waiting = iter(stages)
+        try:
+            for number in itertools.count():
+                stage = next(waiting, None)
+                if stage is not None:
+                    if stage.nbytes > room:
+                        raise ValueError(f"a stage of {stage.nbytes} bytes does not fit into {room} bytes of staging")
+                    while len(writing) > STAGED_SETS - READING_STAGES - 1:
+                        _finish_all(writing.popleft(), self._finished)
+                    address = memory.address + number % STAGED_SETS * room
+                    reading.append((stage, address, self._submit_ranges("read", stage.reads, address)))
+                if reading and (stage is None or len(reading) > READING_STAGES - 1):
+                    done, address, tickets = reading.popleft()
+                    _finish_all(tickets, self._finished)
+                    writing.append(self._submit_ranges("write", done.writes, address))
+                elif stage is None:
+                    break
+        finally:
+            _finish_all(deque(itertools.chain(*(tickets for _, _, tickets in reading), *writing)), self._finished)
+
+    def _submit_ranges(self, operation: Any, ranges: Sequence[tuple[int, int]], address: int) -> deque[_Submitted]:
+        tickets: deque[_Submitted] = deque()
+        for position, nbytes in ranges:
+            for number, offset, length in striped(position, nbytes, len(self.drives)):
+                tickets.append(self._submit(number, [Piece(operation, offset, length)], [address]))
+                address += length
+        return tickets
+
+
+class _Slots:
+    """The memory of a drive in slots of `piece_bytes`, used in turns, and how many transfers keep the device busy."""
+
+    def __init__(self, drive: Drive, setting: Setting, piece_bytes: int) -> None:
+        self._address, self._slot = drive.address, round_up(piece_bytes, ALIGNMENT)
+        self.count = drive.memory_bytes // self._slot
+        if self.count < 2:
+            raise ValueError(f"transfers of {piece_bytes} bytes are too large for {drive.memory_bytes} bytes of memory")
+        # As many pieces as hold `depth` requests, and some that wait in the queue so that the device never does.
+        in_flight = -(-setting.depth // max(piece_bytes // setting.request_bytes, 1))
+        self.busy = min(self.count, in_flight + max(1, min(setting.depth, PIECE_BYTES // piece_bytes)))
+
+    def address(self, number: int) -> int:
+        """Where slot `number` (any number: they are used in turns) begins."""
+        return self._address + number % self.count * self._slot
+
+
+def _finish_all(tickets: deque[_Submitted], finished: Callable[[_Submitted], None]) -> None:
+    """Wait for every ticket, for the memory is used again after that; then raise the first failure."""
+    failure: BaseException | None = None
+    while tickets:
+        try:
+            finished(tickets.popleft())
+        except NvmeError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+class _closing:
+    """A native engine that is closed on the way out."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> Any:
+        return self._engine
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.close()
+
+
+def _register(engine: Any, drive: Drive) -> bool:
+    """Pin the drive's memory for the engine; a replay reads every path into the memory of one. False: it was refused."""
+    try:
+        engine.register_memory(drive.address, drive.memory_bytes)
+    except OSError:  # RLIMIT_MEMLOCK, or an old kernel; everything works without
+        return False
+    return True
+
+
+def make_engine(setting: Setting) -> Any:
+    """A native engine with this setting."""
+    return native.aio().Engine(setting.engine, depth=setting.depth, threads=setting.threads, request_bytes=setting.request_bytes)
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

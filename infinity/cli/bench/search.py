@@ -1,0 +1,169 @@
+"""Finding the setting of the I/O engine that a device is fastest with, in few measurements: a pure function of them.
+
+[Note: a climb, not a grid]
+Speed over request size and requests in flight rises to a plateau and may fall behind it, so from a middling setting each axis
+is climbed in factors of two, one after the other, until nothing is better: about 10 measurements per engine instead of 48.
+A disk's speed also moves by itself. So the best few, and the best of each engine, are measured again in turns, and medians
+decide. Of those that are about as fast io_uring wins, which needs no thread per request, and then the one with the fewest bytes
+in flight: more costs memory and latency for nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from infinity.errors import ConfigError
+from infinity.units import format_bytes
+
+REQUEST_BYTES = tuple(1 << shift for shift in range(18, 24))  # 256 KiB to 8 MiB
+DEPTHS = tuple(1 << shift for shift in range(8))  # 1 to 128
+THREADS = tuple(1 << shift for shift in range(6))  # 1 to 32
+STEP = 0.01
+"""A step of the climb has to gain this share."""
+AS_GOOD = 0.05
+"""Settings within this share of the fastest count as equally fast."""
+FINALISTS, FINAL_ROUNDS = 3, 2
+
+
+@dataclass(frozen=True, order=True)
+class Setting:
+    """How one engine per path is run. `depth` device requests of `request_bytes` are in flight; POSIX: one per thread."""
+
+    engine: str
+    depth: int
+    request_bytes: int
+    threads: int
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes that the device may be working on at once."""
+        return self.depth * self.request_bytes
+
+    def facts(self) -> dict[str, int | str]:
+        """JSON-ready, with units."""
+        return {
+            "engine": self.engine,
+            "depth_requests": self.depth,
+            "request_bytes": self.request_bytes,
+            "threads_count": self.threads,
+        }
+
+
+@dataclass(frozen=True)
+class Space:
+    """The settings of one engine: every pair of a request size and a width (depth; for POSIX the threads)."""
+
+    engine: str
+    requests: tuple[int, ...]
+    widths: tuple[int, ...]
+    most_in_flight: int
+
+    def at(self, request: int, width: int) -> Setting | None:
+        """The setting at these two indices; None outside, or where it has more in flight than there is memory for."""
+        if not (0 <= request < len(self.requests) and 0 <= width < len(self.widths)):
+            return None
+        depth = self.widths[width]
+        setting = Setting(self.engine, depth, self.requests[request], depth if self.engine == "posix" else 1)
+        return setting if setting.in_flight_bytes <= self.most_in_flight else None
+
+    def start(self) -> tuple[int, int]:
+        """Indices of a middling setting, about 16 requests of 1 MiB, that fits."""
+        places = [(r, w) for r in range(len(self.requests)) for w in range(len(self.widths)) if self.at(r, w)]
+        if not places:
+            raise ConfigError(
+                f"{self.engine}: at least {format_bytes(self.requests[0] * self.widths[0])} would be in flight, of "
+                f"{format_bytes(self.most_in_flight)} that there is memory for; lower --depth, --threads or --request-bytes"
+            )
+        return min(places, key=lambda at: abs(_log2(self.requests[at[0]], 1 << 20)) + abs(_log2(self.widths[at[1]], 16)))
+
+    def middle(self) -> Setting:
+        """The setting at `start`."""
+        setting = self.at(*self.start())
+        assert setting is not None
+        return setting
+
+
+def _log2(value: int, reference: int) -> int:
+    return value.bit_length() - reference.bit_length()
+
+
+@dataclass(frozen=True)
+class Found:
+    """The outcome: the best setting, its score (median), and every score in the order of the first measurement."""
+
+    best: Setting
+    score: float
+    scores: dict[Setting, list[float]]
+
+
+class _OutOfTime(Exception):
+    pass
+
+
+def search(spaces: Sequence[Space], measure: Callable[[Setting], float | None], trials: int) -> Found:
+    """The setting with the highest score in at most `trials` calls of `measure`, the finals included.
+
+    `measure` returns a score, higher is better, or None when there is no time left: the search then ends with what it has.
+    Raises `ValueError` when there is not even one measurement.
+    """
+    scores: dict[Setting, list[float]] = {}
+    calls, climbing = 0, trials - min(FINALISTS * FINAL_ROUNDS, trials // 3)  # the rest is set aside for the finals
+
+    def score(setting: Setting, again: bool = False) -> float:
+        nonlocal calls
+        if setting in scores and not again:
+            return scores[setting][0]
+        if calls >= (trials if again else climbing):
+            raise _OutOfTime
+        calls += 1
+        value = measure(setting)
+        if value is None:
+            raise _OutOfTime
+        scores.setdefault(setting, []).append(value)
+        return value
+
+    try:
+        starts = sorted((-score(space.middle()), number) for number, space in enumerate(spaces))
+        for _, number in starts:
+            _climb(spaces[number], score)
+    except _OutOfTime:
+        pass
+    if not scores:
+        raise ValueError("the search ended before its first measurement; give it more time")
+    ranked = sorted(scores, key=lambda setting: (-scores[setting][0], setting))
+    best_of_each = {setting.engine: setting for setting in reversed(ranked)}.values()
+    finalists = list(dict.fromkeys([*best_of_each, *ranked]))[: max(FINALISTS, len(best_of_each))]
+    try:
+        for _ in range(FINAL_ROUNDS if len(finalists) > 1 else 0):
+            for setting in finalists:
+                score(setting, again=True)
+    except _OutOfTime:
+        pass
+    medians = {setting: statistics.median(scores[setting]) for setting in finalists}
+    highest = max(medians.values())
+    as_good = [setting for setting in finalists if medians[setting] >= (1 - AS_GOOD) * highest]
+    best = min(as_good, key=lambda setting: (setting.engine != "io_uring", setting.in_flight_bytes, -medians[setting], setting))
+    return Found(best, medians[best], scores)
+
+
+def _climb(space: Space, score: Callable[[Setting], float]) -> None:
+    """Measure uphill from the start, axis by axis, until neither axis gains."""
+    place = space.start()
+    best = score(space.middle())
+    moved = True
+    while moved:
+        moved = False
+        for axis in (1, 0):  # how much is in flight matters more than how it is cut
+            for direction in (1, -1):
+                gained = False
+                while True:
+                    step = (place[0] + (direction if axis == 0 else 0), place[1] + (direction if axis == 1 else 0))
+                    setting = space.at(*step)
+                    value = score(setting) if setting is not None else 0.0
+                    if value <= best * (1 + STEP):
+                        break
+                    place, best, gained, moved = step, value, True, True
+                if gained:
+                    break

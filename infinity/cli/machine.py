@@ -1,0 +1,89 @@
+"""Probes of this machine: what the kernel and its limits allow. Shared by `infinity doctor` and `infinity bench`."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import resource
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from infinity import native
+from infinity.errors import InfinityError
+
+_IO_URING_SETUP = 425  # the same number on every architecture
+_IO_URING_PARAMS = 120  # sizeof(struct io_uring_params)
+_BLOCK = 4096
+
+
+def io_uring_problem() -> str | None:
+    """None when this process can make an io_uring, else why not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    parameters = ctypes.create_string_buffer(_IO_URING_PARAMS)
+    descriptor = int(libc.syscall(_IO_URING_SETUP, 2, parameters))
+    if descriptor >= 0:
+        os.close(descriptor)
+        return None
+    code = ctypes.get_errno()
+    switch = Path("/proc/sys/kernel/io_uring_disabled")
+    if code == errno.EPERM and switch.exists() and switch.read_text().strip() != "0":
+        return f"switched off by the kernel setting io_uring_disabled = {switch.read_text().strip()}"
+    if code == errno.EPERM:
+        return "refused (EPERM): a container's seccomp profile blocks it"
+    if code == errno.ENOSYS:
+        return "not known to this kernel (ENOSYS)"
+    return os.strerror(code)
+
+
+def io_engine_problem() -> str | None:
+    """None when the engine will use io_uring, else why it will use POSIX threads."""
+    try:
+        available, reason = native.aio().io_uring_available()
+    except InfinityError as error:
+        return io_uring_problem() or str(error)
+    return None if available else str(io_uring_problem() or reason)
+
+
+def direct_io_problem(directory: Path) -> str | None:
+    """None when a 4096-byte O_DIRECT write to a temporary file in `directory` works, else why not."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".infinity-doctor-") as handle:
+            try:
+                descriptor = os.open(handle.name, os.O_WRONLY | os.O_DIRECT)
+            except OSError as error:
+                return f"O_DIRECT refused: {error.strerror}"
+            try:
+                with mmap.mmap(-1, _BLOCK) as block:
+                    os.write(descriptor, block)
+            except OSError as error:
+                return f"O_DIRECT write failed: {error.strerror}"
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        return f"cannot be written: {error.strerror}"
+    return None
+
+
+def lines(path: str | Path) -> list[str]:
+    """The lines of a small text file; none when it cannot be read."""
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def huge_pages() -> dict[str, Any]:
+    """The mode of transparent huge pages (None: the kernel has none) and how many are reserved."""
+    modes = " ".join(lines("/sys/kernel/mm/transparent_hugepage/enabled"))
+    chosen = modes.partition("[")[2].partition("]")[0]
+    meminfo = dict(line.split(":", 1) for line in lines("/proc/meminfo") if ":" in line)
+    return {"transparent": chosen or None, "reserved": int(meminfo.get("HugePages_Total", "0").split()[0])}
+
+
+def memlock_limit() -> int | None:
+    """Bytes of memory that this process may lock, or None without a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
