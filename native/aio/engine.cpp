@@ -237,7 +237,8 @@ Ticket QueueEngine::submit(Operation operation, File& file, std::vector<Part> pa
   } else {
     queue.transfers.push_back(transfer);
     ++outstanding_;
-    wake();
+    // Behind others that wait for room: what makes room looks at the queue again.
+    if (queue.transfers.size() == 1) wake();
   }
   return Ticket(std::move(transfer));
 }
