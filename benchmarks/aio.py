@@ -2,7 +2,7 @@
 """The I/O engines against fio on one file: sequential, mixed and small random I/O, ordinary memory, and demand latency.
 
 Every round runs fio at its two best settings and our engines, in an order that changes from round to round, and gives our
-figure over the better of fio's in that round; medians and the spread over rounds are printed and kept. Both sides use
+figure over that round's of fio's better setting; medians and the spread over rounds are printed and kept. Both sides use
 O_DIRECT and run for as long, after a warm-up in which their buffers are touched: fio's on huge pages by
 `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, ours in a `infinity.device.HostMemory`. The file is written once before. CPU seconds
 are those of the process (fio: its own figure).
@@ -251,8 +251,10 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def summary(rounds: list[dict[str, Figure]]) -> dict[str, Any]:
-    """By contender; `of_fio` is against the better of fio's settings in the same round."""
-    best = [max(figure.rate for name, figure in one.items() if name.startswith("fio")) for one in rounds]
+    """By contender; `of_fio` is against fio in the same round, at its setting with the best median."""
+    settings = [name for name in rounds[0] if name.startswith("fio")]
+    setting = max(settings, key=lambda name: statistics.median(one[name].rate for one in rounds))
+    best = [one[setting].rate for one in rounds]
     result = {}
     for name in rounds[0]:
         figures = [one[name] for one in rounds]
