@@ -326,6 +326,31 @@ def test_replayed_updates_are_counted_twice(wrap: Callable[..., infinity.Engine]
     assert engine.report().seconds["adam"] > 0
 
 
+def test_nobody_waits_for_what_is_ahead_so_its_writes_let_reads_go_first(
+    wrap: Callable[..., infinity.Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priorities: list[tuple[int, bool]] = []
+    engine = wrap("speculative")
+    optimizer = infinity.AdamW(engine.model.parameters())
+    plain = engine._store._nvme.write
+
+    def write(*args: Any) -> Any:
+        priorities.append((engine._updater.posted_steps, args[-1]))
+        return plain(*args)
+
+    monkeypatch.setattr(engine._store._nvme, "write", write)
+    for number in range(2):
+        backward(engine.model, number)
+        until(lambda: all(job.written for job in engine._updater._early.values()))
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.drain()
+    # The first step has nothing to guess by; in the second all is written in the background before it is known to be right.
+    assert {background for _, background in priorities} == {False, True}
+    assert [background for _, background in priorities] == sorted(background for _, background in priorities)
+    assert {step for step, background in priorities if background} == {1}
+
+
 def test_the_updater_of_a_collected_optimizer_guesses_nothing(wrap: Callable[..., infinity.Engine]) -> None:
     engine = wrap("speculative")
     optimizer = infinity.AdamW(engine.model.parameters())

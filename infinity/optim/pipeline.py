@@ -181,13 +181,13 @@ class Pipeline:
     def _work(self) -> None:
         """Take chunks through until there are none."""
         reading: deque[_Chunk] = deque()
-        writing: deque[_Chunk] = deque()
+        writing: list[_Chunk] = []
         held: list[_Chunk] = []  # of jobs that are AWAITED
         try:
             while True:
-                while writing and all(out.committed() for out in writing[0].outs):
-                    self._retire(writing[0])
-                    writing.popleft()
+                for chunk in [chunk for chunk in writing if all(out.committed() for out in chunk.outs)]:
+                    self._retire(chunk)
+                    writing.remove(chunk)
                 for chunk in [chunk for chunk in held if chunk.job.state is not JobState.AWAITED]:
                     held.remove(chunk)
                     reading.append(chunk)
@@ -200,8 +200,9 @@ class Pipeline:
                     self._update(reading[0])
                     writing.append(reading.popleft())
                 elif writing:
-                    self._retire(writing[0])
-                    writing.popleft()
+                    needed_first = min(writing, key=lambda chunk: chunk.job.place)
+                    self._retire(needed_first)
+                    writing.remove(needed_first)
                 elif coming:
                     coming[0].wait()
                 elif (found := self._check_out(held, ready, wait=True)) is not None:  # another thread held the slots it needs
@@ -290,7 +291,7 @@ class Pipeline:
         self._recorder.add("adam", update.unit.name, start, time.perf_counter())
         for kind, out in zip(chunk.kinds, chunk.outs, strict=True):
             if kind is not Kind.GRAD:
-                out.commit()
+                out.commit(background=chunk.job.state is JobState.AHEAD)
 
     def _retire(self, chunk: _Chunk) -> None:
         for out in chunk.outs:

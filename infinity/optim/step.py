@@ -31,6 +31,8 @@ from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")
 
+UNITS_AHEAD = 2  # whose gradients are still to come, and whose states are read already
+
 
 class Optimizer(Protocol):
     """Who decides on hyper-parameters."""
@@ -100,13 +102,16 @@ class Updater:
         if self._foresight.early and unit.copy_on_write and optimizer is not None:
             job = self._early.setdefault(unit, Job(unit, places[unit]))
             self._pipeline.begin(job, UnitUpdate(unit, optimizer.segments(unit), unit.grad_scale))
-        following = self._following.get(unit)
         if self._final is not None:
             self._following[self._final] = unit
-        self._final = unit
-        # An exact step updates what the next forward needs first when all gradients are there, and reads that ahead alone.
-        if following is not None and (self._foresight.early or places[following] == 0):
-            self._expect(following, places[following])
+        self._final = following = unit
+        for _ in range(UNITS_AHEAD):
+            if following not in self._following:
+                break
+            following = self._following[following]
+            # An exact step updates what the next forward needs first when all gradients are there, and reads that ahead alone.
+            if self._foresight.early or places[following] == 0:
+                self._expect(following, places[following])
 
     def _expect(self, unit: Unit, place: int) -> None:
         in_place = not self._store.needs_staging(unit.blocks[Kind.GRAD])

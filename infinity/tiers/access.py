@@ -78,7 +78,7 @@ class Checkout:
         self,
         tensor: torch.Tensor,
         arrive: Transfer | Callable[[], object] | None = None,
-        write: Callable[[], Transfer | None] | None = None,
+        write: Callable[[bool], Transfer | None] | None = None,
         end: Callable[[], None] | None = None,
     ) -> None:
         self.tensor = tensor
@@ -97,10 +97,10 @@ class Checkout:
         """Whether `wait` would not wait for I/O."""
         return not isinstance(self._arrive, Transfer) or self._arrive.done()
 
-    def commit(self) -> None:
-        """Start writing the content back."""
+    def commit(self, background: bool = False) -> None:
+        """Start writing the content back; in the `background` when nobody waits for it."""
         if self._write is not None:
-            self._writing = self._write()
+            self._writing = self._write(background)
 
     def committed(self) -> bool:
         """Whether `release` would return at once."""

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from infinity import native
 from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
 from infinity.native import make_engine
@@ -22,6 +24,7 @@ log = logging.getLogger("infinity")
 
 ALIGNMENT = 4096
 STRIPE_BYTES = 4 << 20
+REQUEST_BYTES = 1 << 20  # larger ones cost less CPU, but what is needed first then waits longer behind them
 LOCK_NAME = "infinity.lock"
 STATES_NAME = "infinity-states.bin"
 
@@ -122,7 +125,7 @@ class NvmeTier:
         try:
             for directory in self._directories:
                 self._locks.append(lock_directory(directory))
-            self._io = make_engine(self._kind)
+            self._io = make_engine(self._kind, request_bytes=REQUEST_BYTES)
             for directory in self._directories:
                 self._files.append(self._allocate(directory, per_path))
         except BaseException:
@@ -162,6 +165,14 @@ class NvmeTier:
             log.warning("%s does not support O_DIRECT; I/O goes through the page cache and is slower", directory)
         return file
 
+    def register(self, memory: torch.Tensor) -> None:
+        """Let the I/O engine pin `memory` until `close`, so that requests in it cost less CPU; needless, so it may be refused."""
+        if self._io is not None and memory.numel() > 0:
+            try:
+                self._io.register_memory(memory.data_ptr(), memory.numel())
+            except OSError as error:
+                log.debug("%d bytes are not registered with the I/O engine: %s", memory.numel(), error)
+
     def read(self, extent: Extent, begin: int, nbytes: int, address: int, name: str, meter: Meter | None = None) -> Transfer:
         """Start reading bytes [begin, begin + nbytes) of `extent` into `address`; `name` labels the span, `meter` counts."""
         if meter is not None:
@@ -169,14 +180,26 @@ class NvmeTier:
         self._recorder.count("nvme bytes read", nbytes)
         return self._submit("read", extent, begin, nbytes, address, name)
 
-    def write(self, extent: Extent, begin: int, nbytes: int, address: int, name: str, meter: Meter | None = None) -> Transfer:
-        """Start writing `nbytes` from `address` to bytes [begin, begin + nbytes) of `extent`."""
+    def write(
+        self,
+        extent: Extent,
+        begin: int,
+        nbytes: int,
+        address: int,
+        name: str,
+        meter: Meter | None = None,
+        background: bool = False,
+    ) -> Transfer:
+        """Start writing `nbytes` from `address` to bytes [begin, begin + nbytes) of `extent`; in the `background` when nobody
+        waits for it: reads then go first."""
         if meter is not None:
             meter.add(written=nbytes)
         self._recorder.count("nvme bytes written", nbytes)
-        return self._submit("write", extent, begin, nbytes, address, name)
+        return self._submit("write", extent, begin, nbytes, address, name, background)
 
-    def _submit(self, operation: str, extent: Extent, begin: int, nbytes: int, address: int, name: str) -> Transfer:
+    def _submit(
+        self, operation: str, extent: Extent, begin: int, nbytes: int, address: int, name: str, background: bool = False
+    ) -> Transfer:
         if begin < 0 or begin + nbytes > extent.nbytes:
             raise ValueError(f"bytes {begin}..{begin + nbytes} are not in an extent of {extent.nbytes}")
         submit = getattr(self._io, operation)
@@ -186,7 +209,7 @@ class NvmeTier:
             stripe, within = divmod(position, STRIPE_BYTES)
             length = nbytes - moved if count == 1 else min(nbytes - moved, STRIPE_BYTES - within)
             file, offset = self._files[stripe % count], stripe // count * STRIPE_BYTES + within
-            requests.append(Request(submit(file, offset, address + moved, length), file.path, offset))
+            requests.append(Request(submit(file, offset, address + moved, length, background), file.path, offset))
             moved += length
         return Transfer(operation, name, requests, self._recorder)
 

@@ -107,6 +107,9 @@ class Store:
         except BaseException:
             self.close()
             raise
+        self._nvme.register(self._arenas["staging"].memory)
+        if self._device.shares_host:  # reads land in it
+            self._nvme.register(self._arenas["gpu"].memory)
         for block in self._blocks:
             if block.tier != "nvme":
                 block.home = self.reserve(block.tier, block.nbytes)
@@ -345,7 +348,7 @@ class Store:
             home = block.home.tensor[at : at + nbytes]
             if load:
                 arrive = functools.partial(self._device.download, tensor, home)
-            write: Callable[[], Transfer | None] = functools.partial(self._device.upload, home, tensor)
+            write: Callable[[bool], Transfer | None] = functools.partial(self._write_home, home, tensor)
         else:
             if load and block.written:
                 arrive = self._nvme.read(block.extents[block.version], at, nbytes, slot.address, name, meter)
@@ -353,6 +356,9 @@ class Store:
                 arrive = tensor.zero_
             write = functools.partial(self._nvme.write, block.extents[block.target], at, nbytes, slot.address, name, meter)
         return Checkout(tensor, arrive, write, functools.partial(self._end_slot, slot))
+
+    def _write_home(self, home: torch.Tensor, tensor: torch.Tensor, background: bool) -> None:
+        self._device.upload(home, tensor)
 
     def _end_slot(self, slot: Lease) -> None:
         with self._changed:

@@ -10,7 +10,7 @@ from types import TracebackType
 import torch
 
 from infinity.device import ComputeDevice, HostMemory
-from infinity.optim.step import Hyper, Kernels
+from infinity.optim.kernels import Hyper, Kernels
 from infinity.tiers.block import Kind
 
 _ELEMENTS = 1 << 21  # a chunk of the optimizer
