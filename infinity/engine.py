@@ -24,7 +24,7 @@ from infinity.modules.init import put_back, replace_meta
 from infinity.modules.load import fill_units, open_weights, persistent_buffers
 from infinity.observe import Recorder, Report
 from infinity.optim.kernels import Kernels
-from infinity.optim.step import Updater
+from infinity.optim.step import Surroundings, Updater
 from infinity.plan.planner import Foresight, Traffic, UnitCost, predict
 from infinity.plan.runtime import Runtime
 from infinity.sharding import collectives
@@ -82,10 +82,10 @@ class Engine:
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self._device.torch)
         self._runtime = Runtime(self._store, self._units, self.recorder)
-        self._updater = Updater(
-            self._store, self._units, kernels, Foresight(config.update), self._runtime.trace.first_uses,
-            self._settled, self._stepped, self._forward_seconds, self.recorder,
-        )  # fmt: skip
+        order = self._runtime.trace.first_uses
+        surroundings = Surroundings(order, self._settled, self._stepped, self._forward_seconds)
+        foresight = Foresight(config.update)
+        self._updater = Updater(self._store, self._units, kernels, foresight, surroundings, self.recorder)
         self._hooks = Hooks(model, users, self._units, self._runtime, self._locate, self._after_backward, self.recorder)
         self._fetched_before = (0, 0)
         self._traffic_last = (0, 0)  # bytes read and written

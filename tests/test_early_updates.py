@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -203,11 +202,11 @@ def test_any_schedule(
         assert equal(weights, outcomes[0][1])
 
 
-def until(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.001)  # polls for what another thread is about to do
+def until(engine: infinity.Engine, condition: Callable[[], bool]) -> None:
+    """Wait for what the updater is about to do."""
+    changed = engine._updater._pipeline._changed
+    with changed:
+        assert changed.wait_for(condition, timeout=60)
 
 
 def test_nothing_is_seen_of_an_update_before_its_step(wrap: Callable[..., infinity.Engine]) -> None:
@@ -223,7 +222,7 @@ def test_nothing_is_seen_of_an_update_before_its_step(wrap: Callable[..., infini
     backward(engine.model, 2)
     early = engine._updater._early
     assert set(early) == set(engine.units)
-    until(lambda: all(job.written for job in early.values()))
+    until(engine, lambda: all(job.written for job in early.values()))
     with torch.no_grad():
         assert torch.equal(engine.model(**text_batch(50)).loss, loss)
     assert all(torch.equal(unit.read(Kind.PARAM), unit.read(Kind.MASTER).bfloat16()) for unit in engine.units)
@@ -251,7 +250,7 @@ def test_what_the_next_forward_needs_first_is_updated_first(wrap: Callable[..., 
     for one in taken:
         one.release()
     early = engine._updater._early
-    until(lambda: all(job.written for job in early.values()))
+    until(engine, lambda: all(job.written for job in early.values()))
     updated = [span.name for span in engine.recorder.spans()[seen:] if span.lane == "adam"]
     first_uses = [engine.units[index].name for index in engine._runtime.trace.first_uses()]
     assert len(updated) > len(engine.units)  # several chunks each
@@ -286,7 +285,7 @@ def test_an_early_update_that_fails_leaves_the_last_step_whole(
     engine.io.set_faults(**fault)
     with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: ") as caught:
         loss.backward()
-        until(lambda: engine._store._failure is not None)
+        until(engine, lambda: engine._store._failure is not None)
         optimizer.step()
     assert isinstance(caught.value.__cause__, infinity.NvmeError)
     engine.io.set_faults()
@@ -316,7 +315,7 @@ def test_replayed_updates_are_counted_twice(wrap: Callable[..., infinity.Engine]
     optimizer = infinity.AdamW(engine.model.parameters(), max_grad_norm=1e-3)
     for number in range(5):
         backward(engine.model, number)
-        until(lambda: all(job.written for job in engine._updater._early.values()))
+        until(engine, lambda: all(job.written for job in engine._updater._early.values()))
         optimizer.step()
         optimizer.zero_grad()
     engine.drain()
@@ -341,7 +340,7 @@ def test_nobody_waits_for_what_is_ahead_so_its_writes_let_reads_go_first(
     monkeypatch.setattr(engine._store._nvme, "write", write)
     for number in range(2):
         backward(engine.model, number)
-        until(lambda: all(job.written for job in engine._updater._early.values()))
+        until(engine, lambda: all(job.written for job in engine._updater._early.values()))
         optimizer.step()
         optimizer.zero_grad()
         engine.drain()

@@ -17,7 +17,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.observe import Meter, Recorder
@@ -41,13 +41,22 @@ class Optimizer(Protocol):
         """What the next step does to this rank's shard of `unit`, with the gradients that it has now."""
 
 
-class Updater:
-    """Fixes what a step is, and has it run by the pipeline. All methods are for the thread that runs the model.
+class Surroundings(NamedTuple):
+    """What an updater asks and tells those who run the model.
 
     `order` gives the units in the order in which the next forward uses them, as far as is known; `settled` is called before a
     step is fixed, to end a backward that an exception cut off; `stepped` when it has been, before its updates start;
-    `forward_seconds` says how long the forward took since it was asked last, without waiting for updates.
+    `forward_seconds` says how long a forward took since it was asked last, without waits.
     """
+
+    order: Callable[[], Sequence[int]]
+    settled: Callable[[], None]
+    stepped: Callable[[], None]
+    forward_seconds: Callable[[], float]
+
+
+class Updater:
+    """Fixes what a step is, and has it run by the pipeline. All methods are for the thread that runs the model."""
 
     def __init__(
         self,
@@ -55,14 +64,11 @@ class Updater:
         units: Sequence[Unit],
         kernels: Kernels,
         foresight: Foresight,
-        order: Callable[[], Sequence[int]],
-        settled: Callable[[], None],
-        stepped: Callable[[], None],
-        forward_seconds: Callable[[], float],
+        surroundings: Surroundings,
         recorder: Recorder,
     ) -> None:
         self._store, self._units, self._kernels, self._recorder = store, list(units), kernels, recorder
-        self._order, self._settled, self._stepped, self._forward_seconds = order, settled, stepped, forward_seconds
+        self._surroundings = surroundings
         self._owners: dict[Unit, weakref.ref[Optimizer]] = {}
         self.posted_steps = 0
         """Steps started since the beginning."""
@@ -129,7 +135,7 @@ class Updater:
     def settle(self, units: Sequence[Unit]) -> None:
         """Make the gradients of this step final: agreed on by all ranks, zeros where there are none."""
         self._await_updates()
-        self._settled()
+        self._surroundings.settled()
         group = units[0].group if units else None
         if group is not None:
             mine = [float(flag) for unit in units for flag in unit.accumulated]
@@ -189,7 +195,7 @@ class Updater:
         for update in wanted:
             self._store.begin_update(update.unit.blocks[Kind.PARAM])
             update.unit.spend()
-        self._stepped()
+        self._surroundings.stepped()
         self._pipeline.confirm(list(zip(jobs, wanted, strict=True)))
         self._learn(kept, unclipped=all(update.grad_scale == 1.0 for update in wanted))
         self.meters = [job.meter for job in (*jobs, *self._withdrawn)]
@@ -205,11 +211,11 @@ class Updater:
         self._recorder.count("updates kept", kept)
         self._recorder.count("updates replayed", replayed)
         busy, self._seconds_before = self._pipeline.seconds - self._seconds_before, self._pipeline.seconds
-        self._foresight.learn(busy, self._forward_seconds(), held=unclipped and not replayed)
+        self._foresight.learn(busy, self._surroundings.forward_seconds(), held=unclipped and not replayed)
 
     def _places(self) -> dict[Unit, int]:
         """Where each unit comes in the next forward; those of which that is not known come last."""
-        place = {index: position for position, index in enumerate(self._order())}
+        place = {index: position for position, index in enumerate(self._surroundings.order())}
         return {unit: place.get(unit.index, len(place) + unit.index) for unit in self._units}
 
     def _await_updates(self) -> None:
