@@ -519,8 +519,8 @@ def test_a_drive_that_fails_while_the_model_is_moved_there(
 ) -> None:
     make = nvme.make_engine
 
-    def failing(kind: str) -> Any:
-        engine = make(kind)
+    def failing(kind: str, **options: int) -> Any:
+        engine = make(kind, **options)
         engine.set_faults(fail_write_at=4)
         return engine
 
