@@ -22,6 +22,25 @@ CHILD = {"env": os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys
 """Arguments for `subprocess`, so that a child imports what this process does."""
 
 
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Run `work(0)` to `work(count - 1)` at once; raises what the first of them raised."""
+    failures: list[BaseException] = []
+
+    def guarded(index: int) -> None:
+        try:
+            work(index)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Keep torch on one thread: tiny tensors gain nothing from more."""

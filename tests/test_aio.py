@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import in_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,24 +69,6 @@ def write(engine: Any, file: Any, offset: int, data: np.ndarray) -> Transfer:
 
 def read(engine: Any, file: Any, offset: int, data: np.ndarray) -> Transfer:
     return Transfer(engine.read, file, offset, data)
-
-
-def in_threads(count: int, work: Callable[[int], None]) -> None:
-    failures: list[BaseException] = []
-
-    def guarded(index: int) -> None:
-        try:
-            work(index)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 @pytest.fixture

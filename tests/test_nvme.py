@@ -13,7 +13,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CHILD
+from conftest import CHILD, in_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -73,24 +72,6 @@ def noise(size: int, seed: int = 0) -> torch.Tensor:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all((a[k].dtype, a[k].shape, raw(a[k])) == (b[k].dtype, b[k].shape, raw(b[k])) for k in a)
-
-
-def in_threads(count: int, work: Callable[[int], None]) -> None:
-    failures: list[BaseException] = []
-
-    def guarded(index: int) -> None:
-        try:
-            work(index)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 @pytest.fixture(params=KINDS)

@@ -89,23 +89,22 @@ class _Chunk:
 
     job: Job
     begin: int
-    kinds: tuple[Kind, ...]
-    outs: list[Checkout]
+    outs: dict[Kind, Checkout]
 
     def arrived(self) -> bool:
-        return all(out.arrived() for out in self.outs)
+        return all(out.arrived() for out in self.outs.values())
 
     def wait(self) -> None:
-        for out in self.outs:
+        for out in self.outs.values():
             out.wait()
+
+    def committed(self) -> bool:
+        return all(out.committed() for out in self.outs.values())
 
     def tensors(self) -> dict[Kind, torch.Tensor]:
         param_types = (Kind.PARAM, Kind.GRAD)
         dtype = self.job.unit.dtype
-        return {
-            kind: out.tensor.view(dtype if kind in param_types else torch.float32)
-            for kind, out in zip(self.kinds, self.outs, strict=True)
-        }
+        return {kind: out.tensor.view(dtype if kind in param_types else torch.float32) for kind, out in self.outs.items()}
 
 
 class Pipeline:
@@ -114,7 +113,7 @@ class Pipeline:
     def __init__(self, store: Store, kernels: Kernels, recorder: Recorder) -> None:
         self._store, self._kernels, self._recorder = store, kernels, recorder
         self._changed = threading.Condition()
-        self._jobs: list[Job] = []  # neither ENDED nor, if AHEAD, forgotten
+        self._jobs: list[Job] = []  # that are not ENDED
         self._closed = self._failed = False
         self.seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="infinity-updater", daemon=True)
@@ -185,7 +184,7 @@ class Pipeline:
         held: list[_Chunk] = []  # of jobs that are AWAITED
         try:
             while True:
-                for chunk in [chunk for chunk in writing if all(out.committed() for out in chunk.outs)]:
+                for chunk in [chunk for chunk in writing if chunk.committed()]:
                     self._retire(chunk)
                     writing.remove(chunk)
                 for chunk in [chunk for chunk in held if chunk.job.state is not JobState.AWAITED]:
@@ -227,7 +226,7 @@ class Pipeline:
             for job in self._jobs:
                 job.chunks.clear()
         for chunk in chunks:
-            for out in chunk.outs:
+            for out in chunk.outs.values():
                 with contextlib.suppress(OSError):  # the first error is the one to tell
                     out.release()
             self._leave(chunk.job)
@@ -259,8 +258,7 @@ class Pipeline:
             begin = job.chunks.popleft()
             job.in_flight += 1
         blocks = job.unit.blocks
-        kinds = tuple(blocks)
-        wants = [(blocks[kind], _needed(blocks, kind)) for kind in kinds]
+        wants = [(block, _needed(blocks, kind)) for kind, block in blocks.items()]
         outs = None
         try:
             check_out = self._store.check_out if wait else self._store.try_check_out
@@ -271,7 +269,7 @@ class Pipeline:
                     if job in self._jobs:
                         job.chunks.appendleft(begin)
                 self._leave(job)
-        return None if outs is None else _Chunk(job, begin, kinds, outs)
+        return None if outs is None else _Chunk(job, begin, dict(zip(blocks, outs, strict=True)))
 
     def _update(self, chunk: _Chunk) -> None:
         chunk.wait()
@@ -289,12 +287,12 @@ class Pipeline:
             if begin < end:
                 self._kernels.adam(tensors, begin, end, segment.hyper, update.grad_scale)
         self._recorder.add("adam", update.unit.name, start, time.perf_counter())
-        for kind, out in zip(chunk.kinds, chunk.outs, strict=True):
+        for kind, out in chunk.outs.items():
             if kind is not Kind.GRAD:
                 out.commit(background=chunk.job.state is JobState.AHEAD)
 
     def _retire(self, chunk: _Chunk) -> None:
-        for out in chunk.outs:
+        for out in chunk.outs.values():
             out.release()
         self._leave(chunk.job)
 

@@ -101,11 +101,13 @@ class Updater:
 
     def begin_early(self, unit: Unit) -> None:
         """Begin the update that the next step will ask for if it clips nothing, where that is worth it and can be taken back;
-        and read ahead for the unit that comes next."""
+        and read ahead for the units that come next."""
         owner = self._owners.get(unit)
         optimizer = None if owner is None else owner()
+        if optimizer is None:
+            return
         places = self._places()
-        if self._foresight.early and unit.copy_on_write and optimizer is not None:
+        if self._foresight.early and unit.copy_on_write:
             job = self._early.setdefault(unit, Job(unit, places[unit]))
             self._pipeline.begin(job, UnitUpdate(unit, optimizer.segments(unit), unit.grad_scale))
         if self._final is not None:

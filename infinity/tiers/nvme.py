@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -203,14 +203,11 @@ class NvmeTier:
         if begin < 0 or begin + nbytes > extent.nbytes:
             raise ValueError(f"bytes {begin}..{begin + nbytes} are not in an extent of {extent.nbytes}")
         submit = getattr(self._io, operation)
-        requests, moved, count = [], 0, len(self._files)
-        while moved < nbytes:
-            position = extent.start + begin + moved
-            stripe, within = divmod(position, STRIPE_BYTES)
-            length = nbytes - moved if count == 1 else min(nbytes - moved, STRIPE_BYTES - within)
-            file, offset = self._files[stripe % count], stripe // count * STRIPE_BYTES + within
-            requests.append(Request(submit(file, offset, address + moved, length, background), file.path, offset))
-            moved += length
+        requests = []
+        for number, offset, length in striped(extent.start + begin, nbytes, len(self._files)):
+            file = self._files[number]
+            requests.append(Request(submit(file, offset, address, length, background), file.path, offset))
+            address += length
         return Transfer(operation, name, requests, self._recorder)
 
     def close(self) -> None:
@@ -226,6 +223,15 @@ class NvmeTier:
             os.close(lock)
         self._files.clear()
         self._locks.clear()
+
+
+def striped(position: int, nbytes: int, files: int) -> Iterator[tuple[int, int, int]]:
+    """(number of the file, offset, bytes) of the pieces of a range over `files` files: 4 MiB each in turn, one file in one."""
+    while nbytes > 0:
+        stripe, within = divmod(position, STRIPE_BYTES)
+        length = nbytes if files == 1 else min(nbytes, STRIPE_BYTES - within)
+        yield stripe % files, stripe // files * STRIPE_BYTES + within, length
+        position, nbytes = position + length, nbytes - length
 
 
 def lock_directory(directory: Path) -> int:

@@ -12,9 +12,10 @@ import torch
 from infinity.device import ComputeDevice, HostMemory
 from infinity.optim.kernels import Hyper, Kernels
 from infinity.tiers.block import Kind
+from infinity.tiers.store import MOST_CHUNK_ELEMENTS
 
-_ELEMENTS = 1 << 21  # a chunk of the optimizer
-_CHUNKS = 4  # in turns, so that they do not stay in the caches
+_ELEMENTS = MOST_CHUNK_ELEMENTS
+_CHUNKS = 16  # in turns, so that they do not stay in the caches
 _COPY_BYTES = 64 << 20
 _WIDTHS = {Kind.PARAM: 2, Kind.GRAD: 2, Kind.MASTER: 4, Kind.EXP_AVG: 4, Kind.EXP_AVG_SQ: 4}
 _HYPER = Hyper(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)

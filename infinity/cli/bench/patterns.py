@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from infinity.tiers.nvme import ALIGNMENT, STRIPE_BYTES
+from infinity.tiers.nvme import ALIGNMENT
 from infinity.tiers.store import CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS, STAGED_SETS
 from infinity.units import round_up
 
@@ -107,12 +107,3 @@ def training_step(elements: int, model_parameters: int, chunk: int) -> Iterator[
         yield from fetch(begin, end)
     for begin, end in reversed(units):
         yield from fetch(begin, end)
-
-
-def striped(position: int, nbytes: int, paths: int) -> Iterator[tuple[int, int, int]]:
-    """(path, offset, bytes) of the pieces of a range over `paths` files, as the engine stripes them: 4 MiB each in turn."""
-    while nbytes > 0:
-        stripe, within = divmod(position, STRIPE_BYTES)
-        length = nbytes if paths == 1 else min(nbytes, STRIPE_BYTES - within)
-        yield stripe % paths, stripe // paths * STRIPE_BYTES + within, length
-        position, nbytes = position + length, nbytes - length

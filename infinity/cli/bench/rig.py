@@ -15,17 +15,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from infinity import native
-from infinity.cli.bench.patterns import Piece, Stage, striped
+from infinity.cli.bench.patterns import Piece, Stage
 from infinity.cli.bench.search import Setting
 from infinity.device import HostMemory
 from infinity.errors import NvmeError
-from infinity.tiers.nvme import ALIGNMENT
+from infinity.tiers.nvme import ALIGNMENT, striped
 from infinity.tiers.store import STAGED_SETS
 from infinity.units import round_up
 
@@ -109,7 +109,7 @@ class Rig:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         with ExitStack() as stack:
-            self.engines = [stack.enter_context(_closing(make_engine(setting))) for _ in self.drives]
+            self.engines = [stack.enter_context(closing(make_engine(setting))) for _ in self.drives]
             pinned = [_register(engine, drive) for engine in self.engines for drive in self.drives]
             self.registered = all(pinned)
             """Whether the kernel let the rings pin their memory."""
@@ -299,19 +299,6 @@ def _finish_all(tickets: deque[_Submitted], finished: Callable[[_Submitted], Non
         raise failure
 
 
-class _closing:
-    """A native engine that is closed on the way out."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def __enter__(self) -> Any:
-        return self._engine
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.close()
-
-
 def _register(engine: Any, drive: Drive) -> bool:
     """Pin the drive's memory for the engine; a replay reads every path into the memory of one. False: it was refused."""
     try:
@@ -323,7 +310,7 @@ def _register(engine: Any, drive: Drive) -> bool:
 
 def make_engine(setting: Setting) -> Any:
     """A native engine with this setting."""
-    return native.aio().Engine(setting.engine, depth=setting.depth, threads=setting.threads, request_bytes=setting.request_bytes)
+    return native.make_engine(setting.engine, depth=setting.depth, threads=setting.threads, request_bytes=setting.request_bytes)
 
 
 def _cpu_seconds() -> float:
