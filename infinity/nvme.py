@@ -46,7 +46,6 @@ import os
 import secrets
 import stat
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -143,7 +142,6 @@ class Io:
         self._memory: dict[bool, HostMemory] = {}  # by whether it is pinned
         options = {"depth": depth, "threads": threads, "request_bytes": request_bytes}
         self._native = native.make_engine(engine, **{name: value for name, value in options.items() if value is not None})
-        _living.add(self)
 
     @property
     def engine(self) -> Any:
@@ -510,18 +508,8 @@ class _Shared:
 
 
 _shared = _Shared()
-_living: weakref.WeakSet[Io] = weakref.WeakSet()
 atexit.register(_shared.close)
-
-
-def _after_fork() -> None:
-    """In a child the engines' threads are missing, so that ending one would hang or crash: nothing there may do it."""
-    for io in list(_living):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(io._native))
-    _shared.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_shared.forget)
 
 
 def write(tensor: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> None:
