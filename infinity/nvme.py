@@ -263,7 +263,7 @@ class Io:
         if nbytes == 0:
             return
         submit, file, end = getattr(self.engine, operation), files.get(part.path), offset + nbytes
-        if operation == "read" or not file.direct:
+        if operation == "read" or not file.direct or (offset % BLOCK == 0 and nbytes % BLOCK == 0):
             part.tickets.append(submit(file, offset, address, nbytes))
             return
         first = min(round_up(offset, BLOCK), end)
