@@ -3,7 +3,7 @@
 
 Groups (--groups), each in a process of its own and with one set of files that every method overwrites and reads:
   locked-large, locked-mid, locked-small        each side's own memory for I/O, on huge pages where it manages to: DeepSpeed's
-                                                locked tensors; views of one infinity.nvme.empty
+                                                locked tensors; views of one infinity.nvme.empty, pinned
   ordinary-large, ordinary-mid, ordinary-small  torch.empty on ordinary pages
   files-large, files-mid, files-small           a dict of tensors in one file, flushed: save and load
 large is one tensor of --large bytes, mid --mid tensors of 16 MiB, small --small tensors of 1 MiB.
@@ -72,8 +72,10 @@ def timed(work: Callable[[], None], nbytes: int) -> dict[str, float]:
 class Infinity:
     """`infinity.nvme`, a file for each tensor, one call."""
 
-    def __init__(self, tensors: list[torch.Tensor], paths: list[Path], engine: str) -> None:
+    def __init__(self, tensors: list[torch.Tensor], paths: list[Path], engine: str, pinned: torch.Tensor | None) -> None:
         self._io = nvme.Io(engine)
+        if pinned is not None:
+            self._io.pin(pinned)
         self._items = list(zip(tensors, paths, strict=True))
 
     def write(self) -> None:
@@ -168,8 +170,9 @@ def run_group(group: str, options: argparse.Namespace, folder: Path) -> dict[str
     sizes = SIZES[size](options)
     module = None if kind == "files" else deepspeed_module()
     ours = theirs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    if kind == "locked":
-        ours = list(nvme.empty(sum(sizes), dtype=torch.uint8).split(sizes))
+    pinned = nvme.empty(sum(sizes), dtype=torch.uint8) if kind == "locked" else None
+    if pinned is not None:
+        ours = list(pinned.split(sizes))
     if kind == "locked" and module is not None:
         owner, like = module.aio_handle(MIB, 8, False, True, 1), torch.empty(0, dtype=torch.uint8)
         theirs = [owner.new_cpu_locked_tensor(size, like) for size in sizes]
@@ -180,7 +183,7 @@ def run_group(group: str, options: argparse.Namespace, folder: Path) -> dict[str
         methods = {name: OneFile(ours, folder / "all", name) for name in ("infinity", "torch", "safetensors")}
     else:
         paths = [folder / f"{i:04}" for i in range(len(sizes))]
-        engines = {f"infinity {engine}": Infinity(ours, paths, engine) for engine in options.engines}
+        engines = {f"infinity {engine}": Infinity(ours, paths, engine, pinned) for engine in options.engines}
         peers = {}
         if module is not None:
             fill(theirs)
