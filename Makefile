@@ -17,7 +17,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo test python-test native-test sanitize lint format clean system
+.PHONY: help demo test python-test native-test asan tsan lint format clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -40,16 +40,20 @@ native-test: $(VENV)/tools  ## Build and run the native tests
 	"$(BIN)/ctest" --test-dir build/native --output-on-failure --no-tests=error --timeout 300
 
 # ThreadSanitizer cannot map its shadow where the kernel randomizes addresses over many bits; setarch -R turns that off.
-sanitize: $(VENV)/tools  ## Run the native tests under the address, undefined and thread sanitizers
-	@setarch -R true 2>/dev/null && fixed="setarch -R" || fixed=
-	export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
-	for sanitizer in address undefined thread; do
-	  echo "== $$sanitizer"
-	  $(CMAKE) -B build/$$sanitizer -DINFINITY_SANITIZE=$$sanitizer -DCMAKE_BUILD_TYPE=RelWithDebInfo >build/$$sanitizer.log ||
-	    { cat build/$$sanitizer.log; exit 1; }
-	  "$(BIN)/cmake" --build build/$$sanitizer
-	  $$fixed "$(BIN)/ctest" --test-dir build/$$sanitizer --output-on-failure --no-tests=error --timeout 600
-	done
+asan: SANITIZE := address,undefined
+asan: $(VENV)/tools  ## Run the native tests under the address and undefined-behaviour sanitizers
+	@$(SANITIZED)
+
+tsan: SANITIZE := thread
+tsan: $(VENV)/tools  ## Run the native tests under the thread sanitizer
+	@$(SANITIZED)
+
+define SANITIZED
+setarch -R true 2>/dev/null && fixed="setarch -R" || fixed=
+$(CMAKE) -B build/$@ -DINFINITY_SANITIZE=$(SANITIZE) -DCMAKE_BUILD_TYPE=RelWithDebInfo >build/$@.log || { cat build/$@.log; exit 1; }
+"$(BIN)/cmake" --build build/$@
+UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $$fixed "$(BIN)/ctest" --test-dir build/$@ --output-on-failure --no-tests=error --timeout 600
+endef
 
 lint: $(VENV)/installed  ## Check style and types
 	@status=0

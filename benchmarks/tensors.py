@@ -3,14 +3,15 @@
 
 Groups (--groups), each in a process of its own and with one set of files that every method overwrites and reads:
   locked-large, locked-mid, locked-small        each side's own memory for I/O, on huge pages where it manages to: DeepSpeed's
-                                                locked tensors; views of one infinity.nvme.empty
+                                                locked tensors; views of one infinity.nvme.empty, pinned
   ordinary-large, ordinary-mid, ordinary-small  torch.empty on ordinary pages
   files-large, files-mid, files-small           a dict of tensors in one file, flushed: save and load
 large is one tensor of --large bytes, mid --mid tensors of 16 MiB, small --small tensors of 1 MiB.
 
-DeepSpeed runs with each of --deepspeed (block size, queue depth, threads, overlap); ratios are against its best median, chosen
-for writing and for reading by itself. Files are written once and memory is touched before anything is timed; rounds are
-interleaved in changing order. CPU seconds are those of the process with all its threads. GB = 1e9 bytes.
+DeepSpeed is first run with each of --deepspeed (block size, queue depth, threads, overlap), --sweep times; its fastest setting
+for writing and that for reading then stand beside ours in every round, and ratios are those of neighbours in a round. Files are
+written once and memory is touched before anything is timed; the order turns from round to round. CPU seconds are those of the
+process with all its threads. GB = 1e9 bytes.
 
 Run it with a python that has both packages: PYTHONPATH=. python benchmarks/tensors.py --json benchmarks/results/tensors.json
 """
@@ -21,7 +22,6 @@ import argparse
 import json
 import os
 import platform
-import random
 import resource
 import statistics
 import subprocess
@@ -72,8 +72,10 @@ def timed(work: Callable[[], None], nbytes: int) -> dict[str, float]:
 class Infinity:
     """`infinity.nvme`, a file for each tensor, one call."""
 
-    def __init__(self, tensors: list[torch.Tensor], paths: list[Path], engine: str) -> None:
+    def __init__(self, tensors: list[torch.Tensor], paths: list[Path], engine: str, pinned: torch.Tensor | None) -> None:
         self._io = nvme.Io(engine)
+        if pinned is not None:
+            self._io.pin(pinned)
         self._items = list(zip(tensors, paths, strict=True))
 
     def write(self) -> None:
@@ -162,14 +164,15 @@ def fill(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return tensors
 
 
-def run_group(group: str, options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """One row for each method, round and direction."""
+def run_group(group: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """`rows`: one for each method, round and direction; `sweep`: by direction, the GB/s of each of DeepSpeed's settings."""
     kind, size = group.split("-")
     sizes = SIZES[size](options)
     module = None if kind == "files" else deepspeed_module()
     ours = theirs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    if kind == "locked":
-        ours = list(nvme.empty(sum(sizes), dtype=torch.uint8).split(sizes))
+    pinned = nvme.empty(sum(sizes), dtype=torch.uint8) if kind == "locked" else None
+    if pinned is not None:
+        ours = list(pinned.split(sizes))
     if kind == "locked" and module is not None:
         owner, like = module.aio_handle(MIB, 8, False, True, 1), torch.empty(0, dtype=torch.uint8)
         theirs = [owner.new_cpu_locked_tensor(size, like) for size in sizes]
@@ -180,36 +183,50 @@ def run_group(group: str, options: argparse.Namespace, folder: Path) -> list[dic
         methods = {name: OneFile(ours, folder / "all", name) for name in ("infinity", "torch", "safetensors")}
     else:
         paths = [folder / f"{i:04}" for i in range(len(sizes))]
-        methods = {f"infinity {engine}": Infinity(ours, paths, engine) for engine in options.engines}
+        engines = {f"infinity {engine}": Infinity(ours, paths, engine, pinned) for engine in options.engines}
+        peers = {}
         if module is not None:
             fill(theirs)
-            methods |= {f"deepspeed {s}": DeepSpeed(theirs, paths, module, s) for s in options.deepspeed}
+            peers = {f"deepspeed {s}": DeepSpeed(theirs, paths, module, s) for s in options.deepspeed}
+        first = dict(list(engines.items())[:1])  # beside what it is compared with
+        methods = first | peers | engines
+
+    def measured(name: str) -> dict[str, dict[str, float]]:
+        method = methods[name]
+        written = timed(method.write, total)
+        time.sleep(options.pause)
+        if kind == "files":
+            method.prepare_read()
+        else:
+            last = (ours if name.startswith("infinity") else theirs)[-1]
+            expected = last.clone()
+            last.zero_()
+        read = timed(method.read, total)
+        time.sleep(options.pause)
+        if kind == "files":
+            method.check()
+        elif not torch.equal(last, expected):
+            raise RuntimeError(f"{name} read other bytes")
+        return {"write": written, "read": read}
+
+    swept = [name for name in methods if name.startswith("deepspeed")]
+    sweep: dict[str, dict[str, float]] = {"write": {}, "read": {}}
+    if len(swept) > 1:
+        turns = [{name: measured(name) for name in swept} for _ in range(options.sweep + 1)][1:]
+        for direction, rates in sweep.items():
+            rates |= {name: statistics.median(turn[name][direction]["GBps"] for turn in turns) for name in swept}
+        best = {max(rates, key=rates.__getitem__) for rates in sweep.values()}
+        methods = {name: method for name, method in methods.items() if name not in swept or name in best}
     rows = []
     for number in range(options.rounds + 1):
-        order = list(methods)
-        random.Random(number).shuffle(order)
-        for name in order:
-            method = methods[name]
-            written = timed(method.write, total)
-            time.sleep(options.pause)
-            if kind == "files":
-                method.prepare_read()
-            else:
-                last = (ours if name.startswith("infinity") else theirs)[-1]
-                expected = last.clone()
-                last.zero_()
-            read = timed(method.read, total)
-            time.sleep(options.pause)
-            if kind == "files":
-                method.check()
-            elif not torch.equal(last, expected):
-                raise RuntimeError(f"{name} read other bytes")
+        for name in list(methods)[:: 1 if number % 2 else -1]:
+            figures = measured(name)
             if number > 0:
-                rows += [{"method": name, "round": number, "direction": d} | m for d, m in (("write", written), ("read", read))]
-    return rows
+                rows += [{"method": name, "round": number, "direction": d} | figures[d] for d in ("write", "read")]
+    return {"rows": rows, "sweep": sweep}
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(rows: list[dict[str, Any]], sweep: dict[str, dict[str, float]]) -> dict[str, Any]:
     """For each direction and method the medians and their spread, and our rate over theirs, round by round."""
     result: dict[str, Any] = {}
     for direction in ("write", "read"):
@@ -235,7 +252,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                     "median": statistics.median(pairs), "spread": [min(pairs), max(pairs)], "its_best": best,
                     "cpu_ours": table[mine]["cpu_s_per_GB"], "cpu_its_least": min(table[name]["cpu_s_per_GB"] for name in names),
                 }  # fmt: skip
-        result[direction] = {"methods": table, "ratios": ratios}
+        result[direction] = {"methods": table, "ratios": ratios, "sweep_GBps": sweep[direction]}
     return result
 
 
@@ -255,8 +272,7 @@ def show(group: str, result: dict[str, Any]) -> None:
 
 def environment(group: str) -> dict[str, str]:
     """With huge pages for every allocation where the group says so; glibc reads this when a process starts."""
-    tunables = {} if group.startswith("ordinary") else {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-    return os.environ | tunables
+    return os.environ | {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb={0 if group.startswith('ordinary') else 1}"}
 
 
 def main() -> None:
@@ -267,10 +283,15 @@ def main() -> None:
     parser.add_argument("--large", type=int, default=1 << 30, help="bytes")
     parser.add_argument("--mid", type=int, default=200)
     parser.add_argument("--small", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--sweep", type=int, default=2)
     parser.add_argument("--pause", type=float, default=0.2, help="seconds before each timed call")
     parser.add_argument("--engines", nargs="+", default=["io_uring", "posix"])
-    parser.add_argument("--deepspeed", nargs="+", default=["1048576,8,1,1", "1048576,32,1,1", "8388608,32,1,1", "1048576,32,4,0"])
+    parser.add_argument(
+        "--deepspeed",
+        nargs="+",
+        default=["1048576,8,1,1", "1048576,32,1,1", "4194304,16,1,1", "8388608,32,1,1", "1048576,32,4,0"],
+    )
     parser.add_argument("--json", type=Path, default=None, help="a file to add the groups to")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -284,7 +305,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="infinity-tensors-", dir=options.directory) as folder:
             command = [sys.executable, __file__, *sys.argv[1:], "--child", "--groups", group, "--directory", folder]
             child = subprocess.run(command, env=environment(group), stdout=subprocess.PIPE, text=True, check=True)
-        result = summary(json.loads(child.stdout.splitlines()[-1]))
+        result = summary(**json.loads(child.stdout.splitlines()[-1]))
         show(group, result)
         settings = {name: getattr(options, name) for name in ("large", "mid", "small", "rounds")}
         found["groups"][group] = {"settings": settings, "machine": platform.platform(), "torch": torch.__version__} | result

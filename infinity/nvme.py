@@ -46,7 +46,6 @@ import os
 import secrets
 import stat
 import threading
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -141,9 +140,9 @@ class Io:
         self._closed = False
         self._staging = threading.Lock()  # whoever holds it has the slots
         self._memory: dict[bool, HostMemory] = {}  # by whether it is pinned
+        self._kept: list[torch.Tensor] = []  # their memory is pinned for the native engine
         options = {"depth": depth, "threads": threads, "request_bytes": request_bytes}
         self._native = native.make_engine(engine, **{name: value for name, value in options.items() if value is not None})
-        _living.add(self)
 
     @property
     def engine(self) -> Any:
@@ -191,6 +190,23 @@ class Io:
         """Start reading every (tensor, path, offset); the ticket is that of all of them."""
         return self._start("read", items)
 
+    def pin(self, tensor: torch.Tensor) -> bool:
+        """Pin the memory of `tensor`, on the CPU, until `close`: I/O in it, and in views of it, then takes less CPU time.
+
+        The `Io` keeps the tensor as long. False where the kernel refuses (RLIMIT_MEMLOCK, before Linux 5.19): all works as
+        before. A process that forks copies what it has pinned. Raises `ValueError` when some of it is pinned already.
+        """
+        address, nbytes = memory_of("write", tensor, "pin")
+        if not tensor.is_cpu:
+            raise ValueError("pin: only memory of the host can be pinned")
+        try:
+            self.engine.register_memory(address, nbytes)
+        except OSError as error:
+            log.debug("%d bytes are not registered with the I/O engine: %s", nbytes, error)
+            return False
+        self._kept.append(tensor)
+        return True
+
     def drain(self) -> None:
         """Wait for every ticket; raises the `NvmeError` of the first that failed without having been waited for."""
         self._in_flight.check_process()
@@ -208,6 +224,7 @@ class Io:
         finally:
             if self._native is not None:
                 self._native.close()
+            self._kept.clear()
             with self._staging:
                 for memory in self._memory.values():
                     memory.close()
@@ -265,7 +282,7 @@ class Io:
         if nbytes == 0:
             return
         submit, file, end = getattr(self.engine, operation), files.get(part.path), offset + nbytes
-        if operation == "read" or not file.direct:
+        if operation == "read" or not file.direct or (offset % BLOCK == 0 and nbytes % BLOCK == 0):
             part.tickets.append(submit(file, offset, address, nbytes))
             return
         first = min(round_up(offset, BLOCK), end)
@@ -477,7 +494,8 @@ def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A tensor on the CPU on huge pages, touched, where a block begins: I/O reaches it without a copy and with least work.
 
     For tensors that are read or written again and again. Memory comes in pages of 2 MiB: make one tensor and use views of it
-    where many small ones are needed. The content is undefined. An ordinary tensor works too: its bytes pass a buffer.
+    where many small ones are needed; `Io.pin` it for the least CPU time. The content is undefined. An ordinary tensor works
+    too: its bytes pass a buffer.
     """
     dtype = dtype or torch.get_default_dtype()
     return huge_pages(math.prod(shape) * dtype.itemsize).zero_().view(dtype).view(shape)
@@ -510,18 +528,8 @@ class _Shared:
 
 
 _shared = _Shared()
-_living: weakref.WeakSet[Io] = weakref.WeakSet()
 atexit.register(_shared.close)
-
-
-def _after_fork() -> None:
-    """In a child the engines' threads are missing, so that ending one would hang or crash: nothing there may do it."""
-    for io in list(_living):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(io._native))
-    _shared.forget()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_shared.forget)
 
 
 def write(tensor: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> None:

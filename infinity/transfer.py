@@ -8,7 +8,6 @@ import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -241,13 +240,13 @@ class Files:
 
     def _reserve(self, file: Any, path: bytes) -> None:
         """Give a file that grows its blocks at once: requests past the end of a file are done one after the other."""
-        now = Path(os.fsdecode(path)).stat()
         total, end = self._writes[path]
-        growth = end - now.st_size
-        sparse = total < growth or now.st_blocks * 512 < now.st_size  # it may stay so
-        if growth < RESERVE_BYTES or sparse or not stat.S_ISREG(now.st_mode):
+        growth = end - file.size()
+        if growth < RESERVE_BYTES or total < growth:  # the file may stay sparse
             return
-        allocate(file, end)
+        now = os.stat(path)  # noqa: PTH116, a Path takes longer than the call
+        if stat.S_ISREG(now.st_mode) and now.st_blocks * 512 >= now.st_size:
+            allocate(file, end)
 
     def __enter__(self) -> Files:
         return self

@@ -7,6 +7,7 @@ import mmap
 import os
 import resource
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import in_threads
+from conftest import CHILD, in_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -929,3 +930,36 @@ def test_a_refused_ring_is_a_runtime_error_with_the_reason() -> None:
             aio.Engine("io_uring")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+FORKING = """
+import os, signal, sys
+import numpy as np
+from infinity import native
+kind, path = sys.argv[1:]
+aio = native.aio()
+engines = [aio.Engine(kind) for _ in range(3)]
+file, data = aio.File(path, create=True), np.ones(1 << 20, np.uint8)
+engines[0].set_faults(bytes_per_second=1 << 20)
+ticket = engines[0].write(file, 0, data.ctypes.data, data.size)
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    refused = 0
+    for use in (engines[0].drain, ticket.wait, lambda: engines[1].read(file, 0, data.ctypes.data, data.size)):
+        try:
+            use()
+        except ValueError as error:
+            refused += "a process that was forked" in str(error)
+    engines.pop(0).close()
+    engines.pop(0)  # dropped
+    del ticket
+    sys.exit(refused)  # one engine is left to the end of the process
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+assert ticket.wait()[0] == 0 and np.array_equal(np.fromfile(path, np.uint8), data)
+"""
+
+
+@each_engine
+def test_a_forked_child_may_drop_an_engine_and_not_use_it(tmp_path: Path, kind: str) -> None:
+    subprocess.run([sys.executable, "-c", FORKING, kind, str(tmp_path / "data")], **CHILD, timeout=60, check=True)

@@ -655,6 +655,27 @@ def run(script: str, *arguments: object) -> str:
     return result.stdout.strip()
 
 
+@each_engine
+def test_pinned_memory_is_used_and_kept_until_the_end(tmp_path: Path, kind: str) -> None:
+    whole = nvme.empty(64 * BLOCK, dtype=torch.uint8)
+    whole.copy_(noise(64 * BLOCK))
+    content, alive = raw(whole), weakref.ref(whole)
+    with Io(kind) as io:
+        pinned = io.pin(whole)
+        if pinned and kind == "io_uring":
+            with pytest.raises(ValueError, match="registered"):
+                io.pin(whole[BLOCK:])
+        io.write(whole[:-BLOCK], tmp_path / "data")
+        io.read(whole[BLOCK:], tmp_path / "data")
+        assert raw(whole) == content[:BLOCK] + content[:-BLOCK]
+        assert io.engine.counters()["fixed_requests"] == (2 if pinned and kind == "io_uring" else 0)
+        del whole
+        assert (alive() is not None) == pinned
+    assert alive() is None
+    with pytest.raises(ValueError, match="closed"):
+        io.pin(torch.ones(3))
+
+
 FORKING = """
 import os, sys, torch
 from infinity import nvme

@@ -17,7 +17,8 @@
 //
 // [Note: what was measured and left out]
 // On that disk: reads and writes mixed 70/30 reach the time of reading and then writing the same bytes, so there are no phases;
-// registered files and SQPOLL change no rate (SQPOLL takes a core), and the disk has no IOPOLL queues.
+// registered files change no rate, and the disk has no IOPOLL queues. SQPOLL reads requests of 1 MiB, 32 at a time, some 10%
+// faster, for a thread that spins: 0.34 CPU seconds per GB and not 0.01, on cores that the optimizer wants.
 #pragma once
 
 #include <atomic>

@@ -6,6 +6,8 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <system_error>
 
 #include "engine.h"
@@ -18,15 +20,23 @@ void check(int result, const std::string& path) {
   if (result < 0) throw std::system_error(errno, std::generic_category(), path);
 }
 
-// A virtio disk or a partition of one.
+// A virtio disk or a partition of one. Asked once per device, for the answer takes longer than opening a file.
+bool is_virtual_disk(dev_t device) {
+  static std::mutex mutex;
+  static std::map<dev_t, bool> known;
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto [entry, added] = known.try_emplace(device, false);
+  if (!added) return entry->second;
+  const std::string name = std::to_string(major(device)) + ":" + std::to_string(minor(device));
+  char* real = ::realpath(("/sys/dev/block/" + name).c_str(), nullptr);
+  entry->second = real && std::strstr(real, "/virtio");
+  std::free(real);
+  return entry->second;
+}
+
 bool on_virtual_disk(int number) {
   struct stat status;
-  if (::fstat(number, &status) != 0) return false;
-  const std::string device = std::to_string(major(status.st_dev)) + ":" + std::to_string(minor(status.st_dev));
-  char* real = ::realpath(("/sys/dev/block/" + device).c_str(), nullptr);
-  const bool found = real && std::strstr(real, "/virtio");
-  std::free(real);
-  return found;
+  return ::fstat(number, &status) == 0 && is_virtual_disk(status.st_dev);
 }
 
 }  // namespace

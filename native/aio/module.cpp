@@ -33,21 +33,26 @@ auto blocking(const std::string& path, Work work) {
   throw py::error_already_set();
 }
 
+constexpr const char* kForked = "this belongs to a process that was forked; make an engine in the child";
+
 // The object behind a Python File or Engine. Calls hold their own reference, so close() cannot pull it away from
-// another thread; the GIL guards the pointer.
+// another thread; the GIL guards the pointer. A forked child lacks the engine's threads and may find its mutex locked for ever:
+// there it refuses calls, and nothing ends it.
 template <class T>
 class Closable {
  public:
-  explicit Closable(std::shared_ptr<T> object) : object_(std::move(object)) {}
+  explicit Closable(std::shared_ptr<T> object) : object_(std::move(object)), process_(::getpid()) {}
   Closable(const Closable&) = delete;
   Closable& operator=(const Closable&) = delete;
   ~Closable() { close(); }
 
   std::shared_ptr<T> get() const {
     if (!object_) throw py::value_error("it is closed");
+    if (inherited()) throw py::value_error(kForked);
     return object_;
   }
   void close() {
+    if (inherited()) return static_cast<void>(new std::shared_ptr<T>(std::move(object_)));
     std::shared_ptr<T> last = std::move(object_);
     py::gil_scoped_release release;
     if constexpr (std::is_same_v<T, Engine>) {
@@ -57,7 +62,10 @@ class Closable {
   }
 
  private:
+  bool inherited() const { return std::is_same_v<T, Engine> && process_ != ::getpid(); }
+
   std::shared_ptr<T> object_;
+  pid_t process_;
 };
 
 using PyFile = Closable<File>;
@@ -89,6 +97,7 @@ class PyTicket {
 
   bool done() const { return ticket_.done(); }
   py::tuple wait() {
+    if (process_ != ::getpid() && !ticket_.done()) throw py::value_error(kForked);
     settle();
     owner_ = py::none();
     const Result result = ticket_.wait();
