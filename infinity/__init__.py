@@ -15,11 +15,12 @@ from infinity.errors import (
 )
 from infinity.modules.gathered import gathered
 from infinity.modules.init import init
-from infinity.optim.adam import AdamW
+from infinity.optim.adam import Adam, AdamW
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adam",
     "AdamW",
     "BudgetError",
     "Config",

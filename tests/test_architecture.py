@@ -24,6 +24,7 @@ LAYERS = """\
 """
 
 PUBLIC = [
+    "Adam",
     "AdamW",
     "BudgetError",
     "Config",

@@ -285,7 +285,8 @@ class Pipeline:
         for segment in update.segments:
             begin, end = max(segment.begin - chunk.begin, 0), min(segment.end - chunk.begin, param.numel())
             if begin < end:
-                self._kernels.adam(tensors, begin, end, segment.hyper, update.grad_scale)
+                rule, hyper = segment.hyper
+                self._kernels.update(rule, tensors, begin, end, hyper, update.grad_scale)
         self._recorder.add("adam", update.unit.name, start, time.perf_counter())
         for kind, out in chunk.outs.items():
             if kind is not Kind.GRAD:

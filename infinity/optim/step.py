@@ -92,7 +92,8 @@ class Updater:
         self._store.check()
         owner = self._owners.get(unit)
         if owner is not None and owner() not in (None, optimizer):
-            raise ConfigError(f"unit {unit.name} already has an optimizer; use one AdamW with several parameter groups")
+            who = type(optimizer).__name__
+            raise ConfigError(f"unit {unit.name} already has an optimizer; use one {who} with several parameter groups")
         if owner is not None and owner() is None:
             self.drain()
             for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ):

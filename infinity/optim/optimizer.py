@@ -1,0 +1,195 @@
+"""The base of the optimizer family: a real `torch.optim.Optimizer` whose states the engine keeps and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.optim.kernels import Hyper, Segment, segments_of
+from infinity.optim.step import Updater
+from infinity.sharding.parameter import ShardedParameter
+from infinity.sharding.unit import Unit
+from infinity.tiers.block import Kind
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What the optimizers over parameters of a wrapped model have in common; each adds its hyper-parameters.
+
+    `step` fixes the gradient norm, the clip factor and this step's hyper-parameters, and returns; the update runs beside
+    what follows, and the next forward waits for it unit by unit. `grad_norm` is the exact global L2 norm of the last step,
+    before clipping to `max_grad_norm`. A parameter that got no gradient is left alone, as in torch.
+
+    Raises `ConfigError` when a value is out of range, and when a parameter does not belong to a model wrapped by
+    `infinity.wrap`, or is not trainable.
+    """
+
+    states: ClassVar[dict[str, Kind]]
+    """The states by torch's names; `master` is added for parameters that have one."""
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], max_grad_norm: float | None = None) -> None:
+        self._check("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0)
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm: float | None = None
+        self._updater: Updater | None = None
+        self._units: dict[int, Unit] = {}
+        self._steps: dict[int, int] = {}  # updates so far, by id of the parameter
+        super().__init__(params, defaults)
+
+    # What a rule adds
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
+        raise NotImplementedError
+
+    def hyper(self, group: dict[str, Any], step: int) -> Hyper:
+        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
+        raise NotImplementedError
+
+    def _check(self, name: str, value: Any, good: bool) -> None:
+        if not good:
+            raise ConfigError(f"{type(self).__name__}: {name}={value} is out of range")
+
+    # Groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as in torch; its parameters must be trainable ones of the same wrapped model."""
+        super().add_param_group(param_group)
+        try:
+            self.check(self.param_groups[-1])
+            self._adopt(self.param_groups[-1]["params"])
+        except BaseException:
+            del self.param_groups[-1]
+            raise
+
+    def _adopt(self, parameters: Sequence[torch.Tensor]) -> None:
+        who = type(self).__name__
+        for parameter in parameters:
+            if not isinstance(parameter, ShardedParameter):
+                raise ConfigError(f"{who} got a parameter of no wrapped model; first model = infinity.wrap(model, config)")
+            unit = type(parameter).unit
+            if not unit.trainable:
+                raise ConfigError(f"{unit.name_of(parameter)} was frozen (requires_grad=False) when the model was wrapped")
+            updater = unit.updater
+            if not isinstance(updater, Updater) or self._updater not in (None, updater):
+                raise ConfigError(f"the parameters of one {who} must belong to one wrapped model whose engine is open")
+            self._updater = updater
+            if unit.index not in self._units:
+                updater.adopt(unit, self)
+                self._units[unit.index] = unit
+            self._steps.setdefault(id(parameter), 0)
+
+    @property
+    def updater(self) -> Updater:
+        """The engine's updater."""
+        if self._updater is None:
+            raise ConfigError(f"{type(self).__name__} has no parameters")
+        return self._updater
+
+    # The step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Start the update of every parameter that has a gradient, and return; `closure`, if any, computes the loss first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        units = list(self._units.values())
+        self.updater.settle(units)
+        scales = [unit.grad_scale for unit in units]
+        if self.max_grad_norm is not None:
+            self.grad_norm = self.updater.clip(self.max_grad_norm, units)
+        updates = [(unit, self.segments(unit)) for unit in units if any(unit.accumulated) and not unit.spent]
+        counted = [id(p) for unit, _ in updates for p, group in self._updated(unit) if group is not None]
+        try:
+            self.updater.post(updates)
+        except BaseException:  # refused: the step has not been, and may be tried again
+            for unit, scale in zip(units, scales, strict=True):
+                unit.grad_scale = scale
+            raise
+        for key in counted:
+            self._steps[key] += 1
+        return loss
+
+    def segments(self, unit: Unit) -> tuple[Segment, ...]:
+        """What the next step does to this rank's shard of `unit`, with the gradients and hyper-parameters of now."""
+        return segments_of(
+            unit, [None if group is None else self.hyper(group, self._steps[id(p)] + 1) for p, group in self._updated(unit)]
+        )
+
+    def _updated(self, unit: Unit) -> list[tuple[torch.Tensor, dict[str, Any] | None]]:
+        """The parameters of `unit`, each with its group if it has a gradient and is this optimizer's to update."""
+        groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        return [
+            (parameter, groups.get(id(parameter)) if present else None)
+            for parameter, present in zip(unit.parameters, unit.accumulated, strict=True)
+        ]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; `set_to_none` is accepted and makes no difference."""
+        for unit in self._units.values():
+            unit.zero_gradients()
+
+    # States
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch: per parameter `step`, the states by torch's names and, for bf16 and fp16 parameters, the fp32 `master`.
+
+        Waits for pending updates. All states are returned in host memory, so this needs as much as they have bytes; with
+        several ranks every rank must call it and gets the whole.
+        """
+        self.updater.drain()
+        packed = super().state_dict()
+        numbers = self._numbers()
+        for unit in self._units.values():
+            for name, kind in self._kinds():
+                if kind not in unit.blocks or not unit.blocks[kind].written:
+                    continue
+                full = unit.gather(kind)
+                for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
+                    steps = self._steps.get(id(parameter), 0)
+                    if steps:
+                        state = packed["state"].setdefault(numbers[id(parameter)], {"step": torch.tensor(float(steps))})
+                        state[name] = full[place.offset : place.end].view(place.shape).clone()
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, or the torch optimizer of the same name and parameters (masters are then the
+        parameters). States that it does not have begin anew.
+        """
+        self.updater.drain()
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        numbers = self._numbers()
+        states = state_dict["state"]
+        self._steps = {key: _updates(states.get(number, {})) for key, number in numbers.items()}
+        for unit in self._units.values():
+            mine = [states.get(numbers.get(id(p), -1), {}) for p in unit.parameters]
+            for name, kind in self._kinds():
+                if kind in unit.blocks:
+                    unit.store.forget(unit.blocks[kind])
+                    if any(state.get(name) is not None for state in mine):
+                        self._restore(unit, kind, [state.get(name) for state in mine])
+
+    def _kinds(self) -> list[tuple[str, Kind]]:
+        return [*self.states.items(), ("master", Kind.MASTER)]
+
+    def _numbers(self) -> dict[int, int]:
+        """The number of each parameter in a state dict, by its id."""
+        return {id(p): number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
+
+    @staticmethod
+    def _restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
+        derived = kind is Kind.MASTER and not unit.blocks[kind].written
+        full = unit.gather(Kind.PARAM).float() if derived else unit.gather(kind)
+        for place, value in zip(unit.layout.places, values, strict=True):
+            if value is not None:
+                full[place.offset : place.end].view(place.shape).copy_(value)
+        unit.write(kind, unit.shard_of(full))
+
+
+def _updates(state: dict[str, Any]) -> int:
+    """How many updates made `state`; `torch.optim.SGD` does not count them, and needs to know of the first only."""
+    return int(state.get("step", 1 if state else 0))
