@@ -8,6 +8,7 @@ from infinity.errors import (
     ConfigError,
     EngineClosedError,
     InfinityError,
+    NonFiniteError,
     NvmeError,
     PathInUseError,
     ShardedParameterError,
@@ -16,6 +17,7 @@ from infinity.errors import (
 from infinity.modules.gathered import gathered
 from infinity.modules.init import init
 from infinity.optim.adam import Adam, AdamW
+from infinity.optim.scaler import LossScaler
 
 __version__ = "0.1.0"
 
@@ -28,6 +30,8 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "InfinityError",
+    "LossScaler",
+    "NonFiniteError",
     "NvmeError",
     "PathInUseError",
     "ShardedParameterError",

@@ -19,7 +19,7 @@ from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.modules.grouping import find_owners, find_users, group_parameters
-from infinity.modules.hooks import Hooks
+from infinity.modules.hooks import Hooks, in_backward
 from infinity.modules.init import put_back, replace_meta
 from infinity.modules.load import fill_units, open_weights, persistent_buffers
 from infinity.observe import Recorder, Report
@@ -116,6 +116,8 @@ class Engine:
     def _after_backward(self) -> None:
         if self._buffer is not None:
             self._buffer.flush()
+        if not in_backward():  # it was cut off
+            self._updater.loss_scale = 1.0
 
     def _settled(self) -> None:
         self._hooks.settle()
@@ -148,13 +150,15 @@ class Engine:
         return self._updater.clip(max_norm, trainable)
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the gradient that the engine holds for `parameter`, on the host; None when there is none."""
+        """A copy of the gradient that the engine holds for `parameter`, on the host, in fp32 where the loss was scaled, which is
+        divided out; None when there is none."""
         unit = self._unit_of[id(parameter)]
         self._updater.settle([other for other in self._units if other.trainable])
         if not unit.has_gradient(parameter):
             return None
         place = unit.layout.places[unit.position(parameter)]
-        return unit.gather(Kind.GRAD)[place.offset : place.end].view(place.shape).clone()
+        gradient = unit.gather(Kind.GRAD)[place.offset : place.end].view(place.shape).clone()
+        return gradient if unit.loss_scale == 1.0 else gradient.float() / unit.loss_scale
 
     # Weights
 
@@ -249,6 +253,7 @@ class Engine:
             },
             updates_kept=counters.get("updates kept", 0),
             updates_replayed=counters.get("updates replayed", 0),
+            skipped_steps=self._updater.skipped_steps,
             waits=waits,
             peaks=self._store.peaks(),
             budgets={

@@ -32,6 +32,8 @@ PUBLIC = [
     "Engine",
     "EngineClosedError",
     "InfinityError",
+    "LossScaler",
+    "NonFiniteError",
     "NvmeError",
     "PathInUseError",
     "ShardedParameterError",

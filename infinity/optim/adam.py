@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from infinity.optim.kernels import Hyper
 from infinity.optim.optimizer import Optimizer
+from infinity.optim.scaler import LossScaler
 from infinity.tiers.block import Kind
 
 
@@ -24,8 +25,11 @@ class Adam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        loss_scaler: LossScaler | None = None,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, max_grad_norm)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler)
 
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
@@ -53,8 +57,10 @@ class AdamW(Adam):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        loss_scaler: LossScaler | None = None,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm)
+        super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm, skip_nonfinite, loss_scaler)
 
 
 def adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int, decoupled: bool) -> Hyper:

@@ -105,3 +105,12 @@ def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels) -> float:
         finally:
             chunk.release()
     return total
+
+
+def nonfinite_gradients(unit: Unit) -> list[bool]:
+    """Which parameters of the unit have a settled gradient with an infinity or a NaN in this rank's shard."""
+    if not any(unit.accumulated) or unit.spent:
+        return [False] * len(unit.parameters)
+    shard = unit.read(Kind.GRAD)
+    parts = [unit.layout.overlap(index, unit.rank) for index in range(len(unit.parameters))]
+    return [not bool(shard[part.in_shard : part.in_shard + part.length].isfinite().all()) for part in parts]

@@ -1,38 +1,68 @@
-"""The base of the optimizer family: a real `torch.optim.Optimizer` whose states the engine keeps and updates."""
+"""The base of the optimizer family: a real `torch.optim.Optimizer` whose states the engine keeps and updates.
+
+[Note: torch.amp.GradScaler]
+`scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()` works: GradScaler leaves optimizers whose `step` takes
+it as `grad_scaler` to divide by the scale themselves, and asks only what they found. It is for fp32 parameters under autocast;
+the scale is not known before the step, so no update that began in backward is kept.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, NonFiniteError
 from infinity.optim.kernels import Hyper, Segment, segments_of
+from infinity.optim.scaler import LossScaler, scaled_loss
 from infinity.optim.step import Updater
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Kind
+
+log = logging.getLogger("infinity")
 
 
 class Optimizer(torch.optim.Optimizer):
     """What the optimizers over parameters of a wrapped model have in common; each adds its hyper-parameters.
 
     `step` fixes the gradient norm, the clip factor and this step's hyper-parameters, and returns; the update runs beside
-    what follows, and the next forward waits for it unit by unit. `grad_norm` is the exact global L2 norm of the last step,
-    before clipping to `max_grad_norm`. A parameter that got no gradient is left alone, as in torch.
+    what follows, and the next forward waits for it unit by unit. A parameter that got no gradient is left alone, as in torch.
+    `grad_norm` is the exact global L2 norm of the last step before clipping to `max_grad_norm`, and `clipped_grad_norm` after
+    it; None where no norm was needed.
+
+    With fp16 parameters the loss is scaled, `optimizer.scale(loss).backward()`, by `loss_scaler` (default: `LossScaler()`),
+    and a step with a gradient that is infinite or NaN is left out: no state, parameter or count changes by a bit. With
+    `skip_nonfinite` that is so for every precision, without scaling; by default such a step is taken, and logged if a norm
+    was needed. `skipped_steps` counts what was left out.
 
     Raises `ConfigError` when a value is out of range, and when a parameter does not belong to a model wrapped by
-    `infinity.wrap`, or is not trainable.
+    `infinity.wrap`, or is not trainable; `NonFiniteError` from `step` when the smallest loss scale is too large.
     """
+
+    _step_supports_amp_scaling = True  # see [Note: torch.amp.GradScaler]
 
     states: ClassVar[dict[str, Kind]]
     """The states by torch's names; `master` is added for parameters that have one."""
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], max_grad_norm: float | None = None) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        loss_scaler: LossScaler | None = None,
+    ) -> None:
         self._check("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0)
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
+        self.loss_scaler = loss_scaler
+        """What scales the loss; None where nothing does."""
         self.grad_norm: float | None = None
+        self.clipped_grad_norm: float | None = None
+        self.skipped_steps = 0
         self._updater: Updater | None = None
         self._units: dict[int, Unit] = {}
         self._steps: dict[int, int] = {}  # updates so far, by id of the parameter
@@ -79,6 +109,8 @@ class Optimizer(torch.optim.Optimizer):
             if unit.index not in self._units:
                 updater.adopt(unit, self)
                 self._units[unit.index] = unit
+            if unit.dtype is torch.float16 and self.loss_scaler is None:
+                self.loss_scaler = LossScaler()
             self._steps.setdefault(id(parameter), 0)
 
     @property
@@ -90,29 +122,73 @@ class Optimizer(torch.optim.Optimizer):
 
     # The step
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """What to call `backward` on instead of `loss`: `loss` times the loss scale, or `loss` where nothing scales it."""
+        if self.loss_scaler is None:
+            return loss
+        return scaled_loss(loss, self.loss_scaler.scale, self.updater)
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Start the update of every parameter that has a gradient, and return; `closure`, if any, computes the loss first."""
+    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
+        """Start the update of every parameter that has a gradient, and return; `closure`, if any, computes the loss first.
+
+        `grad_scaler` is given by `torch.amp.GradScaler.step`.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         units = list(self._units.values())
         self.updater.settle(units)
-        scales = [unit.grad_scale for unit in units]
-        if self.max_grad_norm is not None:
-            self.grad_norm = self.updater.clip(self.max_grad_norm, units)
+        scales = [(unit.grad_scale, unit.loss_scale) for unit in units]
+        if grad_scaler is not None:
+            for unit in units:
+                unit.loss_scale *= grad_scaler.get_scale()
+        watching = self.skip_nonfinite or self.loss_scaler is not None or grad_scaler is not None
+        norm = self.updater.norm(units) if watching or self.max_grad_norm is not None else None
+        self.grad_norm = self.clipped_grad_norm = norm
+        if grad_scaler is not None:
+            _tell(grad_scaler, self, norm)
+        if norm is not None and not math.isfinite(norm) and not self._take_nonfinite(units, norm, watching, grad_scaler):
+            return loss
+        if norm is not None and self.max_grad_norm is not None:
+            self.updater.clip(self.max_grad_norm, units, norm)
+            self.clipped_grad_norm = norm * min(1.0, self.max_grad_norm / (norm + 1e-6))
         updates = [(unit, self.segments(unit)) for unit in units if any(unit.accumulated) and not unit.spent]
         counted = [id(p) for unit, _ in updates for p, group in self._updated(unit) if group is not None]
         try:
             self.updater.post(updates)
         except BaseException:  # refused: the step has not been, and may be tried again
             for unit, scale in zip(units, scales, strict=True):
-                unit.grad_scale = scale
+                unit.grad_scale, unit.loss_scale = scale
             raise
         for key in counted:
             self._steps[key] += 1
+        if self.loss_scaler is not None and grad_scaler is None and norm is not None and math.isfinite(norm):
+            self.loss_scaler.update(finite=True)
         return loss
+
+    def _take_nonfinite(self, units: Sequence[Unit], norm: float, skips: bool, grad_scaler: Any) -> bool:
+        """Whether a step with a gradient that is not finite goes on; if not, it has ended."""
+        name, number = self.updater.first_nonfinite(units), self.updater.posted_steps + self.updater.skipped_steps + 1
+        if not skips:
+            log.warning("the gradient norm of step %d is %s; the gradient of %s is not finite", number, norm, name)
+            return True
+        self.updater.skip(units)
+        self.skipped_steps += 1
+        if self.loss_scaler is None or grad_scaler is not None:
+            log.warning("step %d is skipped: the gradient of %s is not finite", number, name)
+            return False
+        before = self.loss_scaler.scale
+        if not self.loss_scaler.update(finite=False):
+            raise NonFiniteError(
+                f"the gradient of {name} is not finite at the smallest loss scale, {before:g} (skipped step {number}); the model "
+                "or its data overflow fp16: lower the learning rate, or train in bf16",
+                name,
+            )
+        after = self.loss_scaler.scale
+        log.info("step %d is skipped: the gradient of %s is not finite at loss scale %g; now %g", number, name, before, after)
+        return False
 
     def segments(self, unit: Unit) -> tuple[Segment, ...]:
         """What the next step does to this rank's shard of `unit`, with the gradients and hyper-parameters of now."""
@@ -154,6 +230,8 @@ class Optimizer(torch.optim.Optimizer):
                     if steps:
                         state = packed["state"].setdefault(numbers[id(parameter)], {"step": torch.tensor(float(steps))})
                         state[name] = full[place.offset : place.end].view(place.shape).clone()
+        if self.loss_scaler is not None:
+            packed["loss_scaler"] = self.loss_scaler.state_dict()
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -162,6 +240,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         self.updater.drain()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        if self.loss_scaler is not None and "loss_scaler" in state_dict:
+            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
         numbers = self._numbers()
         states = state_dict["state"]
         self._steps = {key: _updates(states.get(number, {})) for key, number in numbers.items()}
@@ -193,3 +273,10 @@ class Optimizer(torch.optim.Optimizer):
 def _updates(state: dict[str, Any]) -> int:
     """How many updates made `state`; `torch.optim.SGD` does not count them, and needs to know of the first only."""
     return int(state.get("step", 1 if state else 0))
+
+
+def _tell(grad_scaler: torch.amp.GradScaler, optimizer: Optimizer, norm: float | None) -> None:
+    """What `GradScaler.update` wants to know of every optimizer: whether it met an infinity or a NaN."""
+    found = torch.tensor(0.0 if norm is not None and math.isfinite(norm) else 1.0)
+    found_inf_per_device: dict[Any, Any] = grad_scaler._found_inf_per_device(optimizer)
+    found_inf_per_device[found.device] = found

@@ -13,7 +13,6 @@ and begins anew if not. So the update hides behind the backward, too, and the nu
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -21,15 +20,13 @@ from typing import NamedTuple, Protocol
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.observe import Meter, Recorder
-from infinity.optim.kernels import Kernels, Segment, squared_gradient_norm
+from infinity.optim.kernels import Kernels, Segment, nonfinite_gradients, squared_gradient_norm
 from infinity.optim.pipeline import Job, Pipeline, UnitUpdate
 from infinity.plan.planner import Foresight
 from infinity.sharding import collectives
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Kind
 from infinity.tiers.store import Store
-
-log = logging.getLogger("infinity")
 
 UNITS_AHEAD = 2  # whose gradients are still to come, and whose states are read already
 
@@ -68,10 +65,13 @@ class Updater:
         recorder: Recorder,
     ) -> None:
         self._store, self._units, self._kernels, self._recorder = store, list(units), kernels, recorder
+        self._loss_scale = self._last_loss_scale = 1.0
         self._surroundings = surroundings
         self._owners: dict[Unit, weakref.ref[Optimizer]] = {}
         self.posted_steps = 0
         """Steps started since the beginning."""
+        self.skipped_steps = 0
+        """Steps that were asked for and left out, for their gradients were not finite."""
         self.norms = 0
         """How often the gradients were read for their norm in the last step."""
         self.meters: list[Meter] = []
@@ -86,6 +86,17 @@ class Updater:
         self._seconds_before = 0.0
         for unit in units:
             unit.updater = self
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss was multiplied by of the backward that runs; 1 outside of any."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self._loss_scale = scale
+        if scale != 1.0:
+            self._last_loss_scale = scale
 
     def adopt(self, unit: Unit, optimizer: Optimizer) -> None:
         """`optimizer` updates `unit` from now on, beginning with fresh states; raises `ConfigError` when another one does."""
@@ -110,7 +121,7 @@ class Updater:
         places = self._places()
         if self._foresight.early and unit.copy_on_write:
             job = self._early.setdefault(unit, Job(unit, places[unit]))
-            self._pipeline.begin(job, UnitUpdate(unit, optimizer.segments(unit), unit.grad_scale))
+            self._pipeline.begin(job, UnitUpdate(unit, optimizer.segments(unit), unit.factor))
         if self._final is not None:
             self._following[self._final] = unit
         self._final = following = unit
@@ -151,30 +162,50 @@ class Updater:
                 self._store.fail(error)
                 raise error
             for unit in units:
+                if not any(unit.accumulated):  # as on the ranks that have gradients, if there are any
+                    unit.loss_scale = self._last_loss_scale
                 unit.accumulated = [flag > 0 for flag in flags[: len(unit.accumulated)]]
                 del flags[: len(unit.accumulated)]
         for unit in units:
             if not unit.spent:
                 unit.settle_gradients()
 
-    def clip(self, max_norm: float, units: Sequence[Unit]) -> float:
-        """Scale the settled gradients of `units` so that their common L2 norm is at most `max_norm`; returns the norm before.
-
-        As `torch.nn.utils.clip_grad_norm_`: the factor is min(1, max_norm / (norm + 1e-6)). The norm is summed in double
-        precision over the units and the ranks.
+    def norm(self, units: Sequence[Unit]) -> float:
+        """The common L2 norm of the settled gradients of `units` as an update would take them: unscaled, and as far as they are
+        clipped. Summed in double precision over the units and the ranks; infinite or NaN if and only if a gradient is.
         """
-        total = 0.0
         self._norms_now += 1
-        having = [unit for unit in units if any(unit.accumulated) and not unit.spent]
-        for unit in having:
-            total += unit.grad_scale**2 * squared_gradient_norm(unit, self._store, self._kernels)
+        total = sum(unit.factor**2 * squared_gradient_norm(unit, self._store, self._kernels) for unit in _having(units))
         group = self._units[0].group if self._units else None
-        norm = math.sqrt(collectives.all_reduce_sum([total], group)[0])
-        if not math.isfinite(norm):
-            log.warning("the gradient norm of step %d is %s", self.posted_steps + 1, norm)
-        for unit in having:
+        return math.sqrt(collectives.all_reduce_sum([total], group)[0])
+
+    def clip(self, max_norm: float, units: Sequence[Unit], norm: float | None = None) -> float:
+        """Scale the settled gradients of `units` so that their common L2 norm is at most `max_norm`; returns the norm before,
+        which may be given if it is known.
+
+        As `torch.nn.utils.clip_grad_norm_`: the factor is min(1, max_norm / (norm + 1e-6)).
+        """
+        norm = self.norm(units) if norm is None else norm
+        for unit in _having(units):
             unit.grad_scale *= min(1.0, max_norm / (norm + 1e-6))
         return norm
+
+    def first_nonfinite(self, units: Sequence[Unit]) -> str:
+        """The name of the first parameter with a settled gradient that is not finite; "" when all are. All ranks must ask."""
+        names = [name for unit in units for name in unit.names]
+        bad = [float(flag) for unit in units for flag in nonfinite_gradients(unit)]
+        group = self._units[0].group if self._units else None
+        everywhere = collectives.all_reduce_sum(bad, group)
+        return next((name for name, flag in zip(names, everywhere, strict=True) if flag), "")
+
+    def skip(self, units: Sequence[Unit]) -> None:
+        """End a step without an update: what was begun early is taken back, and the gradients are spent."""
+        for unit in _having(units):
+            self.withdraw(unit)
+            unit.spend()
+        self._surroundings.stepped()
+        self._end_step([], kept=0, unclipped=False)
+        self.skipped_steps += 1
 
     def post(self, updates: Sequence[tuple[Unit, tuple[Segment, ...]]]) -> None:
         """Start updating the units; returns at once. Their gradients are spent.
@@ -185,7 +216,7 @@ class Updater:
         if used:
             raise RuntimeError(f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered (invariant I7)")
         places = self._places()
-        wanted = [UnitUpdate(unit, segments, unit.grad_scale) for unit, segments in updates]
+        wanted = [UnitUpdate(unit, segments, unit.factor) for unit, segments in updates]
         wanted.sort(key=lambda update: places[update.unit])
         jobs, kept = [], 0
         for update in wanted:
@@ -200,21 +231,22 @@ class Updater:
             update.unit.spend()
         self._surroundings.stepped()
         self._pipeline.confirm(list(zip(jobs, wanted, strict=True)))
-        self._learn(kept, unclipped=all(update.grad_scale == 1.0 for update in wanted))
-        self.meters = [job.meter for job in (*jobs, *self._withdrawn)]
-        self._withdrawn.clear()
-        self._final = None
-        self.norms, self._norms_now = self._norms_now, 0
+        self._end_step(jobs, kept, unclipped=all(update.unit.grad_scale == 1.0 for update in wanted))
         self.posted_steps += 1
         if self._foresight.waits:
             self.drain()
 
-    def _learn(self, kept: int, unclipped: bool) -> None:
+    def _end_step(self, jobs: Sequence[Job], kept: int, unclipped: bool) -> None:
         replayed = sum(job.update is not None for job in self._withdrawn)
         self._recorder.count("updates kept", kept)
         self._recorder.count("updates replayed", replayed)
         busy, self._seconds_before = self._pipeline.seconds - self._seconds_before, self._pipeline.seconds
         self._foresight.learn(busy, self._surroundings.forward_seconds(), held=unclipped and not replayed)
+        self.meters = [job.meter for job in (*jobs, *self._withdrawn)]
+        self._withdrawn.clear()
+        self._final = None
+        self._last_loss_scale = 1.0
+        self.norms, self._norms_now = self._norms_now, 0
 
     def _places(self) -> dict[Unit, int]:
         """Where each unit comes in the next forward; those of which that is not known come last."""
@@ -240,3 +272,8 @@ class Updater:
             self.withdraw(unit)
         self._pipeline.close()
         self._kernels.close()
+
+
+def _having(units: Sequence[Unit]) -> list[Unit]:
+    """Those with gradients that no update was given."""
+    return [unit for unit in units if any(unit.accumulated) and not unit.spent]

@@ -29,7 +29,10 @@ class UnitState(enum.Enum):
 
 
 class Updates(Protocol):
-    """Who updates units, as far as a unit needs to tell it something."""
+    """Who updates units, as far as a unit needs to tell it something, or to know."""
+
+    loss_scale: float
+    """What the loss was multiplied by of the backward that runs."""
 
     def begin_early(self, unit: Unit) -> None:
         """`unit` has as many gradients as it had in the last step: they may be final."""
@@ -117,8 +120,9 @@ class Unit:
         """How many gradients of single parameters the step under way has brought, and the last one did."""
         self.spent = False
         """Whether the gradients were handed to an update and not zeroed since."""
-        self.grad_scale = 1.0
-        """What the gradients of the step under way are multiplied by in the update: the clip factor."""
+        self.grad_scale = self.loss_scale = 1.0
+        """What the gradients of the step under way are multiplied by in the update: the clip factor; and what they were
+        multiplied by, with the loss, in the backward."""
         self._started = False
         self._plain = [type(p) for p in self.parameters]
         self._guard = guard_for(self)
@@ -239,6 +243,11 @@ class Unit:
         self.store.await_update(self.blocks[Kind.PARAM])  # it still reads the gradients of the step before
         if gradient.is_sparse:
             gradient = gradient.to_dense()
+        scale = 1.0 if self.updater is None else self.updater.loss_scale
+        if not any(self.accumulated):
+            self.loss_scale = scale
+        elif scale != self.loss_scale:  # micro-batches of which some are scaled, or a step of another unit's optimizer between
+            gradient = gradient * (self.loss_scale / scale)
         place = self.layout.places[index]
         if self._buffer is not None:
             self._buffer.take(self, index)[place.offset : place.end].view(place.shape).copy_(gradient)
@@ -288,6 +297,11 @@ class Unit:
         if self.updater is not None:
             self.updater.withdraw(self)
 
+    @property
+    def factor(self) -> float:
+        """What an update multiplies the gradients by."""
+        return self.grad_scale / self.loss_scale
+
     def spend(self) -> None:
         """The gradients of this step are handed to an update."""
         self.spent, self.expected = True, self.collected
@@ -310,7 +324,7 @@ class Unit:
         self.collected = 0
         self.accumulated = [False] * len(self.parameters)
         self.spent = self._started = False
-        self.grad_scale = 1.0
+        self.grad_scale = self.loss_scale = 1.0
         if self._buffer is not None:
             self._buffer.discard(self)
 
