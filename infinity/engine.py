@@ -221,7 +221,7 @@ class Engine:
             old = 0 if Kind.MASTER in unit.blocks else param
             # A gradient is written by every backward, and read by all but the first, by each norm and by the update.
             read = states + old + gradient * (cycles + self._updater.norms)
-            costs.append(UnitCost(slots, param, read, states + param + gradient * cycles, unit.trainable))
+            costs.append(UnitCost(slots, param, read, states + param + gradient * cycles, unit.trains))
         cycle = self._runtime.trace.train_cycle()
         return predict(cycle.order, costs, self._store.copy_slots, cycles, cycle.held)
 

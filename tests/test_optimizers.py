@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -99,3 +100,95 @@ def test_a_value_out_of_range_in_a_group_is_refused(name: str, wrap: Callable[..
     value: Any = (0.9, 1.0) if name == "betas" else -1.0
     with pytest.raises(infinity.ConfigError, match=rf"^AdamW: {name}=.* is out of range$"):
         infinity.AdamW([{"params": model.parameters(), name: value}])
+
+
+# Norms and frozen parameters
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("max_norm", [0.1, 1e3])
+def test_norms_before_and_after_clipping_are_those_of_torch(
+    max_norm: float, micro_batches: int, wrap: Callable[..., infinity.Engine]
+) -> None:
+    model, plain = transformer(), transformer()
+    wrap(model)
+    settings: dict[str, Any] = {"lr": 1e-3, "eps": 1e-6}
+    optimizer = infinity.AdamW(model.parameters(), **settings, max_grad_norm=max_norm)
+    expected = torch.optim.AdamW(plain.parameters(), **settings)
+    for step in range(4):
+        for m in (model, plain):
+            for number in range(micro_batches):
+                m(**text_batch(10 * step + number)).loss.backward()
+        gradients = [p.grad for p in plain.parameters()]
+        before = float(nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
+        after = float(torch.linalg.vector_norm(torch.cat([g.flatten().double() for g in gradients if g is not None])))
+        optimizer.step()
+        expected.step()
+        assert optimizer.grad_norm == pytest.approx(before, rel=1e-6)
+        assert optimizer.clipped_grad_norm == pytest.approx(after, rel=1e-6)
+        assert (optimizer.clipped_grad_norm < optimizer.grad_norm) == (max_norm == 0.1)
+        for each in (optimizer, expected):
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("update", ["exact", "speculative"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_that_are_frozen_for_a_while(precision: str, update: str, wrap: Callable[..., infinity.Engine]) -> None:
+    """Block after block is thawed, a part of one first, and the first one is frozen again."""
+    outcomes = []
+    for mode, gpu_memory in ((update, "512KiB"), ("plain", "4MiB")):
+        model = transformer(tied=False)
+        engine = wrap(model, precision=precision, update=mode, gpu_memory=gpu_memory)
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+        for block in model.blocks[:3]:
+            block.requires_grad_(False)
+        start = engine.state_dict()
+        train(model, optimizer, range(3))
+        now = engine.state_dict()
+        assert {name for name in now if torch.equal(now[name], start[name])} == {
+            "scale", *(name for name in now if re.match(r"blocks\.[012]\.", name))
+        }  # fmt: skip
+        model.blocks[2].up.requires_grad_(True)
+        train(model, optimizer, range(3, 6))
+        for block in model.blocks[:3]:
+            block.requires_grad_(True)
+        model.blocks[3].requires_grad_(False)
+        train(model, optimizer, range(6, 10))
+        assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {4, 6, 7, 10}
+        report = engine.report()
+        assert report.read_per_parameter == report.planned_read_per_parameter or mode == "speculative"
+        outcomes.append(engine.state_dict())
+    assert all(torch.equal(outcomes[0][name], value) for name, value in outcomes[1].items())
+
+
+def test_frozen_for_a_while_follows_torch(wrap: Callable[..., infinity.Engine]) -> None:
+    model, plain = transformer(), transformer()
+    engine = wrap(model)
+    settings: dict[str, Any] = {"lr": 1e-3, "eps": 1e-6}
+    optimizers = [infinity.AdamW(model.parameters(), **settings), torch.optim.AdamW(plain.parameters(), **settings)]
+    for m, optimizer in zip((model, plain), optimizers, strict=True):
+        m.blocks[:2].requires_grad_(False)
+        train(m, optimizer, range(3))
+        m.blocks[1].requires_grad_(True)
+        train(m, optimizer, range(3, 6))
+    close_to(engine.state_dict(), plain.state_dict())
+
+
+def test_what_was_frozen_at_wrap_may_be_given_to_an_optimizer(wrap: Callable[..., infinity.Engine]) -> None:
+    """As in torch: it is left alone, costs nothing, and counts in the numbers of the state dict."""
+    model, plain = transformer(), transformer()
+    for m in (model, plain):
+        m.tokens.requires_grad_(False)
+        m.blocks[:2].requires_grad_(False)
+    engine = wrap(model)
+    settings: dict[str, Any] = {"lr": 1e-3, "eps": 1e-6}
+    optimizers = [infinity.AdamW(model.parameters(), **settings), torch.optim.AdamW(plain.parameters(), **settings)]
+    for m, optimizer in zip((model, plain), optimizers, strict=True):
+        train(m, optimizer, range(4))
+    close_to(engine.state_dict(), plain.state_dict())
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    assert states[0].keys() == states[1].keys()
+    optimizers[0].load_state_dict(optimizers[1].state_dict())
+    frozen = [unit for unit in engine.units if not unit.trainable]
+    assert frozen
+    assert all(len(unit.blocks) == 1 for unit in frozen)

@@ -30,7 +30,8 @@ class Optimizer(torch.optim.Optimizer):
     """What the optimizers over parameters of a wrapped model have in common; each adds its hyper-parameters.
 
     `step` fixes the gradient norm, the clip factor and this step's hyper-parameters, and returns; the update runs beside
-    what follows, and the next forward waits for it unit by unit. A parameter that got no gradient is left alone, as in torch.
+    what follows, and the next forward waits for it unit by unit. A parameter that got no gradient is left alone, as in torch;
+    so one that was trainable when the model was wrapped may be frozen (`requires_grad_(False)`) and thawed between steps.
     `grad_norm` is the exact global L2 norm of the last step before clipping to `max_grad_norm`, and `clipped_grad_norm` after
     it; None where no norm was needed.
 
@@ -40,7 +41,7 @@ class Optimizer(torch.optim.Optimizer):
     was needed. `skipped_steps` counts what was left out.
 
     Raises `ConfigError` when a value is out of range, and when a parameter does not belong to a model wrapped by
-    `infinity.wrap`, or is not trainable; `NonFiniteError` from `step` when the smallest loss scale is too large.
+    `infinity.wrap`; `NonFiniteError` from `step` when the smallest loss scale is too large.
     """
 
     _step_supports_amp_scaling = True  # see [Note: torch.amp.GradScaler]
@@ -85,7 +86,7 @@ class Optimizer(torch.optim.Optimizer):
     # Groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as in torch; its parameters must be trainable ones of the same wrapped model."""
+        """Add a group, as in torch; its parameters must be of the same wrapped model."""
         super().add_param_group(param_group)
         try:
             self.check(self.param_groups[-1])
@@ -100,12 +101,12 @@ class Optimizer(torch.optim.Optimizer):
             if not isinstance(parameter, ShardedParameter):
                 raise ConfigError(f"{who} got a parameter of no wrapped model; first model = infinity.wrap(model, config)")
             unit = type(parameter).unit
-            if not unit.trainable:
-                raise ConfigError(f"{unit.name_of(parameter)} was frozen (requires_grad=False) when the model was wrapped")
             updater = unit.updater
             if not isinstance(updater, Updater) or self._updater not in (None, updater):
                 raise ConfigError(f"the parameters of one {who} must belong to one wrapped model whose engine is open")
             self._updater = updater
+            if not unit.trainable:  # as in torch: it gets no gradient, and cannot be made to
+                continue
             if unit.index not in self._units:
                 updater.adopt(unit, self)
                 self._units[unit.index] = unit

@@ -154,6 +154,12 @@ class Unit:
             add(Kind.EXP_AVG_SQ, 4, config.optimizer)
 
     @property
+    def trains(self) -> bool:
+        """Whether a parameter takes gradients now: a trainable unit may be frozen for some steps."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.trainable and any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
     def copy_on_write(self) -> bool:
         """Whether all that an update rewrites has a second place, so that it may be begun and taken back."""
         return all(len(block.extents) == 2 for kind, block in self.blocks.items() if kind is not Kind.GRAD)
