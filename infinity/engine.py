@@ -102,7 +102,7 @@ class Engine:
         for unit in self._units:
             unit.declare(self._store, self.config)
         through_buffer = group is not None or self.config.gradients == "nvme" or not self._device.shares_host
-        buffer_bytes = max((u.nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
+        buffer_bytes = max((u.gradient_nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
         self._store.open(_concurrent_bytes(model, users), buffer_bytes)
         self._buffer = GradientBuffer(self._store.reserve("gpu", buffer_bytes).tensor) if buffer_bytes else None
         calls = collectives.Calls()

@@ -361,11 +361,15 @@ def test_ranks_compute_what_one_rank_does(values: dict[str, Any], run: Run, tmp_
             assert result["peaks"][tier] <= budget
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_placement_changes_no_bit(precision: str, run: Run) -> None:
+@pytest.mark.parametrize(
+    "states",
+    [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16", "gradient_precision": "fp32"}],
+    ids=["fp32", "bf16", "bf16-with-fp32-gradients"],
+)
+def test_placement_changes_no_bit(states: dict[str, str], run: Run) -> None:
     here = {"parameters": "gpu", "optimizer": "gpu", "gradients": "gpu"}
     common = {"steps": 5, "accumulation": 2, "max_grad_norm": 0.5}
-    reference = run(config=here | {"precision": precision}, **common)
+    reference = run(config=here | states, **common)
     assert_same_everywhere(reference)
     for config, least in [
         ({"parameters": "nvme", "optimizer": "nvme", "gradients": "cpu"}, True),
@@ -373,7 +377,7 @@ def test_placement_changes_no_bit(precision: str, run: Run) -> None:
         ({"parameters": "gpu", "optimizer": "cpu", "gradients": "cpu", "instruction_set": "scalar"}, False),
         ({"parameters": "nvme", "optimizer": "cpu", "gradients": "gpu", "io_engine": "posix"}, False),
     ]:
-        assert_equal_bitwise(run(config=config | {"precision": precision}, least=least, **common), reference)
+        assert_equal_bitwise(run(config=config | states, least=least, **common), reference)
 
 
 def test_a_buffer_for_gradients_changes_no_bit(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels) -> float:
         (chunk,) = store.check_out([(unit.blocks[Kind.GRAD], True)], begin)
         try:
             chunk.wait()
-            total = kernels.squared_norm(chunk.tensor.view(unit.dtype), total)
+            total = kernels.squared_norm(chunk.tensor.view(unit.gradient_dtype), total)
         finally:
             chunk.release()
     return total

@@ -102,9 +102,8 @@ class _Chunk:
         return all(out.committed() for out in self.outs.values())
 
     def tensors(self) -> dict[Kind, torch.Tensor]:
-        param_types = (Kind.PARAM, Kind.GRAD)
-        dtype = self.job.unit.dtype
-        return {kind: out.tensor.view(dtype if kind in param_types else torch.float32) for kind, out in self.outs.items()}
+        dtypes = {Kind.PARAM: self.job.unit.dtype, Kind.GRAD: self.job.unit.gradient_dtype}
+        return {kind: out.tensor.view(dtypes.get(kind, torch.float32)) for kind, out in self.outs.items()}
 
 
 class Pipeline:

@@ -58,8 +58,8 @@ class GradientBuffer:
         self._collected: set[int] = set()
 
     def take(self, unit: Unit, index: int) -> torch.Tensor:
-        """The buffer for `unit`, (numel,) of its dtype, to put the gradient of its parameter `index` in; zeros at first."""
-        flat = self._memory[: unit.layout.numel * unit.dtype.itemsize].view(unit.dtype)
+        """The buffer for `unit`, (numel,) in its `gradient_dtype`, for the gradient of its parameter `index`; zeros at first."""
+        flat = self._flat(unit)
         if self._holder is not unit or index in self._collected:
             self.flush()
             self._holder, self._collected = unit, set()
@@ -71,7 +71,10 @@ class GradientBuffer:
         """Reduce what the holder has collected, and free the buffer."""
         holder, self._holder = self._holder, None
         if holder is not None:
-            holder.reduce(self._memory[: holder.layout.numel * holder.dtype.itemsize].view(holder.dtype))
+            holder.reduce(self._flat(holder))
+
+    def _flat(self, unit: Unit) -> torch.Tensor:
+        return self._memory[: unit.gradient_nbytes].view(unit.gradient_dtype)
 
     def discard(self, unit: Unit) -> None:
         """Forget what `unit` has collected and not reduced."""
@@ -98,6 +101,8 @@ class Unit:
         group: collectives.Group = None,
     ) -> None:
         self.index, self.name, self.dtype, self.group = index, name, dtype, group
+        self.gradient_dtype = dtype
+        """What gradients are kept and accumulated in; fixed by `declare`."""
         self.names = [n for n, _ in named]
         self.parameters = [p for _, p in named]
         self.trainable = self.parameters[0].requires_grad
@@ -136,6 +141,11 @@ class Unit:
         """Bytes of the gathered unit."""
         return self.layout.numel * self.dtype.itemsize
 
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of the gradients of the whole unit."""
+        return self.layout.numel * self.gradient_dtype.itemsize
+
     def declare(self, store: Store, config: Config) -> None:
         """Add this unit's blocks to the store: parameters, and for a trainable unit gradients, master and moments."""
         shard, size = self.layout.shard_numel, self.dtype.itemsize
@@ -147,7 +157,8 @@ class Unit:
 
         add(Kind.PARAM, size, config.parameters, span=self.nbytes, at=self.rank * shard * size)
         if self.trainable:
-            add(Kind.GRAD, size, config.gradients)
+            self.gradient_dtype = torch.float32 if config.gradient_precision == "fp32" else self.dtype
+            add(Kind.GRAD, self.gradient_dtype.itemsize, config.gradients)
             if self.dtype != torch.float32:
                 add(Kind.MASTER, 4, config.optimizer)
             add(Kind.EXP_AVG, 4, config.optimizer)
@@ -263,7 +274,7 @@ class Unit:
         home = self.blocks[Kind.GRAD].home
         if home is None:
             raise RuntimeError(f"the gradients of {self.name} have no home in memory")
-        target = home.tensor.view(self.dtype)[place.offset : place.end].view(place.shape)
+        target = home.tensor.view(self.gradient_dtype)[place.offset : place.end].view(place.shape)
         if self.accumulated[index]:
             target.add_(gradient)
         else:
@@ -282,7 +293,7 @@ class Unit:
             (chunk,) = self.store.check_out([(block, not first)], begin)
             try:
                 chunk.wait()
-                home = chunk.tensor.view(self.dtype)
+                home = chunk.tensor.view(self.gradient_dtype)
                 part = shard[begin : begin + home.numel()]
                 if first:
                     home.copy_(part)
@@ -318,7 +329,7 @@ class Unit:
             return False
         home = self.blocks[Kind.GRAD].home
         if self._buffer is None and home is not None:
-            flat = home.tensor.view(self.dtype)
+            flat = home.tensor.view(self.gradient_dtype)
             for place, present in zip(self.layout.places, self.accumulated, strict=True):
                 if not present:
                     flat[place.offset : place.end].zero_()
@@ -348,9 +359,9 @@ class Unit:
         return iter(range(0, self.layout.shard_numel, self.store.chunk_elements))
 
     def read(self, kind: Kind) -> torch.Tensor:
-        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else the unit's dtype. A copy."""
+        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else in the dtype it is kept in."""
         block = self.blocks[kind]
-        dtype = self.dtype if kind in (Kind.PARAM, Kind.GRAD) else torch.float32
+        dtype = {Kind.PARAM: self.dtype, Kind.GRAD: self.gradient_dtype}.get(kind, torch.float32)
         shard = torch.empty(self.layout.shard_numel, dtype=dtype)
         for begin in self.chunks():
             (chunk,) = self.store.check_out([(block, True)], begin)
