@@ -17,11 +17,14 @@ from infinity.errors import (
 from infinity.modules.gathered import gathered
 from infinity.modules.init import init
 from infinity.optim.adam import Adam, AdamW
+from infinity.optim.rules import SGD, Adagrad, Lion
 from infinity.optim.scaler import LossScaler
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "BudgetError",
@@ -30,6 +33,7 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "InfinityError",
+    "Lion",
     "LossScaler",
     "NonFiniteError",
     "NvmeError",

@@ -24,6 +24,7 @@ LAYERS = """\
 """
 
 PUBLIC = [
+    "Adagrad",
     "Adam",
     "AdamW",
     "BudgetError",
@@ -32,10 +33,12 @@ PUBLIC = [
     "Engine",
     "EngineClosedError",
     "InfinityError",
+    "Lion",
     "LossScaler",
     "NonFiniteError",
     "NvmeError",
     "PathInUseError",
+    "SGD",
     "ShardedParameterError",
     "WeightsError",
     "engine",

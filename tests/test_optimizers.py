@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +13,9 @@ from models import text_batch, transformer
 from torch import nn
 
 import infinity
+from infinity import native
+from infinity.sharding.unit import MOMENTS
+from infinity.tiers.block import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,18 +49,65 @@ def close_to(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
         torch.testing.assert_close(actual[name], value, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
 
 
-FAMILY: dict[str, tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer], dict[str, Any], str]] = {
-    "adam": (infinity.Adam, torch.optim.Adam, {"lr": 1e-3, "eps": 1e-6}, "adam"),
-    "decay": (infinity.Adam, torch.optim.Adam, {"lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}, "adam"),
-    "adamw": (infinity.AdamW, torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}, "adam"),
-}  # fmt: skip
+class Lion(torch.optim.Optimizer):
+    """Algorithm 2 of arXiv 2302.06675, in plain torch."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    beta1, beta2 = group["betas"]
+                    momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.sub_(group["lr"] * (beta1 * momentum + (1 - beta1) * p.grad).sign())
+                    momentum.mul_(beta2).add_((1 - beta2) * p.grad)
 
 
-@pytest.mark.parametrize("name", FAMILY)
+class Member(NamedTuple):
+    """One of the family: ours, the reference, their settings, and the configuration that keeps its states."""
+
+    ours: type[torch.optim.Optimizer]
+    theirs: type[torch.optim.Optimizer]
+    settings: dict[str, Any]
+    algorithm: str = "adam"
+
+
+FAMILY = {
+    "adam": Member(infinity.Adam, torch.optim.Adam, {"lr": 1e-3, "eps": 1e-6}),
+    "decay": Member(infinity.Adam, torch.optim.Adam, {"lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}),
+    "adamw": Member(infinity.AdamW, torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}),
+    "adagrad": Member(
+        infinity.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1, "eps": 1e-6, "weight_decay": 0.05}, "adagrad"
+    ),
+    "lion": Member(infinity.Lion, Lion, {"lr": 1e-3, "weight_decay": 0.1}, "lion"),
+    "sgd": Member(infinity.SGD, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}, "sgd"),
+    "momentum": Member(infinity.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, "momentum"),
+    "nesterov": Member(
+        infinity.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, "momentum"
+    ),
+}
+NAMES = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            member.algorithm != "adam" and not hasattr(native.cpu_adam(), "update"), reason="this build has kernels for Adam only"
+        ),
+    )
+    for name, member in FAMILY.items()
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_each_follows_torch(name: str, wrap: Callable[..., infinity.Engine]) -> None:
-    mine, theirs, settings, _ = FAMILY[name]
+    mine, theirs, settings, algorithm = FAMILY[name]
     model, plain = transformer(), transformer()
-    engine = wrap(model)
+    engine = wrap(model, algorithm=algorithm)
     groups = [
         [{"params": list(m.blocks.parameters())}, {"params": [m.tokens.weight], "lr": 3e-3, "weight_decay": 0.02}]
         for m in (model, plain)
@@ -68,22 +118,25 @@ def test_each_follows_torch(name: str, wrap: Callable[..., infinity.Engine]) -> 
     close_to(engine.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", NAMES)
 def test_states_go_to_torch_and_come_from_torch(name: str, wrap: Callable[..., infinity.Engine]) -> None:
-    mine, theirs, settings, _ = FAMILY[name]
+    mine, theirs, settings, algorithm = FAMILY[name]
     model, plain = transformer(), transformer()
-    engine = wrap(model)
+    engine = wrap(model, algorithm=algorithm)
     optimizer, expected = mine(model.parameters(), **settings), theirs(plain.parameters(), **settings)
     train(model, optimizer, range(3))
     train(plain, expected, range(3))
+    kinds = {kind for unit in engine.units for kind in unit.blocks}
+    assert kinds - {Kind.PARAM, Kind.GRAD, Kind.MASTER} == set(MOMENTS[algorithm])
     ours, torchs = optimizer.state_dict()["state"], expected.state_dict()["state"]
     assert ours.keys() == torchs.keys()
-    assert all(torchs[number].keys() <= ours[number].keys() for number in torchs)
+    for number, state in torchs.items():
+        assert {key for key, value in state.items() if value is not None} <= ours[number].keys()
     reached = engine.state_dict()
     other, copied = transformer(), transformer()
     for target in (other, copied):
         target.load_state_dict(reached)
-    second = wrap(other)
+    second = wrap(other, algorithm=algorithm)
     back, forth = mine(other.parameters()), theirs(copied.parameters())
     back.load_state_dict(expected.state_dict())
     forth.load_state_dict(optimizer.state_dict())
@@ -100,6 +153,48 @@ def test_a_value_out_of_range_in_a_group_is_refused(name: str, wrap: Callable[..
     value: Any = (0.9, 1.0) if name == "betas" else -1.0
     with pytest.raises(infinity.ConfigError, match=rf"^AdamW: {name}=.* is out of range$"):
         infinity.AdamW([{"params": model.parameters(), name: value}])
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "text"),
+    [
+        (infinity.Lion, {"betas": (1.0, 0.9)}, "Lion: betas=(1.0, 0.9) is out of range"),
+        (infinity.Adagrad, {"lr_decay": -1.0}, "Adagrad: lr_decay=-1.0 is out of range"),
+        (infinity.SGD, {"momentum": -0.1}, "SGD: momentum=-0.1 is out of range"),
+        (infinity.SGD, {"nesterov": True}, "SGD: nesterov=True without momentum, or with dampening, is out of range"),
+        (
+            infinity.SGD, {"momentum": 0.9},
+            "SGD needs other states than the model was wrapped with (algorithm='adam'); "
+            "use infinity.Config(algorithm='momentum')",
+        ),
+        (
+            infinity.Lion, {},
+            "Lion needs other states than the model was wrapped with (algorithm='adam'); use infinity.Config(algorithm='lion')",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(
+    make: type[torch.optim.Optimizer], settings: dict[str, Any], text: str, wrap: Callable[..., infinity.Engine]
+) -> None:
+    model = transformer()
+    wrap(model)
+    with pytest.raises(infinity.ConfigError, match=f"^{re.escape(text)}$"):
+        make(model.parameters(), **settings)
+    train(model, infinity.Adam(model.parameters()), range(1))
+
+
+def test_a_loaded_state_that_cannot_work_changes_nothing(wrap: Callable[..., infinity.Engine]) -> None:
+    model = transformer()
+    engine = wrap(model)
+    optimizer = infinity.Adam(model.parameters(), lr=1e-3)
+    train(model, optimizer, range(2))
+    theirs = torch.optim.Adam(transformer().parameters(), lr=0.5, amsgrad=True)
+    text = "^Adam: amsgrad=True is not supported; infinity.adapt runs the optimizer of torch that has it$"
+    with pytest.raises(infinity.ConfigError, match=text):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert all(state["step"] == 2 for state in optimizer.state_dict()["state"].values())
+    assert engine.report().steps == 2
 
 
 # Norms and frozen parameters

@@ -31,6 +31,10 @@ class Adam(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler)
 
+    def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The values of `Config.algorithm` under which the states of `group` are kept."""
+        return ("adam",)
+
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
         for name, good in (

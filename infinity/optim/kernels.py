@@ -50,7 +50,10 @@ class Kernels:
     def update(
         self, rule: str, chunk: dict[Kind, torch.Tensor], begin: int, end: int, hyper: dict[str, float], grad_scale: float
     ) -> None:
-        """Update elements [begin, end) of a chunk in place by `rule`; formula in `native/cpu_adam/cpu_adam.h`."""
+        """Update elements [begin, end) of a chunk in place by `rule`; formula in `native/cpu_adam/`."""
+        if hasattr(self._module, "update"):
+            self._update(rule, chunk, begin, end, hyper, grad_scale)
+            return
         if rule != "adam":
             raise ConfigError(f"there is no kernel for {rule}")
         param, grad = chunk[Kind.PARAM], chunk[Kind.GRAD]
@@ -62,6 +65,19 @@ class Kernels:
         self._module.adam_step(
             at(grad), _NAMES[grad.dtype], at(master), at(chunk[Kind.EXP_AVG]), at(chunk[Kind.EXP_AVG_SQ]), at(param),
             _NAMES[param.dtype], end - begin, **hyper, grad_scale=grad_scale, isa=self.isa, pool=self._pool,
+        )  # fmt: skip
+
+    def _update(
+        self, rule: str, chunk: dict[Kind, torch.Tensor], begin: int, end: int, hyper: dict[str, float], grad_scale: float
+    ) -> None:
+        def at(kind: Kind) -> int:
+            return chunk[kind].data_ptr() if kind in chunk else 0
+
+        param, grad = chunk[Kind.PARAM], chunk[Kind.GRAD]
+        self._module.update(
+            rule, at(Kind.GRAD), _NAMES[grad.dtype], at(Kind.PARAM), _NAMES[param.dtype], at(Kind.MASTER),
+            "fp32" if Kind.MASTER in chunk else "none", at(Kind.EXP_AVG), at(Kind.EXP_AVG_SQ), "fp32", begin, end, position=0,
+            key=0, **hyper, grad_scale=grad_scale, isa=self.isa, pool=self._pool,
         )  # fmt: skip
 
     def close(self) -> None:

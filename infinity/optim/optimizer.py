@@ -71,6 +71,10 @@ class Optimizer(torch.optim.Optimizer):
 
     # What a rule adds
 
+    def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The values of `Config.algorithm` under which the states of `group` are kept."""
+        raise NotImplementedError
+
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
         raise NotImplementedError
@@ -78,6 +82,19 @@ class Optimizer(torch.optim.Optimizer):
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
         raise NotImplementedError
+
+    def _check_group(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
+        who = type(self).__name__
+        for name in ("amsgrad", "maximize"):
+            if group.get(name):
+                raise ConfigError(f"{who}: {name}=True is not supported; infinity.adapt runs the optimizer of torch that has it")
+        self.check(group)
+        for unit in units:
+            if unit.algorithm not in self.algorithms(group):
+                raise ConfigError(
+                    f"{who} needs other states than the model was wrapped with (algorithm={unit.algorithm!r}); "
+                    f"use infinity.Config(algorithm={self.algorithms(group)[0]!r})"
+                )
 
     def _check(self, name: str, value: Any, good: bool) -> None:
         if not good:
@@ -89,15 +106,16 @@ class Optimizer(torch.optim.Optimizer):
         """Add a group, as in torch; its parameters must be of the same wrapped model."""
         super().add_param_group(param_group)
         try:
-            self.check(self.param_groups[-1])
-            self._adopt(self.param_groups[-1]["params"])
+            group = self.param_groups[-1]
+            self._check_group(group, ())
+            self._adopt(group)
         except BaseException:
             del self.param_groups[-1]
             raise
 
-    def _adopt(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _adopt(self, group: dict[str, Any]) -> None:
         who = type(self).__name__
-        for parameter in parameters:
+        for parameter in group["params"]:
             if not isinstance(parameter, ShardedParameter):
                 raise ConfigError(f"{who} got a parameter of no wrapped model; first model = infinity.wrap(model, config)")
             unit = type(parameter).unit
@@ -107,6 +125,7 @@ class Optimizer(torch.optim.Optimizer):
             self._updater = updater
             if not unit.trainable:  # as in torch: it gets no gradient, and cannot be made to
                 continue
+            self._check_group(group, [unit])
             if unit.index not in self._units:
                 updater.adopt(unit, self)
                 self._units[unit.index] = unit
@@ -239,6 +258,8 @@ class Optimizer(torch.optim.Optimizer):
         """Take over what `state_dict` gave, or the torch optimizer of the same name and parameters (masters are then the
         parameters). States that it does not have begin anew.
         """
+        for group in state_dict["param_groups"]:
+            self._check_group(self.defaults | group, self._units.values())
         self.updater.drain()
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         if self.loss_scaler is not None and "loss_scaler" in state_dict:

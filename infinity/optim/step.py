@@ -24,7 +24,7 @@ from infinity.optim.kernels import Kernels, Segment, nonfinite_gradients, square
 from infinity.optim.pipeline import Job, Pipeline, UnitUpdate
 from infinity.plan.planner import Foresight
 from infinity.sharding import collectives
-from infinity.sharding.unit import Unit
+from infinity.sharding.unit import MOMENTS, Unit
 from infinity.tiers.block import Kind
 from infinity.tiers.store import Store
 
@@ -107,7 +107,7 @@ class Updater:
             raise ConfigError(f"unit {unit.name} already has an optimizer; use one {who} with several parameter groups")
         if owner is not None and owner() is None:
             self.drain()
-            for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ):
+            for kind in MOMENTS[unit.algorithm]:
                 self._store.forget(unit.blocks[kind])
         self._owners[unit] = weakref.ref(optimizer)
 

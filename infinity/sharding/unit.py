@@ -17,6 +17,12 @@ from infinity.sharding.parameter import guard_for
 from infinity.tiers.block import Block, Kind
 from infinity.tiers.store import Store
 
+MOMENTS: dict[str, tuple[Kind, ...]] = {
+    "adam": (Kind.EXP_AVG, Kind.EXP_AVG_SQ), "adagrad": (Kind.EXP_AVG_SQ,), "lion": (Kind.EXP_AVG,),
+    "momentum": (Kind.EXP_AVG,), "sgd": (), "other": (),
+}  # fmt: skip
+"""The moments that each `Config.algorithm` has."""
+
 
 class UnitState(enum.Enum):
     """What the parameters of a unit point at.
@@ -149,7 +155,7 @@ class Unit:
     def declare(self, store: Store, config: Config) -> None:
         """Add this unit's blocks to the store: parameters, and for a trainable unit gradients, master and moments."""
         shard, size = self.layout.shard_numel, self.dtype.itemsize
-        self.store, self.tier = store, config.parameters
+        self.store, self.tier, self.algorithm = store, config.parameters, config.algorithm
 
         def add(kind: Kind, itemsize: int, tier: Tier, span: int = 0, at: int = 0) -> None:
             name = f"{kind.value} of {self.name}"
@@ -161,8 +167,8 @@ class Unit:
             add(Kind.GRAD, self.gradient_dtype.itemsize, config.gradients)
             if self.dtype != torch.float32:
                 add(Kind.MASTER, 4, config.optimizer)
-            add(Kind.EXP_AVG, 4, config.optimizer)
-            add(Kind.EXP_AVG_SQ, 4, config.optimizer)
+            for kind in MOMENTS[config.algorithm]:
+                add(kind, 4, config.optimizer)
 
     @property
     def trains(self) -> bool:
