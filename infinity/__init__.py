@@ -17,6 +17,7 @@ from infinity.errors import (
 from infinity.modules.gathered import gathered
 from infinity.modules.init import init
 from infinity.optim.adam import Adam, AdamW
+from infinity.optim.foreign import adapt
 from infinity.optim.rules import SGD, Adagrad, Lion
 from infinity.optim.scaler import LossScaler
 
@@ -40,6 +41,7 @@ __all__ = [
     "PathInUseError",
     "ShardedParameterError",
     "WeightsError",
+    "adapt",
     "engine",
     "gathered",
     "init",

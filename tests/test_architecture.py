@@ -41,6 +41,7 @@ PUBLIC = [
     "SGD",
     "ShardedParameterError",
     "WeightsError",
+    "adapt",
     "engine",
     "gathered",
     "init",

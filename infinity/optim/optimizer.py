@@ -48,6 +48,8 @@ class Optimizer(torch.optim.Optimizer):
 
     states: ClassVar[dict[str, Kind]]
     """The states by torch's names; `master` is added for parameters that have one."""
+    by_kernels: ClassVar[bool] = True
+    """Whether `segments` says all that is done, so that the engine may begin it at any time."""
 
     def __init__(
         self,
@@ -83,11 +85,17 @@ class Optimizer(torch.optim.Optimizer):
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
         raise NotImplementedError
 
-    def _check_group(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
-        who = type(self).__name__
+    def refuse_unsupported(self, group: dict[str, Any]) -> None:
+        """Raise `ConfigError` when `group`, from a state dict of torch, asks for what the kernels do not do."""
         for name in ("amsgrad", "maximize"):
             if group.get(name):
-                raise ConfigError(f"{who}: {name}=True is not supported; infinity.adapt runs the optimizer of torch that has it")
+                raise ConfigError(
+                    f"{type(self).__name__}: {name}=True is not supported; infinity.adapt runs the optimizer of torch that has it"
+                )
+
+    def _check_group(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
+        who = type(self).__name__
+        self.refuse_unsupported(group)
         self.check(group)
         for unit in units:
             if unit.algorithm not in self.algorithms(group):
@@ -177,7 +185,7 @@ class Optimizer(torch.optim.Optimizer):
         updates = [(unit, self.segments(unit)) for unit in units if any(unit.accumulated) and not unit.spent]
         counted = [id(p) for unit, _ in updates for p, group in self._updated(unit) if group is not None]
         try:
-            self.updater.post(updates)
+            self._start(updates)
         except BaseException:  # refused: the step has not been, and may be tried again
             for unit, scale in zip(units, scales, strict=True):
                 unit.grad_scale, unit.loss_scale = scale
@@ -187,6 +195,10 @@ class Optimizer(torch.optim.Optimizer):
         if self.loss_scaler is not None and grad_scaler is None and norm is not None and math.isfinite(norm):
             self.loss_scaler.update(finite=True)
         return loss
+
+    def _start(self, updates: Sequence[tuple[Unit, tuple[Segment, ...]]]) -> None:
+        """Update the units."""
+        self.updater.post(updates)
 
     def _take_nonfinite(self, units: Sequence[Unit], norm: float, skips: bool, grad_scaler: Any) -> bool:
         """Whether a step with a gradient that is not finite goes on; if not, it has ended."""

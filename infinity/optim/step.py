@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar, NamedTuple, Protocol
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.observe import Meter, Recorder
@@ -33,6 +33,9 @@ UNITS_AHEAD = 2  # whose gradients are still to come, and whose states are read 
 
 class Optimizer(Protocol):
     """Who decides on hyper-parameters."""
+
+    by_kernels: ClassVar[bool]
+    """Whether `segments` says all that is done, so that it may begin at any time."""
 
     def segments(self, unit: Unit) -> tuple[Segment, ...]:
         """What the next step does to this rank's shard of `unit`, with the gradients that it has now."""
@@ -116,7 +119,7 @@ class Updater:
         and read ahead for the units that come next."""
         owner = self._owners.get(unit)
         optimizer = None if owner is None else owner()
-        if optimizer is None:
+        if optimizer is None or not optimizer.by_kernels:
             return
         places = self._places()
         if self._foresight.early and unit.copy_on_write:
@@ -212,9 +215,7 @@ class Updater:
 
         Raises `RuntimeError` before anything is changed when the parameters of one of them are in use.
         """
-        used = [unit.name for unit, _ in updates if unit.blocks[Kind.PARAM].pins]
-        if used:
-            raise RuntimeError(f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered (invariant I7)")
+        _refuse_used(unit for unit, _ in updates)
         places = self._places()
         wanted = [UnitUpdate(unit, segments, unit.factor) for unit, segments in updates]
         wanted.sort(key=lambda update: places[update.unit])
@@ -235,6 +236,27 @@ class Updater:
         self.posted_steps += 1
         if self._foresight.waits:
             self.drain()
+
+    def run(self, units: Sequence[Unit], update: Callable[[Unit], None]) -> None:
+        """Have `update` replace the content of the units, one after the other; returns when it has. Their gradients are spent.
+
+        Raises `RuntimeError` before anything is changed when the parameters of one of them are in use. When `update` fails after
+        the first unit, what is there belongs to no step, and the engine cannot go on.
+        """
+        _refuse_used(units)
+        for number, unit in enumerate(units):
+            self.withdraw(unit)
+            try:
+                update(unit)
+            except BaseException as error:
+                if number > 0:
+                    self._store.fail(error)
+                raise
+        for unit in units:
+            unit.spend()
+        self._surroundings.stepped()
+        self._end_step([], kept=0, unclipped=True)
+        self.posted_steps += 1
 
     def _end_step(self, jobs: Sequence[Job], kept: int, unclipped: bool) -> None:
         replayed = sum(job.update is not None for job in self._withdrawn)
@@ -272,6 +294,12 @@ class Updater:
             self.withdraw(unit)
         self._pipeline.close()
         self._kernels.close()
+
+
+def _refuse_used(units: Iterable[Unit]) -> None:
+    used = [unit.name for unit in units if unit.blocks[Kind.PARAM].pins]
+    if used:
+        raise RuntimeError(f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered (invariant I7)")
 
 
 def _having(units: Sequence[Unit]) -> list[Unit]:

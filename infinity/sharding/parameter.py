@@ -49,7 +49,8 @@ class ShardedParameter(nn.Parameter):
         if attribute == "grad":
             raise ShardedParameterError(
                 f"the gradient of {who} is kept by the engine and not in .grad; clip with infinity.AdamW(..., max_grad_norm=...) "
-                "or infinity.engine(model).clip_grad_norm_(...), read it with infinity.engine(model).gradient(parameter)"
+                "or infinity.engine(model).clip_grad_norm_(...), read it with infinity.engine(model).gradient(parameter), update "
+                "with infinity.AdamW and its family, or any other by infinity.adapt(torch.optim.RMSprop, model.parameters(), ...)"
             )
         if unit.touched is not None and unit.touched(unit):
             return func(*args, **(kwargs or {}))

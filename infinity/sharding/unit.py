@@ -156,6 +156,7 @@ class Unit:
         """Add this unit's blocks to the store: parameters, and for a trainable unit gradients, master and moments."""
         shard, size = self.layout.shard_numel, self.dtype.itemsize
         self.store, self.tier, self.algorithm = store, config.parameters, config.algorithm
+        self.spill = config.nvme if config.optimizer == "nvme" else ()  # directories for states that have no block
 
         def add(kind: Kind, itemsize: int, tier: Tier, span: int = 0, at: int = 0) -> None:
             name = f"{kind.value} of {self.name}"
