@@ -84,6 +84,8 @@ class Task:
     """The rank that ends without a word in the second step."""
     slow: int | None = None
     """The rank whose drive is slow."""
+    adapted: bool = False
+    """Whether torch's Adafactor, which looks at parameters as a whole, updates unit by unit on the host."""
     scaled: bool = False
     """Whether the loss is scaled."""
     spoils: int | None = None
@@ -124,11 +126,16 @@ def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGrou
     if task.least:
         config |= least_memory(config, group)
     model = infinity.wrap(build(), infinity.Config(**config), group=group)
-    losses, norms = [], []
+    losses: list[float] = []
+    norms: list[float] = []
     settings: dict[str, Any] = {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": task.max_grad_norm}
     settings["loss_scaler"] = infinity.LossScaler(2.0**10, window=3, hysteresis=1) if task.scaled else None
     with infinity.engine(model) as engine:
-        optimizer = infinity.AdamW(model.parameters(), **settings)
+        optimizer: Any
+        if task.adapted:
+            optimizer = infinity.adapt(torch.optim.Adafactor, model.parameters(), lr=1e-2, max_grad_norm=task.max_grad_norm)
+        else:
+            optimizer = infinity.AdamW(model.parameters(), **settings)
         if rank is not None and rank == task.slow:
             engine.io.set_faults(bytes_per_second=float(4 << 20))
         for step in range(task.steps):
@@ -345,6 +352,7 @@ def assert_like_one_rank(results: list[dict[str, Any]], tmp_path: Path, task: Ta
         pytest.param({"reentrant": True, "accumulation": 2}, id="blocks-used-again-in-reentrant-checkpoints"),
         pytest.param({"reentrant": False}, id="blocks-used-again-in-checkpoints"),
         pytest.param({"reload": True}, id="state-dict"),
+        pytest.param({"adapted": True, "ungated": 1, "max_grad_norm": 0.3}, id="an-optimizer-of-torch"),
         pytest.param({"scaled": True, "accumulation": 2, "ungated": 1}, id="scaled-loss"),
         pytest.param({"scaled": True, "spoils": 1, "max_grad_norm": 0.5}, id="a-step-skipped-by-all-for-one"),
     ],

@@ -173,14 +173,17 @@ class Optimizer(torch.optim.Optimizer):
             for unit in units:
                 unit.loss_scale *= grad_scaler.get_scale()
         watching = self.skip_nonfinite or self.loss_scaler is not None or grad_scaler is not None
-        norm = self.updater.norm(units) if watching or self.max_grad_norm is not None else None
+        norm = None
+        if self.max_grad_norm is not None:
+            norm = self.updater.clip(self.max_grad_norm, units)
+        elif watching:
+            norm = self.updater.norm(units)
         self.grad_norm = self.clipped_grad_norm = norm
         if grad_scaler is not None:
             _tell(grad_scaler, self, norm)
         if norm is not None and not math.isfinite(norm) and not self._take_nonfinite(units, norm, watching, grad_scaler):
             return loss
         if norm is not None and self.max_grad_norm is not None:
-            self.updater.clip(self.max_grad_norm, units, norm)
             self.clipped_grad_norm = norm * min(1.0, self.max_grad_norm / (norm + 1e-6))
         updates = [(unit, self.segments(unit)) for unit in units if any(unit.accumulated) and not unit.spent]
         counted = [id(p) for unit, _ in updates for p, group in self._updated(unit) if group is not None]

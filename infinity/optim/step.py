@@ -182,13 +182,12 @@ class Updater:
         group = self._units[0].group if self._units else None
         return math.sqrt(collectives.all_reduce_sum([total], group)[0])
 
-    def clip(self, max_norm: float, units: Sequence[Unit], norm: float | None = None) -> float:
-        """Scale the settled gradients of `units` so that their common L2 norm is at most `max_norm`; returns the norm before,
-        which may be given if it is known.
+    def clip(self, max_norm: float, units: Sequence[Unit]) -> float:
+        """Scale the settled gradients of `units` so that their common L2 norm is at most `max_norm`; returns the norm before.
 
         As `torch.nn.utils.clip_grad_norm_`: the factor is min(1, max_norm / (norm + 1e-6)).
         """
-        norm = self.norm(units) if norm is None else norm
+        norm = self.norm(units)
         for unit in _having(units):
             unit.grad_scale *= min(1.0, max_norm / (norm + 1e-6))
         return norm
