@@ -126,6 +126,17 @@ def test_any_sequence_of_steps(
     assert scaler.skipped == steps.count(False)
 
 
+@given(window=st.integers(1, 5), steps=st.lists(st.booleans(), max_size=60))
+def test_without_hysteresis_it_is_the_scale_of_torch(window: int, steps: list[bool]) -> None:
+    scaler = infinity.LossScaler(1.0, window, hysteresis=1, minimum=2.0**-100)
+    scale, tracker = torch.tensor(1.0), torch.tensor(0, dtype=torch.int32)
+    for finite in steps:
+        assert scaler.update(finite)
+        torch._amp_update_scale_(scale, tracker, torch.tensor(float(not finite)), 2.0, 0.5, window)  # what GradScaler.update does
+        assert scaler.scale == min(float(scale), 2.0**24)
+        scale = torch.tensor(scaler.scale)
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
