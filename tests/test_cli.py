@@ -223,7 +223,7 @@ def test_the_options_are_frozen() -> None:
     lists = (
         {"model", "checkpoint_activations", "data", "sequence_length", "seed", "nvme", "gpu_memory", "cpu_memory"},
         {"parameters", "optimizer", "gradients", "precision", "update", "io_engine", "steps", "batch_size", "accumulate", "lr"},
-        {"gradient_precision"},
+        {"gradient_precision", "skip_nonfinite"},
         {"weight_decay", "warmup", "max_grad_norm", "eval_every", "eval_batches", "output", "overwrite", "report"},
         {"as_json", "debug"},
     )

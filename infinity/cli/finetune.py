@@ -35,6 +35,7 @@ def finetune(
     weight_decay: o.WeightDecay = 0.1,
     warmup: o.Warmup = None,
     max_grad_norm: o.MaxGradNorm = 1.0,
+    skip_nonfinite: o.SkipNonfinite = False,
     eval_every: o.EvalEvery = 0,
     eval_batches: o.EvalBatches = 8,
     output: o.Output = None,

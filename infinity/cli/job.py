@@ -57,6 +57,7 @@ class Job:
     weight_decay: float
     warmup: int
     max_grad_norm: float
+    skip_nonfinite: bool
     eval_every: int
     eval_batches: int
     output: Path | None
@@ -174,6 +175,7 @@ def assemble(
             betas=(0.9, 0.95),
             weight_decay=job.weight_decay,
             max_grad_norm=job.max_grad_norm or None,
+            skip_nonfinite=job.skip_nonfinite,
         )
     except BaseException:
         engine.close()

@@ -92,6 +92,9 @@ Warmup = Annotated[
 MaxGradNorm = Annotated[
     float, typer.Option(min=0.0, help="Clip the global gradient norm to this; 0: never.", rich_help_panel=_TRAINING)
 ]
+SkipNonfinite = Annotated[
+    bool, typer.Option(help="Leave out steps with an infinite or NaN gradient, as fp16 always does.", rich_help_panel=_TRAINING)
+]
 EvalEvery = Annotated[
     int, typer.Option(min=0, help="Validate every so many steps; 0: only at the end.", rich_help_panel=_TRAINING)
 ]
