@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import text_batch, transformer
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.tiers.block import Kind
@@ -334,6 +335,20 @@ def test_a_scale_that_changes_between_micro_batches(wrap: Callable[..., infinity
             backward(engine.model, optimizer, number)
         norms.append((engine.clip_grad_norm_(1e9), engine.gradient(engine.model.norm.weight).float()))
     assert all(norm == norms[0][0] and torch.equal(gradient, norms[0][1]) for norm, gradient in norms)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_scale_reaches_through_recomputation(use_reentrant: bool, wrap: Callable[..., infinity.Engine]) -> None:
+    """A re-entrant checkpoint runs a backward inside of the backward, whose end is not that of the scaled one."""
+    outcomes = []
+    for scaler in (None, infinity.LossScaler(2.0**20)):
+        model = transformer()
+        model.run_block = lambda number, block, x: checkpoint(block, x, use_reentrant=use_reentrant)  # type: ignore[method-assign]
+        engine = wrap(model)
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=0.5, loss_scaler=scaler)
+        train(model, optimizer, range(3))
+        outcomes.append(contents(engine))
+    assert equal(*outcomes)
 
 
 def test_a_scaled_backward_that_was_cut_off(wrap: Callable[..., infinity.Engine]) -> None:
