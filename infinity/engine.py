@@ -19,7 +19,7 @@ from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.modules.grouping import find_owners, find_users, group_parameters
-from infinity.modules.hooks import Hooks, in_backward
+from infinity.modules.hooks import Hooks
 from infinity.modules.init import put_back, replace_meta
 from infinity.modules.load import fill_units, open_weights, persistent_buffers
 from infinity.observe import Recorder, Report
@@ -116,8 +116,7 @@ class Engine:
     def _after_backward(self) -> None:
         if self._buffer is not None:
             self._buffer.flush()
-        if not in_backward():  # it was cut off
-            self._updater.loss_scale = 1.0
+        self._updater.loss_scale = 1.0  # also of a backward that was cut off
 
     def _settled(self) -> None:
         self._hooks.settle()

@@ -68,7 +68,8 @@ class Updater:
         recorder: Recorder,
     ) -> None:
         self._store, self._units, self._kernels, self._recorder = store, list(units), kernels, recorder
-        self._loss_scale = self._last_loss_scale = 1.0
+        self.loss_scale = 1.0
+        """What the loss was multiplied by of the backward that runs; 1 outside of any."""
         self._surroundings = surroundings
         self._owners: dict[Unit, weakref.ref[Optimizer]] = {}
         self.posted_steps = 0
@@ -89,17 +90,6 @@ class Updater:
         self._seconds_before = 0.0
         for unit in units:
             unit.updater = self
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss was multiplied by of the backward that runs; 1 outside of any."""
-        return self._loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: float) -> None:
-        self._loss_scale = scale
-        if scale != 1.0:
-            self._last_loss_scale = scale
 
     def adopt(self, unit: Unit, optimizer: Optimizer) -> None:
         """`optimizer` updates `unit` from now on, beginning with fresh states; raises `ConfigError` when another one does."""
@@ -165,8 +155,6 @@ class Updater:
                 self._store.fail(error)
                 raise error
             for unit in units:
-                if not any(unit.accumulated):  # as on the ranks that have gradients, if there are any
-                    unit.loss_scale = self._last_loss_scale
                 unit.accumulated = [flag > 0 for flag in flags[: len(unit.accumulated)]]
                 del flags[: len(unit.accumulated)]
         for unit in units:
@@ -266,7 +254,6 @@ class Updater:
         self.meters = [job.meter for job in (*jobs, *self._withdrawn)]
         self._withdrawn.clear()
         self._final = None
-        self._last_loss_scale = 1.0
         self.norms, self._norms_now = self._norms_now, 0
 
     def _places(self) -> dict[Unit, int]:
