@@ -153,7 +153,10 @@ class Optimizer(torch.optim.Optimizer):
     # The step
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What to call `backward` on instead of `loss`: `loss` times the loss scale, or `loss` where nothing scales it."""
+        """What to call `backward` on instead of `loss`: `loss` times the loss scale, or `loss` where nothing scales it.
+
+        In fp16 a loss overflows at scales from 2**16 on: compute it in fp32.
+        """
         if self.loss_scaler is None:
             return loss
         return scaled_loss(loss, self.loss_scaler.scale, self.updater)
