@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -146,7 +147,10 @@ class Engine:
         """Between backward and step: clip this step's gradients to the global L2 norm `max_norm`; returns the norm before."""
         trainable = [unit for unit in self._units if unit.trainable]
         self._updater.settle(trainable)
-        return self._updater.clip(max_norm, trainable)
+        norm = self._updater.clip(max_norm, trainable)
+        if not math.isfinite(norm):
+            self._updater.warn_nonfinite(norm, trainable)
+        return norm
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of the gradient that the engine holds for `parameter`, on the host, in fp32 where the loss was scaled, which is

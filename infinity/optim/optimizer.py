@@ -221,10 +221,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _take_nonfinite(self, units: Sequence[Unit], norm: float, skips: bool, grad_scaler: Any) -> bool:
         """Whether a step with a gradient that is not finite goes on; if not, it has ended."""
-        name, number = self.updater.first_nonfinite(units), self.updater.posted_steps + self.updater.skipped_steps + 1
         if not skips:
-            log.warning("the gradient norm of step %d is %s; the gradient of %s is not finite", number, norm, name)
+            self.updater.warn_nonfinite(norm, units)
             return True
+        name, number = self.updater.first_nonfinite(units), self.updater.posted_steps + self.updater.skipped_steps + 1
         self.updater.skip(units)
         self.skipped_steps += 1
         if self.loss_scaler is None or grad_scaler is not None:

@@ -13,6 +13,7 @@ and begins anew if not. So the update hides behind the backward, too, and the nu
 
 from __future__ import annotations
 
+import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,8 @@ from infinity.sharding import collectives
 from infinity.sharding.unit import MOMENTS, Unit
 from infinity.tiers.block import Kind
 from infinity.tiers.store import Store
+
+log = logging.getLogger("infinity")
 
 UNITS_AHEAD = 2  # whose gradients are still to come, and whose states are read already
 
@@ -187,6 +190,11 @@ class Updater:
         group = self._units[0].group if self._units else None
         everywhere = collectives.all_reduce_sum(bad, group)
         return next((name for name, flag in zip(names, everywhere, strict=True) if flag), "")
+
+    def warn_nonfinite(self, norm: float, units: Sequence[Unit]) -> None:
+        """Log that the settled gradients of `units` have the norm `norm`, and whose fault that is. All ranks must call it."""
+        number, name = self.posted_steps + self.skipped_steps + 1, self.first_nonfinite(units)
+        log.warning("the gradient norm of step %d is %s; the gradient of %s is not finite", number, norm, name)
 
     def skip(self, units: Sequence[Unit]) -> None:
         """End a step without an update: what was begun early is taken back, and the gradients are spent."""
