@@ -45,6 +45,11 @@ class Config(BaseModel):
 
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype that floating-point parameters are stored and computed in; "auto" keeps the dtypes of the model."""
+    algorithm: Literal["adam", "adagrad", "lion", "momentum", "sgd", "other"] = "adam"
+    """What the parameters are trained by, which says what states there are: two moments for "adam" (`infinity.Adam`, `AdamW`),
+    one for "adagrad", "lion" and "momentum" (`infinity.SGD`), none for "sgd" and "other" (`infinity.adapt`)."""
+    gradient_precision: Literal["auto", "fp32"] = "auto"
+    """dtype that gradients are kept, accumulated over micro-batches and reduced over ranks in; "auto" is the parameter's."""
     copy_on_write: bool = True
     """Write an updated state beside its old value and flip, so that a failed step loses nothing; takes twice the space."""
     update: Literal["auto", "speculative", "exact", "plain"] = "auto"

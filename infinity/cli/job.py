@@ -47,6 +47,7 @@ class Job:
     optimizer: Tier
     gradients: Tier
     precision: Any
+    gradient_precision: Any
     update: Any
     io_engine: Any
     steps: int
@@ -56,6 +57,7 @@ class Job:
     weight_decay: float
     warmup: int
     max_grad_norm: float
+    skip_nonfinite: bool
     eval_every: int
     eval_batches: int
     output: Path | None
@@ -79,6 +81,7 @@ class Job:
             optimizer=self.optimizer,
             gradients=self.gradients,
             precision=self.precision,
+            gradient_precision=self.gradient_precision,
             update=self.update,
             io_engine=self.io_engine,
         )
@@ -172,6 +175,7 @@ def assemble(
             betas=(0.9, 0.95),
             weight_decay=job.weight_decay,
             max_grad_norm=job.max_grad_norm or None,
+            skip_nonfinite=job.skip_nonfinite,
         )
     except BaseException:
         engine.close()

@@ -64,6 +64,10 @@ Precision = Annotated[
     Literal["auto", "bf16", "fp16", "fp32"],
     typer.Option(help="dtype of parameters and compute; auto: the model's own.", rich_help_panel=_TIERS),
 ]
+GradientPrecision = Annotated[
+    Literal["auto", "fp32"],
+    typer.Option(help="dtype that gradients are accumulated in; auto: that of the parameters.", rich_help_panel=_TIERS),
+]
 Update = Annotated[
     Literal["auto", "speculative", "exact", "plain"],
     typer.Option(
@@ -87,6 +91,9 @@ Warmup = Annotated[
 ]
 MaxGradNorm = Annotated[
     float, typer.Option(min=0.0, help="Clip the global gradient norm to this; 0: never.", rich_help_panel=_TRAINING)
+]
+SkipNonfinite = Annotated[
+    bool, typer.Option(help="Leave out steps with an infinite or NaN gradient, as fp16 always does.", rich_help_panel=_TRAINING)
 ]
 EvalEvery = Annotated[
     int, typer.Option(min=0, help="Validate every so many steps; 0: only at the end.", rich_help_panel=_TRAINING)

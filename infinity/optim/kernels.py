@@ -18,14 +18,10 @@ _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Hyper(NamedTuple):
-    """The hyper-parameters of one parameter in one step; `step` counts its updates, from 1."""
+    """The hyper-parameters of one parameter in one step: those of the kernel `rule`, by keyword."""
 
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
+    rule: str
+    values: dict[str, float]
 
 
 class Segment(NamedTuple):
@@ -51,20 +47,37 @@ class Kernels:
         self.threads = threads or len(os.sched_getaffinity(0))
         self._pool = self._module.Pool(self.threads)
 
-    def adam(self, chunk: dict[Kind, torch.Tensor], begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:
-        """Update elements [begin, end) of a chunk in place; formula in `native/cpu_adam/cpu_adam.h`."""
+    def update(
+        self, rule: str, chunk: dict[Kind, torch.Tensor], begin: int, end: int, hyper: dict[str, float], grad_scale: float
+    ) -> None:
+        """Update elements [begin, end) of a chunk in place by `rule`; formula in `native/cpu_adam/`."""
+        if hasattr(self._module, "update"):
+            self._update(rule, chunk, begin, end, hyper, grad_scale)
+            return
+        if rule != "adam":
+            raise ConfigError(f"there is no kernel for {rule}")
         param, grad = chunk[Kind.PARAM], chunk[Kind.GRAD]
         master = chunk.get(Kind.MASTER, param)
 
         def at(tensor: torch.Tensor) -> int:
             return tensor.data_ptr() + begin * tensor.element_size()
 
-        correction2 = 1.0 - hyper.beta2**hyper.step
         self._module.adam_step(
             at(grad), _NAMES[grad.dtype], at(master), at(chunk[Kind.EXP_AVG]), at(chunk[Kind.EXP_AVG_SQ]), at(param),
-            _NAMES[param.dtype], end - begin, lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, eps=hyper.eps,
-            weight_decay=hyper.weight_decay, bias_correction1=1.0 - hyper.beta1**hyper.step,
-            bias_correction2_sqrt=correction2**0.5, grad_scale=grad_scale, decoupled=True, isa=self.isa, pool=self._pool,
+            _NAMES[param.dtype], end - begin, **hyper, grad_scale=grad_scale, isa=self.isa, pool=self._pool,
+        )  # fmt: skip
+
+    def _update(
+        self, rule: str, chunk: dict[Kind, torch.Tensor], begin: int, end: int, hyper: dict[str, float], grad_scale: float
+    ) -> None:
+        def at(kind: Kind) -> int:
+            return chunk[kind].data_ptr() if kind in chunk else 0
+
+        param, grad = chunk[Kind.PARAM], chunk[Kind.GRAD]
+        self._module.update(
+            rule, at(Kind.GRAD), _NAMES[grad.dtype], at(Kind.PARAM), _NAMES[param.dtype], at(Kind.MASTER),
+            "fp32" if Kind.MASTER in chunk else "none", at(Kind.EXP_AVG), at(Kind.EXP_AVG_SQ), "fp32", begin, end, position=0,
+            key=0, **hyper, grad_scale=grad_scale, isa=self.isa, pool=self._pool,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -104,7 +117,16 @@ def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels) -> float:
         (chunk,) = store.check_out([(unit.blocks[Kind.GRAD], True)], begin)
         try:
             chunk.wait()
-            total = kernels.squared_norm(chunk.tensor.view(unit.dtype), total)
+            total = kernels.squared_norm(chunk.tensor.view(unit.gradient_dtype), total)
         finally:
             chunk.release()
     return total
+
+
+def nonfinite_gradients(unit: Unit) -> list[bool]:
+    """Which parameters of the unit have a settled gradient with an infinity or a NaN in this rank's shard."""
+    if not any(unit.accumulated) or unit.spent:
+        return [False] * len(unit.parameters)
+    shard = unit.read(Kind.GRAD)
+    parts = [unit.layout.overlap(index, unit.rank) for index in range(len(unit.parameters))]
+    return [not bool(shard[part.in_shard : part.in_shard + part.length].isfinite().all()) for part in parts]

@@ -102,9 +102,8 @@ class _Chunk:
         return all(out.committed() for out in self.outs.values())
 
     def tensors(self) -> dict[Kind, torch.Tensor]:
-        param_types = (Kind.PARAM, Kind.GRAD)
-        dtype = self.job.unit.dtype
-        return {kind: out.tensor.view(dtype if kind in param_types else torch.float32) for kind, out in self.outs.items()}
+        dtypes = {Kind.PARAM: self.job.unit.dtype, Kind.GRAD: self.job.unit.gradient_dtype}
+        return {kind: out.tensor.view(dtypes.get(kind, torch.float32)) for kind, out in self.outs.items()}
 
 
 class Pipeline:
@@ -285,7 +284,8 @@ class Pipeline:
         for segment in update.segments:
             begin, end = max(segment.begin - chunk.begin, 0), min(segment.end - chunk.begin, param.numel())
             if begin < end:
-                self._kernels.adam(tensors, begin, end, segment.hyper, update.grad_scale)
+                rule, hyper = segment.hyper
+                self._kernels.update(rule, tensors, begin, end, hyper, update.grad_scale)
         self._recorder.add("adam", update.unit.name, start, time.perf_counter())
         for kind, out in chunk.outs.items():
             if kind is not Kind.GRAD:

@@ -28,7 +28,6 @@ class Runtime:
         self.waited = 0.0
         """Seconds that `enter` waited since the start."""
         self._cycles = 0
-        self._trainable = frozenset(unit.index for unit in units if unit.trainable)
         store.next_use = self.trace.next_use
 
     def begin(self, training: bool) -> None:
@@ -36,7 +35,8 @@ class Runtime:
         self.stale = False
         self._cycles += training
         last = training and self._cycles == self.accumulation
-        self.trace.begin("train" if training else "eval", self._trainable if last else frozenset())
+        updated = frozenset(unit.index for unit in self._units if unit.trains) if last else frozenset()
+        self.trace.begin("train" if training else "eval", updated)
         self.look_ahead()
 
     def stepped(self) -> None:

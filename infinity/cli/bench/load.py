@@ -10,7 +10,8 @@ from types import TracebackType
 import torch
 
 from infinity.device import ComputeDevice, HostMemory
-from infinity.optim.kernels import Hyper, Kernels
+from infinity.optim.adam import adam
+from infinity.optim.kernels import Kernels
 from infinity.tiers.block import Kind
 from infinity.tiers.store import MOST_CHUNK_ELEMENTS
 
@@ -18,7 +19,7 @@ _ELEMENTS = MOST_CHUNK_ELEMENTS
 _CHUNKS = 16  # in turns, so that they do not stay in the caches
 _COPY_BYTES = 64 << 20
 _WIDTHS = {Kind.PARAM: 2, Kind.GRAD: 2, Kind.MASTER: 4, Kind.EXP_AVG: 4, Kind.EXP_AVG_SQ: 4}
-_HYPER = Hyper(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)
+_RULE, _HYPER = adam(1e-4, (0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
 
 
 class Load:
@@ -75,7 +76,7 @@ class Load:
     def _adam(self) -> None:
         while not self._stopping.is_set():
             for chunk in self._chunks:
-                self._kernels.adam(chunk, 0, _ELEMENTS, _HYPER, 1.0)
+                self._kernels.update(_RULE, chunk, 0, _ELEMENTS, _HYPER, 1.0)
                 self.updated += _ELEMENTS
 
     def _copies(self) -> None:
