@@ -46,7 +46,7 @@ WAYS = ("plain", "deepspeed-cpu", "deepspeed-nvme", "infinity-memory", "infinity
 VOCABULARY, BATCH, SEQUENCE, CLIP = 8192, 2, 256, 1.0
 ADAM = {"lr": 1e-4, "weight_decay": 0.01}
 BANDWIDTH_BYTES = 512 << 20
-HOLD_S = 45
+HOLD_S = 60
 
 # ---- In the child ----
 
@@ -221,7 +221,7 @@ def mebibytes(values: dict[str, int]) -> dict[str, float]:
 def train(options: argparse.Namespace) -> dict[str, Any]:
     """One run of one way."""
     import torch
-    import transformers  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401
 
     way = {"plain": Plain, "deepspeed": DeepSpeed, "infinity": Infinity}[options.child.partition("-")[0]]
     if way is DeepSpeed:
@@ -258,7 +258,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "read_per_parameter": statistics.mean(read) / run.count, "written_per_parameter": statistics.mean(written) / run.count,
         "disk_per_parameter": disk / run.count, "base_MiB": base, "peak_MiB": max(whole, steady), "peak_during_steps_MiB": steady,
         "locked_MiB": locked + pinned, "system_s_per_step": (after.ru_stime - used.ru_stime) / options.steps,
-        "faults_per_step": (after.ru_minflt - used.ru_minflt) / options.steps, "losses": losses,
+        "cpu_s_per_step": (after.ru_utime - used.ru_utime + after.ru_stime - used.ru_stime) / options.steps, "losses": losses,
     }  # fmt: skip
     return facts | run.close()
 
@@ -358,7 +358,7 @@ def summary(runs: dict[str, list[dict[str, Any]]], drive: list[dict[str, float]]
             if other in runs:
                 row[f"step_over_{other}"] = middle([a / b for a, b in zip(steps(way), steps(other), strict=True)])
         for key in ("peak_MiB", "peak_during_steps_MiB", "base_MiB", "locked_MiB", "disk_per_parameter", "read_per_parameter",
-                    "written_per_parameter"):  # fmt: skip
+                    "written_per_parameter", "cpu_s_per_step", "system_s_per_step"):  # fmt: skip
             row[key] = round(statistics.median(run[key] for run in mine), 2)
         row["over_base_MiB"] = round(statistics.median(run["peak_MiB"] - run["base_MiB"] for run in mine), 2)
         row |= {key: mine[-1][key] for key in ("planned_per_parameter", "seconds", "tiers_MiB") if key in mine[-1]}
@@ -407,6 +407,7 @@ def show(model: str, facts: dict[str, Any]) -> None:
     line("peak resident, MiB", "peak_MiB", whole)
     line("  over the imports", "over_base_MiB", whole)
     line("  during steps", "peak_during_steps_MiB", whole)
+    line("CPU seconds per step", "cpu_s_per_step", exact)
     line("locked, MiB", "locked_MiB", whole)
     line("read, bytes per parameter and step", "read_per_parameter", exact)
     line("written", "written_per_parameter", exact)
