@@ -98,7 +98,9 @@ class Plain:
         import torch
         from transformers import LlamaForCausalLM
 
-        self._model = LlamaForCausalLM(config_of(options.model)).to(torch.bfloat16)
+        self._model = LlamaForCausalLM(config_of(options.model))
+        for parameter in self._model.parameters():  # not the buffers, as .to() would: rotary frequencies stay in fp32
+            parameter.data = parameter.data.to(torch.bfloat16)
         fill(self._model.named_parameters(), options.weights)
         self._parameters = list(self._model.parameters())
         self._masters = [p.detach().float().requires_grad_(True) for p in self._parameters]
@@ -292,6 +294,15 @@ def write_weights(options: argparse.Namespace) -> dict[str, Any]:
     return {"parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__}
 
 
+def build(options: argparse.Namespace) -> dict[str, Any]:
+    """Have DeepSpeed compile its operators, which takes minutes the first time."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+
+    for builder in (AsyncIOBuilder, CPUAdamBuilder):
+        builder().load(verbose=False)
+    return {}
+
+
 # ---- In the parent ----
 
 
@@ -315,7 +326,7 @@ class Turn:
 
 def child(options: argparse.Namespace, turn: Turn, way: str, model: str, weights: Path) -> dict[str, Any]:
     """Run one child and return what it says."""
-    python = str(options.deepspeed_python) if way.startswith("deepspeed") else sys.executable
+    python = str(options.deepspeed_python) if way == "build" or way.startswith("deepspeed") else sys.executable
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1",
         "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(options.threads), "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
@@ -326,7 +337,8 @@ def child(options: argparse.Namespace, turn: Turn, way: str, model: str, weights
             "--steps", str(options.steps), "--discard", str(options.discard), "--threads", str(options.threads),
             "--update", options.update,
         ]  # fmt: skip
-        turn.take()
+        if way != "build":
+            turn.take()
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         turn.end()
     if done.returncode != 0:
@@ -447,6 +459,8 @@ def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
     turn = Turn(options.lock)
     with tempfile.TemporaryDirectory(dir=options.nvme, prefix="infinity-weights-") as folder:
         weights = Path(folder) / "model.safetensors"
+        if any(way.startswith("deepspeed") for way in options.ways):
+            child(options, turn, "build", model, weights)
         count = child(options, turn, "weights", model, weights)["parameters"]
         runs: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
         drive = []
@@ -484,7 +498,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        work = {"weights": write_weights, "bandwidth": bandwidth}.get(options.child, train)
+        work = {"weights": write_weights, "bandwidth": bandwidth, "build": build}.get(options.child, train)
         result = work(options)
         print(json.dumps(result), flush=True)
         return
