@@ -55,7 +55,8 @@ class Config(BaseModel):
     update: Literal["auto", "speculative", "exact", "plain"] = "auto"
     """When optimizer updates run; the numbers are the same. "exact": beside the next forward, once the clip factor is known.
     "speculative": from backward on, on the guess that nothing is clipped, and again where the guess was wrong (needs
-    copy_on_write, and parameters and optimizer on nvme). "auto" chooses between these two. "plain": step() waits for them."""
+    copy_on_write, and parameters and optimizer on nvme). "plain": step() waits for them. "auto" chooses: between the first two
+    where there is I/O or a GPU to run beside, else "plain", for update and forward on the same CPUs only disturb each other."""
     poison: bool = False
     """Debug: fill a slot with NaN when its lease ends, so that a use after release is seen at once."""
 

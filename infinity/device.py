@@ -1,15 +1,24 @@
-"""The compute device and the memory it can reach: the only file that says torch.cuda."""
+"""The compute device and the memory it can reach: the only file that says torch.cuda.
+
+[Note: one team of threads]
+On the CPU each thread that calls a large torch operator gets a team of OpenMP threads of its own. With a second team there are
+more of them than CPUs, and from then on libgomp lets every team sleep where it used to spin between two operators: the model
+then waits for a wake-up at each of its thousands of operators. So threads of the engine call no operator that wants a team;
+`copy_alone` and `zero_alone` take its place.
+"""
 
 from __future__ import annotations
 
 import mmap
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from infinity.errors import ConfigError
 
 HUGE_PAGE = 2 << 20
+ALONE_ELEMENTS = 32768  # up to here (at::internal::GRAIN_SIZE) torch's operators run on the thread that calls them
 
 
 def _cudart() -> Any:
@@ -28,6 +37,20 @@ def huge_pages(nbytes: int, residue: int = 0) -> torch.Tensor:
     if pages and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE, begin, pages)
     return whole[begin + residue :][:nbytes]
+
+
+def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`target.copy_(source)` on this thread alone, for contiguous host tensors (n,); see [Note: one team of threads]."""
+    if target.dtype == source.dtype:
+        np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+        return
+    for part, values in zip(target.split(ALONE_ELEMENTS), source.split(ALONE_ELEMENTS), strict=True):
+        part.copy_(values)
+
+
+def zero_alone(target: torch.Tensor) -> None:
+    """`target.zero_()` on this thread alone, for a contiguous host tensor (n,)."""
+    target.view(torch.uint8).numpy().fill(0)
 
 
 class HostMemory:
@@ -86,7 +109,7 @@ class ComputeDevice:
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
         if self.shares_host:
-            target.copy_(source)
+            copy_alone(target, source)
             return
         copies = self._streams[stream]
         copies.wait_stream(torch.cuda.current_stream(self.torch))

@@ -85,7 +85,7 @@ class Engine:
         self._runtime = Runtime(self._store, self._units, self.recorder)
         order = self._runtime.trace.first_uses
         surroundings = Surroundings(order, self._settled, self._stepped, self._forward_seconds)
-        foresight = Foresight(config.update)
+        foresight = Foresight(self._update_mode())
         self._updater = Updater(self._store, self._units, kernels, foresight, surroundings, self.recorder)
         self._hooks = Hooks(model, users, self._units, self._runtime, self._locate, self._after_backward, self.recorder)
         self._fetched_before = (0, 0)
@@ -94,6 +94,11 @@ class Engine:
         vars(model)[_ATTRIBUTE] = self
         vars(model)["zero_grad"] = self.zero_grad
         self._finalizer = weakref.finalize(model, _collected, os.getpid(), self._hooks, self._updater, self._store, self._units)
+
+    def _update_mode(self) -> str:
+        """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and one set of CPUs for all."""
+        alone = self._store.io is None and self._device.shares_host
+        return "plain" if self.config.update == "auto" and alone else self.config.update
 
     def _users(self, model: nn.Module, owners: dict[str, nn.Module]) -> dict[nn.Module, list[Unit]]:
         numbers = {key: unit.index for key, unit in self._unit_of.items()}

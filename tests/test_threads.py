@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+from conftest import CHILD
+
 PROGRAM = """
 import torch
 from infinity.optim.kernels import Kernels
@@ -20,3 +22,40 @@ def test_omp_num_threads_does_not_set_the_threads_of_the_optimizer() -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert result.stdout.split() == ["1", str(len(os.sched_getaffinity(0))), "3"]
+
+
+TEAMS = """
+import os
+import threading
+import torch
+from torch import nn
+import infinity
+
+def tasks():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(3)
+torch.zeros(1 << 20).fill_(1.0)  # the team of this thread
+before, ours = tasks(), threading.active_count()
+model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+states = dict.fromkeys(("parameters", "optimizer", "gradients"), "cpu")
+budgets = {"gpu_memory": 1 << 20, "cpu_memory": 1 << 26}
+model = infinity.wrap(model, infinity.Config(precision="bf16", device="cpu", threads=1, **states, **budgets))
+optimizer = infinity.AdamW(model.parameters())
+for _ in range(2):
+    model(torch.ones(512, 256, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+infinity.engine(model).drain()
+print(tasks() - before, threading.active_count() - ours)
+"""
+
+
+def test_threads_of_the_engine_have_no_team_of_torch_threads() -> None:
+    """With more OpenMP threads than CPUs those of the model would sleep between any two operators."""
+    result = subprocess.run(
+        [sys.executable, "-c", TEAMS], **CHILD | {"env": CHILD["env"] | {"OMP_WAIT_POLICY": "passive"}},
+        capture_output=True, timeout=120, check=True,
+    )  # fmt: skip
+    more, of_python = map(int, result.stdout.split())
+    assert of_python == 2 and more == 2, "a thread of the engine started threads"

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from infinity.device import copy_alone
 from infinity.observe import Meter, Recorder
 from infinity.optim.kernels import Kernels, Segment
 from infinity.sharding.unit import Unit
@@ -278,9 +279,9 @@ class Pipeline:
         start = time.perf_counter()
         param, master = tensors[Kind.PARAM], tensors.get(Kind.MASTER)
         if master is not None and not update.unit.blocks[Kind.MASTER].written:
-            master.copy_(param)
+            copy_alone(master, param)
         elif master is not None and not _covers(update.segments, chunk.begin, chunk.begin + param.numel()):
-            param.copy_(master)
+            copy_alone(param, master)
         for segment in update.segments:
             begin, end = max(segment.begin - chunk.begin, 0), min(segment.end - chunk.begin, param.numel())
             if begin < end:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from infinity.config import Config, Tier
-from infinity.device import ComputeDevice
+from infinity.device import ComputeDevice, zero_alone
 from infinity.errors import BudgetError, EngineClosedError
 from infinity.observe import Meter, Recorder
 from infinity.tiers.access import Checkout, Fetch, Mover
@@ -353,7 +353,7 @@ class Store:
             if load and block.written:
                 arrive = self._nvme.read(block.extents[block.version], at, nbytes, slot.address, name, meter)
             elif load:
-                arrive = tensor.zero_
+                arrive = functools.partial(zero_alone, tensor)
             write = functools.partial(self._nvme.write, block.extents[block.target], at, nbytes, slot.address, name, meter)
         return Checkout(tensor, arrive, write, functools.partial(self._end_slot, slot))
 

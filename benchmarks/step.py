@@ -1,0 +1,516 @@
+#!/usr/bin/env python3
+"""A training step side by side: plain PyTorch in memory, DeepSpeed ZeRO-3 with CPU and NVMe offload, and infinity.
+
+One Llama-style model (random weights, the same file for all; random tokens, the same seed), bf16 parameters, fp32 masters,
+AdamW, clipping at 1.0, the same number of torch threads. Ways:
+  plain            everything in memory: torch's fused AdamW over fp32 masters, bf16 copies
+  deepspeed-cpu    ZeRO-3, parameters and optimizer offloaded to host memory
+  deepspeed-nvme   the same to NVMe at the best setting found: both pipelines, 16 buffers (parameters stay in memory: with
+                   max_in_cpu=0 it stops in an assertion)
+  infinity-memory  every state in the compute device's memory
+  infinity-cpu     states in host memory, parameters streaming through a small budget
+  infinity-nvme    parameters and optimizer on NVMe, small budgets
+Every run is a process of its own; in each round every way has its turn, in changing order. Steps that are discarded go first.
+Time is that of whole steps, so updates that run beside the next step are paid there. Bytes are the kernel's count for the
+process (/proc/self/io), memory is VmHWM of the whole run, loading included; `during steps` is its peak after loading. The
+drive alone is measured in every round too: large writes and reads in memory on huge pages, with the same I/O engine.
+
+  python benchmarks/step.py --deepspeed-python /path/to/its/python --json benchmarks/results/step.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import itertools
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+MODELS = {"98M": (12, 768), "316M": (24, 1024)}
+"""Layers and width."""
+BUDGETS = {"98M": ("64MiB", "320MiB"), "316M": ("96MiB", "800MiB")}
+"""gpu_memory and cpu_memory of infinity-nvme."""
+WAYS = ("plain", "deepspeed-cpu", "deepspeed-nvme", "infinity-memory", "infinity-cpu", "infinity-nvme")
+VOCABULARY, BATCH, SEQUENCE, CLIP = 8192, 2, 256, 1.0
+ADAM = {"lr": 1e-4, "weight_decay": 0.01}
+BANDWIDTH_BYTES = 512 << 20
+HOLD_S = 60
+
+# ---- In the child ----
+
+
+def status(*names: str) -> list[float]:
+    """Values of /proc/self/status in MiB."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return [int(lines[name].split()[0]) / 1024 if name in lines else 0.0 for name in names]
+
+
+def moved() -> tuple[int, int]:
+    """Bytes that this process read from and wrote to block devices."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
+def config_of(model: str) -> Any:
+    from transformers import LlamaConfig
+
+    layers, width = MODELS[model]
+    return LlamaConfig(
+        hidden_size=width, intermediate_size=width * 8 // 3 // 64 * 64, num_hidden_layers=layers, num_attention_heads=width // 64,
+        num_key_value_heads=width // 64, vocab_size=VOCABULARY, tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+
+
+def batch(step: int) -> dict[str, Any]:
+    import torch
+
+    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(100 + step))
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def fill(named: Any, weights: Path, whole: Callable[[Any], Any] = nullcontext) -> None:
+    """Copy the weights into the parameters of a model, one after the other."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(str(weights), framework="pt") as file, torch.no_grad():
+        for name, parameter in named:
+            with whole(parameter):
+                parameter.data.copy_(file.get_tensor(name))
+
+
+class Plain:
+    """Masters, moments and bf16 parameters in memory."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+        from transformers import LlamaForCausalLM
+
+        self._model = LlamaForCausalLM(config_of(options.model))
+        for parameter in self._model.parameters():  # not the buffers, as .to() would: rotary frequencies stay in fp32
+            parameter.data = parameter.data.to(torch.bfloat16)
+        fill(self._model.named_parameters(), options.weights)
+        self._parameters = list(self._model.parameters())
+        self._masters = [p.detach().float().requires_grad_(True) for p in self._parameters]
+        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **ADAM)
+        self.count = sum(p.numel() for p in self._parameters)
+
+    def forward(self, values: dict[str, Any]) -> Any:
+        return self._model(**values).loss
+
+    def backward(self, loss: Any) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        import torch
+
+        for master, parameter in zip(self._masters, self._parameters, strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(self._masters, CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        with torch.no_grad():
+            for master, parameter in zip(self._masters, self._parameters, strict=True):
+                parameter.copy_(master)
+
+    def close(self) -> dict[str, Any]:
+        return {}
+
+
+class DeepSpeed:
+    """ZeRO-3 on one rank."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import deepspeed
+        from transformers import LlamaForCausalLM
+
+        device = options.child.removeprefix("deepspeed-")
+        place: dict[str, Any] = {"device": device, "pin_memory": True}
+        pipeline: dict[str, Any] = {}
+        if device == "nvme":
+            place["nvme_path"] = str(options.nvme)
+            pipeline = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 16}
+        settings = {
+            "train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": 1, "gradient_clipping": CLIP,
+            "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": ADAM},
+            "zero_optimization": {
+                "stage": 3, "sub_group_size": 20_000_000, "stage3_param_persistence_threshold": 10_000,
+                "offload_optimizer": place | pipeline,
+                "offload_param": place | {"buffer_count": 8, "buffer_size": 20_000_000, "max_in_cpu": 1_000_000_000},
+            },
+            "aio": {
+                "block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "single_submit": False,
+                "overlap_events": True,
+            },
+        }  # fmt: skip
+        deepspeed.init_distributed("gloo")
+        with deepspeed.zero.Init(config_dict_or_path=settings):
+            model = LlamaForCausalLM(config_of(options.model))
+        fill(model.named_parameters(), options.weights, lambda p: deepspeed.zero.GatheredParameters(p, modifier_rank=0))
+        self.count = sum(p.ds_numel for p in model.parameters())
+        self._engine, *_ = deepspeed.initialize(model=model, config=settings)
+
+    def forward(self, values: dict[str, Any]) -> Any:
+        return self._engine(**values).loss
+
+    def backward(self, loss: Any) -> None:
+        self._engine.backward(loss)
+
+    def update(self) -> None:
+        self._engine.step()
+
+    def close(self) -> dict[str, Any]:
+        return {}
+
+
+class Infinity:
+    """The engine under test."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from transformers import LlamaForCausalLM
+
+        import infinity
+
+        states = ("parameters", "gradients", "optimizer")
+        placement: dict[str, Any] = {
+            "infinity-memory": dict.fromkeys(states, "gpu") | {"gpu_memory": "8GiB"},
+            "infinity-cpu": dict.fromkeys(states, "cpu"),
+            "infinity-nvme": {"nvme": options.nvme},
+        }[options.child]
+        gpu, cpu = BUDGETS[options.model]
+        budgets = {"gpu_memory": gpu, "cpu_memory": cpu if options.child == "infinity-nvme" else "8GiB"}
+        with infinity.init():
+            model = LlamaForCausalLM(config_of(options.model))
+        config = infinity.Config(precision="bf16", device="cpu", update=options.update, **(budgets | placement))
+        self._model = infinity.wrap(model, config, weights=options.weights)
+        self._engine = infinity.engine(self._model)
+        self._optimizer = infinity.AdamW(self._model.parameters(), max_grad_norm=CLIP, **ADAM)
+        self.count = sum(p.numel() for p in self._model.parameters())
+
+    def forward(self, values: dict[str, Any]) -> Any:
+        return self._model(**values).loss
+
+    def backward(self, loss: Any) -> None:
+        loss.backward()
+
+    def update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def close(self) -> dict[str, Any]:
+        report = self._engine.report()
+        planned = report.planned_read_per_parameter, report.planned_written_per_parameter
+        self._engine.close()
+        return {"planned_per_parameter": planned, "seconds": report.seconds, "tiers_MiB": mebibytes(report.peaks)}
+
+
+def mebibytes(values: dict[str, int]) -> dict[str, float]:
+    return {name: round(value / (1 << 20), 1) for name, value in values.items()}
+
+
+def train(options: argparse.Namespace) -> dict[str, Any]:
+    """One run of one way."""
+    import torch
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    way = {"plain": Plain, "deepspeed": DeepSpeed, "infinity": Infinity}[options.child.partition("-")[0]]
+    if way is DeepSpeed:
+        import deepspeed  # noqa: F401
+    elif way is Infinity:
+        import infinity  # noqa: F401
+    torch.set_num_threads(options.threads)
+    (base,) = status("VmRSS")
+    torch.manual_seed(0)
+    run = way(options)
+    (whole,) = status("VmHWM")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident
+    losses, rows, used = [], [], resource.getrusage(resource.RUSAGE_SELF)
+    for step in range(options.steps):
+        values, before, times = batch(step), moved(), [time.perf_counter()]
+        loss = run.forward(values)
+        times.append(time.perf_counter())
+        run.backward(loss)
+        times.append(time.perf_counter())
+        run.update()
+        times.append(time.perf_counter())
+        losses.append(float(loss.detach()))
+        del loss
+        parts = [end - begin for begin, end in itertools.pairwise(times)]
+        rows.append((times[-1] - times[0], *parts, *(now - then for now, then in zip(moved(), before, strict=True))))
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    steady, locked, pinned = status("VmHWM", "VmLck", "VmPin")
+    # Whole pieces on the drive, whatever the files' lengths say.
+    disk = sum((Path(d) / f).stat().st_blocks * 512 for d, _, files in os.walk(options.nvme) for f in files)
+    columns = [list(column) for column in zip(*rows[options.discard :], strict=True)]
+    step_s, forward_s, backward_s, update_s, read, written = columns
+    facts = {
+        "parameters": run.count, "step_s": step_s, "forward_s": forward_s, "backward_s": backward_s, "update_s": update_s,
+        "read_per_parameter": statistics.mean(read) / run.count, "written_per_parameter": statistics.mean(written) / run.count,
+        "disk_per_parameter": disk / run.count, "base_MiB": base, "peak_MiB": max(whole, steady), "peak_during_steps_MiB": steady,
+        "locked_MiB": locked + pinned, "system_s_per_step": (after.ru_stime - used.ru_stime) / options.steps,
+        "cpu_s_per_step": (after.ru_utime - used.ru_utime + after.ru_stime - used.ru_stime) / options.steps, "losses": losses,
+    }  # fmt: skip
+    return facts | run.close()
+
+
+def bandwidth(options: argparse.Namespace) -> dict[str, Any]:
+    """GB/s of the drive alone: large writes, then reads, in touched memory."""
+    import torch
+
+    from infinity import nvme
+
+    tensors = list(nvme.empty(BANDWIDTH_BYTES, dtype=torch.uint8).split(16 << 20))
+    items = [(tensor, options.nvme / f"piece-{i:03}") for i, tensor in enumerate(tensors)]
+    result: dict[str, list[float]] = {"write_GBps": [], "read_GBps": []}
+    for _ in range(3):
+        for name, work in (("write_GBps", nvme.write_many), ("read_GBps", nvme.read_many)):
+            start = time.perf_counter()
+            work(items)
+            result[name].append(BANDWIDTH_BYTES / 1e9 / (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in result.items()}
+
+
+def write_weights(options: argparse.Namespace) -> dict[str, Any]:
+    """The first values of the model's parameters, in a file."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config_of(options.model)).to(torch.bfloat16)
+    save_file({name: p.detach() for name, p in model.named_parameters()}, str(options.weights))
+    return {"parameters": sum(p.numel() for p in model.parameters()), "torch": torch.__version__}
+
+
+def build(options: argparse.Namespace) -> dict[str, Any]:
+    """Have DeepSpeed compile its operators, which takes minutes the first time."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+
+    for builder in (AsyncIOBuilder, CPUAdamBuilder):
+        builder().load(verbose=False)
+    return {}
+
+
+# ---- In the parent ----
+
+
+class Turn:
+    """Holds `path` exclusively while children run, for `HOLD_S` seconds and the child under way, where others measure, too."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = None if path is None else path.open("a")
+        self._since: float | None = None
+
+    def take(self) -> None:
+        if self._file is not None and self._since is None:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._since = time.monotonic()
+
+    def end(self, at_once: bool = False) -> None:
+        if self._file is not None and self._since is not None and (at_once or time.monotonic() - self._since > HOLD_S):
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._since = None
+
+
+def child(options: argparse.Namespace, turn: Turn, way: str, model: str, weights: Path) -> dict[str, Any]:
+    """Run one child and return what it says."""
+    python = str(options.deepspeed_python) if way == "build" or way.startswith("deepspeed") else sys.executable
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1",
+        "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(options.threads), "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(dir=options.nvme, prefix="infinity-step-") as folder:
+        command = [
+            python, __file__, "--child", way, "--model", model, "--weights", str(weights), "--nvme", folder,
+            "--steps", str(options.steps), "--discard", str(options.discard), "--threads", str(options.threads),
+            "--update", options.update,
+        ]  # fmt: skip
+        if way != "build":
+            turn.take()
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        turn.end()
+    if done.returncode != 0:
+        raise SystemExit(f"{way} with {model} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def middle(values: list[float]) -> list[float]:
+    """Median, least and most."""
+    return [round(f(values), 4) for f in (statistics.median, min, max)]
+
+
+def drive_alone(run: dict[str, Any], speeds: dict[str, float]) -> float:
+    """Seconds that the drive would need for a step's bytes, first reading and then writing."""
+    ns = run["read_per_parameter"] / speeds["read_GBps"] + run["written_per_parameter"] / speeds["write_GBps"]
+    return run["parameters"] * ns / 1e9
+
+
+def summary(runs: dict[str, list[dict[str, Any]]], drive: list[dict[str, float]]) -> dict[str, Any]:
+    """Per way: medians over rounds of what each round's steps had as their median, with the least and the most."""
+
+    def steps(way: str, key: str = "step_s") -> list[float]:
+        return [statistics.median(run[key]) for run in runs[way]]
+
+    result: dict[str, Any] = {}
+    for way, mine in runs.items():
+        row: dict[str, Any] = {key: middle(steps(way, key)) for key in ("step_s", "forward_s", "backward_s", "update_s")}
+        for other in ("plain", "deepspeed-cpu", "deepspeed-nvme"):
+            if other in runs:
+                row[f"step_over_{other}"] = middle([a / b for a, b in zip(steps(way), steps(other), strict=True)])
+        for key in ("peak_MiB", "peak_during_steps_MiB", "base_MiB", "locked_MiB", "disk_per_parameter", "read_per_parameter",
+                    "written_per_parameter", "cpu_s_per_step", "system_s_per_step"):  # fmt: skip
+            row[key] = round(statistics.median(run[key] for run in mine), 2)
+        row["over_base_MiB"] = round(statistics.median(run["peak_MiB"] - run["base_MiB"] for run in mine), 2)
+        row |= {key: mine[-1][key] for key in ("planned_per_parameter", "seconds", "tiers_MiB") if key in mine[-1]}
+        row["losses"] = mine[0]["losses"]
+        if "plain" in runs:
+            pairs = zip(mine[0]["losses"], runs["plain"][0]["losses"], strict=True)
+            row["loss_differs_from_plain_by"] = max(abs(a - b) / b for a, b in pairs)
+        if mine[0]["read_per_parameter"] + mine[0]["written_per_parameter"] > 1:
+            row["drive_alone_s"] = middle([drive_alone(run, speeds) for run, speeds in zip(mine, drive, strict=True)])
+        result[way] = row
+    return result
+
+
+def show(model: str, facts: dict[str, Any]) -> None:
+    """The table of one model."""
+    from rich.console import Console
+    from rich.table import Table
+
+    ways = facts["ways"]
+    table = Table(title=f"{model}: {facts['parameters'] / 1e6:.1f}M parameters, {facts['rounds']} rounds; median (least, most)")
+    table.add_column("")
+    for way in ways:
+        table.add_column(way, justify="right")
+
+    def line(title: str, key: str, text: Callable[[Any], str]) -> None:
+        if any(key in row for row in ways.values()):
+            table.add_row(title, *(text(row[key]) if key in row else "" for row in ways.values()))
+
+    def spread(values: list[float]) -> str:
+        return "{:.2f} ({:.2f}, {:.2f})".format(*values)
+
+    def whole(value: float) -> str:
+        return f"{value:.0f}"
+
+    def exact(value: float) -> str:
+        return f"{value:.2f}"
+
+    line("step, s", "step_s", spread)
+    line("  forward, s", "forward_s", spread)
+    line("  backward, s", "backward_s", spread)
+    line("  update, s", "update_s", spread)
+    line("step / plain", "step_over_plain", spread)
+    line("step / deepspeed-cpu", "step_over_deepspeed-cpu", spread)
+    line("step / deepspeed-nvme", "step_over_deepspeed-nvme", spread)
+    line("its I/O on the drive alone, s", "drive_alone_s", spread)
+    line("peak resident, MiB", "peak_MiB", whole)
+    line("  over the imports", "over_base_MiB", whole)
+    line("  during steps", "peak_during_steps_MiB", whole)
+    line("CPU seconds per step", "cpu_s_per_step", exact)
+    line("locked, MiB", "locked_MiB", whole)
+    line("read, bytes per parameter and step", "read_per_parameter", exact)
+    line("written", "written_per_parameter", exact)
+    line("on disk, bytes per parameter", "disk_per_parameter", exact)
+    line("first loss", "losses", lambda losses: f"{losses[0]:.4f}")
+    line("last loss", "losses", lambda losses: f"{losses[-1]:.4f}")
+    line("losses differ from plain by at most", "loss_differs_from_plain_by", lambda value: f"{value:.1e}")
+    Console(width=170).print(table)
+    print("drive alone: {read_GBps[0]:.2f} GB/s reading, {write_GBps[0]:.2f} writing".format(**facts["drive"]))
+
+
+def machine(options: argparse.Namespace) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    import infinity
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpus = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    stat = subprocess.run(["stat", "-f", "-c", "%T", str(options.nvme or tempfile.gettempdir())], capture_output=True, text=True)
+    facts = {
+        "cpu": cpus[0] if cpus else platform.processor(), "cpus": len(os.sched_getaffinity(0)), "threads": options.threads,
+        "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
+        "kernel": platform.release(),
+        "file_system": stat.stdout.strip(), "python": platform.python_version(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "infinity": getattr(infinity, "__version__", ""),
+    }  # fmt: skip
+    if options.deepspeed_python:
+        code = "import importlib.metadata as m; print(m.version('deepspeed'), m.version('torch'))"
+        found = subprocess.run([str(options.deepspeed_python), "-c", code], capture_output=True, text=True, check=True)
+        facts["deepspeed"], facts["deepspeed's torch"] = found.stdout.split()
+    return facts
+
+
+def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
+    """All rounds of one model."""
+    turn = Turn(options.lock)
+    with tempfile.TemporaryDirectory(dir=options.nvme, prefix="infinity-weights-") as folder:
+        weights = Path(folder) / "model.safetensors"
+        if any(way.startswith("deepspeed") for way in options.ways):
+            child(options, turn, "build", model, weights)
+        count = child(options, turn, "weights", model, weights)["parameters"]
+        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
+        drive = []
+        for number in range(options.rounds):
+            drive.append(child(options, turn, "bandwidth", model, weights))
+            for way in random.Random(number).sample(options.ways, len(options.ways)):
+                runs[way].append(child(options, turn, way, model, weights))
+                last = runs[way][-1]
+                print(
+                    f"{model} round {number + 1} {way}: {statistics.median(last['step_s']):.2f} s, {last['peak_MiB']:.0f} MiB",
+                    file=sys.stderr,
+                )
+    turn.end(at_once=True)
+    speeds = {name: middle([d[name] for d in drive]) for name in drive[0]}
+    facts = {"parameters": count, "rounds": options.rounds, "steps": options.steps, "discarded": options.discard, "drive": speeds}
+    return facts | {"ways": summary(runs, drive)}
+
+
+def main() -> None:
+    """Measure and print; a child measures one run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--deepspeed-python", type=Path, help="a python that has DeepSpeed; without it those ways are left out")
+    parser.add_argument("--nvme", type=Path, help="directory on the drive (default: the one for temporary files)")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch")
+    parser.add_argument("--update", default="auto", choices=["auto", "speculative", "exact", "plain"], help="of infinity")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--discard", type=int, default=2, help="steps at the start of each run that are not counted")
+    parser.add_argument("--lock", type=Path, help="a file to hold exclusively while a child runs")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        work = {"weights": write_weights, "bandwidth": bandwidth, "build": build}.get(options.child, train)
+        result = work(options)
+        print(json.dumps(result), flush=True)
+        return
+    if options.deepspeed_python is None:
+        options.ways = [way for way in options.ways if not way.startswith("deepspeed")]
+    facts: dict[str, Any] = {"machine": machine(options), "models": {}}
+    for model in options.models:
+        facts["models"][model] = measure(options, model)
+        show(model, facts["models"][model])
+        if options.json:
+            options.json.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
