@@ -44,7 +44,7 @@ template <class V>
 constexpr std::size_t kRegs = kGroup / V::width;  // registers in a group
 
 template <class To, class From>
-To bit_cast(From from) {
+INFINITY_INLINE To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
   std::memcpy(&to, &from, sizeof to);
@@ -52,35 +52,40 @@ To bit_cast(From from) {
 }
 
 template <class V>
-typename V::Bits bits_of(typename V::Reg x) {
+INFINITY_INLINE typename V::Bits bits_of(typename V::Reg x) {
   return bit_cast<typename V::Bits>(x);
 }
 
 template <class V>
-typename V::Reg magnitude(typename V::Reg x) {
+INFINITY_INLINE typename V::Reg magnitude(typename V::Reg x) {
   return bit_cast<typename V::Reg>(bits_of<V>(x) & 0x7fffffffu);
 }
 
 template <class V>
-typename V::Reg canonical(typename V::Reg x) {
+INFINITY_INLINE typename V::Bits to_bf16(typename V::Reg x) {  // convert.h, [Note: split]
+  return (bits_of<V>(x) + 0x8000u) >> 16;
+}
+
+template <class V>
+INFINITY_INLINE typename V::Reg canonical(typename V::Reg x) {
   return x == x ? x : V::all(from_bits(kCanonicalNan));
 }
 
 template <class V>
-typename V::Reg least(typename V::Reg x, float bound) {
+INFINITY_INLINE typename V::Reg least(typename V::Reg x, float bound) {
   return x < bound ? x : V::all(bound);
 }
 
 // 16 random bits as a number between 0 and 1, neither included: exact.
 template <class V>
-typename V::Reg unit(typename V::Bits noise) {
+INFINITY_INLINE typename V::Reg unit(typename V::Bits noise) {
   return (V::to_float(bit_cast<typename V::Ints>(noise & 0xffffu)) + 0.5f) * 0x1p-16f;
 }
 
 template <class V, Format format, Moment moment>
-void load(const Moments& from, std::size_t i, typename V::Reg (&x)[kRegs<V>]) {
+INFINITY_INLINE void load(const Moments& from, std::size_t i, typename V::Reg (&x)[kRegs<V>]) {
   using Ints = typename V::Ints;
-  for (std::size_t k = 0; k < kRegs<V>; ++k, i += V::width) {
+  INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k, i += V::width) {
     if constexpr (format == Format::fp32) {
       x[k] = V::load(floats(from) + i);
     } else if constexpr (format == Format::bf16) {
@@ -98,18 +103,18 @@ void load(const Moments& from, std::size_t i, typename V::Reg (&x)[kRegs<V>]) {
 
 // The greatest of the group's bit patterns: of magnitudes, or of a second moment, where every negative number and NaN is above infinity.
 template <class V>
-std::uint32_t greatest(const typename V::Bits (&bits)[kRegs<V>]) {
+INFINITY_INLINE std::uint32_t greatest(const typename V::Bits (&bits)[kRegs<V>]) {
   auto most = bits[0];
-  for (std::size_t k = 1; k < kRegs<V>; ++k) most = most > bits[k] ? most : bits[k];
+  INFINITY_UNROLL for (std::size_t k = 1; k < kRegs<V>; ++k) most = most > bits[k] ? most : bits[k];
   return V::max(most);
 }
 
 template <class V, Moment moment>
-void store_int8(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>], const typename V::Bits (&noise)[kRegs<V>]) {
+INFINITY_INLINE void store_int8(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>], const typename V::Bits (&noise)[kRegs<V>]) {
   using Reg = typename V::Reg;
   using Ints = typename V::Ints;
   typename V::Bits bits[kRegs<V>];
-  for (std::size_t k = 0; k < kRegs<V>; ++k) {
+  INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {
     bits[k] = moment == Moment::first ? bits_of<V>(magnitude<V>(x[k])) : bits_of<V>(x[k] + 0.0f);  // -0 + 0 is 0
   }
   const std::uint32_t most = greatest<V>(bits);
@@ -123,7 +128,7 @@ void store_int8(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRe
   to.scales[i / kGroup] = scale;
   const float inverse = (moment == Moment::first ? 1.0f : 65025.0f) / scale;
   const Ints zero{}, one = zero + 1;
-  for (std::size_t k = 0; k < kRegs<V>; ++k, i += V::width) {
+  INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k, i += V::width) {
     const Reg u = unit<V>(noise[k]);
     if constexpr (moment == Moment::first) {
       const Reg a = least<V>(magnitude<V>(x[k]) * inverse, 1.0f);
@@ -147,11 +152,11 @@ void store_int8(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRe
 
 // `noise`: 16 random bits for each element; kNearest for all of them rounds to nearest.
 template <class V, Format format, Moment moment>
-void store(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>], const typename V::Bits (&noise)[kRegs<V>]) {
+INFINITY_INLINE void store(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>], const typename V::Bits (&noise)[kRegs<V>]) {
   if constexpr (format == Format::int8) {
     store_int8<V, moment>(to, i, x, noise);
   } else {
-    for (std::size_t k = 0; k < kRegs<V>; ++k, i += V::width) {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k, i += V::width) {
       const auto value = canonical<V>(x[k]);
       if constexpr (format == Format::fp32) {
         V::store(floats(to) + i, value);
