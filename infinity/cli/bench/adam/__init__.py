@@ -1,4 +1,4 @@
 """`infinity bench adam`: how near the optimizer kernels come to what memory gives, and how they stand beside their peers.
 
-`measure` takes the times, `table` and `page` show them, `command` is the command.
+`measure` takes the times, `show` shows them, `command` is the command.
 """

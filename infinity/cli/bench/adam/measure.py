@@ -66,8 +66,8 @@ CASES = (
     Formats("fp32", "fp32", "fp32", "none", "fp32"),
     Formats("bf16, fp32 master", "bf16", "bf16", "fp32", "fp32"),
     Formats("bf16, split master", "bf16", "bf16", "split", "fp32"),
-    Formats("bf16, split, bf16 moments", "bf16", "bf16", "split", "bf16"),
-    Formats("bf16, split, int8 moments", "bf16", "bf16", "split", "int8"),
+    Formats("split, bf16 moments", "bf16", "bf16", "split", "bf16"),
+    Formats("split, int8 moments", "bf16", "bf16", "split", "int8"),
 )
 
 
