@@ -286,6 +286,14 @@ def test_noise_belongs_to_the_element_and_not_to_the_chunk(isa: str, moments: st
     assert other.bits()["param"] == whole["param"]  # noise is in what is kept, not in the step
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_position_means_nothing_without_noise(isa: str) -> None:
+    chunk = random_chunk(Case(param="bf16", master="fp32"), 300)
+    expected = chunk.clone().update().bits()
+    chunk.position = 2**32 - 5
+    assert chunk.update(isa).bits() == expected
+
+
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize(("param", "master"), MASTERS)
 @pytest.mark.parametrize("isa", ISAS)

@@ -53,9 +53,15 @@ Moments locate(void* block, Format format, std::size_t at) {
   return {offset(superblock, at % kSuperblock), static_cast<float*>(offset(superblock, kSuperblock)) + at % kSuperblock / kGroup};
 }
 
-// The most elements from `at` that lie in one piece.
+// The most of n elements from `at` that lie in one piece.
 std::size_t piece(Format format, std::size_t at, std::size_t n) {
   return format == Format::int8 ? std::min(n, kSuperblock - at % kSuperblock) : n;
+}
+
+// The most of n elements from `number` whose numbers have the same upper half, where noise is asked for.
+std::size_t same_noise(Format format, std::uint64_t number, std::size_t n) {
+  if (format == Format::fp32) return n;
+  return static_cast<std::size_t>(std::min<std::uint64_t>(n, (std::uint64_t{1} << 32) - (number & 0xffffffff)));
 }
 
 // One call of `update`: what is the same for all its ranges.
@@ -68,8 +74,7 @@ struct Work {
   void range(std::size_t begin, std::size_t end) const {
     while (begin < end) {
       const std::uint64_t number = chunk.position + begin;
-      std::size_t n = piece(chunk.moments, begin, end - begin);
-      n = static_cast<std::size_t>(std::min<std::uint64_t>(n, (std::uint64_t{1} << 32) - (number & 0xffffffff)));
+      const std::size_t n = same_noise(chunk.moments, number, piece(chunk.moments, begin, end - begin));
       Run run{offset(chunk.grad, begin * bytes_of(chunk.grad_dtype)), chunk.grad_dtype,
               offset(chunk.param, begin * bytes_of(chunk.param_dtype)), chunk.param_dtype,
               offset(chunk.master, begin * bytes_of(chunk.master_format)), chunk.master_format,

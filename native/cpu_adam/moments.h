@@ -6,9 +6,9 @@
 // size and the step divides one by the other, so that relative errors count:
 //   first:  s = max |m|,      m = +-s (c/127)^2,   c in -127..127
 //   second: s = max sqrt(v),  sqrt(v) = s (c/255)^2,   c in 0..255
-// FlashOptim (arXiv 2602.23349) has these bytes with softsign for m and sqrt(v) itself. In a simulation (EMAs of gradients whose sizes are
-// log-normal with sigma, beta2 = 0.999) the error of m in a step is 2.6, 5, 10% for sigma = 0.5, 1, 1.5, against 2.4, 10, 60% with softsign,
-// and that of sqrt(v) 6 and 9% for 0.5 and 1, against 6 and 14%.
+// FlashOptim (arXiv 2602.23349) has these bytes with softsign for m and sqrt(v) itself. In a simulation (EMAs of gradients whose sizes
+// are log-normal with sigma, beta2 = 0.999) the error of a step by m is 2.6, 5 and 10% for sigma = 0.5, 1 and 1.5, against 2.4, 10 and
+// 60% with softsign, and the error of sqrt(v) 6 and 9% for 0.5 and 1, against 6 and 14%.
 //
 // A code is rounded stochastically to one of its neighbours, with the probability that makes the DECODED value right on average. Round to
 // nearest would freeze the second moment: with beta2 = 0.999 it changes by less than half a code per step. When each gradient changes its
@@ -18,8 +18,6 @@
 // least 2^-58, whose code 1 is still an fp32. The least s of a first moment is 2^-112, so that 127^2/s is finite. A group with a
 // NaN, an infinity or (second) a negative number is NaN as a whole: its scale is, and its codes are zeros. Zero bytes are zeros.
 #pragma once
-
-#include <cmath>
 
 #include "convert.h"
 #include "cpu_adam.h"
@@ -111,7 +109,8 @@ INFINITY_INLINE std::uint32_t greatest(const typename V::Bits (&bits)[kRegs<V>])
 }
 
 template <class V, Moment moment>
-INFINITY_INLINE void store_int8(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>], const typename V::Bits (&noise)[kRegs<V>]) {
+INFINITY_INLINE void store_int8(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>],
+                                const typename V::Bits (&noise)[kRegs<V>]) {
   using Reg = typename V::Reg;
   using Ints = typename V::Ints;
   typename V::Bits bits[kRegs<V>];
@@ -125,7 +124,7 @@ INFINITY_INLINE void store_int8(const Moments& to, std::size_t i, const typename
     return;
   }
   constexpr float top = moment == Moment::first ? 127 : 255;
-  const float size = moment == Moment::first ? from_bits(most) : std::sqrt(from_bits(most));
+  const float size = moment == Moment::first ? from_bits(most) : __builtin_sqrtf(from_bits(most));
   const float smallest = moment == Moment::first ? kLeastFirst : kLeastSecond, scale = size < smallest ? smallest : size;
   to.scales[i / kGroup] = scale;
   const float inverse = top * top / scale;
@@ -147,7 +146,8 @@ INFINITY_INLINE void store_int8(const Moments& to, std::size_t i, const typename
 
 // `noise`: 16 random bits for each element; kNearest for all of them rounds to nearest.
 template <class V, Format format, Moment moment>
-INFINITY_INLINE void store(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>], const typename V::Bits (&noise)[kRegs<V>]) {
+INFINITY_INLINE void store(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>],
+                           const typename V::Bits (&noise)[kRegs<V>]) {
   if constexpr (format == Format::int8) {
     store_int8<V, moment>(to, i, x, noise);
   } else {
