@@ -36,6 +36,8 @@ bool detect(Isa isa) {
 }
 #endif
 
+constexpr std::size_t kGrain = 64;  // elements: whole groups, and two threads never write to one line of an aligned array
+
 std::size_t bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
 std::size_t bytes_of(Master format) { return format == Master::none ? 0 : format == Master::fp32 ? 4 : 2; }
 std::size_t bytes_of(Format format) { return format == Format::fp32 ? 4 : format == Format::bf16 ? 2 : 1; }
@@ -167,7 +169,6 @@ void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, c
   // A streaming store is of a whole cache line here: 32 bf16. They pay where the line is not read: with an fp32 master.
   const bool stream = chunk.master_format == Master::fp32 && (reinterpret_cast<std::uintptr_t>(chunk.param) + 2 * begin) % 64 == 0;
   const Work work{all.update[static_cast<int>(rule) + momentum][static_cast<int>(chunk.moments)], chunk, constants, stream};
-  constexpr std::size_t kGrain = 64;  // elements: whole groups, and two threads never write to one line of an aligned array
   pool.run(end - begin, kGrain, [&](std::size_t from, std::size_t to) { work.range(begin + from, begin + to); });
 }
 
@@ -249,6 +250,11 @@ double squared_norm(const void* values, Dtype dtype, std::size_t n, double carry
     for (std::size_t block = 0; block * kNormBlock < count; ++block) carry += sums[block];
   }
   return carry == carry ? carry : std::numeric_limits<double>::quiet_NaN();  // one NaN, as in convert.h [Note: NaN]
+}
+
+void in_place_update(float* a, const float* b, float* c, std::size_t n, Pool& pool) {
+  InPlaceKernel* const kernel = kernels(best_isa()).in_place;
+  pool.run(n, kGrain, [&](std::size_t begin, std::size_t end) { kernel(a + begin, b + begin, c + begin, end - begin); });
 }
 
 }  // namespace infinity::cpu_adam

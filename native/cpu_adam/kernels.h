@@ -27,12 +27,14 @@ using NormKernel = double(const void* values, Dtype dtype, std::size_t n);
 // Whole groups to and from fp32.
 using DecodeKernel = void(const Moments& from, float* to, std::size_t n);
 using EncodeKernel = void(const Moments& to, const float* from, std::size_t n);
+using InPlaceKernel = void(float* a, const float* b, float* c, std::size_t n);
 
 struct Kernels {
   UpdateKernel* update[kRules][kFormats];  // by rule (Rule, then sgd with momentum) and Format
   DecodeKernel* decode[kFormats][2];         // by Format and Moment
   EncodeKernel* encode[kFormats][2];
   NormKernel* norm_block;
+  InPlaceKernel* in_place;
 };
 
 NormKernel scalar_norm_block, avx2_norm_block;
