@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from infinity.errors import ConfigError
 
 
 def run(*arguments: object) -> Any:
-    return CliRunner(env={"COLUMNS": "80"}).invoke(app, ["bench", "adam", *map(str, arguments)])
+    return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["bench", "adam", *map(str, arguments)])
 
 
 def test_bytes_are_those_that_an_update_must_move() -> None:
@@ -33,7 +34,7 @@ def test_bytes_are_those_that_an_update_must_move() -> None:
 
 def test_ratios_are_of_one_round_each() -> None:
     def subject(name: str, nbytes: float, *seconds: float) -> Subject:
-        return Subject(name, nbytes, lambda: None, list(seconds))
+        return Subject(name, nbytes, lambda: None, lambda: None, list(seconds))
 
     ours = [subject(case.name, 28, 2.0, 4.0, 9.0) for case in CASES]
     loop, *updates, peer = rows([subject("loop", 20, 1.0, 2.0, 3.0), *ours, subject("peer", 28, 3.0, 4.0, 27.0)], 10)
@@ -45,29 +46,23 @@ def test_ratios_are_of_one_round_each() -> None:
     assert all("over_peers" not in row for row in (loop, *updates[1:], peer))
 
 
-def test_everyone_steps_in_every_round_and_the_order_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
+def test_everyone_steps_in_every_round_and_the_order_turns() -> None:
     bench = Bench(1 << 16, 2, peers=True)
+    order: list[str] = []
     try:
-        for name in ("_loop", "_ours", "_peer"):
-            made = getattr(bench, name)
-
-            def noted(*arguments: Any, made: Any = made) -> Subject:
-                subject: Subject = made(*arguments)
-                order.append(subject.name)
-                return subject
-
-            monkeypatch.setattr(bench, name, noted)
-        bench._makers[0] = bench._loop
-        subjects = bench.run(3, lambda text: None)
+        for subject in bench.subjects:
+            step = subject.step
+            subject.fill = partial(order.append, subject.name)
+            subject.step = lambda step=step: (order.append("step"), step())  # type: ignore[misc]
+        names = [subject.name for subject in bench.subjects]
+        bench.run(3, lambda text: None)
+        assert all(len(subject.seconds) == 3 for subject in bench.subjects)
     finally:
         bench.close()
-    names = [subject.name for subject in subjects]
     assert names[:6] == ["in-place loop", *(case.name for case in CASES)]
-    assert names[6:] == bench.peers
-    assert "torch fused AdamW" in bench.peers
-    assert all(len(subject.seconds) == 3 for subject in subjects)
-    assert [order[number : number + len(names)] for number in (0, len(names))] == [names, names[1:] + names[:1]]
+    assert "torch fused AdamW" in names[6:]
+    turns = [names[number:] + names[:number] for number in range(3)]
+    assert order == [text for turn in turns for name in turn for text in (name, "step", "step")]
 
 
 def test_the_command_prints_a_table_and_writes_json_and_a_page(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,31 +74,16 @@ CASES = (
 
 @dataclass
 class Subject:
-    """Somebody who takes one step over all parameters; `seconds` holds one time per round."""
+    """Somebody who takes one step over all parameters, after `fill` made the memory that all share its own again.
+
+    `seconds` holds one time per round.
+    """
 
     name: str
     bytes_per_parameter: float
+    fill: Callable[[], None]
     step: Callable[[], None]
-    seconds: list[float]
-
-
-class Memory:
-    """One buffer on huge pages for whatever is measured next: pieces of it, from its beginning each time."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._memory = HostMemory(nbytes)
-
-    def pieces(self, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-        """uint8 tensors of `sizes` bytes, one after the other."""
-        pieces, at = {}, 0
-        for name, size in sizes.items():
-            pieces[name] = self._memory.tensor[at : at + size]
-            at += _aligned(size)
-        return pieces
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._memory.close()
+    seconds: list[float] = field(default_factory=list)
 
 
 def _aligned(nbytes: int) -> int:
@@ -120,21 +106,17 @@ class Bench:
             raise ConfigError(
                 f"{parameters} parameters need {self._most >> 20} MiB and {available >> 20} MiB are free; measure fewer"
             )
-        self._memory = Memory(self._most)
-        self._makers: list[Callable[[], Subject]] = [self._loop]
-        self._makers += [lambda case=case: self._ours(case) for case in CASES]  # type: ignore[misc]
-        self.peers: list[str] = []
+        self._memory = HostMemory(self._most)
+        self.subjects = [self._loop(), *map(self._ours, CASES)]
         if peers:
-            for name, optimizer in _peers():
-                self.peers.append(name)
-                self._makers.append(lambda name=name, optimizer=optimizer: self._peer(name, optimizer))  # type: ignore[misc]
+            self.subjects += [self._peer(name, make) for name, make in _peers()]
         self._threads_before = torch.get_num_threads()
         torch.set_num_threads(self.threads)  # the peers' threads
 
     def close(self) -> None:
         """Give back memory and threads."""
         torch.set_num_threads(self._threads_before)
-        self._makers.clear()
+        self.subjects.clear()
         self._pool = None
         self._memory.close()
 
@@ -144,24 +126,36 @@ class Bench:
             sizes[moment] = self._kernels.block_bytes(case.moments, self.parameters)
         return sizes
 
-    def _loop(self) -> Subject:
-        pieces = self._memory.pieces(dict.fromkeys("abc", 4 * self.parameters))
-        a, b, c = (pieces[name].data_ptr() for name in "abc")
-        return Subject(
-            "in-place loop", LOOP_BYTES, lambda: self._kernels.in_place_update(a, b, c, self.parameters, self._pool), []
-        )
-
-    def _filled(self, case: Formats) -> dict[str, torch.Tensor]:
-        pieces = self._memory.pieces(self._sizes(case))
-        for name, piece in pieces.items():
-            piece.zero_()
-            if name in ("grad", "param"):
-                piece.view(_DTYPES[case.grad if name == "grad" else case.param]).fill_(0.01)
+    def _pieces(self, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+        """uint8 tensors of `sizes` bytes from the beginning of the memory, one after the other."""
+        pieces, at = {}, 0
+        for name, size in sizes.items():
+            pieces[name] = self._memory.tensor[at : at + size]
+            at += _aligned(size)
         return pieces
 
+    def _loop(self) -> Subject:
+        pieces = self._pieces(dict.fromkeys("abc", 4 * self.parameters))
+        a, b, c = (pieces[name].data_ptr() for name in "abc")
+
+        def fill() -> None:
+            for piece in pieces.values():
+                piece.view(torch.float32).fill_(0.01)
+
+        def step() -> None:
+            self._kernels.in_place_update(a, b, c, self.parameters, self._pool)
+
+        return Subject("in-place loop", LOOP_BYTES, fill, step)
+
+    def _fill(self, case: Formats) -> None:
+        for name, piece in self._pieces(self._sizes(case)).items():
+            if name in ("grad", "param"):
+                piece.view(_DTYPES[case.grad if name == "grad" else case.param]).fill_(0.01)
+            else:
+                piece.zero_()
+
     def _ours(self, case: Formats) -> Subject:
-        pieces = self._filled(case)
-        at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in pieces.items()}
+        at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in self._pieces(self._sizes(case)).items()}
         isa = self._kernels.best_isa()
 
         def step() -> None:
@@ -170,33 +164,28 @@ class Bench:
                 case.moments, 0, self.parameters, position=0, key=1, isa=isa, pool=self._pool, **_STEP,
             )  # fmt: skip
 
-        return Subject(case.name, case.bytes_per_parameter, step, [])
+        return Subject(case.name, case.bytes_per_parameter, partial(self._fill, case), step)
 
     def _peer(self, name: str, make: Callable[[torch.nn.Parameter], Any]) -> Subject:
-        pieces = {key: piece.view(torch.float32) for key, piece in self._filled(CASES[0]).items() if piece.numel()}
+        pieces = {key: piece.view(torch.float32) for key, piece in self._pieces(self._sizes(CASES[0])).items() if piece.numel()}
         parameter = torch.nn.Parameter(pieces["param"])
         parameter.grad = pieces["grad"]
         optimizer = make(parameter)
         steps = torch.tensor(10.0) if name.startswith("torch") else 10
         optimizer.state[parameter] = {"step": steps, "exp_avg": pieces["first"], "exp_avg_sq": pieces["second"]}
-        return Subject(name, PEER_BYTES, optimizer.step, [])
+        return Subject(name, PEER_BYTES, partial(self._fill, CASES[0]), optimizer.step)
 
-    def run(self, rounds: int, say: Callable[[str], None]) -> list[Subject]:
-        """Everyone once per round, after one untimed step each time: the arrays of the one before lay in the same memory."""
-        subjects: dict[int, Subject] = {}
+    def run(self, rounds: int, say: Callable[[str], None]) -> None:
+        """Everyone once per round, after one untimed step each time."""
         for number in range(rounds):
             say(f"round {number + 1} of {rounds}, {self.parameters:,} parameters")
-            for index in _turned(len(self._makers), number):
-                subject = self._makers[index]()
+            turned = number % len(self.subjects)
+            for subject in self.subjects[turned:] + self.subjects[:turned]:
+                subject.fill()
                 subject.step()
                 start = time.perf_counter()
                 subject.step()
-                subjects.setdefault(index, subject).seconds.append(time.perf_counter() - start)
-        return [subjects[index] for index in sorted(subjects)]
-
-
-def _turned(count: int, by: int) -> Iterator[int]:
-    yield from ((number + by) % count for number in range(count))
+                subject.seconds.append(time.perf_counter() - start)
 
 
 def _peers() -> Iterator[tuple[str, Callable[[torch.nn.Parameter], Any]]]:
@@ -255,10 +244,11 @@ def measure(parameters: int, rounds: int, threads: int | None, peers: bool, say:
     """
     bench = Bench(parameters, threads, peers)
     try:
-        subjects = bench.run(rounds, say)
+        bench.run(rounds, say)
+        measured = rows(bench.subjects, parameters)
     finally:
         bench.close()
     return {
         "parameters_count": parameters, "rounds_count": rounds, "threads_count": bench.threads,
-        "instruction_set": native.cpu_adam().best_isa(), "rows": rows(subjects, parameters),
+        "instruction_set": native.cpu_adam().best_isa(), "rows": measured,
     }  # fmt: skip
