@@ -46,13 +46,6 @@ inline float from_fp16(std::uint16_t half) {
   return from_bits(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
 }
 
-// [Note: split] With M the bits of an fp32 master, the bf16 parameter is P = (M + 0x8000) >> 16, M rounded to nearest with ties AWAY from
-// zero, and low = M - (P << 16) as a signed 16-bit number; M = (P << 16) + low. With ties to even, an even P would stand for the
-// 65537 values of M from -0x8000 to +0x8000 around it, one more than 16 bits can tell apart. So that all formats of the master give the
-// same parameters bit for bit, bf16 parameters are rounded this way everywhere. fp16 has no split and stays with ties to even.
-// low == 0 is the parameter, widened: a master that was never written reads as zeros.
-inline std::uint16_t to_bf16(float value) { return static_cast<std::uint16_t>((to_bits(value) + 0x8000) >> 16); }
-
 inline std::uint16_t to_fp16(float value) {  // nearest, ties to even
   const std::uint32_t bits = to_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   std::uint32_t half;

@@ -17,7 +17,7 @@ enum class Rule { adam, adagrad, lion, sgd };
 // Where the fp32 value of a parameter is kept between steps.
 //   none   the parameter is fp32 and is it
 //   fp32   4 bytes beside a bf16 or fp16 parameter, which is written and never read
-//   split  2 bytes beside a bf16 parameter: what the parameter lacks (convert.h, [Note: split])
+//   split  2 bytes beside a bf16 parameter: what the parameter lacks (update.h, [Note: split])
 enum class Master { none, fp32, split };
 
 // How moments are kept: 4, 2 or 1.125 bytes each; moments.h. The second one is never negative.

@@ -31,7 +31,7 @@ using InPlaceKernel = void(float* a, const float* b, float* c, std::size_t n);
 
 struct Kernels {
   UpdateKernel* update[kRules][kFormats];  // by rule (Rule, then sgd with momentum) and Format
-  DecodeKernel* decode[kFormats][2];         // by Format and Moment
+  DecodeKernel* decode[kFormats][2];       // by Format and Moment
   EncodeKernel* encode[kFormats][2];
   NormKernel* norm_block;
   InPlaceKernel* in_place;

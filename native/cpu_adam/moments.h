@@ -61,11 +61,6 @@ INFINITY_INLINE typename V::Reg magnitude(typename V::Reg x) {
 }
 
 template <class V>
-INFINITY_INLINE typename V::Bits to_bf16(typename V::Reg x) {  // convert.h, [Note: split]
-  return (bits_of<V>(x) + 0x8000u) >> 16;
-}
-
-template <class V>
 INFINITY_INLINE typename V::Reg canonical(typename V::Reg x) {
   return x == x ? x : V::all(from_bits(kCanonicalNan));
 }

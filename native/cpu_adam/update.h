@@ -46,6 +46,16 @@ INFINITY_INLINE void load_masters(const Run& run, std::size_t i, typename V::Reg
   }
 }
 
+// [Note: split] With M the bits of an fp32 master, the bf16 parameter is P = (M + 0x8000) >> 16, M rounded to nearest with ties AWAY from
+// zero, and low = M - (P << 16) as a signed 16-bit number; M = (P << 16) + low. With ties to even, an even P would stand for the
+// 65537 values of M from -0x8000 to +0x8000 around it, one more than 16 bits can tell apart. So that all formats of the master give the
+// same parameters bit for bit, bf16 parameters are rounded this way everywhere. fp16 has no split and stays with ties to even.
+// low == 0 is the parameter, widened: a master that was never written reads as zeros.
+template <class V>
+INFINITY_INLINE typename V::Bits to_bf16(typename V::Reg x) {
+  return (bits_of<V>(x) + 0x8000u) >> 16;
+}
+
 template <class V>
 INFINITY_INLINE void store_masters(const Run& run, std::size_t i, const typename V::Reg (&w)[kRegs<V>]) {
   if (run.master_format != Master::split) {

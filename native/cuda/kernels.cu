@@ -29,7 +29,7 @@ __device__ void store(float* to, float x) { *to = canonical(x); }
 __device__ void store(__half* to, float x) { *to = x == x ? __float2half_rn(x) : __ushort_as_half(0x7e00); }
 __device__ void store(__nv_bfloat16* to, float x) { *to = x == x ? __float2bfloat16_rn(x) : __ushort_as_bfloat16(0x7fc0); }
 
-// A parameter from its master: bf16 rounds ties away from zero (convert.h, [Note: split]), where a gradient's sum is rounded as torch's.
+// A parameter from its master: bf16 rounds ties away from zero (update.h, [Note: split]), where a gradient's sum is rounded as torch's.
 template <typename T>
 __device__ void store_param(T* to, float x) {
   store(to, x);
