@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from infinity.cli.bench.adam.command import adam
 from infinity.cli.bench.command import bench
 from infinity.cli.doctor import doctor, installed_version
 from infinity.cli.finetune import finetune
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(finetune)
 app.command()(doctor)
 app.command()(gc)
+bench.command()(adam)
 app.add_typer(bench)
 
 

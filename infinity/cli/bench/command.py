@@ -58,7 +58,8 @@ class _Command(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-def _count(value: Any) -> int:
+def parse_count(value: Any) -> int:
+    """The parser of options that take a number of parameters."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\d+)?)([KMBT]?)", str(value).strip())
     if match is None or float(match[1]) < 1:
         raise typer.BadParameter(f"{value!r} is not a number of parameters; write for example 100M, 7B or 7000000000")
@@ -112,7 +113,7 @@ TensorBytes = Annotated[int, _size("--tensor-bytes", text="A tensor of many-tens
 Parameters = Annotated[
     int,
     typer.Option(
-        parser=_count, metavar="COUNT", show_default="7B", help="The model of replay: 16 bytes read, 14 written each.",
+        parser=parse_count, metavar="COUNT", show_default="7B", help="The model of replay: 16 bytes read, 14 written each.",
         rich_help_panel=_WHAT,
     ),
 ]  # fmt: skip

@@ -1,0 +1,69 @@
+"""`infinity bench adam`: the command and its options."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from infinity.cli.bench.command import parse_count
+from infinity.cli.failure import plain_failures, require_extras
+from infinity.cli.options import Debug
+from infinity.cli.output import write_file
+
+Parameters = Annotated[
+    list[int] | None,
+    typer.Option(
+        parser=parse_count, metavar="COUNT", show_default="100M", help="How many are updated; several for several sizes."
+    ),
+]
+Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians count.")]
+Threads = Annotated[int | None, typer.Option(min=1, show_default="every CPU", help="Threads, of the peers too.")]
+Peers = Annotated[bool, typer.Option(help="Measure torch's fused AdamW and, where it is installed, DeepSpeed's CPUAdam.")]
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; -: to stdout.")]
+ReportFile = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML page.")]
+
+
+def adam(
+    parameters: Parameters = None,
+    rounds: Rounds = 7,
+    threads: Threads = None,
+    peers: Peers = True,
+    as_json: Json = None,
+    report: ReportFile = None,
+    debug: Debug = False,
+) -> None:
+    """Measure the optimizer kernels against what memory gives: GB/s of every state format beside a plain in-place loop.
+
+    Needs 16 bytes of memory per parameter.
+    """
+    with plain_failures(debug):
+        from infinity.cli.bench.adam.measure import measure
+        from infinity.cli.bench.adam.show import print_table, render
+
+        if report is not None:
+            require_extras("matplotlib", what="--report")
+        result = None if as_json in (None, "-") else Path(str(as_json))
+        for name, file in (("--json", result), ("--report", report)):
+            if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+                raise ValueError(f"{name} {file} cannot be written; give a file in a directory that exists and is yours")
+        progress = Console(stderr=True, highlight=False)
+
+        def say(text: str) -> None:
+            progress.print(text, markup=False, soft_wrap=True, style="dim")
+
+        results = [measure(count, rounds, threads, peers, say) for count in parameters or [100_000_000]]
+        text = json.dumps({"results": results}, indent=1, allow_nan=False)
+        if result is not None:
+            write_file(result, text + "\n")
+        if report is not None:
+            write_file(report, render(results))
+        if as_json == "-":
+            typer.echo(text)
+        else:
+            print_table(results, Console(file=sys.stdout))

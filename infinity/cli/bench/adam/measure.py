@@ -1,0 +1,254 @@
+"""Times of one optimizer step over all of a large buffer, beside a plain loop and the peers, in interleaved rounds.
+
+[Note: a fair comparison]
+An update of this kind is limited by memory, so the figure is bytes moved per second, and the yardstick is a plain in-place loop
+over three fp32 arrays (`in_place_update` of native/cpu_adam, 20 bytes an element) with the same threads and cuts. All work in one
+allocation on huge pages that was touched before; the peers get views of the very arrays that our fp32 update works on, as their
+parameter, gradient and moments. Every round runs everyone once, in an order that turns from round to round, and ratios are taken
+within a round: what else the machine does changes the speeds of a round together.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity import native
+from infinity.device import HostMemory
+from infinity.errors import ConfigError
+from infinity.units import round_up
+
+_WIDTHS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "none": 0.0, "split": 2.0, "int8": 36864 / 32768}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_STEP = {
+    "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "bias_correction1": 0.9,
+    "bias_correction2_sqrt": 0.9, "decoupled": True, "grad_scale": 1.0,
+}  # fmt: skip
+LOOP_BYTES = 20.0
+PEER_BYTES = 28.0
+_ALIGNMENT = 1 << 21
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The formats of one case: what is read and written for each parameter."""
+
+    name: str
+    grad: str
+    param: str
+    master: str
+    moments: str
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes read plus bytes written; a parameter beside an fp32 master is written only."""
+        param = _WIDTHS[self.param] * (1 if self.master == "fp32" else 2)
+        return _WIDTHS[self.grad] + param + 2 * _WIDTHS[self.master] + 4 * _WIDTHS[self.moments]
+
+    @property
+    def blocks(self) -> dict[str, float]:
+        """Bytes of each block per parameter."""
+        return {
+            "grad": _WIDTHS[self.grad], "param": _WIDTHS[self.param], "master": _WIDTHS[self.master],
+            "first": _WIDTHS[self.moments], "second": _WIDTHS[self.moments],
+        }  # fmt: skip
+
+
+CASES = (
+    Formats("fp32", "fp32", "fp32", "none", "fp32"),
+    Formats("bf16, fp32 master", "bf16", "bf16", "fp32", "fp32"),
+    Formats("bf16, split master", "bf16", "bf16", "split", "fp32"),
+    Formats("split, bf16 moments", "bf16", "bf16", "split", "bf16"),
+    Formats("split, int8 moments", "bf16", "bf16", "split", "int8"),
+)
+
+
+@dataclass
+class Subject:
+    """Somebody who takes one step over all parameters, after `fill` made the memory that all share its own again.
+
+    `seconds` holds one time per round.
+    """
+
+    name: str
+    bytes_per_parameter: float
+    fill: Callable[[], None]
+    step: Callable[[], None]
+    seconds: list[float] = field(default_factory=list)
+
+
+def _aligned(nbytes: int) -> int:
+    # Not a whole number of huge pages apart: blocks that begin at equal offsets would share the sets of every cache.
+    return round_up(nbytes, _ALIGNMENT) + 4096 * 5
+
+
+class Bench:
+    """Measures steps over `parameters` parameters with `threads` threads (None: all CPUs); `close` gives both back."""
+
+    def __init__(self, parameters: int, threads: int | None, peers: bool) -> None:
+        if parameters < 1 << 16:
+            raise ConfigError(f"{parameters} parameters stay in the caches; measure at least {1 << 16}")
+        self.parameters, self.threads = parameters, threads or len(os.sched_getaffinity(0))
+        self._kernels = native.cpu_adam()
+        self._pool = self._kernels.Pool(self.threads)
+        self._most = max(sum(_aligned(size) for size in self._sizes(case).values()) for case in CASES)
+        available = _available_bytes()
+        if available is not None and self._most > 0.9 * available:
+            raise ConfigError(
+                f"{parameters} parameters need {self._most >> 20} MiB and {available >> 20} MiB are free; measure fewer"
+            )
+        self._memory = HostMemory(self._most)
+        self.subjects = [self._loop(), *map(self._ours, CASES)]
+        if peers:
+            self.subjects += [self._peer(name, make) for name, make in _peers()]
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)  # the peers' threads
+
+    def close(self) -> None:
+        """Give back memory and threads."""
+        torch.set_num_threads(self._threads_before)
+        self.subjects.clear()
+        self._pool = None
+        self._memory.close()
+
+    def _sizes(self, case: Formats) -> dict[str, int]:
+        sizes = {name: int(width * self.parameters) for name, width in case.blocks.items()}
+        for moment in ("first", "second"):
+            sizes[moment] = self._kernels.block_bytes(case.moments, self.parameters)
+        return sizes
+
+    def _pieces(self, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
+        """uint8 tensors of `sizes` bytes from the beginning of the memory, one after the other."""
+        pieces, at = {}, 0
+        for name, size in sizes.items():
+            pieces[name] = self._memory.tensor[at : at + size]
+            at += _aligned(size)
+        return pieces
+
+    def _loop(self) -> Subject:
+        pieces = self._pieces(dict.fromkeys("abc", 4 * self.parameters))
+        a, b, c = (pieces[name].data_ptr() for name in "abc")
+
+        def fill() -> None:
+            for piece in pieces.values():
+                piece.view(torch.float32).fill_(0.01)
+
+        def step() -> None:
+            self._kernels.in_place_update(a, b, c, self.parameters, self._pool)
+
+        return Subject("in-place loop", LOOP_BYTES, fill, step)
+
+    def _fill(self, case: Formats) -> None:
+        for name, piece in self._pieces(self._sizes(case)).items():
+            if name in ("grad", "param"):
+                piece.view(_DTYPES[case.grad if name == "grad" else case.param]).fill_(0.01)
+            else:
+                piece.zero_()
+
+    def _ours(self, case: Formats) -> Subject:
+        at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in self._pieces(self._sizes(case)).items()}
+        isa = self._kernels.best_isa()
+
+        def step() -> None:
+            self._kernels.update(
+                "adam", at["grad"], case.grad, at["param"], case.param, at["master"], case.master, at["first"], at["second"],
+                case.moments, 0, self.parameters, position=0, key=1, isa=isa, pool=self._pool, **_STEP,
+            )  # fmt: skip
+
+        return Subject(case.name, case.bytes_per_parameter, partial(self._fill, case), step)
+
+    def _peer(self, name: str, make: Callable[[torch.nn.Parameter], Any]) -> Subject:
+        pieces = {key: piece.view(torch.float32) for key, piece in self._pieces(self._sizes(CASES[0])).items() if piece.numel()}
+        parameter = torch.nn.Parameter(pieces["param"])
+        parameter.grad = pieces["grad"]
+        optimizer = make(parameter)
+        steps = torch.tensor(10.0) if name.startswith("torch") else 10
+        optimizer.state[parameter] = {"step": steps, "exp_avg": pieces["first"], "exp_avg_sq": pieces["second"]}
+        return Subject(name, PEER_BYTES, partial(self._fill, CASES[0]), optimizer.step)
+
+    def run(self, rounds: int, say: Callable[[str], None]) -> None:
+        """Everyone once per round, after one untimed step each time."""
+        for number in range(rounds):
+            say(f"round {number + 1} of {rounds}, {self.parameters:,} parameters")
+            turned = number % len(self.subjects)
+            for subject in self.subjects[turned:] + self.subjects[:turned]:
+                subject.fill()
+                subject.step()
+                start = time.perf_counter()
+                subject.step()
+                subject.seconds.append(time.perf_counter() - start)
+
+
+def _peers() -> Iterator[tuple[str, Callable[[torch.nn.Parameter], Any]]]:
+    """torch's fused AdamW, and DeepSpeed's CPUAdam where DeepSpeed is installed."""
+    yield "torch fused AdamW", lambda parameter: torch.optim.AdamW([parameter], lr=1e-3, fused=True)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        deepspeed = importlib.import_module("deepspeed.ops.adam")
+    except ImportError:
+        return
+    yield "DeepSpeed CPUAdam", lambda parameter: deepspeed.DeepSpeedCPUAdam([parameter], lr=1e-3, adamw_mode=True)
+
+
+def _available_bytes() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+
+
+def _spread(name: str, values: list[float]) -> dict[str, float]:
+    return {f"{name}_median": statistics.median(values), f"{name}_lowest": min(values), f"{name}_highest": max(values)}
+
+
+def rows(subjects: list[Subject], parameters: int) -> list[dict[str, Any]]:
+    """JSON-ready, a row for each subject. Ratios are of one round each: bytes per second over the loop's, and for our fp32
+    update steps per second over each peer's, whose work it is."""
+    loop = subjects[0]
+    result = []
+    for subject in subjects:
+        bytes_moved = subject.bytes_per_parameter * parameters
+        row: dict[str, Any] = {
+            "name": subject.name, "parameters_count": parameters, "bytes_per_parameter": subject.bytes_per_parameter,
+            "nanoseconds_per_parameter": statistics.median(subject.seconds) / parameters * 1e9,
+        }  # fmt: skip
+        row |= _spread("gb_per_second", [bytes_moved / seconds / 1e9 for seconds in subject.seconds])
+        share = [
+            subject.bytes_per_parameter / mine / (loop.bytes_per_parameter / theirs)
+            for mine, theirs in zip(subject.seconds, loop.seconds, strict=True)
+        ]
+        row |= _spread("of_in_place_loop_ratio", share)
+        if subject.name == CASES[0].name:
+            row["over_peers"] = {
+                peer.name: _spread("ratio", [theirs / mine for mine, theirs in zip(subject.seconds, peer.seconds, strict=True)])
+                for peer in subjects[1 + len(CASES) :]
+            }
+        result.append(row)
+    return result
+
+
+def measure(parameters: int, rounds: int, threads: int | None, peers: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    """Everything of this module: rows for all formats, the loop and the peers over `parameters` parameters.
+
+    Raises `ConfigError` when there are too few parameters to say anything, or too many for the memory that is free.
+    """
+    bench = Bench(parameters, threads, peers)
+    try:
+        bench.run(rounds, say)
+        measured = rows(bench.subjects, parameters)
+    finally:
+        bench.close()
+    return {
+        "parameters_count": parameters, "rounds_count": rounds, "threads_count": bench.threads,
+        "instruction_set": native.cpu_adam().best_isa(), "rows": measured,
+    }  # fmt: skip

@@ -1,0 +1,102 @@
+"""The result as a table on a terminal, and as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from infinity.cli.drawing import GREY, INK, ORANGE, TEAL, new_figure, styled, svg
+from infinity.cli.page import card, page, section
+
+HEADINGS = ("update", "bytes", "ns", "GB/s", "rounds", "of loop", "rounds")
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """The texts of one row under `HEADINGS`; bytes and nanoseconds are per parameter."""
+    return [
+        row["name"],
+        f"{row['bytes_per_parameter']:.4g}",
+        f"{row['nanoseconds_per_parameter']:.3f}",
+        f"{row['gb_per_second_median']:.1f}",
+        f"{row['gb_per_second_lowest']:.1f}-{row['gb_per_second_highest']:.1f}",
+        f"{row['of_in_place_loop_ratio_median']:.2f}",
+        f"{row['of_in_place_loop_ratio_lowest']:.2f}-{row['of_in_place_loop_ratio_highest']:.2f}",
+    ]
+
+
+def sentences(result: dict[str, Any]) -> list[str]:
+    """What the peers' rows say of our fp32 update, whose work theirs is."""
+    return [
+        f"The fp32 update takes {ratios['ratio_median']:.2f} times fewer seconds than {peer} "
+        f"({ratios['ratio_lowest']:.2f}-{ratios['ratio_highest']:.2f} by round)."
+        for row in result["rows"]
+        for peer, ratios in row.get("over_peers", {}).items()
+    ]
+
+
+def title(result: dict[str, Any]) -> str:
+    """What was measured, in one line."""
+    return (
+        f"{result['parameters_count']:,} parameters, {result['threads_count']} threads, {result['instruction_set']}, "
+        f"{result['rounds_count']} rounds"
+    )
+
+
+def print_table(results: Sequence[dict[str, Any]], console: Console) -> None:
+    """A table for each size."""
+    for result in results:
+        table = Table(title=title(result), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for number, heading in enumerate(HEADINGS):
+            table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+        for row in result["rows"]:
+            table.add_row(*cells(row))
+        console.print(table, markup=False)
+        for sentence in sentences(result):
+            console.print(sentence, markup=False)
+
+
+def figure(result: dict[str, Any]) -> str:
+    """A bar for each row with the spread of its rounds; ours, the peers', and a line where the loop is."""
+    rows = result["rows"]
+    peers = {peer for row in rows for peer in row.get("over_peers", {})}
+    with styled("adam"):
+        drawing = new_figure(0.4 * len(rows) + 1.0)
+        axes = drawing.subplots()
+        for at, row in enumerate(rows):
+            color = GREY if at == 0 else ORANGE if row["name"] in peers else TEAL
+            axes.barh(at, row["gb_per_second_median"], height=0.5, color=color)
+            axes.plot([row["gb_per_second_lowest"], row["gb_per_second_highest"]], [at, at], color=INK, linewidth=1)
+        axes.axvline(rows[0]["gb_per_second_median"], color=INK, linewidth=1, linestyle=(0, (5, 3)))
+        axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
+        axes.tick_params(axis="y", length=0, labelcolor=INK)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel("GB/s, median of the rounds; the line spans them; dashed: the in-place loop")
+        return svg(drawing, "GB/s by format")
+
+
+def render(results: Sequence[dict[str, Any]]) -> str:
+    """The page as HTML text."""
+    parts = ["<header><h1>infinity bench adam</h1><p>What the optimizer kernels reach of what memory gives</p></header>"]
+    last = results[-1]["rows"]
+    cards = [
+        card(row["name"], f"{row['gb_per_second_median']:.1f} GB/s", f"{row['of_in_place_loop_ratio_median']:.0%} of the loop")
+        for row in last[1:4]
+    ]
+    parts.append(f'<div class="cards">{"".join(cards)}</div>')
+    for result in results:
+        head = "".join(f"<th>{escape(heading)}</th>" for heading in HEADINGS)
+        lines = []
+        for row in result["rows"]:
+            name, *numbers = cells(row)
+            lines.append(f"<tr><td>{escape(name)}</td>" + "".join(f'<td class="n">{text}</td>' for text in numbers) + "</tr>")
+        words = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(result))
+        table = f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+        note = "Bytes read plus bytes written for each parameter; ratios are of one round each. 1 GB is 10^9 bytes."
+        parts.append(section(title(result), note, figure(result) + table + words))
+    return page("infinity bench adam", parts)

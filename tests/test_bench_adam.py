@@ -1,0 +1,114 @@
+"""`infinity bench adam`: what it counts, what it refuses, and what it writes for others to read."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from infinity.cli.bench.adam.measure import CASES, Bench, Formats, Subject, rows
+from infinity.cli.main import app
+from infinity.errors import ConfigError
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["bench", "adam", *map(str, arguments)])
+
+
+def test_bytes_are_those_that_an_update_must_move() -> None:
+    """gradient read; parameter read and written, or written only beside an fp32 master; master and moments read and written."""
+    assert [case.bytes_per_parameter for case in CASES] == [
+        28,
+        2 + 2 + 8 + 16,
+        2 + 4 + 4 + 16,
+        2 + 4 + 4 + 8,
+        2 + 4 + 4 + 4 * 1.125,
+    ]
+    assert Formats("", "fp32", "fp16", "fp32", "fp32").bytes_per_parameter == 4 + 2 + 8 + 16
+
+
+def test_ratios_are_of_one_round_each() -> None:
+    def subject(name: str, nbytes: float, *seconds: float) -> Subject:
+        return Subject(name, nbytes, lambda: None, lambda: None, list(seconds))
+
+    ours = [subject(case.name, 28, 2.0, 4.0, 9.0) for case in CASES]
+    loop, *updates, peer = rows([subject("loop", 20, 1.0, 2.0, 3.0), *ours, subject("peer", 28, 3.0, 4.0, 27.0)], 10)
+    assert loop["gb_per_second_median"] == pytest.approx(20 * 10 / 2.0 / 1e9)
+    assert updates[0]["of_in_place_loop_ratio_median"] == pytest.approx(1.4 * 0.5)
+    assert updates[0]["of_in_place_loop_ratio_lowest"] == pytest.approx(1.4 / 3)
+    assert updates[0]["nanoseconds_per_parameter"] == pytest.approx(4e8)
+    assert updates[0]["over_peers"] == {"peer": {"ratio_median": 1.5, "ratio_lowest": 1.0, "ratio_highest": 3.0}}
+    assert all("over_peers" not in row for row in (loop, *updates[1:], peer))
+
+
+def test_everyone_steps_in_every_round_and_the_order_turns() -> None:
+    bench = Bench(1 << 16, 2, peers=True)
+    order: list[str] = []
+    try:
+        for subject in bench.subjects:
+            step = subject.step
+            subject.fill = partial(order.append, subject.name)
+            subject.step = lambda step=step: (order.append("step"), step())  # type: ignore[misc]
+        names = [subject.name for subject in bench.subjects]
+        bench.run(3, lambda text: None)
+        assert all(len(subject.seconds) == 3 for subject in bench.subjects)
+    finally:
+        bench.close()
+    assert names[:6] == ["in-place loop", *(case.name for case in CASES)]
+    assert "torch fused AdamW" in names[6:]
+    turns = [names[number:] + names[:number] for number in range(3)]
+    assert order == [text for turn in turns for name in turn for text in (name, "step", "step")]
+
+
+def test_the_command_prints_a_table_and_writes_json_and_a_page(tmp_path: Path) -> None:
+    result = run(
+        "--parameters",
+        "100K",
+        "--parameters",
+        "70K",
+        "--rounds",
+        2,
+        "--json",
+        tmp_path / "r.json",
+        "--report",
+        tmp_path / "r.html",
+    )
+    assert result.exit_code == 0, result.output
+    assert "…" not in result.stdout  # it fits on a terminal
+    written = json.loads((tmp_path / "r.json").read_text())["results"]
+    assert [size["parameters_count"] for size in written] == [100_000, 70_000]
+    for size in written:
+        assert size["rows"][0]["of_in_place_loop_ratio_median"] == 1
+        assert set(size["rows"][1]["over_peers"]) >= {"torch fused AdamW"}
+    page = (tmp_path / "r.html").read_text()
+    HTMLParser().feed(page)
+    assert page.count("<svg") == 2
+    assert all(case.name in page and case.name in result.stdout for case in CASES)
+
+
+def test_without_peers_and_as_json_only() -> None:
+    result = run("--parameters", "100K", "--rounds", 1, "--no-peers", "--json", "-")
+    (size,) = json.loads(result.stdout)["results"]
+    assert [row["name"] for row in size["rows"]] == ["in-place loop", *(case.name for case in CASES)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--parameters", "1000"], "1000 parameters stay in the caches; measure at least 65536"),
+        (["--parameters", "100T"], "are free; measure fewer"),
+        (["--json", "/nowhere/r.json"], "--json /nowhere/r.json cannot be written"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_sentence(arguments: list[str], sentence: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    with pytest.raises(ConfigError):
+        Bench(10, 1, peers=False)
