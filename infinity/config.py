@@ -15,6 +15,13 @@ Tier = Literal["gpu", "cpu", "nvme"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
+def _as_cache(value: Any) -> Any:
+    try:
+        return value if value == "auto" else parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or 'auto' for what is left of cpu_memory") from None
+
+
 def _as_paths(value: Any) -> Any:
     paths = [value] if isinstance(value, (str, Path)) else value
     if isinstance(paths, (list, tuple)) and "" in paths:
@@ -38,6 +45,9 @@ class Config(BaseModel):
     gpu_memory: Bytes
     cpu_memory: Bytes
     nvme_memory: Bytes | None = None
+    cache: Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)] = "auto"
+    """Bytes of `cpu_memory` that may keep a part of what is on nvme, which then never moves: "auto" for what homes and staging
+    leave, 0 for none."""
 
     parameters: Tier = "nvme"
     optimizer: Tier = "nvme"
@@ -46,7 +56,8 @@ class Config(BaseModel):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype that floating-point parameters are stored and computed in; "auto" keeps the dtypes of the model."""
     copy_on_write: bool = True
-    """Write an updated state beside its old value and flip, so that a failed step loses nothing; takes twice the space."""
+    """Write an updated state on nvme beside its old value and flip, so that what a failed step leaves there is whole, and an
+    update may begin before its step; takes twice the space."""
     update: Literal["auto", "speculative", "exact", "plain"] = "auto"
     """When optimizer updates run; the numbers are the same. "exact": beside the next forward, once the clip factor is known.
     "speculative": from backward on, on the guess that nothing is clipped, and again where the guess was wrong (needs

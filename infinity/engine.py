@@ -207,7 +207,7 @@ class Engine:
         """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states for the recorded trace."""
 
         def on_nvme(unit: Unit, *kinds: Kind) -> int:
-            return sum(unit.blocks[k].nbytes for k in kinds if k in unit.blocks and unit.blocks[k].tier == "nvme")
+            return sum(unit.blocks[k].moved_bytes for k in kinds if k in unit.blocks)
 
         costs, cycles = [], max(self._runtime.accumulation, 1)
         for unit in self._units:
@@ -234,6 +234,7 @@ class Engine:
         for_adam = sum(self.recorder.seconds("wait adam").values())
         model = sum(self.recorder.seconds("model").values())
         config, counters = self.config, self.recorder.counters()
+        cached, on_nvme = self._store.cached()
         return Report(
             parameters=count,
             steps=self._updater.posted_steps,
@@ -250,6 +251,8 @@ class Engine:
             updates_kept=counters.get("updates kept", 0),
             updates_replayed=counters.get("updates replayed", 0),
             waits=waits,
+            cached=cached,
+            on_nvme=on_nvme,
             peaks=self._store.peaks(),
             budgets={
                 "gpu": config.gpu_memory,

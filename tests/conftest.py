@@ -17,7 +17,9 @@ from torch import nn
 
 import infinity
 
-ROOMY = {"gpu_memory": 1 << 30, "cpu_memory": 1 << 30}
+BUDGETS = ("gpu_memory", "cpu_memory")
+ROOMY = dict.fromkeys(BUDGETS, 1 << 30) | {"cache": 0}
+"""Room for everything; yet what is on NVMe moves, for nothing of it is kept in memory."""
 CHILD = {"env": os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}, "text": True}
 """Arguments for `subprocess`, so that a child imports what this process does."""
 
@@ -56,7 +58,7 @@ def smallest() -> Callable[..., dict[str, int]]:
 
     def find(model: nn.Module, **config: Any) -> dict[str, int]:
         budgets = {}
-        for key in ROOMY:
+        for key in BUDGETS:
             with pytest.raises(infinity.BudgetError, match=f"{key}=0 B is too small") as refusal:
                 infinity.wrap(model, infinity.Config(**(config | ROOMY | {key: 0})))
             found = re.search(rf"the smallest {key} that works is (\d+)", str(refusal.value))

@@ -20,7 +20,7 @@ from infinity.tiers.block import Kind
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("plain", "exact", "speculative", "auto")
-BUDGETS: dict[str, Any] = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "poison": True}
+BUDGETS: dict[str, Any] = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "cache": 0, "poison": True}
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def shares(step: int, micro_batch: int) -> list[torch.Tensor]:
 def least_memory(config: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, int]:
     """The smallest budgets, as the refusals name them."""
     found = {}
-    for key in ROOMY:
+    for key in ("gpu_memory", "cpu_memory"):
         try:
             infinity.wrap(build(), infinity.Config(**(config | {key: 0})), group=group)
         except infinity.BudgetError as error:

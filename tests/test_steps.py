@@ -53,7 +53,7 @@ def wrap(tmp_path: Path) -> Iterator[Callable[..., infinity.Engine]]:
     def make(model: nn.Module, **options: Any) -> infinity.Engine:
         folder = tmp_path / str(len(engines))
         folder.mkdir()
-        settings = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "poison": True} | options
+        settings = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "cache": 0, "poison": True} | options
         engines.append(infinity.engine(infinity.wrap(model, infinity.Config(nvme=folder, **settings))))
         return engines[-1]
 

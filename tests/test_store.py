@@ -36,7 +36,14 @@ PATIENCE = 60.0  # seconds after which a thread that should have ended is taken 
 
 
 def make_store(directory: Path, **values: Any) -> Store:
-    known = {"nvme": [directory], "gpu_memory": "64KiB", "cpu_memory": 5 * CHUNK_BYTES, "poison": True, "device": "cpu"}
+    known = {
+        "nvme": [directory],
+        "gpu_memory": "64KiB",
+        "cpu_memory": 5 * CHUNK_BYTES,
+        "cache": 0,
+        "poison": True,
+        "device": "cpu",
+    }
     return Store(Config(**(known | values)), ComputeDevice("cpu"), Recorder())
 
 
@@ -49,8 +56,8 @@ def opened(store: Store, concurrent: int = 0, reserve: int = 0) -> Iterator[Stor
         store.close()
 
 
-def chunks(store: Store, block: Block) -> range:
-    return range(0, block.elements, store.chunk_elements)
+def chunks(store: Store, block: Block) -> Sequence[int]:
+    return store.chunks(block)
 
 
 def put(store: Store, block: Block, data: torch.Tensor) -> None:

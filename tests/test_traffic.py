@@ -113,7 +113,7 @@ def test_thirty_bytes_per_parameter_by_our_count_and_by_the_kernels(
     """Masters, moments and parameters on NVMe, gradients in host memory, bf16: 16 bytes read and 14 written, of which the
     first 2 are the second fetch of a parameter, for backward, and fewer the more of them stay."""
     width, depth = 256, 4
-    config: dict[str, Any] = {"nvme": [tmp_path], "precision": "bf16", "io_engine": "auto"}
+    config: dict[str, Any] = {"nvme": [tmp_path], "precision": "bf16", "io_engine": "auto", "cache": 0}
     config |= smallest(transformer(width=width, depth=depth), **config)
     config["cpu_memory"] += 8 * MIB
     config["gpu_memory"] += extra_blocks * 12 * width * width * 2

@@ -43,6 +43,7 @@ class Job:
     nvme: tuple[Path, ...]
     gpu_memory: int
     cpu_memory: int
+    cache: Any
     parameters: Tier
     optimizer: Tier
     gradients: Tier
@@ -75,6 +76,7 @@ class Job:
             nvme=self.nvme,
             gpu_memory=self.gpu_memory,
             cpu_memory=self.cpu_memory,
+            cache=self.cache,
             parameters=self.parameters,
             optimizer=self.optimizer,
             gradients=self.gradients,

@@ -3,22 +3,27 @@
 [Note: an update that may be taken back]
 A job that is AHEAD was begun before the step it belongs to, on the guess that this step clips nothing. It reads the states and
 writes the new ones into the other extents of copy-on-write blocks, and touches nothing else: until `confirm` every reader sees
-the old content, and after `cancel` it always will. So a wrong guess costs I/O and never a number (invariant I8).
+the old content, and after `cancel` it always will. So a wrong guess costs I/O and never a number (invariant I8). That is so
+chunk by chunk: what is at home in host memory, as a part of a block on NVMe may be, is rewritten in place, so a chunk with any
+of that is not updated before the job is CONFIRMED.
 
 [Note: which chunk is next]
 The next chunk is always one of the unit that the next forward needs first, even if another unit is half done. In backward that
 is the unit whose gradients came last, for it is the first in forward; what is left over when the step comes is then spread
 evenly over the units, and the forward meets a little of it at each unit instead of a whole update at the first ones. With I/O
 as long as compute, a step whose forward takes f of it: unit p (0 first, 1 last) is ready at (1-p)(1-f) and needed at 1-f+pf.
-The window [0, q] of units has q of time for q of I/O, so this order, earliest need first, just fits.
+The window [0, q] of units has q of time for q of I/O, so this order, earliest need first, just fits. A chunk that lies in memory
+as a whole takes part in this order, and fills the time in which I/O is waited for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,16 +76,31 @@ class Job:
         self.state = JobState.AWAITED
         self.update: UnitUpdate | None = None
         """None while AWAITED."""
-        self.chunks = deque(unit.chunks())
-        """First elements of the chunks that have not been checked out."""
+        starts = unit.chunks()
+        staged = bisect_left(starts, unit.in_memory_until)
+        self.in_place_until = unit.rewritten_in_place_until
+        revocable = bisect_left(starts, self.in_place_until, lo=staged)
+        self.in_memory = deque(starts[:staged])
+        """First elements of the chunks that need neither staging nor I/O, and were not checked out: they wait for CONFIRMED."""
+        self.chunks = deque((*starts[revocable:], *starts[staged:revocable]))
+        """First elements of the other chunks that were not checked out, those first that may be updated AHEAD."""
         self.in_flight = 0
         """Chunks that are checked out."""
         self.meter = Meter()
 
+    def may_update(self, begin: int) -> bool:
+        """Whether the chunk from `begin` on may be updated now, as far as is known what the update is."""
+        return self.state is JobState.CONFIRMED or (self.state is JobState.AHEAD and begin >= self.in_place_until)
+
     @property
     def written(self) -> bool:
         """Whether every chunk has been through."""
-        return not self.chunks and self.in_flight == 0
+        return not self.chunks and not self.in_memory and self.in_flight == 0
+
+    def drop(self) -> None:
+        """Nothing more is checked out."""
+        self.chunks.clear()
+        self.in_memory.clear()
 
 
 @dataclass
@@ -90,6 +110,10 @@ class _Chunk:
     job: Job
     begin: int
     outs: dict[Kind, Checkout]
+
+    def may_go_on(self) -> bool:
+        """Whether the update may be made, or never will be."""
+        return self.job.state is JobState.ENDED or self.job.may_update(self.begin)
 
     def arrived(self) -> bool:
         return all(out.arrived() for out in self.outs.values())
@@ -149,7 +173,7 @@ class Pipeline:
         """AWAITED or AHEAD -> ENDED, and block until nothing of it is in flight: then its blocks may be written by others."""
         with self._changed:
             job.state = JobState.ENDED
-            job.chunks.clear()
+            job.drop()
             if job in self._jobs:
                 self._jobs.remove(job)
             self._changed.notify_all()
@@ -170,8 +194,8 @@ class Pipeline:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._next(()) is not None)
-                if self._next(()) is None:
+                self._changed.wait_for(lambda: self._closed or self._has_work(()))
+                if not self._has_work(()):
                     return
             start = time.perf_counter()
             self._work()
@@ -181,20 +205,25 @@ class Pipeline:
         """Take chunks through until there are none."""
         reading: deque[_Chunk] = deque()
         writing: list[_Chunk] = []
-        held: list[_Chunk] = []  # of jobs that are AWAITED
+        held: list[_Chunk] = []  # that may not go on yet
         try:
             while True:
                 for chunk in [chunk for chunk in writing if chunk.committed()]:
                     self._retire(chunk)
                     writing.remove(chunk)
-                for chunk in [chunk for chunk in held if chunk.job.state is not JobState.AWAITED]:
+                for chunk in [chunk for chunk in held if chunk.may_go_on()]:
                     held.remove(chunk)
                     reading.append(chunk)
                 coming = [chunk for chunk in (*reading, *held) if not chunk.arrived()]
                 ready = len(reading) < READING and len(writing) < WRITING
                 found = self._check_out(held, ready, wait=False) if len(coming) < READING else None
+                arrived = bool(reading) and len(writing) < WRITING and reading[0].arrived()
                 if found is not None:
-                    (held if found.job.state is JobState.AWAITED else reading).append(found)
+                    (reading if found.may_go_on() else held).append(found)
+                elif (here := self._take_in_memory(before=reading[0].job.place if arrived else math.inf)) is not None:
+                    reading.appendleft(here)
+                    self._update(here)
+                    self._retire(reading.popleft())
                 elif reading and len(writing) < WRITING:
                     self._update(reading[0])
                     writing.append(reading.popleft())
@@ -224,7 +253,7 @@ class Pipeline:
         with self._changed:
             self._failed = True
             for job in self._jobs:
-                job.chunks.clear()
+                job.drop()
         for chunk in chunks:
             for out in chunk.outs.values():
                 with contextlib.suppress(OSError):  # the first error is the one to tell
@@ -232,22 +261,30 @@ class Pipeline:
             self._leave(chunk.job)
 
     def _next(self, held: Sequence[_Chunk], ready: bool = True) -> Job | None:
-        """The job whose chunk is next (under the lock); without `ready` only one that is AWAITED."""
+        """The job whose chunk is read next (under the lock); without `ready` only one that is AWAITED."""
         may_hold = len(held) < self._store.staged_sets - STAGED_SETS
-        able = (job for job in self._jobs if job.chunks and (may_hold if job.state is JobState.AWAITED else ready))
+
+        def able(job: Job) -> bool:
+            return may_hold if job.state is JobState.AWAITED else ready and job.may_update(job.chunks[0])
+
+        return min((job for job in self._jobs if job.chunks and able(job)), key=lambda job: job.place, default=None)
+
+    def _next_in_memory(self) -> Job | None:
+        able = (job for job in self._jobs if job.in_memory and job.state is JobState.CONFIRMED)
         return min(able, key=lambda job: job.place, default=None)
 
+    def _has_work(self, held: Sequence[_Chunk]) -> bool:
+        return self._next(held) is not None or self._next_in_memory() is not None
+
     def _await_change(self, held: Sequence[_Chunk]) -> None:
-        """Block until a job of those that are held is not AWAITED any more, or there is another chunk."""
+        """Block until a chunk of those that are held may go on, or there is another one."""
         start = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(
-                lambda: any(chunk.job.state is not JobState.AWAITED for chunk in held) or self._next(held) is not None
-            )
+            self._changed.wait_for(lambda: any(chunk.may_go_on() for chunk in held) or self._has_work(held))
         self.seconds -= time.perf_counter() - start
 
     def _check_out(self, held: Sequence[_Chunk], ready: bool, wait: bool) -> _Chunk | None:
-        """The next chunk, or None: there is none, or (without `wait`) no slots for it.
+        """The next chunk to read, or None: there is none, or (without `wait`) no slots for it.
 
         The slots of what is `held` are never all there are, so waiting for others ends.
         """
@@ -257,6 +294,20 @@ class Pipeline:
                 return None
             begin = job.chunks.popleft()
             job.in_flight += 1
+        return self._open(job, job.chunks, begin, wait)
+
+    def _take_in_memory(self, before: float) -> _Chunk | None:
+        """The next chunk that needs no I/O, of a unit that is needed `before` that place, or None."""
+        with self._changed:
+            job = self._next_in_memory()
+            if job is None or job.place >= before:
+                return None
+            begin = job.in_memory.popleft()
+            job.in_flight += 1
+        return self._open(job, job.in_memory, begin, wait=False)
+
+    def _open(self, job: Job, queue: deque[int], begin: int, wait: bool) -> _Chunk | None:
+        """Check out the chunk from `begin` on, or put it back into its `queue`."""
         blocks = job.unit.blocks
         wants = [(block, _needed(blocks, kind)) for kind, block in blocks.items()]
         outs = None
@@ -267,7 +318,7 @@ class Pipeline:
             if outs is None:
                 with self._changed:
                     if job in self._jobs:
-                        job.chunks.appendleft(begin)
+                        queue.appendleft(begin)
                 self._leave(job)
         return None if outs is None else _Chunk(job, begin, dict(zip(blocks, outs, strict=True)))
 

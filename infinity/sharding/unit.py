@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -151,8 +151,20 @@ class Unit:
 
     @property
     def copy_on_write(self) -> bool:
-        """Whether all that an update rewrites has a second place, so that it may be begun and taken back."""
+        """Whether all that an update rewrites has a second place, where it is on NVMe, so that it may be begun and taken back."""
         return all(len(block.extents) == 2 for kind, block in self.blocks.items() if kind is not Kind.GRAD)
+
+    @property
+    def in_memory_until(self) -> int:
+        """The first element of this rank's shard of which something has to be copied for an update: what is before is not."""
+        return min(self.store.in_memory_until(block) for block in self.blocks.values())
+
+    @property
+    def rewritten_in_place_until(self) -> int:
+        """The first element from which on all that an update rewrites has a second place; `shard_numel` when there is none."""
+        if not self.copy_on_write:
+            return self.layout.shard_numel
+        return max(block.kept for kind, block in self.blocks.items() if kind is not Kind.GRAD)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The qualified name of one of this unit's parameters."""
@@ -323,9 +335,9 @@ class Unit:
 
     # Whole content on the host
 
-    def chunks(self) -> Iterator[int]:
+    def chunks(self) -> Sequence[int]:
         """The first element of every chunk of this rank's shard."""
-        return iter(range(0, self.layout.shard_numel, self.store.chunk_elements))
+        return self.store.chunks(self.blocks[Kind.PARAM])
 
     def read(self, kind: Kind) -> torch.Tensor:
         """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else the unit's dtype. A copy."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from infinity.config import Tier
 
 if TYPE_CHECKING:
+    import torch
+
     from infinity.tiers.access import Fetch
     from infinity.tiers.arena import Lease
     from infinity.tiers.nvme import Extent
@@ -47,6 +49,9 @@ class Block:
     block reads as zeros without I/O (a zero extent). `span` and `at` (bytes) place a parameter shard inside the unit's
     gathered buffer. `version` says which of the two extents of a copy-on-write block holds the current content, `updates`
     how often that was replaced.
+
+    Of a block on NVMe the first `kept` elements are at home in host memory instead, in `cached` (uint8), and are rewritten in
+    place; the extents hold the rest.
     """
 
     unit: int
@@ -61,6 +66,8 @@ class Block:
     written: bool = False
     updates: int = 0
     home: Lease | None = None
+    kept: int = 0
+    cached: torch.Tensor | None = None
     extents: tuple[Extent, ...] = ()
     version: int = 0
     lease: Lease | None = None
@@ -71,6 +78,16 @@ class Block:
     def nbytes(self) -> int:
         """Bytes of the block."""
         return self.elements * self.itemsize
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of a block on NVMe that are at home in host memory."""
+        return self.kept * self.itemsize
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that cross to NVMe when the block is read or written whole; 0 for a block of another tier."""
+        return self.nbytes - self.kept_bytes if self.tier == "nvme" else 0
 
     @property
     def target(self) -> int:
@@ -122,7 +139,7 @@ class Block:
 
     def drop(self) -> None:
         """The store was closed: somebody may keep the block, but not what it held."""
-        self.home = self.lease = self.fetch = None
+        self.home = self.lease = self.fetch = self.cached = None
 
     def _expect(self, *states: BlockState) -> None:
         if self.state not in states:

@@ -3,8 +3,9 @@
 [Note: two kinds of access]
 The model needs a unit's parameters whole, on the compute device, ahead of use: `prefetch`, `start`, `wait`, `release` keep clean
 copies of parameter blocks in the compute arena, evicted by Belady's rule. The optimizer needs every block of a unit in
-pieces, on the host, and writes them back: `check_out` hands out one chunk of each block. A block at home on host memory is
-handed out in place; one on NVMe passes through staging slots. Both see placement only as time, never in the values (I8).
+pieces, on the host, and writes them back: `check_out` hands out one chunk of each block. A block at home in host memory is
+handed out in place, and so is the part of a block on NVMe that stays there (`infinity.tiers.cache`); the rest passes through
+staging slots. Chunks do not cross the border between the two. Both see placement only as time, never in the values (I8).
 
 [Note: nobody starves]
 Staging slots are taken all at once for a chunk or not at all, and only by threads that can give back what they hold, so
@@ -31,6 +32,7 @@ from infinity.observe import Meter, Recorder
 from infinity.tiers.access import Checkout, Fetch, Mover
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, BlockState, Kind
+from infinity.tiers.cache import choose
 from infinity.tiers.nvme import ALIGNMENT, NvmeTier, Transfer
 from infinity.units import format_bytes, round_up
 
@@ -38,6 +40,7 @@ CHUNK_ELEMENTS = 16384  # a chunk is a multiple of this many elements: the block
 MOST_CHUNK_ELEMENTS = 1 << 19  # 2 MiB of fp32: enough for full bandwidth, and short enough for others to get between
 STAGED_SETS = 6  # chunks in flight in the optimizer pipeline: two that are read and four that are written
 MOST_STAGED_SETS = 24  # what is left of them is read ahead
+AHEAD_SHARE = 4  # of the memory beyond STAGED_SETS, the part that is for reading ahead, not for cache: one in so many
 WIDEST_ELEMENT = 4  # bytes; a staging slot fits a chunk of any kind
 
 
@@ -60,6 +63,9 @@ class Store:
         self.meter = Meter()
         """NVMe traffic of all that has no meter of its own."""
         self.chunk_elements = CHUNK_ELEMENTS
+        """The most elements of a chunk; fixed by `open`."""
+        self._cuts: dict[int, set[int]] = {}  # by unit: the elements that chunks do not extend across
+        self._starts: dict[Block, list[int]] = {}
         self.staged_sets = 0
         """How many chunks of a unit, with all its kinds, staging holds at once; fixed by `open`."""
         self.copy_slots = 0
@@ -71,10 +77,6 @@ class Store:
 
     def add(self, block: Block) -> Block:
         """Declare `block`; its bytes are a multiple of 4096."""
-        if block.tier == "nvme":
-            # What a failed step leaves of its gradients is of no use, so they are rewritten in place.
-            copies = 2 if self._config.copy_on_write and block.kind is not Kind.GRAD else 1
-            block.extents = tuple(self._nvme.reserve(block.nbytes) for _ in range(copies))
         self._blocks.append(block)
         return block
 
@@ -96,13 +98,20 @@ class Store:
             )
         useful = sum(b.span for b in travelling) + reserve
         device_bytes = min(budget.gpu_memory // ALIGNMENT * ALIGNMENT, device_home + max(useful, least))
-        slots = self._plan_staging(budget.cpu_memory - host_home, host_home)
+        slots, cache_bytes = self._plan_host(budget.cpu_memory - host_home, host_home)
         slot_bytes = self.chunk_elements * WIDEST_ELEMENT
+        self._keep(cache_bytes)
+        kept_bytes, _ = self.cached()
+        for block in self._blocks:
+            if block.moved_bytes:
+                # What a failed step leaves of its gradients is of no use, so they are rewritten in place.
+                copies = 2 if budget.copy_on_write and block.kind is not Kind.GRAD else 1
+                block.extents = tuple(self._nvme.reserve(block.moved_bytes) for _ in range(copies))
         self._nvme.open()
         try:
             poison = budget.poison
             self._arenas["gpu"] = Arena("gpu", self._device.compute_memory(device_bytes), ALIGNMENT, poison)
-            self._arenas["cpu"] = Arena("cpu", self._device.host_memory(host_home), ALIGNMENT, poison)
+            self._arenas["cpu"] = Arena("cpu", self._device.host_memory(host_home + kept_bytes), ALIGNMENT, poison)
             self._arenas["staging"] = Arena("staging", self._device.host_memory(slots * slot_bytes), slot_bytes, poison)
         except BaseException:
             self.close()
@@ -116,6 +125,11 @@ class Store:
                 block.home.tensor.zero_()
             if block.permanent:
                 block.lease, block.state = block.home, BlockState.RESIDENT
+        start, cache = 0, self.reserve("cpu", kept_bytes).tensor.zero_() if kept_bytes else None
+        for block in self._blocks:
+            if block.kept and cache is not None:
+                block.cached = cache[start : start + block.kept_bytes]
+                start += block.kept_bytes
         self.copy_slots = self._arenas["gpu"].free_slots - self._arenas["gpu"].slots_for(reserve)
         self._mover = Mover()
 
@@ -129,8 +143,14 @@ class Store:
     def _home_bytes(self, tier: Tier) -> int:
         return sum(round_up(b.nbytes, ALIGNMENT) for b in self._blocks if b.tier == tier)
 
-    def _plan_staging(self, available: int, home: int) -> int:
-        """Choose the chunk length and return the number of staging slots that fit into `available` bytes."""
+    def _plan_host(self, available: int, home: int) -> tuple[int, int]:
+        """Divide `available` bytes of host memory: returns the staging slots and the bytes of cache; sets the chunk length.
+
+        Overlap needs `STAGED_SETS` chunks of full length. Of what is left then, a part is for reading ahead, which lets I/O
+        start before its gradients are there, and the larger part is cache, which saves the I/O. Example: bf16 with gradients in
+        host memory, so chunks of four kinds, 8 MiB a set. Of 210 MiB, 48 are the six sets, a quarter of the other 162 holds
+        five sets to read ahead, and 122 are cache. Where everything fits, nothing is staged.
+        """
         kinds = len({b.kind for b in self._blocks if self.needs_staging(b)}) or 1
         least = kinds * CHUNK_ELEMENTS * WIDEST_ELEMENT
         if available < least:
@@ -139,11 +159,31 @@ class Store:
                 f"{format_bytes(home)} and staging at least {format_bytes(least)}; the smallest cpu_memory that works is "
                 f"{home + least} ({format_bytes(home + least)}) (invariant I10)"
             )
+        on_nvme, cache = sum(b.nbytes for b in self._blocks if b.tier == "nvme"), 0
+        wanted = available if self._config.cache == "auto" else self._config.cache
+        others = len({b.kind for b in self._blocks if b.tier != "nvme" and self.needs_staging(b)})
+        if on_nvme <= min(wanted, available - others * STAGED_SETS * MOST_CHUNK_ELEMENTS * WIDEST_ELEMENT):
+            kinds, cache = others, on_nvme
         longest = max((b.elements for b in self._blocks), default=0)
-        elements = min(available // (STAGED_SETS * kinds * WIDEST_ELEMENT), MOST_CHUNK_ELEMENTS, longest)
-        self.chunk_elements = max(CHUNK_ELEMENTS, elements // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
-        self.staged_sets = min(MOST_STAGED_SETS, available // (kinds * self.chunk_elements * WIDEST_ELEMENT))
-        return self.staged_sets * kinds
+        elements = min((available - cache) // (STAGED_SETS * kinds * WIDEST_ELEMENT) if kinds else longest, longest)
+        elements = min(elements, MOST_CHUNK_ELEMENTS) // CHUNK_ELEMENTS * CHUNK_ELEMENTS
+        self.chunk_elements = max(CHUNK_ELEMENTS, elements)
+        if not kinds:
+            return 0, cache
+        a_set = kinds * self.chunk_elements * WIDEST_ELEMENT
+        self.staged_sets = min(STAGED_SETS, (available - cache) // a_set)
+        rest = available - cache - self.staged_sets * a_set
+        ahead = rest // AHEAD_SHARE if self._config.cache == "auto" else max(rest - wanted, 0)
+        ahead = min(MOST_STAGED_SETS - STAGED_SETS, ahead // a_set)
+        self.staged_sets += ahead
+        return self.staged_sets * kinds, cache or min(wanted, rest - ahead * a_set)
+
+    def _keep(self, cache_bytes: int) -> None:
+        """Decide what of the blocks on NVMe is at home in host memory."""
+        early = self._config.copy_on_write and self._config.update in ("auto", "speculative")
+        for block, kept in choose(self._blocks, cache_bytes, early).items():
+            block.kept = kept
+            self._cuts.setdefault(block.unit, set()).add(kept)
 
     # Clean copies of parameter blocks on the compute device
 
@@ -269,10 +309,26 @@ class Store:
             return lambda: self._device.upload(target, home)
         if not self._device.shares_host:
             return lambda: self._fill_through_staging(block, target)
-        return self._nvme.read(block.extents[block.version], 0, block.nbytes, target.data_ptr(), block.name, self.meter).wait
+        return self._fill_directly(block, target)
+
+    def _fill_directly(self, block: Block, target: torch.Tensor) -> Callable[[], None]:
+        cached, rest, reading = block.cached, target[block.kept_bytes :], None
+        if block.moved_bytes:
+            extent = block.extents[block.version]
+            reading = self._nvme.read(extent, 0, block.moved_bytes, rest.data_ptr(), block.name, self.meter)
+
+        def finish() -> None:
+            try:
+                if cached is not None:
+                    self._device.upload(target[: block.kept_bytes], cached)
+            finally:
+                if reading is not None:
+                    reading.wait()
+
+        return finish
 
     def _fill_through_staging(self, block: Block, target: torch.Tensor) -> None:
-        for begin in range(0, block.elements, self.chunk_elements):
+        for begin in self.chunks(block):
             (chunk,) = self.check_out([(block, True)], begin)
             try:
                 chunk.wait()
@@ -292,9 +348,28 @@ class Store:
 
     # Chunks of blocks on the host
 
+    def chunks(self, block: Block) -> Sequence[int]:
+        """The first element of every chunk of `block`, after `open`; they are the same for all blocks of a unit."""
+        if block not in self._starts:
+            starts = [0]
+            while (end := self._end_of_chunk(block, starts[-1])) < block.elements:
+                starts.append(end)
+            self._starts[block] = starts
+        return self._starts[block]
+
+    def _end_of_chunk(self, block: Block, begin: int) -> int:
+        full = (begin // self.chunk_elements + 1) * self.chunk_elements
+        return min(full, block.elements, *(cut for cut in self._cuts.get(block.unit, ()) if cut > begin))
+
+    def in_memory_until(self, block: Block) -> int:
+        """The first element of which a chunk is a copy in a staging slot; chunks before it are a part of the home itself."""
+        if block.tier == "nvme":
+            return block.kept
+        return 0 if block.tier == "gpu" and not self._device.shares_host else block.elements
+
     def needs_staging(self, block: Block) -> bool:
-        """Whether a chunk of `block` is a copy in a staging slot, not a part of its home."""
-        return block.tier == "nvme" or (block.tier == "gpu" and not self._device.shares_host)
+        """Whether a chunk of `block` may be a copy in a staging slot."""
+        return self.in_memory_until(block) < block.elements
 
     def check_out(self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None) -> list[Checkout]:
         """The chunk from element `begin` on of every block in `wants`, with its content where the flag says so.
@@ -311,7 +386,7 @@ class Store:
         return self._stage(wants, begin, meter, wait=False)
 
     def _stage(self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None, wait: bool) -> list[Checkout] | None:
-        staged = [self.needs_staging(block) for block, _ in wants]
+        staged = [begin >= self.in_memory_until(block) for block, _ in wants]
         with self._changed:
             self._check_open()
             staging = self._arenas["staging"]
@@ -337,11 +412,12 @@ class Store:
 
     def _chunk(self, block: Block, load: bool, begin: int, slot: Lease | None, meter: Meter) -> Checkout:
         at = begin * block.itemsize
-        nbytes = min(self.chunk_elements, block.elements - begin) * block.itemsize
+        nbytes = (self._end_of_chunk(block, begin) - begin) * block.itemsize
         if slot is None:
-            if block.home is None:
+            memory = block.cached if block.home is None else block.home.tensor
+            if memory is None:
                 raise RuntimeError(f"{block.name} has no home in memory")
-            return Checkout(block.home.tensor[at : at + nbytes])
+            return Checkout(memory[at : at + nbytes])
         tensor, name = slot.tensor[:nbytes], block.name
         arrive: Transfer | Callable[[], object] | None = None
         if block.home is not None:  # at home on a device that the host cannot address
@@ -350,6 +426,7 @@ class Store:
                 arrive = functools.partial(self._device.download, tensor, home)
             write: Callable[[bool], Transfer | None] = functools.partial(self._write_home, home, tensor)
         else:
+            at -= block.kept_bytes
             if load and block.written:
                 arrive = self._nvme.read(block.extents[block.version], at, nbytes, slot.address, name, meter)
             elif load:
@@ -413,6 +490,8 @@ class Store:
             block.written = False
             if block.home is not None:
                 block.home.tensor.zero_()
+            if block.cached is not None:
+                block.cached.zero_()
 
     def fail(self, error: BaseException) -> None:
         """An update failed: whoever waits for it, now or later, gets `EngineClosedError` from `error`."""
@@ -435,6 +514,11 @@ class Store:
             raise EngineClosedError("the engine was closed")
 
     # Accounting and the end
+
+    def cached(self) -> tuple[int, int]:
+        """Bytes of the blocks on NVMe that are kept in host memory, and bytes of all of those blocks."""
+        on_nvme = [b for b in self._blocks if b.tier == "nvme"]
+        return sum(b.kept_bytes for b in on_nvme), sum(b.nbytes for b in on_nvme)
 
     def used(self) -> dict[str, int]:
         """Bytes in use now, per tier."""
@@ -462,6 +546,7 @@ class Store:
             self._changed.notify_all()
         with ExitStack() as stack:  # each of these happens, whatever the others meet; the last one first
             stack.callback(self._blocks.clear)
+            stack.callback(self._starts.clear)
             for block in self._blocks:
                 stack.callback(block.drop)
             stack.callback(self._arenas.clear)

@@ -1,0 +1,475 @@
+"""The part of the states on NVMe that stays in host memory: it changes no number (I8), moves no byte, and is in the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import text_batch, transformer
+from torch import nn
+
+import infinity
+from infinity.tiers.block import Block, Kind
+from infinity.tiers.cache import KEPT_ELEMENTS, Candidate, choose, distribute
+from infinity.tiers.store import STAGED_SETS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MIB = 1 << 20
+PRECISIONS = ("bf16", "fp32")
+MODES = ("plain", "exact", "speculative", "auto")
+SHARES = (0.0, 0.2, 0.5, 0.8, 1.0)  # of what is on NVMe
+STEADY = 3  # steps until what is resident repeats itself
+LIMIT = 100.0  # of the norm; every fourth step is over it
+
+
+def build() -> nn.Module:
+    return transformer(width=72, depth=4)  # a block has four chunks of the optimizer, the last one in part
+
+
+Wrap = Callable[..., infinity.Engine]
+
+
+@pytest.fixture
+def wrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wrap]:
+    made: list[tuple[nn.Module, infinity.Engine]] = []  # an engine does not keep its model alive
+
+    def make(cache: Any = "auto", **options: Any) -> infinity.Engine:
+        known = {"gpu_memory": "4MiB", "cpu_memory": "64MiB", "poison": True, "nvme": tmp_path_factory.mktemp("nvme")}
+        model = infinity.wrap(build(), infinity.Config(**(known | {"cache": cache} | options)))
+        made.append((model, infinity.engine(model)))
+        return made[-1][1]
+
+    yield make
+    for _, engine in made:
+        engine.close()
+
+
+def step(engine: infinity.Engine, optimizer: infinity.AdamW, number: int, accumulation: int = 1) -> None:
+    for micro_batch in range(accumulation):
+        loss = engine.model(**text_batch(number * accumulation + micro_batch)).loss
+        (loss * (1e4 if number % 4 == 3 else 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def everything(engine: infinity.Engine, optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
+    states = optimizer.state_dict()["state"]
+    return engine.state_dict() | {f"{n}.{name}": value for n, state in states.items() for name, value in state.items()}
+
+
+def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def on_nvme(engine: infinity.Engine) -> int:
+    """Bytes of what lives on NVMe, each once."""
+    return sum(b.nbytes for unit in engine.units for b in unit.blocks.values() if b.tier == "nvme")
+
+
+# What is kept
+
+
+def candidates(sizes: list[tuple[int, int, float]]) -> list[Candidate]:
+    return [Candidate(e, KEPT_ELEMENTS * width, e * width, worth) for e, width, worth in sizes]
+
+
+SIZES = st.lists(
+    st.tuples(
+        st.integers(1, 9 * KEPT_ELEMENTS // 2048).map(lambda n: n * 2048), st.integers(1, 14), st.sampled_from([2, 2.5, 3, 4])
+    ),
+    max_size=8,
+).map(candidates)
+
+
+def spent(kept: list[int], sizes: list[Candidate]) -> int:
+    """Bytes, from the definition: whole pieces, or all."""
+    return sum(c.nbytes if k == c.elements else k // KEPT_ELEMENTS * c.piece for k, c in zip(kept, sizes, strict=True))
+
+
+@given(SIZES, st.integers(0, 1 << 22))
+def test_never_more_than_the_budget_and_in_whole_pieces(sizes: list[Candidate], budget: int) -> None:
+    kept = distribute(budget, sizes)
+    assert spent(kept, sizes) <= budget
+    assert all(k == c.elements or (0 <= k < c.elements and k % KEPT_ELEMENTS == 0) for k, c in zip(kept, sizes, strict=True))
+
+
+@given(SIZES, st.integers(0, 1 << 22), st.integers(0, 1 << 22))
+def test_more_memory_keeps_no_less_of_anything(sizes: list[Candidate], budget: int, more: int) -> None:
+    less = distribute(budget, sizes)
+    assert all(a <= b for a, b in zip(less, distribute(budget + more, sizes), strict=True))
+
+
+@given(SIZES, st.integers(0, 1 << 22))
+def test_what_fits_is_kept_and_what_is_left_is_less_than_a_piece(sizes: list[Candidate], budget: int) -> None:
+    whole = sum(c.nbytes for c in sizes)
+    kept = distribute(budget, sizes)
+    if whole <= budget:
+        assert kept == [c.elements for c in sizes]
+    else:
+        assert budget - spent(kept, sizes) < max(c.piece for c in sizes)
+
+
+@given(SIZES, st.integers(0, 1 << 22))
+def test_the_worthiest_and_then_the_first_comes_first(sizes: list[Candidate], budget: int) -> None:
+    kept = distribute(budget, sizes)
+    order = sorted(range(len(sizes)), key=lambda index: (-sizes[index].worth, index))
+    shares = [kept[index] / sizes[index].elements for index in order]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(0 < share < 1 for share in shares) <= 1
+
+
+def blocks_of(*kinds: Kind, unit: int = 0, itemsize: int = 2) -> list[Block]:
+    size = {Kind.PARAM: itemsize, Kind.GRAD: itemsize}
+    return [Block(unit, k, 4 * KEPT_ELEMENTS, size.get(k, 4), "nvme", 0, 0, f"{k.value} of u{unit}") for k in kinds]
+
+
+MIXED = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+
+
+def test_parameters_then_gradients_then_states_where_no_update_begins_early() -> None:
+    blocks = blocks_of(*MIXED) + blocks_of(*MIXED, unit=1)
+    sizes = {Kind.PARAM: 4 * 2, Kind.GRAD: 4 * 2, Kind.MASTER: 4 * 12}
+    budget = KEPT_ELEMENTS * (2 * sizes[Kind.PARAM] + 2 * sizes[Kind.GRAD] + sizes[Kind.MASTER] + 13)
+    kept = choose(blocks, budget, early=False)
+    whole = 4 * KEPT_ELEMENTS
+    assert [kept[b] for b in blocks] == [whole] * 5 + [whole, whole] + [KEPT_ELEMENTS] * 3
+
+
+def test_parameters_and_states_of_a_unit_together_where_updates_begin_early() -> None:
+    blocks = blocks_of(*MIXED, unit=3) + blocks_of(Kind.PARAM, unit=4)
+    kept = choose(blocks, KEPT_ELEMENTS * (4 * 2 + 3 * 14), early=True)  # gradients first, for they are worth 3
+    assert [kept[b] // KEPT_ELEMENTS for b in blocks] == [3, 4, 3, 3, 3, 0]
+
+
+def test_a_parameter_that_is_its_own_master_is_worth_more_and_a_frozen_one_less() -> None:
+    own, frozen = blocks_of(Kind.PARAM, Kind.GRAD, unit=1, itemsize=4), blocks_of(Kind.PARAM, unit=0)
+    kept = choose(frozen + own, own[0].nbytes, early=False)
+    assert [kept[b] for b in frozen + own] == [0, own[0].elements, 0]
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("gradients", ["cpu", "nvme"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_moves_is_what_the_planner_states_and_less_with_every_byte_kept(
+    precision: str, gradients: str, accumulation: int, wrap: Wrap
+) -> None:
+    moved, kept = [], []
+    options = {"update": "exact", "precision": precision, "gradients": gradients, "gpu_memory": "1MiB"}
+    for share in SHARES:
+        cache = int(share * on_nvme(wrap(0, **options)))
+        engine = wrap(cache, **options)
+        optimizer = infinity.AdamW(engine.model.parameters(), max_grad_norm=LIMIT)
+        for number in range(STEADY):
+            step(engine, optimizer, number, accumulation)
+        engine.drain()
+        before = engine.recorder.counters()
+        step(engine, optimizer, STEADY, accumulation)
+        report, plan = engine.report(), engine.plan()
+        after = engine.recorder.counters()
+        read, written = (after.get(f"nvme bytes {w}", 0) - before.get(f"nvme bytes {w}", 0) for w in ("read", "written"))
+        # Whether a fetch belongs to this step or the next differs by what is resident at its end, which is the same each time.
+        assert (read, written) == (plan.read, plan.update_written)
+        assert round(report.read_per_parameter * report.parameters) == plan.read
+        assert round(report.written_per_parameter * report.parameters) == plan.update_written
+        assert cache - 14 * KEPT_ELEMENTS * 2 < report.cached <= cache
+        assert report.on_nvme == on_nvme(engine)
+        copies = sum(len(b.extents) * b.moved_bytes for unit in engine.units for b in unit.blocks.values())
+        assert engine.memory()["nvme"] == copies <= 2 * (report.on_nvme - report.cached)
+        moved.append(read + written)
+        kept.append(report.cached)
+    assert kept == sorted(set(kept))
+    assert moved == sorted(set(moved), reverse=True)
+    assert (moved[-1], kept[-1], engine.io) == (0, on_nvme(engine), None)
+
+
+def test_parameters_are_kept_first_unless_that_would_let_no_update_begin_early(wrap: Wrap) -> None:
+    moved = {}
+    for update in ("exact", "speculative"):
+        engine = wrap(3 * KEPT_ELEMENTS * 14, update=update, precision="bf16", gpu_memory="400KiB")
+        optimizer = infinity.AdamW(engine.model.parameters())
+        for number in range(2):
+            step(engine, optimizer, number)
+        plan, report = engine.plan(), engine.report()
+        moved[update] = plan.read + plan.update_written
+        assert report.cached > 2 * KEPT_ELEMENTS * 14
+        for unit in engine.units:
+            parameter, *states = (block for kind, block in unit.blocks.items() if kind is not Kind.GRAD)
+            assert len({block.kept for block in states}) == 1
+            assert parameter.kept == (parameter.elements if update == "exact" else states[0].kept)
+    assert moved["exact"] < moved["speculative"]
+
+
+# Values
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_are_the_same_whatever_is_kept_with_some_steps_clipped(precision: str, mode: str, wrap: Wrap) -> None:
+    outcomes = []
+    for share in (None, *SHARES):
+        options = {"precision": precision, "update": mode}
+        if share is None:
+            engine = wrap(0, **options | {"update": "plain", "parameters": "cpu", "optimizer": "cpu"})
+        else:
+            engine = wrap(int(share * on_nvme(wrap(0, **options))), **options)
+        optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=LIMIT)
+        norms = []
+        for number in range(9):
+            step(engine, optimizer, number)
+            norms.append(optimizer.grad_norm)
+        assert sum(norm > LIMIT for norm in norms if norm is not None) == 2
+        outcomes.append((norms, everything(engine, optimizer)))
+        counters = engine.recorder.counters()
+        if mode == "speculative" and share not in (None, 1.0):
+            assert counters["updates kept"] > 0 and counters["updates replayed"] > 0
+    for norms, values in outcomes[1:]:
+        assert norms == outcomes[0][0]
+        assert_equal(values, outcomes[0][1])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    cpu_memory=st.integers(1 << 20, 8 << 20),
+    cache=st.one_of(st.just("auto"), st.integers(0, 8 << 20)),
+    gpu_memory=st.integers(300 << 10, 2 << 20),
+    how=st.fixed_dictionaries(
+        {
+            "precision": st.sampled_from(PRECISIONS),
+            "update": st.sampled_from(MODES),
+            "copy_on_write": st.booleans(),
+            "gradients": st.sampled_from(["cpu", "nvme"]),
+            "parameters": st.sampled_from(["gpu", "cpu", "nvme", "nvme"]),
+            "optimizer": st.sampled_from(["cpu", "nvme", "nvme"]),
+        }
+    ),
+)
+def test_any_budget_and_placement(cpu_memory: int, cache: Any, gpu_memory: int, how: dict[str, Any], wrap: Wrap) -> None:
+    budgets = {"cpu_memory": cpu_memory + (6 << 20), "gpu_memory": gpu_memory + (1 << 20)}
+    engine = wrap(cache, **budgets, **how)
+    reference = wrap(0, precision=how["precision"], update="plain", parameters="cpu", optimizer="cpu")
+    found = []
+    for one in (engine, reference):
+        optimizer = infinity.AdamW(one.model.parameters(), lr=1e-2, max_grad_norm=LIMIT)
+        for number in range(5):
+            step(one, optimizer, number)
+        found.append(everything(one, optimizer))
+    assert_equal(*found)
+    report = engine.report()
+    assert all(report.peaks[tier] <= report.budgets[tier] for tier in ("gpu", "cpu"))
+    assert report.cached <= min(report.on_nvme, report.on_nvme if cache == "auto" else cache)
+    for one in (engine, reference):
+        one.close()
+
+
+def partly(wrap: Wrap, **options: Any) -> infinity.Engine:
+    """An engine of which half of every kind of state is kept, and at least one unit in part."""
+    engine = wrap(int(0.45 * on_nvme(wrap(0, **options))), **options)
+    shares = {b.kept / b.elements for unit in engine.units for b in unit.blocks.values() if b.tier == "nvme"}
+    assert {0.0, 1.0} < shares
+    return engine
+
+
+@pytest.mark.parametrize("mode", ["exact", "speculative"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_states_and_weights_are_read_and_written_across_the_border(precision: str, mode: str, wrap: Wrap) -> None:
+    engines = [partly(wrap, precision=precision, update=mode), wrap(0, precision=precision, update="plain", parameters="cpu")]
+    outcomes = []
+    for engine in engines:
+        optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2)
+        for number in range(3):
+            step(engine, optimizer, number)
+        saved = optimizer.state_dict()
+        step(engine, optimizer, 3)
+        optimizer.load_state_dict(saved)
+        step(engine, optimizer, 4)
+        engine.model(**text_batch(5)).loss.backward()
+        with infinity.gathered(engine.model, write=True), torch.no_grad():
+            for parameter in engine.model.parameters():
+                parameter.mul_(0.75)
+        optimizer.step()
+        optimizer.zero_grad()
+        written = everything(engine, optimizer)
+        for state in saved["state"].values():
+            del state["exp_avg"]
+        optimizer.load_state_dict(saved)  # what it has not begins anew
+        step(engine, optimizer, 6)
+        outcomes.append((written, everything(engine, optimizer)))
+    for mine, theirs in zip(*outcomes, strict=True):
+        assert_equal(mine, theirs)
+
+
+def test_what_was_forgotten_is_zero_in_memory_and_on_the_drive_without_io(wrap: Wrap) -> None:
+    engine = partly(wrap, precision="bf16", update="speculative")
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for number in range(2):
+        step(engine, optimizer, number)
+    engine.drain()
+    unit = next(u for u in engine.units if 0 < u.blocks[Kind.EXP_AVG].kept < u.layout.shard_numel)
+    block, border = unit.blocks[Kind.EXP_AVG], unit.blocks[Kind.EXP_AVG].kept
+    values = unit.read(Kind.EXP_AVG)
+    assert border % KEPT_ELEMENTS == 0 and values[:border].any() and values[border:].any()
+    before = engine.io.counters()["bytes_read"]
+    unit.store.forget(block)
+    assert not unit.read(Kind.EXP_AVG).any()
+    assert engine.io.counters()["bytes_read"] == before
+    unit.write(Kind.EXP_AVG, values)
+    assert torch.equal(unit.read(Kind.EXP_AVG), values)
+    assert engine.io.counters()["bytes_read"] == before + values[border:].nbytes
+
+
+# Early updates
+
+
+def test_an_update_taken_back_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
+    engine = partly(wrap, precision="bf16", update="speculative")
+    optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-1)
+    for number in range(2):
+        step(engine, optimizer, number)
+    before = everything(engine, optimizer)
+    pipeline, early = engine._updater._pipeline, engine._updater._early
+    engine.model(**text_batch(2)).loss.backward()
+
+    def waiting() -> bool:
+        """Whether all that may be written ahead is written."""
+        return all(not job.chunks and job.in_flight == 0 for job in early.values())
+
+    begun = {unit.name for unit in engine.units if unit.copy_on_write}
+    assert {job.unit.name for job in early.values() if job.update is not None} == begun
+    assert 0 < len(begun) < len(engine.units)
+    with pipeline._changed:
+        assert pipeline._changed.wait_for(waiting, timeout=60)
+    assert any(job.in_memory for job in early.values()) and any(job.meter.written for job in early.values())
+    optimizer.zero_grad()  # takes them back
+    assert_equal(everything(engine, optimizer), before)
+
+
+def test_once_confirmed_what_is_kept_costs_no_io(wrap: Wrap) -> None:
+    """A step whose backward has written all that may be written ahead has only memory left to update."""
+    engine = partly(wrap, precision="bf16", update="speculative")
+    optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-1)
+    for number in range(2):
+        step(engine, optimizer, number)
+    engine.drain()
+    pipeline, early = engine._updater._pipeline, engine._updater._early
+    engine.model(**text_batch(2)).loss.backward()
+    with pipeline._changed:
+        assert pipeline._changed.wait_for(lambda: all(not j.chunks and j.in_flight == 0 for j in early.values()), timeout=60)
+    kept_whole = [u for u in engine.units if not u.copy_on_write]
+    before = everything_kept(engine)
+    written = engine.recorder.counters()["nvme bytes written"]
+    optimizer.step()
+    engine.drain()
+    assert engine.recorder.counters()["nvme bytes written"] == written
+    after = everything_kept(engine)
+    assert kept_whole and all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def everything_kept(engine: infinity.Engine) -> list[torch.Tensor]:
+    kinds = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+    blocks = [unit.blocks[kind] for unit in engine.units for kind in kinds]
+    return [block.cached.clone() for block in blocks if block.cached is not None]
+
+
+# Failures, memory, ranks
+
+
+@pytest.mark.parametrize("fault", [{"fail_write_at": 0}, {"fail_write_at": 5}, {"fail_read_at": 2}])
+def test_an_early_update_that_fails_leaves_the_last_step_whole_in_both_places(fault: dict[str, int], wrap: Wrap) -> None:
+    engine = partly(wrap, precision="bf16", update="speculative")
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for number in range(2):
+        step(engine, optimizer, number)
+    before = engine.state_dict()
+    loss = engine.model(**text_batch(2)).loss
+    engine.io.set_faults(**fault)
+    with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: ") as caught:
+        loss.backward()
+        with engine._store._changed:
+            assert engine._store._changed.wait_for(lambda: engine._store._failure is not None, timeout=60)
+        optimizer.step()
+    assert isinstance(caught.value.__cause__, infinity.NvmeError)
+    engine.io.set_faults()
+    for unit in engine.units:
+        values = unit.read(Kind.PARAM)
+        for name, place in zip(unit.names, unit.layout.places, strict=True):
+            assert torch.equal(values[place.offset : place.end].view(place.shape), before[name])
+    assert engine._store._arenas["staging"].used == 0
+
+
+@pytest.mark.parametrize("where", ["fail_read_at", "fail_write_at"])
+def test_a_drive_that_fails_in_the_rest_of_a_kept_block_ends_the_engine(where: str, wrap: Wrap) -> None:
+    engine = partly(wrap, precision="fp32", update="exact")
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for number in range(2):
+        step(engine, optimizer, number)
+    engine.model(**text_batch(2)).loss.backward()
+    engine.drain()
+    engine.io.set_faults(**{where: 0})
+    optimizer.step()
+    with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: "):
+        engine.drain()
+    engine.io.set_faults()
+    assert engine._store._arenas["staging"].used == 0
+    with pytest.raises(infinity.EngineClosedError):
+        engine.state_dict()
+
+
+def test_a_fetch_that_fails_in_the_rest_of_a_kept_parameter_is_an_error_and_the_next_one_works(wrap: Wrap) -> None:
+    engine = partly(wrap, precision="bf16", update="speculative")
+    unit = next(u for u in engine.units if 0 < u.blocks[Kind.PARAM].kept < u.layout.shard_numel)
+    with infinity.gathered(unit.parameters):
+        expected = unit.wait().clone()
+    unit.store.begin_update(unit.blocks[Kind.PARAM])  # drops the copy
+    unit.store.end_update([])
+    unit.blocks[Kind.PARAM].to_home()
+    engine.io.set_faults(fail_read_at=0)
+    unit.start()
+    with pytest.raises(infinity.NvmeError):
+        unit.wait()
+        unit.wait()  # where the mover met the error first, this one tries again
+        pytest.skip("the mover met the only error")
+    unit.release()
+    engine.io.set_faults()
+    with infinity.gathered(unit.parameters):
+        assert torch.equal(unit.wait(), expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 4, 5, 8, 16])
+def test_the_cache_takes_what_is_left_and_no_more(precision: str, room: int, smallest: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"nvme": tmp_path, "precision": precision}
+    budgets = smallest(build(), **options)
+    budgets["cpu_memory"] += room * MIB
+    model = infinity.wrap(build(), infinity.Config(**options, **budgets))
+    with infinity.engine(model) as engine:
+        optimizer = infinity.AdamW(model.parameters())
+        for number in range(3):
+            step(engine, optimizer, number)
+        report = engine.report()
+        assert report.peaks["cpu"] <= budgets["cpu_memory"]
+        assert engine._store._arenas["cpu"].used + engine._store._arenas["staging"].memory.numel() <= budgets["cpu_memory"]
+        least = smallest(build(), **options)["cpu_memory"]
+        assert least == budgets["cpu_memory"] - room * MIB, "the smallest budget is what it was without a cache"
+        if report.cached < report.on_nvme:
+            assert engine._store.staged_sets >= min(STAGED_SETS, room)
+            unused = budgets["cpu_memory"] - engine._store._arenas["cpu"].used - engine._store._arenas["staging"].memory.numel()
+            assert unused < KEPT_ELEMENTS * 16 or room == 0
+        else:
+            assert engine.io is None and engine._store._arenas["staging"].memory.numel() == 0
+
+
+def test_staging_grows_with_what_is_left_for_it(wrap: Wrap) -> None:
+    engine = wrap(0, cpu_memory="16MiB")
+    assert (engine._store.staged_sets, engine.report().cached) == (24, 0)
+    limited = wrap(3 * MIB, cpu_memory="16MiB", precision="fp32")
+    assert 2 * MIB < limited.report().cached <= 3 * MIB and limited._store.staged_sets > STAGED_SETS
