@@ -30,7 +30,7 @@ import infinity
 
 RANKS, STEPS, ROWS, WIDTH, WORDS = 2, 10, 4, 32, 40
 PATIENCE = 90.0  # seconds for one task, after which a rank is taken to hang
-ROOMY = {"gpu_memory": 4 << 20, "cpu_memory": 8 << 20}
+ROOMY = {"gpu_memory": 4 << 20, "cpu_memory": 8 << 20, "cache": 0}
 
 
 class Block(nn.Module):
@@ -352,6 +352,8 @@ def test_placement_changes_no_bit(precision: str, run: Run) -> None:
         ({"parameters": "cpu", "optimizer": "nvme", "gradients": "nvme", "copy_on_write": False}, True),
         ({"parameters": "gpu", "optimizer": "cpu", "gradients": "cpu", "instruction_set": "scalar"}, False),
         ({"parameters": "nvme", "optimizer": "cpu", "gradients": "gpu", "io_engine": "posix"}, False),
+        ({"cache": 150_000, "update": "speculative"}, False),
+        ({"cache": 100_000, "update": "exact", "gradients": "nvme"}, False),
     ]:
         assert_equal_bitwise(run(config=config | {"precision": precision}, least=least, **common), reference)
 

@@ -25,7 +25,7 @@ from infinity.errors import BudgetError, EngineClosedError, NvmeError
 from infinity.observe import Recorder
 from infinity.tiers.block import Block, BlockState, Kind
 from infinity.tiers.nvme import ALIGNMENT
-from infinity.tiers.store import CHUNK_ELEMENTS, WIDEST_ELEMENT, Store
+from infinity.tiers.store import CHUNK_ELEMENTS, STAGED_SETS, WIDEST_ELEMENT, Store
 
 AVAILABLE, REASON = native.aio().io_uring_available()
 without_io_uring = pytest.mark.skipif(not AVAILABLE, reason=f"io_uring: {REASON}")
@@ -127,12 +127,18 @@ class Machine(RuleBasedStateMachine):
 
     engine = "posix"
 
-    @initialize(copy_on_write=st.booleans())
-    def set_up(self, copy_on_write: bool) -> None:
+    @initialize(
+        copy_on_write=st.booleans(),
+        cache=st.sampled_from([0, 5 * ALIGNMENT, 4 * ALIGNMENT + 6 * CHUNK_ELEMENTS, 64 * ALIGNMENT]),
+        together=st.booleans(),
+    )
+    def set_up(self, copy_on_write: bool, cache: int, together: bool) -> None:
         self.directory = Path(tempfile.mkdtemp())
         homes = 4 * ALIGNMENT + 2 * ALIGNMENT + 2 * ALIGNMENT
         self.copy_bytes = 14 * ALIGNMENT
         self.config = {"gpu_memory": homes + self.copy_bytes, "io_engine": self.engine, "copy_on_write": copy_on_write}
+        cpu_memory = (5 if cache == 0 else 1 + 3 * STAGED_SETS) * CHUNK_BYTES + cache  # homes, and sets of three kinds
+        self.config |= {"cache": cache, "cpu_memory": cpu_memory, "update": "auto" if together else "exact"}
         store = self.store = make_store(self.directory, **self.config)
         self.params = [
             add_param(store, 0, 4, "gpu"),  # never leaves
@@ -149,6 +155,8 @@ class Machine(RuleBasedStateMachine):
             add_state(store, 5, Kind.GRAD, 2 * SLOT_ELEMENTS, "nvme", 2),
         ]
         store.open(concurrent=9 * ALIGNMENT)
+        kept, on_nvme = store.cached()
+        assert kept == on_nvme if cache > on_nvme else cache - 6 * CHUNK_ELEMENTS < kept <= cache
         self.contents = {block: filled(block, 0) for block in self.params + self.states}
         self.uses: dict[int, float] = {}
         store.next_use = lambda unit: self.uses.get(unit, float("inf"))
