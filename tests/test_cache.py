@@ -14,9 +14,11 @@ from models import text_batch, transformer
 from torch import nn
 
 import infinity
+from infinity.device import ComputeDevice
+from infinity.observe import Recorder
 from infinity.tiers.block import Block, Kind
 from infinity.tiers.cache import KEPT_ELEMENTS, Candidate, choose, distribute
-from infinity.tiers.store import STAGED_SETS
+from infinity.tiers.store import MOST_CHUNK_ELEMENTS, STAGED_SETS, Store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -468,8 +470,70 @@ def test_the_cache_takes_what_is_left_and_no_more(precision: str, room: int, sma
             assert engine.io is None and engine._store._arenas["staging"].memory.numel() == 0
 
 
+def test_how_memory_is_divided(tmp_path: Path) -> None:
+    """The example in the docstring: six sets of full chunks, a quarter of the rest to read ahead, and cache."""
+    config = {"nvme": tmp_path, "gpu_memory": 0, "cpu_memory": 210 * MIB}
+    for cache, expected in (
+        ("auto", (4 * (6 + 5), 122 * MIB)),
+        (0, (4 * 24, 0)),
+        (100 * MIB, (4 * (6 + 7), 100 * MIB)),
+        (1 << 40, (4 * 6, 162 * MIB)),
+    ):
+        store = Store(infinity.Config(**config, cache=cache), ComputeDevice("cpu"), Recorder())
+        for kind, itemsize in ((Kind.PARAM, 2), (Kind.MASTER, 4), (Kind.EXP_AVG, 4), (Kind.EXP_AVG_SQ, 4)):
+            store.add(Block(0, kind, 1 << 26, itemsize, "nvme", 0, 0, kind.value))
+        assert store._plan_host(210 * MIB, 0) == expected
+        assert store.chunk_elements == MOST_CHUNK_ELEMENTS
+        total = 14 << 26
+        assert store._plan_host(total, 0) == ((0, total) if cache in ("auto", 1 << 40) else (4 * 24, cache))
+        assert (store.chunk_elements, store._plan_host(total - 1, 0)[0] > 0) == (MOST_CHUNK_ELEMENTS, True)
+
+
 def test_staging_grows_with_what_is_left_for_it(wrap: Wrap) -> None:
     engine = wrap(0, cpu_memory="16MiB")
     assert (engine._store.staged_sets, engine.report().cached) == (24, 0)
     limited = wrap(3 * MIB, cpu_memory="16MiB", precision="fp32")
     assert 2 * MIB < limited.report().cached <= 3 * MIB and limited._store.staged_sets > STAGED_SETS
+
+
+class FarDevice(ComputeDevice):
+    """A compute device whose memory the drive cannot reach, played by host memory."""
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        self.shares_host = True  # nothing is pinned for it
+        memory = super().host_memory(nbytes)
+        self.shares_host = False
+        return memory
+
+    def compute_memory(self, nbytes: int) -> torch.Tensor:
+        return self.host_memory(nbytes)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+        target.copy_(source)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_path: Path) -> None:
+    elements = 2 * KEPT_ELEMENTS + 2048
+    cache = 1 << 30 if kept == 3 else kept * KEPT_ELEMENTS * 2
+    config = infinity.Config(nvme=tmp_path, gpu_memory=MIB, cpu_memory=2 * MIB, cache=cache, poison=True)
+    store = Store(config, FarDevice("cpu"), Recorder())
+    block = store.add(Block(0, Kind.PARAM, elements, 2, "nvme", 2 * elements, 0, "param"))
+    store.open(concurrent=block.span)
+    try:
+        assert block.kept == min(kept * KEPT_ELEMENTS, elements)
+        values = torch.arange(elements, dtype=torch.int16).view(torch.uint8)
+        store.begin_update(block)
+        for begin in store.chunks(block):
+            (chunk,) = store.check_out([(block, False)], begin)
+            chunk.tensor.copy_(values[2 * begin : 2 * begin + chunk.tensor.numel()])
+            chunk.commit()
+            chunk.release()
+        store.end_update([block])
+        store.start(block)
+        assert torch.equal(store.wait(block), values)
+        store.release(block)
+        assert store.meter.read == block.moved_bytes == 2 * (elements - block.kept)
+        assert store._arenas["staging"].used == 0
+    finally:
+        store.close()

@@ -79,6 +79,7 @@ class Job:
         starts = unit.chunks()
         staged = bisect_left(starts, unit.in_memory_until)
         self.in_place_until = unit.rewritten_in_place_until
+        """The element from which on an update may be taken back."""
         revocable = bisect_left(starts, self.in_place_until, lo=staged)
         self.in_memory = deque(starts[:staged])
         """First elements of the chunks that need neither staging nor I/O, and were not checked out: they wait for CONFIRMED."""
