@@ -27,7 +27,7 @@ def look_ahead(trace: Trace, has_copy: Callable[[int], bool], bring: Callable[[i
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What moving one unit of this rank costs, in bytes of NVMe traffic; 0 for what is at home elsewhere.
+    """What moving one unit of this rank costs, in bytes of NVMe traffic; none for what is in memory.
 
     `slots` is the run it takes on the compute device (0: it never leaves). `update_read` and `update_written` are those of
     one optimizer step: its states, parameter and gradient.
