@@ -214,7 +214,7 @@ class Engine:
             states = on_nvme(unit, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
             param, gradient = on_nvme(unit, Kind.PARAM), on_nvme(unit, Kind.GRAD)
             slots = 0 if unit.blocks[Kind.PARAM].permanent else -(-unit.nbytes // ALIGNMENT)
-            old = 0 if Kind.MASTER in unit.blocks else param
+            old = 0 if unit.is_rounded else param
             # A gradient is written by every backward, and read by all but the first, by each norm and by the update.
             read = states + old + gradient * (cycles + self._updater.norms)
             costs.append(UnitCost(slots, param, read, states + param + gradient * cycles, unit.trainable))

@@ -36,6 +36,19 @@ class Segment(NamedTuple):
     hyper: Hyper
 
 
+class States(NamedTuple):
+    """The states of some elements of `unit`, from number `position` of its flat buffer on: uint8 tensors in the blocks' formats."""
+
+    unit: Unit
+    position: int
+    tensors: dict[Kind, torch.Tensor]
+
+    @property
+    def param(self) -> torch.Tensor:
+        """The parameters, of the unit's dtype."""
+        return self.tensors[Kind.PARAM].view(self.unit.dtype)
+
+
 class Kernels:
     """The CPU kernels with one instruction set and one pool of `threads` threads.
 

@@ -26,10 +26,11 @@ from dataclasses import dataclass
 import torch
 
 from infinity.observe import Meter, Recorder
-from infinity.optim.kernels import Kernels, Segment
+from infinity.optim.kernels import Kernels, Segment, States
+from infinity.sharding import codec
 from infinity.sharding.unit import Unit
 from infinity.tiers.access import Checkout
-from infinity.tiers.block import Block, Kind
+from infinity.tiers.block import Kind
 from infinity.tiers.store import STAGED_SETS, Store
 
 READING, WRITING = 2, STAGED_SETS - 2
@@ -101,10 +102,10 @@ class _Chunk:
     def committed(self) -> bool:
         return all(out.committed() for out in self.outs.values())
 
-    def tensors(self) -> dict[Kind, torch.Tensor]:
-        param_types = (Kind.PARAM, Kind.GRAD)
-        dtype = self.job.unit.dtype
-        return {kind: out.tensor.view(dtype if kind in param_types else torch.float32) for kind, out in self.outs.items()}
+    def states(self) -> States:
+        unit = self.job.unit
+        position = unit.rank * unit.layout.shard_numel + self.begin
+        return States(unit, position, {kind: out.tensor for kind, out in self.outs.items()})
 
 
 class Pipeline:
@@ -258,7 +259,7 @@ class Pipeline:
             begin = job.chunks.popleft()
             job.in_flight += 1
         blocks = job.unit.blocks
-        wants = [(block, _needed(blocks, kind)) for kind, block in blocks.items()]
+        wants = [(block, _needed(job.unit, kind)) for kind, block in blocks.items()]
         outs = None
         try:
             check_out = self._store.check_out if wait else self._store.try_check_out
@@ -273,19 +274,20 @@ class Pipeline:
 
     def _update(self, chunk: _Chunk) -> None:
         chunk.wait()
-        update, tensors = chunk.job.update, chunk.tensors()
+        update = chunk.job.update
         if update is None or chunk.job.state is JobState.ENDED:
             return
-        start = time.perf_counter()
-        param, master = tensors[Kind.PARAM], tensors.get(Kind.MASTER)
-        if master is not None and not update.unit.blocks[Kind.MASTER].written:
-            master.copy_(param)
-        elif master is not None and not _covers(update.segments, chunk.begin, chunk.begin + param.numel()):
-            param.copy_(master)
+        start, states = time.perf_counter(), chunk.states()
+        if update.unit.is_rounded:
+            param, master = states.param, states.tensors[Kind.MASTER].view(torch.float32)
+            if not update.unit.blocks[Kind.MASTER].written:
+                master.copy_(param)
+            elif not _covers(update.segments, chunk.begin, chunk.begin + param.numel()):
+                codec.round_to(param, master)
         for segment in update.segments:
-            begin, end = max(segment.begin - chunk.begin, 0), min(segment.end - chunk.begin, param.numel())
+            begin, end = max(segment.begin - chunk.begin, 0), min(segment.end - chunk.begin, states.param.numel())
             if begin < end:
-                self._kernels.adam(tensors, begin, end, segment.hyper, update.grad_scale)
+                self._kernels.update(states, begin, end, segment.hyper, update.grad_scale)
         self._recorder.add("adam", update.unit.name, start, time.perf_counter())
         for kind, out in chunk.outs.items():
             if kind is not Kind.GRAD:
@@ -311,15 +313,11 @@ class Pipeline:
             self._changed.notify_all()
 
 
-def _needed(blocks: dict[Kind, Block], kind: Kind) -> bool:
-    """Whether the old content of `kind` goes into the update.
-
-    The parameter is the rounded master, so it is only written, except the first time: a master that was never written is
-    the parameter, widened.
-    """
-    if kind is Kind.PARAM:
-        return Kind.MASTER not in blocks or not blocks[Kind.MASTER].written
-    return kind is not Kind.MASTER or blocks[Kind.MASTER].written
+def _needed(unit: Unit, kind: Kind) -> bool:
+    """Whether the old content of `kind` goes into the update: a master that was never written is the parameter, widened."""
+    if unit.is_rounded and kind in (Kind.PARAM, Kind.MASTER):
+        return unit.blocks[Kind.MASTER].written is (kind is Kind.MASTER)
+    return True
 
 
 def _covers(segments: Sequence[Segment], begin: int, end: int) -> bool:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from infinity.config import Config, Tier
-from infinity.sharding import collectives
+from infinity.sharding import codec, collectives
 from infinity.sharding.layout import Layout
 from infinity.sharding.parameter import guard_for
-from infinity.tiers.block import Block, Kind
+from infinity.tiers.block import BF16, FP32, INT8, SPLIT, Block, Format, Kind
 from infinity.tiers.store import Store
+
+
+_MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
 
 
 class UnitState(enum.Enum):
@@ -137,17 +140,25 @@ class Unit:
         shard, size = self.layout.shard_numel, self.dtype.itemsize
         self.store, self.tier = store, config.parameters
 
-        def add(kind: Kind, itemsize: int, tier: Tier, span: int = 0, at: int = 0) -> None:
+        def add(kind: Kind, form: Format, tier: Tier, span: int = 0, at: int = 0) -> None:
             name = f"{kind.value} of {self.name}"
-            self.blocks[kind] = store.add(Block(self.index, kind, shard, itemsize, tier, span or shard * itemsize, at, name))
+            self.blocks[kind] = store.add(Block(self.index, kind, shard, form, tier, span or form.bytes_of(shard), at, name))
 
-        add(Kind.PARAM, size, config.parameters, span=self.nbytes, at=self.rank * shard * size)
+        plain = Format(str(self.dtype).removeprefix("torch."), 1, size)
+        add(Kind.PARAM, plain, config.parameters, span=self.nbytes, at=self.rank * shard * size)
         if self.trainable:
-            add(Kind.GRAD, size, config.gradients)
+            add(Kind.GRAD, plain, config.gradients)
             if self.dtype != torch.float32:
-                add(Kind.MASTER, 4, config.optimizer)
-            add(Kind.EXP_AVG, 4, config.optimizer)
-            add(Kind.EXP_AVG_SQ, 4, config.optimizer)
+                split = config.split_master and self.dtype == torch.bfloat16
+                add(Kind.MASTER, SPLIT if split else FP32, config.optimizer)
+            moment = _MOMENT_FORMATS[config.moment_precision]
+            add(Kind.EXP_AVG, moment, config.optimizer)
+            add(Kind.EXP_AVG_SQ, moment, config.optimizer)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the parameters are nothing but their masters, rounded: then an update writes them and does not read them."""
+        return Kind.MASTER in self.blocks and self.blocks[Kind.MASTER].format is not SPLIT
 
     @property
     def copy_on_write(self) -> bool:
@@ -328,42 +339,68 @@ class Unit:
         return iter(range(0, self.layout.shard_numel, self.store.chunk_elements))
 
     def read(self, kind: Kind) -> torch.Tensor:
-        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else the unit's dtype. A copy."""
+        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else the unit's dtype. A copy.
+
+        A master that no update has written is the parameter, widened.
+        """
         block = self.blocks[kind]
+        if kind is Kind.MASTER and not block.written:
+            return self.read(Kind.PARAM).float()
+        kinds = (Kind.PARAM, kind) if block.format is SPLIT else (kind,)
         dtype = self.dtype if kind in (Kind.PARAM, Kind.GRAD) else torch.float32
         shard = torch.empty(self.layout.shard_numel, dtype=dtype)
         for begin in self.chunks():
-            (chunk,) = self.store.check_out([(block, True)], begin)
-            try:
-                chunk.wait()
-                values = chunk.tensor.view(dtype)
-                shard[begin : begin + values.numel()] = values
-            finally:
-                chunk.release()
+            with self._checked_out(kinds, begin, load=True) as tensors:
+                values = shard[begin : begin + self.store.chunk_elements]
+                if dtype != torch.float32 or kind in (Kind.PARAM, Kind.GRAD):
+                    values.copy_(tensors[0].view(dtype))
+                elif kind is Kind.MASTER:
+                    codec.decode_master(block.format, tensors, values)
+                else:
+                    codec.decode_moment(block.format, kind, tensors[0], values)
         return shard
 
     def write(self, kind: Kind, shard: torch.Tensor) -> None:
-        """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the block's dtype.
+        """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the dtype that `read` gives.
 
-        When that fails the content is in part new: whoever uses the engine from then on gets `EngineClosedError`.
+        A master takes its parameter along, which is the master rounded. When that fails the content is in part new: whoever
+        uses the engine from then on gets `EngineClosedError`.
         """
-        block = self.blocks[kind]
+        kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
+        form = self.blocks[kind].format
         self._withdraw()
-        if kind is Kind.PARAM:
-            self.store.begin_update(block)
+        if Kind.PARAM in kinds:
+            self.store.begin_update(self.blocks[Kind.PARAM])
         try:
             for begin in self.chunks():
-                (chunk,) = self.store.check_out([(block, False)], begin)
-                try:
-                    target = chunk.tensor.view(shard.dtype)
-                    target.copy_(shard[begin : begin + target.numel()])
-                    chunk.commit()
-                finally:
-                    chunk.release()
+                with self._checked_out(kinds, begin, load=False) as tensors:
+                    values = shard[begin : begin + self.store.chunk_elements]
+                    if kind is Kind.MASTER:
+                        codec.encode_master(form, values, tensors[0].view(self.dtype), tensors[1])
+                    elif kind in (Kind.PARAM, Kind.GRAD):
+                        tensors[0].view(self.dtype).copy_(values)
+                    else:
+                        codec.encode_moment(form, kind, values, tensors[0])
         except BaseException as error:
             self.store.fail(error)
             raise
-        self.store.end_update([block])
+        self.store.end_update([self.blocks[k] for k in kinds])
+
+    @contextmanager
+    def _checked_out(self, kinds: Sequence[Kind], begin: int, load: bool) -> Iterator[list[torch.Tensor]]:
+        """The chunks from element `begin` on of these blocks, uint8; what the context leaves in them is written unless `load`."""
+        chunks = self.store.check_out([(self.blocks[kind], load) for kind in kinds], begin)
+        try:
+            for chunk in chunks:
+                chunk.wait()
+            yield [chunk.tensor for chunk in chunks]
+            if not load:
+                for chunk in chunks:
+                    chunk.commit()
+        finally:
+            with ExitStack() as stack:
+                for chunk in chunks:
+                    stack.callback(chunk.release)
 
     def gather(self, kind: Kind) -> torch.Tensor:
         """Like `read`, but the whole unit (numel,) from all ranks; every rank must call it."""

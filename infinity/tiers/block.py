@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from infinity.config import Tier
 
@@ -24,6 +24,26 @@ class Kind(str, enum.Enum):
     EXP_AVG_SQ = "exp_avg_sq"
 
 
+class Format(NamedTuple):
+    """How values lie in memory and on NVMe: `elements` of them take `nbytes` bytes together, and cannot be moved apart."""
+
+    name: str
+    elements: int
+    nbytes: int
+
+    def bytes_of(self, elements: int) -> int:
+        """Bytes of `elements` values."""
+        return -(-elements // self.elements) * self.nbytes
+
+
+FP32 = Format("fp32", 1, 4)
+BF16 = Format("bf16", 1, 2)
+SPLIT = Format("split", 1, 2)
+"""A master as the 16 bits by which it differs from its bf16 parameter."""
+INT8 = Format("int8", 32768, 36864)
+"""32768 codes of a byte, then an fp32 scale for every 32 of them: whole pages, so that direct I/O can move each of these alone."""
+
+
 class BlockState(enum.Enum):
     """Where the content of a block is, and what that costs in memory.
 
@@ -41,7 +61,7 @@ class BlockState(enum.Enum):
 
 @dataclass(eq=False)
 class Block:
-    """`elements` values of `itemsize` bytes, of kind `kind` of unit number `unit`, at home on `tier`.
+    """`elements` values in `format`, of kind `kind` of unit number `unit`, at home on `tier`.
 
     Owned by the store, which alone changes a block, under its lock. `written` is False until the first update ends: such a
     block reads as zeros without I/O (a zero extent). `span` and `at` (bytes) place a parameter shard inside the unit's
@@ -52,7 +72,7 @@ class Block:
     unit: int
     kind: Kind
     elements: int
-    itemsize: int
+    format: Format
     tier: Tier
     span: int
     at: int
@@ -70,7 +90,7 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes of the block."""
-        return self.elements * self.itemsize
+        return self.format.bytes_of(self.elements)
 
     @property
     def target(self) -> int:

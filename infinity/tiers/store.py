@@ -62,6 +62,7 @@ class Store:
         self.chunk_elements = CHUNK_ELEMENTS
         self.staged_sets = 0
         """How many chunks of a unit, with all its kinds, staging holds at once; fixed by `open`."""
+        self._granule = CHUNK_ELEMENTS  # a chunk is a multiple of this many elements, so that it is whole in every format
         self.copy_slots = 0
         """Slots of 4096 bytes on the compute device for copies of parameters; fixed by `open`."""
         self.next_use: Callable[[int], float] = lambda unit: math.inf
@@ -75,6 +76,7 @@ class Store:
             # What a failed step leaves of its gradients is of no use, so they are rewritten in place.
             copies = 2 if self._config.copy_on_write and block.kind is not Kind.GRAD else 1
             block.extents = tuple(self._nvme.reserve(block.nbytes) for _ in range(copies))
+        self._granule = max(self._granule, block.format.elements)
         self._blocks.append(block)
         return block
 
@@ -132,7 +134,7 @@ class Store:
     def _plan_staging(self, available: int, home: int) -> int:
         """Choose the chunk length and return the number of staging slots that fit into `available` bytes."""
         kinds = len({b.kind for b in self._blocks if self.needs_staging(b)}) or 1
-        least = kinds * CHUNK_ELEMENTS * WIDEST_ELEMENT
+        least = kinds * self._granule * WIDEST_ELEMENT
         if available < least:
             raise BudgetError(
                 f"cpu_memory={format_bytes(self._config.cpu_memory)} is too small: states at home in host memory take "
@@ -141,7 +143,7 @@ class Store:
             )
         longest = max((b.elements for b in self._blocks), default=0)
         elements = min(available // (STAGED_SETS * kinds * WIDEST_ELEMENT), MOST_CHUNK_ELEMENTS, longest)
-        self.chunk_elements = max(CHUNK_ELEMENTS, elements // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
+        self.chunk_elements = max(self._granule, elements // self._granule * self._granule)
         self.staged_sets = min(MOST_STAGED_SETS, available // (kinds * self.chunk_elements * WIDEST_ELEMENT))
         return self.staged_sets * kinds
 
@@ -276,7 +278,7 @@ class Store:
             (chunk,) = self.check_out([(block, True)], begin)
             try:
                 chunk.wait()
-                at = begin * block.itemsize
+                at = block.format.bytes_of(begin)
                 self._device.upload(target[at : at + chunk.tensor.numel()], chunk.tensor)
             finally:
                 chunk.release()
@@ -336,8 +338,8 @@ class Store:
         return chunks
 
     def _chunk(self, block: Block, load: bool, begin: int, slot: Lease | None, meter: Meter) -> Checkout:
-        at = begin * block.itemsize
-        nbytes = min(self.chunk_elements, block.elements - begin) * block.itemsize
+        at = block.format.bytes_of(begin)
+        nbytes = block.format.bytes_of(min(self.chunk_elements, block.elements - begin))
         if slot is None:
             if block.home is None:
                 raise RuntimeError(f"{block.name} has no home in memory")
