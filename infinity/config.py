@@ -45,7 +45,7 @@ class Config(BaseModel):
 
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype that floating-point parameters are stored and computed in; "auto" keeps the dtypes of the model."""
-    split_master: bool = True
+    split_master: bool = False
     """Keep of an fp32 master only the 16 bits that its bf16 parameter lacks: 2 bytes less at rest, and the same numbers."""
     moment_precision: Literal["fp32", "bf16", "int8"] = "fp32"
     """How the optimizer's moments are stored: 8, 4 or 2.25 bytes per parameter. Below fp32 they are rounded stochastically."""

@@ -216,10 +216,10 @@ class Engine:
             slots = 0 if unit.blocks[Kind.PARAM].permanent else -(-unit.nbytes // ALIGNMENT)
             old = 0 if unit.is_rounded else param
             # A gradient is written by every backward, and read by all but the first, by each norm and by the update.
-            read = states + old + gradient * (cycles + self._updater.norms)
-            costs.append(UnitCost(slots, param, read, states + param + gradient * cycles, unit.trainable))
+            read = states + gradient * (cycles + self._updater.norms)
+            costs.append(UnitCost(slots, param, old, read, states + param + gradient * cycles, unit.trainable))
         cycle = self._runtime.trace.train_cycle()
-        return predict(cycle.order, costs, self._store.copy_slots, cycles, cycle.held)
+        return predict(cycle.order, costs, self._store.copy_slots, cycles, cycle.held, self.config.update == "plain")
 
     def memory(self) -> dict[str, int]:
         """Bytes in use now, per tier."""

@@ -296,7 +296,7 @@ def test_an_early_update_that_fails_leaves_the_last_step_whole(
     assert engine._store._arenas["staging"].used == 0
 
 
-def test_kept_updates_move_what_the_planner_states(wrap: Callable[..., infinity.Engine]) -> None:
+def test_kept_updates_write_once_and_read_a_parameter_twice_more_at_most(wrap: Callable[..., infinity.Engine]) -> None:
     engine = wrap("speculative", lambda: transformer(width=48, depth=5), gpu_memory="300KiB", precision="bf16")
     optimizer = infinity.AdamW(engine.model.parameters())
     for number in range(8):
@@ -304,9 +304,11 @@ def test_kept_updates_move_what_the_planner_states(wrap: Callable[..., infinity.
         optimizer.step()
         optimizer.zero_grad()
         if number > 3:
-            plan, count = engine.plan(), sum(p.numel() for p in engine.model.parameters())
+            # An update that runs ahead may find no copy of the old parameter, and has no place for the new one.
+            plan, parameters = engine.plan(), sum(unit.blocks[Kind.PARAM].nbytes for unit in engine.units)
             read, written = engine._traffic_last  # of the step before the last, which was not drained
-            assert (read, written) == (plan.read, plan.update_written), count
+            assert written == plan.update_written
+            assert plan.update_read <= read <= plan.read + 2 * parameters
     assert counts(engine)[0] > 0
 
 

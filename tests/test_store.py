@@ -23,7 +23,7 @@ from infinity.config import Config, Tier
 from infinity.device import ComputeDevice
 from infinity.errors import BudgetError, EngineClosedError, NvmeError
 from infinity.observe import Recorder
-from infinity.tiers.block import Block, BlockState, Kind
+from infinity.tiers.block import Block, BlockState, Format, Kind
 from infinity.tiers.nvme import ALIGNMENT
 from infinity.tiers.store import CHUNK_ELEMENTS, WIDEST_ELEMENT, Store
 
@@ -65,7 +65,7 @@ def write_chunks(store: Store, block: Block, data: torch.Tensor) -> None:
     for begin in chunks(store, block):
         (chunk,) = store.check_out([(block, False)], begin)
         try:
-            at = begin * block.itemsize
+            at = block.format.bytes_of(begin)
             chunk.tensor.copy_(data[at : at + chunk.tensor.numel()])
             chunk.commit()
         finally:
@@ -105,11 +105,12 @@ def filled(block: Block, value: int) -> torch.Tensor:
 def add_param(store: Store, unit: int, slots: int = 1, tier: Tier = "nvme", span: int = 0, at: int = 0) -> Block:
     """A shard of `slots` times 4096 bytes that lies at `at` in a unit of `span` bytes; the whole unit when `span` is 0."""
     elements = slots * SLOT_ELEMENTS
-    return store.add(Block(unit, Kind.PARAM, elements, 2, tier, span or 2 * elements, at, f"param of u{unit}"))
+    return store.add(Block(unit, Kind.PARAM, elements, Format("half", 1, 2), tier, span or 2 * elements, at, f"param of u{unit}"))
 
 
 def add_state(store: Store, unit: int, kind: Kind, elements: int, tier: Tier = "nvme", itemsize: int = 4) -> Block:
-    return store.add(Block(unit, kind, elements, itemsize, tier, elements * itemsize, 0, f"{kind.value} of u{unit}"))
+    form = Format("test", 1, itemsize)
+    return store.add(Block(unit, kind, elements, form, tier, elements * itemsize, 0, f"{kind.value} of u{unit}"))
 
 
 # Any sequence of calls

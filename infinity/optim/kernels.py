@@ -37,7 +37,7 @@ class Segment(NamedTuple):
 
 
 class States(NamedTuple):
-    """The states of some elements of `unit`, from number `position` of its flat buffer on: uint8 tensors in the blocks' formats."""
+    """The states of some elements of `unit`, from number `position` of its flat buffer on: uint8, in the blocks' formats."""
 
     unit: Unit
     position: int
@@ -79,6 +79,11 @@ class Kernels:
             weight_decay=hyper.weight_decay, bias_correction1=1.0 - hyper.beta1**hyper.step,
             bias_correction2_sqrt=correction2**0.5, grad_scale=grad_scale, decoupled=True, isa=self.isa, pool=self._pool,
         )  # fmt: skip
+
+    def update(self, states: States, begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:
+        unit = states.unit
+        chunk = {k: t.view(unit.dtype if k in (Kind.PARAM, Kind.GRAD) else torch.float32) for k, t in states.tensors.items()}
+        self.adam(chunk, begin, end, hyper, grad_scale)
 
     def close(self) -> None:
         """End the threads; the kernels cannot be used any more."""

@@ -11,6 +11,11 @@ is the unit whose gradients came last, for it is the first in forward; what is l
 evenly over the units, and the forward meets a little of it at each unit instead of a whole update at the first ones. With I/O
 as long as compute, a step whose forward takes f of it: unit p (0 first, 1 last) is ready at (1-p)(1-f) and needed at 1-f+pf.
 The window [0, q] of units has q of time for q of I/O, so this order, earliest need first, just fits.
+
+[Note: an update waits for its place]
+Once a step is fixed, a unit's update runs when the unit has its place on the compute device: when it is used next but few. What
+it makes is put there (see the store), where an update that ran sooner would have it read back. As many units as have a place
+are enough ahead of the forward to hide behind it. Who waits for all updates (`drain`) does not wait for places.
 """
 
 from __future__ import annotations
@@ -116,6 +121,8 @@ class Pipeline:
         self._changed = threading.Condition()
         self._jobs: list[Job] = []  # that are not ENDED
         self._closed = self._failed = False
+        self._hurries = 0  # how many wait for all that is CONFIRMED
+        store.on_place = self.poke
         self.seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="infinity-updater", daemon=True)
         self._thread.start()
@@ -159,7 +166,15 @@ class Pipeline:
     def drain(self) -> None:
         """Block until no job is CONFIRMED; also returns when one failed, which the store then knows."""
         with self._changed:
+            self._hurries += 1
+            self._changed.notify_all()
             self._changed.wait_for(lambda: all(job.state is not JobState.CONFIRMED for job in self._jobs))
+            self._hurries -= 1
+
+    def poke(self) -> None:
+        """A unit got its place on the compute device."""
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Finish what was added and end the thread. May be called twice."""
@@ -236,7 +251,12 @@ class Pipeline:
         """The job whose chunk is next (under the lock); without `ready` only one that is AWAITED."""
         may_hold = len(held) < self._store.staged_sets - STAGED_SETS
         able = (job for job in self._jobs if job.chunks and (may_hold if job.state is JobState.AWAITED else ready))
-        return min(able, key=lambda job: job.place, default=None)
+        return min((job for job in able if self._is_due(job)), key=lambda job: job.place, default=None)
+
+    def _is_due(self, job: Job) -> bool:
+        block = job.unit.blocks[Kind.PARAM]
+        waits = job.state is JobState.CONFIRMED and block.tier == "nvme" and not (self._hurries or self._closed)
+        return not waits or self._store.has_copy(block)
 
     def _await_change(self, held: Sequence[_Chunk]) -> None:
         """Block until a job of those that are held is not AWAITED any more, or there is another chunk."""
@@ -263,7 +283,7 @@ class Pipeline:
         outs = None
         try:
             check_out = self._store.check_out if wait else self._store.try_check_out
-            outs = check_out(wants, begin, job.meter)
+            outs = check_out(wants, begin, job.meter, copies=True)
         finally:
             if outs is None:
                 with self._changed:
@@ -289,9 +309,12 @@ class Pipeline:
             if begin < end:
                 self._kernels.update(states, begin, end, segment.hyper, update.grad_scale)
         self._recorder.add("adam", update.unit.name, start, time.perf_counter())
+        ahead = chunk.job.state is JobState.AHEAD
         for kind, out in chunk.outs.items():
             if kind is not Kind.GRAD:
-                out.commit(background=chunk.job.state is JobState.AHEAD)
+                out.commit(background=ahead)
+        if not ahead:
+            self._store.renew(update.unit.blocks[Kind.PARAM], chunk.begin, chunk.outs[Kind.PARAM].tensor)
 
     def _retire(self, chunk: _Chunk) -> None:
         for out in chunk.outs.values():

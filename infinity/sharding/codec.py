@@ -1,4 +1,4 @@
-"""States in fp32 from and to the formats that blocks keep them in. The optimizer's kernels read and write the formats themselves."""
+"""States in fp32 from and to the formats of their blocks. The optimizer's kernels read and write the formats themselves."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ from infinity.sharding.parameter import guard_for
 from infinity.tiers.block import BF16, FP32, INT8, SPLIT, Block, Format, Kind
 from infinity.tiers.store import Store
 
-
 _MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
 
 
@@ -302,6 +301,7 @@ class Unit:
     def spend(self) -> None:
         """The gradients of this step are handed to an update."""
         self.spent, self.expected = True, self.collected
+        self._gathered_lease = None  # the other ranks' parts are renewed, too
 
     def settle_gradients(self) -> bool:
         """Make the gradient block final: zeros where this step brought nothing. Returns whether it brought anything."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from infinity.config import Tier
@@ -41,7 +41,7 @@ BF16 = Format("bf16", 1, 2)
 SPLIT = Format("split", 1, 2)
 """A master as the 16 bits by which it differs from its bf16 parameter."""
 INT8 = Format("int8", 32768, 36864)
-"""32768 codes of a byte, then an fp32 scale for every 32 of them: whole pages, so that direct I/O can move each of these alone."""
+"""32768 codes of a byte, then an fp32 scale for every 32 of them: whole pages, so that direct I/O can move them alone."""
 
 
 class BlockState(enum.Enum):
@@ -50,7 +50,7 @@ class BlockState(enum.Enum):
     HOME: on its home tier alone; a lease, if any, is the place that a failed fetch left for the next one.
     FETCHING: a clean copy is under way to a leased run of the compute arena.
     RESIDENT: a clean copy (or, for a block whose home is the compute device, the block itself) lies in its lease.
-    UPDATING: the optimizer replaces the content; a lease may be held ready for the fetch that follows.
+    UPDATING: the optimizer replaces the content; a lease, if any, gets the new content as it is made.
     """
 
     HOME = enum.auto()
@@ -86,6 +86,12 @@ class Block:
     lease: Lease | None = None
     fetch: Fetch | None = None
     pins: int = 0
+    copying: int = 0
+    """Copies from or to the lease that are under way; it may not end meanwhile."""
+    outdated: bool = False
+    """Whether the lease of a block that is UPDATING holds its old content, where not `renewed`."""
+    renewed: set[int] = field(default_factory=set)
+    """First elements of the chunks of which the lease of a block that is UPDATING holds the new content."""
 
     @property
     def nbytes(self) -> int:
@@ -106,11 +112,13 @@ class Block:
         """HOME or UPDATING -> FETCHING, with the lease that `fetch` fills."""
         self._expect(BlockState.HOME, BlockState.UPDATING)
         self.state, self.fetch = BlockState.FETCHING, fetch
+        self._settle()
 
     def to_resident(self) -> None:
         """FETCHING or UPDATING -> RESIDENT."""
         self._expect(BlockState.FETCHING, BlockState.UPDATING)
         self.state, self.fetch = BlockState.RESIDENT, None
+        self._settle()
 
     def to_home(self) -> None:
         """Any state -> HOME; the lease on the compute device, if any, ends."""
@@ -118,6 +126,10 @@ class Block:
             self.lease.release()
             self.lease = None
         self.state, self.fetch = BlockState.HOME, None
+        self._settle()
+
+    def _settle(self) -> None:
+        self.outdated, self.renewed = False, set()
 
     def to_failed(self) -> None:
         """FETCHING -> HOME; the lease stays: on other ranks the same fetch arrived, and places must not differ (I6)."""
@@ -132,12 +144,13 @@ class Block:
         if updating:
             self.state = BlockState.UPDATING
 
-    def to_updating(self) -> None:
-        """HOME or RESIDENT -> UPDATING; a clean copy is dropped, for it is about to be stale."""
+    def to_updating(self, keep: bool) -> None:
+        """HOME or RESIDENT -> UPDATING; a copy, outdated then, is dropped or kept to be renewed."""
         self._expect(BlockState.HOME, BlockState.RESIDENT)
-        if not self.permanent:
+        resident = self.state is BlockState.RESIDENT
+        if not (keep or self.permanent):
             self.to_home()
-        self.state = BlockState.UPDATING
+        self.state, self.outdated = BlockState.UPDATING, keep and resident
         self.updates += 1
 
     def drop(self) -> None:

@@ -6,6 +6,12 @@ copies of parameter blocks in the compute arena, evicted by Belady's rule. The o
 pieces, on the host, and writes them back: `check_out` hands out one chunk of each block. A block at home on host memory is
 handed out in place; one on NVMe passes through staging slots. Both see placement only as time, never in the values (I8).
 
+[Note: the place of a copy outlives an update]
+The copy of a parameter block that is on the compute device when the step comes is what the update reads, if it reads the
+parameter at all, and the new content goes to NVMe and into the same place. A place that the next forward takes while the
+update is still to come is filled the same way. So a parameter moves once for a forward, once for its backward and once for
+its update, and none of these twice.
+
 [Note: nobody starves]
 Staging slots are taken all at once for a chunk or not at all, and only by threads that can give back what they hold, so
 there is always one that can go on. In the compute arena a demand fetch may evict every unpinned copy; a prefetch only those
@@ -67,6 +73,8 @@ class Store:
         """Slots of 4096 bytes on the compute device for copies of parameters; fixed by `open`."""
         self.next_use: Callable[[int], float] = lambda unit: math.inf
         """How far away the next use of a unit's parameters is; set by whoever knows the trace."""
+        self.on_place: Callable[[], None] = lambda: None
+        """Called when a block that is UPDATING got a place on the compute device; set by whoever updates."""
 
     # Declaration and budgets
 
@@ -185,7 +193,7 @@ class Store:
                 fetch = block.fetch
                 if fetch is None:
                     self._check()
-                    if block.state is BlockState.UPDATING:
+                    if block.state is BlockState.UPDATING and block.lease is not None:
                         self._changed.wait()
                         continue
             if fetch is not None:
@@ -241,15 +249,21 @@ class Store:
                     if found is None:
                         return False
                     victims = [owner for owner in found[1] if isinstance(owner, Block)]
+                    if any(victim.copying for victim in victims):
+                        self._changed.wait()
+                        continue
                     pending = next((victim.fetch for victim in victims if victim.fetch is not None), None)
                     if pending is None:
                         for victim in victims:
                             victim.give_up_lease()
                         block.lease = self._arenas["gpu"].lease(block, block.span, found[0])
-                if pending is None:
-                    if block.state is BlockState.HOME:
-                        self._start(block)
-                    return True
+                if pending is None and block.state is BlockState.HOME:
+                    self._start(block)
+                placed = pending is None and block.state is BlockState.UPDATING
+            if placed:
+                self.on_place()
+            if pending is None:
+                return True
             pending.settle()
 
     def _next_use_of(self, owner: Hashable) -> float | None:
@@ -257,29 +271,42 @@ class Store:
         return self.next_use(owner.unit) if isinstance(owner, Block) and not owner.pins else None
 
     def _start(self, block: Block) -> None:
-        """Begin filling the lease of `block` (under the lock); NVMe reads are submitted here and now."""
+        """Begin filling what the lease of `block` lacks (under the lock); NVMe reads are submitted here and now."""
         if block.lease is None or self._mover is None:
             raise RuntimeError(f"{block.name} has no lease to be fetched into")
         target = block.lease.tensor[block.at : block.at + block.nbytes]
-        fetch = Fetch(self._filling(block, target), lambda fetch, arrived: self._land(block, fetch, arrived))
+        fills = [self._filling(block, target, begin, end) for begin, end in self._missing(block)]
+        fetch = Fetch(functools.partial(_finish, fills), lambda fetch, arrived: self._land(block, fetch, arrived))
         block.to_fetching(fetch)
         self._mover.post(fetch)
 
-    def _filling(self, block: Block, target: torch.Tensor) -> Callable[[], None]:
-        if block.home is not None:
-            home = block.home.tensor
-            return lambda: self._device.upload(target, home)
-        if not self._device.shares_host:
-            return lambda: self._fill_through_staging(block, target)
-        return self._nvme.read(block.extents[block.version], 0, block.nbytes, target.data_ptr(), block.name, self.meter).wait
-
-    def _fill_through_staging(self, block: Block, target: torch.Tensor) -> None:
+    def _missing(self, block: Block) -> list[tuple[int, int]]:
+        """Runs of elements [begin, end) of which the lease of `block` does not hold the content that it is to have."""
+        runs: list[tuple[int, int]] = []
         for begin in range(0, block.elements, self.chunk_elements):
-            (chunk,) = self.check_out([(block, True)], begin)
+            if begin not in block.renewed:
+                joined = runs.pop()[0] if runs and runs[-1][1] == begin else begin
+                runs.append((joined, min(begin + self.chunk_elements, block.elements)))
+        return runs
+
+    def _filling(self, block: Block, target: torch.Tensor, begin: int, end: int) -> Callable[[], None]:
+        """Start bringing elements [begin, end) of `block` into `target`, its place; the result blocks until they are there."""
+        at, nbytes = block.format.bytes_of(begin), block.format.bytes_of(end - begin)
+        part = target[at : at + nbytes]
+        if block.home is not None:
+            return functools.partial(self._device.upload, part, block.home.tensor[at : at + nbytes])
+        if not self._device.shares_host:
+            return functools.partial(self._fill_through_staging, block, part, begin, end)
+        return self._nvme.read(block.extents[block.version], at, nbytes, part.data_ptr(), block.name, self.meter).wait
+
+    def _fill_through_staging(self, block: Block, part: torch.Tensor, begin: int, end: int) -> None:
+        at = 0
+        for first in range(begin, end, self.chunk_elements):
+            (chunk,) = self.check_out([(block, True)], first)
             try:
                 chunk.wait()
-                at = block.format.bytes_of(begin)
-                self._device.upload(target[at : at + chunk.tensor.numel()], chunk.tensor)
+                self._device.upload(part[at : at + chunk.tensor.numel()], chunk.tensor)
+                at += chunk.tensor.numel()
             finally:
                 chunk.release()
 
@@ -298,21 +325,28 @@ class Store:
         """Whether a chunk of `block` is a copy in a staging slot, not a part of its home."""
         return block.tier == "nvme" or (block.tier == "gpu" and not self._device.shares_host)
 
-    def check_out(self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None) -> list[Checkout]:
+    def check_out(
+        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None, copies: bool = False
+    ) -> list[Checkout]:
         """The chunk from element `begin` on of every block in `wants`, with its content where the flag says so.
 
-        Waits for staging slots; only for threads that hold no check-out. `meter` counts what it moves.
+        Waits for staging slots; only for threads that hold no check-out. `meter` counts what it moves. With `copies` what lies
+        on the compute device is copied from there and not read from NVMe: for who knows that nobody wrote to it.
         """
-        chunks = self._stage(wants, begin, meter, wait=True)
+        chunks = self._stage(wants, begin, meter, copies, wait=True)
         if chunks is None:
             raise RuntimeError("a check-out that waits came back without its chunks")
         return chunks
 
-    def try_check_out(self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None) -> list[Checkout] | None:
+    def try_check_out(
+        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None, copies: bool = False
+    ) -> list[Checkout] | None:
         """Like `check_out`, but None when there are not enough free staging slots for all of `wants`."""
-        return self._stage(wants, begin, meter, wait=False)
+        return self._stage(wants, begin, meter, copies, wait=False)
 
-    def _stage(self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None, wait: bool) -> list[Checkout] | None:
+    def _stage(
+        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None, copies: bool, wait: bool
+    ) -> list[Checkout] | None:
         staged = [self.needs_staging(block) for block, _ in wants]
         with self._changed:
             self._check_open()
@@ -327,7 +361,7 @@ class Store:
         chunks: list[Checkout] = []
         try:
             for (block, load), slot in zip(wants, slots, strict=True):
-                chunks.append(self._chunk(block, load, begin, slot, meter or self.meter))
+                chunks.append(self._chunk(block, load, begin, slot, meter or self.meter, copies))
         except BaseException:
             for chunk in chunks:
                 chunk.release()
@@ -337,7 +371,7 @@ class Store:
             raise
         return chunks
 
-    def _chunk(self, block: Block, load: bool, begin: int, slot: Lease | None, meter: Meter) -> Checkout:
+    def _chunk(self, block: Block, load: bool, begin: int, slot: Lease | None, meter: Meter, copies: bool) -> Checkout:
         at = block.format.bytes_of(begin)
         nbytes = block.format.bytes_of(min(self.chunk_elements, block.elements - begin))
         if slot is None:
@@ -352,12 +386,49 @@ class Store:
                 arrive = functools.partial(self._device.download, tensor, home)
             write: Callable[[bool], Transfer | None] = functools.partial(self._write_home, home, tensor)
         else:
-            if load and block.written:
+            if load and copies and self._copy_back(block, at, tensor):
+                pass
+            elif load and block.written:
                 arrive = self._nvme.read(block.extents[block.version], at, nbytes, slot.address, name, meter)
             elif load:
                 arrive = tensor.zero_
             write = functools.partial(self._nvme.write, block.extents[block.target], at, nbytes, slot.address, name, meter)
         return Checkout(tensor, arrive, write, functools.partial(self._end_slot, slot))
+
+    def _copy_back(self, block: Block, at: int, tensor: torch.Tensor) -> bool:
+        """Fill `tensor` with the current bytes of `block` from `at` on if they are on the compute device."""
+        with self._changed:
+            if block.lease is None or not (block.outdated or block.state is BlockState.RESIDENT):
+                return False
+            block.copying += 1
+            source = block.lease.tensor[block.at + at :][: tensor.numel()]
+        try:
+            self._device.download(tensor, source)
+        finally:
+            self._copied(block)
+        return True
+
+    def renew(self, block: Block, begin: int, content: torch.Tensor) -> None:
+        """`content` is the new one of a chunk of `block`, which is UPDATING: put it where the block has a place already.
+
+        So what an update makes is there for the next forward without being read.
+        """
+        with self._changed:
+            if block.state is not BlockState.UPDATING or block.lease is None or block.permanent:
+                return
+            block.copying += 1
+            target = block.lease.tensor[block.at + block.format.bytes_of(begin) :][: content.numel()]
+        try:
+            self._device.upload(target, content)
+            with self._changed:
+                block.renewed.add(begin)
+        finally:
+            self._copied(block)
+
+    def _copied(self, block: Block) -> None:
+        with self._changed:
+            block.copying -= 1
+            self._changed.notify_all()
 
     def _write_home(self, home: torch.Tensor, tensor: torch.Tensor, background: bool) -> None:
         self._device.upload(home, tensor)
@@ -369,15 +440,15 @@ class Store:
 
     # Updates
 
-    def begin_update(self, block: Block) -> None:
-        """Announce new content: copies are dropped, and whoever fetches `block` waits until `end_update`."""
+    def begin_update(self, block: Block, keep: bool = False) -> None:
+        """Announce new content: whoever fetches `block` waits until `end_update`. With `keep` a copy stays, to be renewed."""
         while True:
             with self._changed:
                 pending = block.fetch
                 if pending is None:
                     if block.pins:
                         raise RuntimeError(f"{block.name} is in use and cannot be updated (invariant I7)")
-                    block.to_updating()
+                    block.to_updating(keep)
                     return
             pending.settle()
 
@@ -403,10 +474,12 @@ class Store:
                 if block.state is BlockState.UPDATING:
                     if block.permanent:
                         block.to_resident()
-                    elif block.lease is not None:
+                    elif block.lease is None:
+                        block.to_home()
+                    elif self._missing(block):
                         self._start(block)
                     else:
-                        block.to_home()
+                        block.to_resident()
             self._changed.notify_all()
 
     def forget(self, block: Block) -> None:
@@ -472,3 +545,10 @@ class Store:
             mover, self._mover = self._mover, None
             if mover is not None:
                 stack.callback(mover.close)
+
+
+def _finish(fills: Sequence[Callable[[], object]]) -> None:
+    """Wait for all of them, whatever they raise."""
+    with ExitStack() as stack:
+        for fill in fills:
+            stack.callback(fill)
