@@ -65,19 +65,15 @@ class Kernels:
         self._pool = self._module.Pool(self.threads)
 
     def adam(self, chunk: dict[Kind, torch.Tensor], begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:
-        """Update elements [begin, end) of a chunk in place; formula in `native/cpu_adam/cpu_adam.h`."""
-        param, grad = chunk[Kind.PARAM], chunk[Kind.GRAD]
-        master = chunk.get(Kind.MASTER, param)
-
-        def at(tensor: torch.Tensor) -> int:
-            return tensor.data_ptr() + begin * tensor.element_size()
-
-        correction2 = 1.0 - hyper.beta2**hyper.step
-        self._module.adam_step(
-            at(grad), _NAMES[grad.dtype], at(master), at(chunk[Kind.EXP_AVG]), at(chunk[Kind.EXP_AVG_SQ]), at(param),
-            _NAMES[param.dtype], end - begin, lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, eps=hyper.eps,
-            weight_decay=hyper.weight_decay, bias_correction1=1.0 - hyper.beta1**hyper.step,
-            bias_correction2_sqrt=correction2**0.5, grad_scale=grad_scale, decoupled=True, isa=self.isa, pool=self._pool,
+        """Update elements [begin, end) of a chunk in place; formula in `native/cpu_adam/rules.h`."""
+        param, grad, master = chunk[Kind.PARAM], chunk[Kind.GRAD], chunk.get(Kind.MASTER)
+        self._module.update(
+            "adam", grad.data_ptr(), _NAMES[grad.dtype], param.data_ptr(), _NAMES[param.dtype],
+            0 if master is None else master.data_ptr(), "none" if master is None else "fp32",
+            chunk[Kind.EXP_AVG].data_ptr(), chunk[Kind.EXP_AVG_SQ].data_ptr(), "fp32", begin, end, position=0, key=0,
+            lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, eps=hyper.eps, weight_decay=hyper.weight_decay,
+            bias_correction1=1.0 - hyper.beta1**hyper.step, bias_correction2_sqrt=(1.0 - hyper.beta2**hyper.step) ** 0.5,
+            decoupled=True, grad_scale=grad_scale, isa=self.isa, pool=self._pool,
         )  # fmt: skip
 
     def update(self, states: States, begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:

@@ -1,48 +1,44 @@
 #include <immintrin.h>
 
-#include "vector.h"
+#include "update.h"
 
 namespace infinity::cpu_adam {
 namespace {
 
 struct Avx512 {
-  using Reg = __m512;
+  typedef float Reg __attribute__((vector_size(64)));
+  typedef std::uint32_t Bits __attribute__((vector_size(64)));
+  typedef std::int32_t Ints __attribute__((vector_size(64)));
   static constexpr std::size_t width = 16;
 
   static Reg all(float value) { return _mm512_set1_ps(value); }
+  static Bits lanes() { return Bits{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
   static Reg sqrt(Reg x) { return _mm512_sqrt_ps(x); }
-  static Reg canonical(Reg x) {
-    const Reg nan = _mm512_castsi512_ps(_mm512_set1_epi32(kCanonicalNan));
-    return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
-  }
+  static Reg to_float(Ints x) { return _mm512_cvtepi32_ps((__m512i)x); }
+  static Ints to_int(Reg x) { return (Ints)_mm512_cvttps_epi32(x); }
+  static std::uint32_t max(Bits x) { return _mm512_reduce_max_epu32((__m512i)x); }
 
   static Reg load(const float* from) { return _mm512_loadu_ps(from); }
-  static Reg load_bf16(const std::uint16_t* from) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_halves(from)), 16));
-  }
-  static Reg load_fp16(const std::uint16_t* from) { return _mm512_cvtph_ps(load_halves(from)); }
-
   static void store(float* to, Reg x) { _mm512_storeu_ps(to, x); }
-  static void store_bf16(std::uint16_t* to, Reg x) {
-    const __m512i bits = _mm512_castps_si512(x);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-    store_halves(to, _mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16)));
+  static Reg load_fp16(const std::uint16_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
+  static Bits to_fp16(Reg x) { return (Bits)_mm512_cvtepu16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
+  static Bits load_halves(const std::uint16_t* from) {
+    return (Bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
-  static void store_fp16(std::uint16_t* to, Reg x) { store_halves(to, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
+  static void store_halves(std::uint16_t* to, Bits x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves(x)); }
+  static void stream_halves(std::uint16_t* to, Bits x) { _mm256_stream_si256(reinterpret_cast<__m256i*>(to), halves(x)); }
+  static Bits load_bytes(const std::uint8_t* from) {
+    return (Bits)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+  static void store_bytes(std::uint8_t* to, Bits x) { _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)x)); }
+  static void fence() { _mm_sfence(); }
 
  private:
-  static __m256i load_halves(const std::uint16_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
-  static void store_halves(std::uint16_t* to, __m256i x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x); }
+  static __m256i halves(Bits x) { return _mm512_cvtepi32_epi16((__m512i)x); }
 };
 
 }  // namespace
 
-namespace avx512 {
+const Kernels avx512_kernels = make_kernels<Avx512>(avx2_norm_block);
 
-void adam(const Arrays& arrays, std::size_t begin, std::size_t end, const Constants& c) {
-  adam_vectors<Avx512>(arrays, begin, end, c);
-}
-
-}  // namespace avx512
 }  // namespace infinity::cpu_adam

@@ -15,7 +15,7 @@ static_assert(FLT_EVAL_METHOD == 0, "fp32 expressions must be rounded to fp32 at
 
 // [Note: NaN] IEEE-754 leaves the sign and payload of a NaN result open; x86 takes them from the first operand, and a compiler may
 // swap the operands of + and *. So whatever arithmetic produced, every NaN that is stored becomes this one. It is chosen so that the
-// conversions below need no case for NaN: rounding it to bf16 gives 0x7fc0, to fp16 0x7e00.
+// conversions below need no case for NaN: rounding it to bf16 gives 0x7fc0, to fp16 0x7e00. They take canonical values.
 constexpr std::uint32_t kCanonicalNan = 0x7fc00000;
 
 inline std::uint32_t to_bits(float value) {
@@ -40,13 +40,14 @@ inline float from_fp16(std::uint16_t half) {
   return from_bits(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
 }
 
-// The conversions to 16 bits round to nearest even and take a canonical value.
-inline std::uint16_t to_bf16(float value) {
-  const std::uint32_t bits = to_bits(value);
-  return static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
+// [Note: split] With M the bits of an fp32 master, the bf16 parameter is P = (M + 0x8000) >> 16, M rounded to nearest with ties AWAY from
+// zero, and low = M - (P << 16) as a signed 16-bit number; M = (P << 16) + low. With ties to even, an even P would stand for the
+// 65537 values of M from -0x8000 to +0x8000 around it, one more than 16 bits can tell apart. So that all formats of the master give the
+// same parameters bit for bit, bf16 parameters are rounded this way everywhere. fp16 has no split and stays with ties to even.
+// low == 0 is the parameter, widened: a master that was never written reads as zeros.
+inline std::uint16_t to_bf16(float value) { return static_cast<std::uint16_t>((to_bits(value) + 0x8000) >> 16); }
 
-inline std::uint16_t to_fp16(float value) {
+inline std::uint16_t to_fp16(float value) {  // nearest, ties to even
   const std::uint32_t bits = to_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   std::uint32_t half;
   if (magnitude > 0x7f800000) {
@@ -66,14 +67,6 @@ inline float load(const void* values, Dtype dtype, std::size_t i) {
     case Dtype::bf16: return from_bf16(static_cast<const std::uint16_t*>(values)[i]);
     case Dtype::fp16: return from_fp16(static_cast<const std::uint16_t*>(values)[i]);
     default: return static_cast<const float*>(values)[i];
-  }
-}
-
-inline void store(void* values, Dtype dtype, std::size_t i, float value) {
-  switch (dtype) {
-    case Dtype::bf16: static_cast<std::uint16_t*>(values)[i] = to_bf16(value); break;
-    case Dtype::fp16: static_cast<std::uint16_t*>(values)[i] = to_fp16(value); break;
-    default: static_cast<float*>(values)[i] = value;
   }
 }
 

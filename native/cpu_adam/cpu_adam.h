@@ -1,7 +1,8 @@
-// Adam on the CPU: one specification (scalar), AVX2 and AVX-512 kernels that agree with it bit for bit.
+// Optimizer updates on the CPU: one family of rules over one family of state formats, written once (update.h) and compiled for
+// plain scalars (the specification), AVX2, AVX-512 and NEON, which agree with it bit for bit.
 //
-// Every operation is an IEEE-754 single-precision operation, correctly rounded, in the order written at `adam_step`; nothing is
-// contracted to a fused multiply-add, so results do not depend on instruction set, thread count, chunking or address.
+// Every operation is an IEEE-754 single-precision operation, correctly rounded, in the order written in rules.h and moments.h;
+// nothing is contracted to a fused multiply-add, so results do not depend on instruction set, thread count, chunking or address.
 #pragma once
 
 #include <cstddef>
@@ -10,15 +11,35 @@
 namespace infinity::cpu_adam {
 
 enum class Dtype { fp32, bf16, fp16 };
-enum class Isa { scalar, avx2, avx512 };
+enum class Isa { scalar, neon, avx2, avx512 };  // each better than the one before, where the CPU has it
+enum class Rule { adam, adagrad, lion, sgd };
 
-// The hyper-parameters of one step, in double, as the caller has them.
+// Where the fp32 value of a parameter is kept between steps.
+//   none   the parameter is fp32 and is it
+//   fp32   4 bytes beside a bf16 or fp16 parameter, which is written and never read
+//   split  2 bytes beside a bf16 parameter: what the parameter lacks (convert.h, [Note: split])
+enum class Master { none, fp32, split };
+
+// How moments are kept: 4, 2 or 1.125 bytes each; moments.h. The second one is never negative.
+enum class Format { fp32, bf16, int8 };
+enum class Moment { first, second };
+
+constexpr std::size_t kGroup = 32;          // elements with one scale in int8, and what a kernel works on at a time
+constexpr std::size_t kSuperblock = 32768;  // elements; int8: this many codes, then their scales
+constexpr std::size_t kSuperblockBytes = kSuperblock + kSuperblock / kGroup * sizeof(float);
+
+// Bytes of a block of moments. An int8 block is whole superblocks of 36864 bytes: nine pages.
+std::size_t block_bytes(Format format, std::size_t elements);
+
+// The hyper-parameters of one step, in double, as the caller has them; a rule ignores what is not its own.
 struct Hyper {
-  double lr, beta1, beta2, eps, weight_decay;
-  double bias_correction1;       // 1 - beta1^t
-  double bias_correction2_sqrt;  // sqrt(1 - beta2^t)
-  double grad_scale;             // unscale * clip factor; multiplied into the gradient first
-  bool decoupled;                // true: AdamW (weight decay on the parameter); false: Adam (added to the gradient)
+  double lr, beta1, beta2, eps, weight_decay;  // adagrad: lr after its decay
+  double bias_correction1;                     // adam: 1 - beta1^t
+  double bias_correction2_sqrt;                // adam: sqrt(1 - beta2^t)
+  double grad_scale;                           // unscale * clip factor; multiplied into the gradient first
+  bool decoupled;                              // adam: true: AdamW (decay of the parameter); false: Adam (added to the gradient)
+  double momentum = 0, dampening = 0;          // sgd; without momentum there is no first moment
+  bool nesterov = false, first_step = false;   // sgd; the first step's momentum is the gradient
 };
 
 // What the kernels work with: each constant is computed in double and rounded to fp32 once. Rounding the hyper-parameters
@@ -29,25 +50,22 @@ struct Constants {
         keep_weight(static_cast<float>(1 - h.lr * h.weight_decay)), beta1(static_cast<float>(h.beta1)),
         rest1(static_cast<float>(1 - h.beta1)), beta2(static_cast<float>(h.beta2)), rest2(static_cast<float>(1 - h.beta2)),
         correction2(static_cast<float>(h.bias_correction2_sqrt)), eps(static_cast<float>(h.eps)),
-        step(static_cast<float>(h.lr / h.bias_correction1)), decay(h.weight_decay != 0), decoupled(h.decoupled) {}
-  float grad_scale, weight_decay, keep_weight, beta1, rest1, beta2, rest2, correction2, eps, step;
-  bool decay, decoupled;
+        step(static_cast<float>(h.lr / h.bias_correction1)), lr(static_cast<float>(h.lr)), momentum(static_cast<float>(h.momentum)),
+        undamped(static_cast<float>(1 - h.dampening)), decay(h.weight_decay != 0), decoupled(h.decoupled), nesterov(h.nesterov),
+        first_step(h.first_step) {}
+  float grad_scale, weight_decay, keep_weight, beta1, rest1, beta2, rest2, correction2, eps, step, lr, momentum, undamped;
+  bool decay, decoupled, nesterov, first_step;
 };
 
-// For every i in [0, n), all in fp32, with c = Constants(hyper):
-//   g  = float(grad[i]) * c.grad_scale
-//   w  = master[i]
-//   decoupled:  w = w * c.keep_weight        otherwise:  g = g + c.weight_decay * w     (skipped when weight_decay == 0)
-//   m  = c.beta1 * m + c.rest1 * g
-//   v  = c.beta2 * v + (c.rest2 * g) * g
-//   d  = sqrt(v) / c.correction2 + c.eps
-//   w  = w - c.step * (m / d)
-//   master[i] = w; out[i] = round-to-nearest-even(w) in out_dtype        (out may be null, or equal to master when fp32)
-// bf16/fp16 conversion of NaN gives a quiet NaN; fp16 overflow gives infinity. grad == null means all-zero gradients.
-struct Arrays {
+// Addresses of one chunk of each block of a unit. All but int8 moments may lie at any multiple of their element size; streaming stores are
+// used where `param` has the alignment for them. `grad` null: all zeros. `first`, `second` null where the rule has none.
+struct Chunk {
   const void* grad; Dtype grad_dtype;
-  float* master; float* exp_avg; float* exp_avg_sq;
-  void* out; Dtype out_dtype;
+  void* param; Dtype param_dtype;
+  void* master; Master master_format;  // null for Master::none
+  void* first; void* second; Format moments;
+  std::uint64_t position;  // the number of the chunk's first element in the unit: what its noise is drawn for (noise.h)
+  std::uint64_t key;       // noise.h
 };
 
 class Pool;  // worker threads; size fixed at construction, independent of OMP_NUM_THREADS
@@ -55,14 +73,30 @@ class Pool;  // worker threads; size fixed at construction, independent of OMP_N
 Isa best_isa();                 // what this CPU has
 bool has_isa(Isa isa);
 
-// Blocking. Throws std::invalid_argument when the CPU lacks `isa`.
-void adam_step(const Arrays& arrays, std::size_t n, const Hyper& hyper, Isa isa, Pool& pool);
+// Updates elements [begin, end) of the chunk; blocking. Throws std::invalid_argument, before anything is changed, when the CPU lacks
+// `isa`, when formats do not go together, and for bf16 and int8 moments when `begin` or `position` is no multiple of kGroup.
+// Nothing outside the range is written, except that an int8 group of which `end` is a part gets one new scale: the elements
+// behind `end` must be padding (zeros) then.
+void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper, Isa isa, Pool& pool);
+
+// Elements [begin, begin + n) of a block of moments to and from fp32. `encode` rounds to nearest, and for int8 writes whole groups:
+// `begin` must be a multiple of kGroup, and what lies behind the n elements in the last group becomes zeros.
+void decode(const void* block, Format format, Moment moment, float* values, std::size_t begin, std::size_t n);
+void encode(void* block, Format format, Moment moment, const float* values, std::size_t begin, std::size_t n);
+
+// A bf16 parameter and the 16 bits that it lacks to and from the fp32 master.
+void join(const std::uint16_t* param, const std::int16_t* low, float* values, std::size_t n);
+void split(const float* values, std::uint16_t* param, std::int16_t* low, std::size_t n);
 
 // carry + sum over consecutive blocks of kNormBlock elements of (sum over 8 lanes, lane = index % 8 within the block, each lane added
 // in index order in double; lanes then added in order 0..7), blocks added in order. A square of an fp32 is exact in double, so the
 // result depends only on the values: not on instruction set, threads, or on how a buffer is cut into calls, when every call but the
-// last has a multiple of kNormBlock elements. inf and NaN propagate.
+// last has a multiple of kNormBlock elements. It is finite exactly when carry and all values are: no sum of squares of finite
+// fp32 values overflows a double.
 constexpr std::size_t kNormBlock = 16384;
 double squared_norm(const void* values, Dtype dtype, std::size_t n, double carry, Isa isa, Pool& pool);
+
+// a = 0.9 a + b, c = 0.9 c + b: the plain loop beside which an update is judged, with the same threads and cuts (20 bytes an element).
+void in_place_update(float* a, const float* b, float* c, std::size_t n, Pool& pool);
 
 }  // namespace infinity::cpu_adam

@@ -1,7 +1,8 @@
-// The public functions: choose a kernel for this CPU, cut the work into ranges for the pool.
+// The public functions: choose the kernels for this CPU, cut the work into ranges for the pool and into runs for a kernel.
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
-#include <vector>
+#include <type_traits>
 
 #include "float_environment.h"
 #include "kernels.h"
@@ -14,18 +15,15 @@
 namespace infinity::cpu_adam {
 namespace {
 
-struct Kernels {
-  AdamKernel* adam;
-  NormKernel* norm_block;
-};
-
-Kernels kernels(Isa isa) {
+const Kernels& kernels(Isa isa) {
   if (!has_isa(isa)) throw std::invalid_argument("this CPU lacks the requested instruction set");
 #if defined(__x86_64__)
-  if (isa == Isa::avx512) return {avx512::adam, avx2::norm_block};
-  if (isa == Isa::avx2) return {avx2::adam, avx2::norm_block};
+  if (isa == Isa::avx512) return avx512_kernels;
+  if (isa == Isa::avx2) return avx2_kernels;
+#elif defined(__aarch64__)
+  if (isa == Isa::neon) return neon_kernels;
 #endif
-  return {scalar::adam, scalar::norm_block};
+  return scalar_kernels;
 }
 
 #if defined(__x86_64__)
@@ -38,47 +36,213 @@ bool detect(Isa isa) {
 }
 #endif
 
+std::size_t bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
+std::size_t bytes_of(Master format) { return format == Master::none ? 0 : format == Master::fp32 ? 4 : 2; }
+std::size_t bytes_of(Format format) { return format == Format::fp32 ? 4 : format == Format::bf16 ? 2 : 1; }
+
+template <class T>
+T* offset(T* from, std::size_t bytes) {
+  using Byte = std::conditional_t<std::is_const_v<T>, const unsigned char, unsigned char>;
+  return from ? static_cast<Byte*>(from) + bytes : nullptr;
+}
+
+// Where element `at` of a block of moments begins; for int8 its group's scale too.
+Moments locate(void* block, Format format, std::size_t at) {
+  if (format != Format::int8) return {offset(block, at * bytes_of(format)), nullptr};
+  void* const superblock = offset(block, at / kSuperblock * kSuperblockBytes);
+  return {offset(superblock, at % kSuperblock), static_cast<float*>(offset(superblock, kSuperblock)) + at % kSuperblock / kGroup};
+}
+
+// The most elements from `at` that lie in one piece.
+std::size_t piece(Format format, std::size_t at, std::size_t n) {
+  return format == Format::int8 ? std::min(n, kSuperblock - at % kSuperblock) : n;
+}
+
+// One call of `update`: what is the same for all its ranges.
+struct Work {
+  UpdateKernel* kernel;
+  const Chunk& chunk;
+  const Constants& constants;
+  bool stream;
+
+  void range(std::size_t begin, std::size_t end) const {
+    while (begin < end) {
+      const std::uint64_t number = chunk.position + begin;
+      std::size_t n = piece(chunk.moments, begin, end - begin);
+      n = static_cast<std::size_t>(std::min<std::uint64_t>(n, (std::uint64_t{1} << 32) - (number & 0xffffffff)));
+      Run run{offset(chunk.grad, begin * bytes_of(chunk.grad_dtype)), chunk.grad_dtype,
+              offset(chunk.param, begin * bytes_of(chunk.param_dtype)), chunk.param_dtype,
+              offset(chunk.master, begin * bytes_of(chunk.master_format)), chunk.master_format,
+              locate(chunk.first, chunk.moments, begin), locate(chunk.second, chunk.moments, begin),
+              n / kGroup * kGroup, static_cast<std::uint32_t>(number), make_noise(chunk.key, number), stream};
+      if (run.n > 0) {
+        kernel(run, constants);
+      } else {
+        part(run, n);
+      }
+      begin += run.n > 0 ? run.n : n;
+    }
+  }
+
+ private:
+  // The first n elements of a group: copied beside zeros, updated, copied back. So kernels know whole groups only.
+  void part(Run run, std::size_t n) const {
+    struct Copy {
+      void* from;
+      std::size_t bytes;
+      alignas(64) unsigned char memory[kGroup * sizeof(float)];
+    };
+    Copy copies[5] = {{const_cast<void*>(run.grad), n * bytes_of(run.grad_dtype), {}}, {run.param, n * bytes_of(run.param_dtype), {}},
+                      {run.master, n * bytes_of(run.master_format), {}}, {run.first.values, n * bytes_of(chunk.moments), {}},
+                      {run.second.values, n * bytes_of(chunk.moments), {}}};
+    for (Copy& copy : copies) {
+      if (copy.from) std::memcpy(copy.memory, copy.from, copy.bytes);
+    }
+    run.grad = run.grad ? copies[0].memory : nullptr;
+    run.param = copies[1].memory;
+    run.master = copies[2].memory;
+    run.first.values = copies[3].memory;
+    run.second.values = copies[4].memory;
+    run.n = kGroup;
+    kernel(run, constants);
+    for (Copy* copy = copies + 1; copy < copies + 5; ++copy) {
+      if (copy->from) std::memcpy(copy->from, copy->memory, copy->bytes);
+    }
+  }
+};
+
+void check(const Chunk& chunk, std::size_t begin, std::size_t end, bool first, bool second) {
+  const auto refuse = [](const char* why) { throw std::invalid_argument(why); };
+  if (begin > end) refuse("begin is behind end");
+  if (chunk.master_format == Master::none && chunk.param_dtype != Dtype::fp32) refuse("master format 'none' needs an fp32 param");
+  if (chunk.master_format == Master::fp32 && chunk.param_dtype == Dtype::fp32) refuse("an fp32 param is its own master: format 'none'");
+  if (chunk.master_format == Master::split && chunk.param_dtype != Dtype::bf16) refuse("master format 'split' needs a bf16 param");
+  if ((first || second) && chunk.moments != Format::fp32 && (begin % kGroup != 0 || chunk.position % kGroup != 0)) {
+    refuse("begin and position must be multiples of 32 with bf16 and int8 moments");
+  }
+  if (begin == end) return;
+  if (!chunk.param) refuse("param must not be null");
+  if (!chunk.master && chunk.master_format != Master::none) refuse("master must not be null");
+  if (first && !chunk.first) refuse("first must not be null for this rule");
+  if (second && !chunk.second) refuse("second must not be null for this rule");
+}
+
 }  // namespace
 
 bool has_isa(Isa isa) {
   if (isa == Isa::scalar) return true;
 #if defined(__x86_64__)
   static const bool avx2 = detect(Isa::avx2), avx512 = detect(Isa::avx512);  // kept: a virtual machine traps cpuid
-  return isa == Isa::avx2 ? avx2 : avx512;
+  return isa == Isa::avx2 ? avx2 : isa == Isa::avx512 && avx512;
+#elif defined(__aarch64__)
+  return isa == Isa::neon;  // every AArch64 has it
 #else
   return false;
 #endif
 }
 
 Isa best_isa() {
-  for (const Isa isa : {Isa::avx512, Isa::avx2}) {
+  for (const Isa isa : {Isa::avx512, Isa::avx2, Isa::neon}) {
     if (has_isa(isa)) return isa;
   }
   return Isa::scalar;
 }
 
-void adam_step(const Arrays& arrays, std::size_t n, const Hyper& hyper, Isa isa, Pool& pool) {
-  AdamKernel* const kernel = kernels(isa).adam;
-  Arrays a = arrays;
-  if (a.out == a.master) a.out = nullptr;
-  constexpr std::size_t kGrain = 32;  // 64 bytes of bf16: two threads never write to one cache line of an aligned array
+std::size_t block_bytes(Format format, std::size_t elements) {
+  if (format != Format::int8) return elements * bytes_of(format);
+  return (elements + kSuperblock - 1) / kSuperblock * kSuperblockBytes;
+}
+
+void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper, Isa isa, Pool& pool) {
+  const bool momentum = rule == Rule::sgd && hyper.momentum != 0;
+  check(chunk, begin, end, rule == Rule::adam || rule == Rule::lion || momentum, rule == Rule::adam || rule == Rule::adagrad);
+  const Kernels& all = kernels(isa);
   const DefaultFloatEnvironment environment;  // the constants are rounded too
   const Constants constants(hyper);
-  pool.run(n, kGrain, [&](std::size_t begin, std::size_t end) { kernel(a, begin, end, constants); });
+  // A streaming store is of a whole cache line here: 32 bf16. They pay where the line is not read: with an fp32 master.
+  const bool stream = chunk.master_format == Master::fp32 && (reinterpret_cast<std::uintptr_t>(chunk.param) + 2 * begin) % 64 == 0;
+  const Work work{all.update[static_cast<int>(rule) + momentum][static_cast<int>(chunk.moments)], chunk, constants, stream};
+  constexpr std::size_t kGrain = 64;  // elements: whole groups, and two threads never write to one line of an aligned array
+  pool.run(end - begin, kGrain, [&](std::size_t from, std::size_t to) { work.range(begin + from, begin + to); });
+}
+
+void decode(const void* block, Format format, Moment moment, float* values, std::size_t begin, std::size_t n) {
+  DecodeKernel* const kernel = kernels(best_isa()).decode[static_cast<int>(format)][static_cast<int>(moment)];
+  const DefaultFloatEnvironment environment;
+  while (n > 0) {
+    const std::size_t in_group = format == Format::int8 ? begin % kGroup : 0;
+    std::size_t count = piece(format, begin, n);
+    const Moments from = locate(const_cast<void*>(block), format, begin - in_group);
+    if (in_group == 0 && count >= kGroup) {
+      count = count / kGroup * kGroup;
+      kernel(from, values, count);
+    } else {
+      count = std::min(count, kGroup - in_group);
+      unsigned char copy[kGroup * sizeof(float)] = {};
+      float whole[kGroup];
+      std::memcpy(copy, from.values, (in_group + count) * bytes_of(format));
+      kernel({copy, from.scales}, whole, kGroup);
+      std::memcpy(values, whole + in_group, count * sizeof(float));
+    }
+    begin += count;
+    values += count;
+    n -= count;
+  }
+}
+
+void encode(void* block, Format format, Moment moment, const float* values, std::size_t begin, std::size_t n) {
+  if (format == Format::int8 && begin % kGroup != 0) throw std::invalid_argument("begin must be a multiple of 32 for int8");
+  EncodeKernel* const kernel = kernels(best_isa()).encode[static_cast<int>(format)][static_cast<int>(moment)];
+  const DefaultFloatEnvironment environment;
+  while (n > 0) {
+    std::size_t count = piece(format, begin, n);
+    const Moments to = locate(block, format, begin);
+    if (count >= kGroup) {
+      count = count / kGroup * kGroup;
+      kernel(to, values, count);
+    } else {
+      float whole[kGroup] = {};
+      unsigned char copy[kGroup * sizeof(float)];
+      std::memcpy(whole, values, count * sizeof(float));
+      kernel({copy, to.scales}, whole, kGroup);
+      std::memcpy(to.values, copy, (format == Format::int8 ? kGroup : count) * bytes_of(format));
+    }
+    begin += count;
+    values += count;
+    n -= count;
+  }
+}
+
+void join(const std::uint16_t* param, const std::int16_t* low, float* values, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) {
+    values[i] = from_bits((std::uint32_t{param[i]} << 16) + static_cast<std::uint32_t>(std::int32_t{low[i]}));
+  }
+}
+
+void split(const float* values, std::uint16_t* param, std::int16_t* low, std::size_t n) {
+  for (std::size_t i = 0; i < n; ++i) {
+    const std::uint32_t bits = to_bits(canonical(values[i])), high = (bits + 0x8000) >> 16;
+    param[i] = static_cast<std::uint16_t>(high);
+    low[i] = static_cast<std::int16_t>(bits - (high << 16));
+  }
 }
 
 double squared_norm(const void* values, Dtype dtype, std::size_t n, double carry, Isa isa, Pool& pool) {
   NormKernel* const kernel = kernels(isa).norm_block;
-  std::vector<double> sums(n / kNormBlock + (n % kNormBlock != 0));
-  // Ranges begin at multiples of the block, and all but the last end at one.
-  pool.run(n, kNormBlock, [&](std::size_t begin, std::size_t end) {
-    for (; begin < end; begin += kNormBlock) {
-      const std::size_t block_end = end - begin < kNormBlock ? end : begin + kNormBlock;
-      sums[begin / kNormBlock] = kernel(values, dtype, begin, block_end);
-    }
-  });
-  DefaultFloatEnvironment environment;
-  for (const double sum : sums) carry += sum;
+  constexpr std::size_t kAtOnce = 2048;  // blocks: 16 KiB of sums, and 32M elements for the pool's threads
+  double sums[kAtOnce];
+  for (std::size_t done = 0; done < n; done += kAtOnce * kNormBlock) {
+    const std::size_t count = std::min(n - done, kAtOnce * kNormBlock);
+    const void* const from = offset(values, done * bytes_of(dtype));
+    // Ranges begin at multiples of the block, and all but the last end at one.
+    pool.run(count, kNormBlock, [&](std::size_t begin, std::size_t end) {
+      for (; begin < end; begin += kNormBlock) {
+        sums[begin / kNormBlock] = kernel(offset(from, begin * bytes_of(dtype)), dtype, std::min(end - begin, kNormBlock));
+      }
+    });
+    const DefaultFloatEnvironment environment;
+    for (std::size_t block = 0; block * kNormBlock < count; ++block) carry += sums[block];
+  }
   return carry == carry ? carry : std::numeric_limits<double>::quiet_NaN();  // one NaN, as in convert.h [Note: NaN]
 }
 

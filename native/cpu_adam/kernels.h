@@ -1,27 +1,41 @@
-// The single-threaded kernels behind `adam_step` and `squared_norm`, one namespace per instruction set.
+// The single-threaded kernels behind the functions of cpu_adam.h, one namespace per instruction set.
 #pragma once
 
-#include "cpu_adam.h"
+#include "moments.h"
+#include "noise.h"
 
 namespace infinity::cpu_adam {
 
-// Updates elements [begin, end).
-using AdamKernel = void(const Arrays& arrays, std::size_t begin, std::size_t end, const Constants& c);
-// The sum of one norm block: elements [begin, end), at most kNormBlock of them, lane 0 first.
-using NormKernel = double(const void* values, Dtype dtype, std::size_t begin, std::size_t end);
+// A part of a chunk that lies in one piece in every block: `n` elements from these addresses, whole groups.
+struct Run {
+  const void* grad; Dtype grad_dtype;
+  void* param; Dtype param_dtype;
+  void* master; Master master_format;
+  Moments first, second;
+  std::size_t n;
+  std::uint32_t number;  // the lower half of the first element's number; it does not pass 2^32 within the run
+  Noise noise;
+  bool stream;  // `param` is written with stores that leave the cache out
+};
 
-namespace scalar {
-AdamKernel adam;
-NormKernel norm_block;
-}  // namespace scalar
+// The internal rules: sgd without momentum is one of its own.
+constexpr int kRules = 5, kFormats = 3;
 
-namespace avx2 {
-AdamKernel adam;
-NormKernel norm_block;
-}  // namespace avx2
+using UpdateKernel = void(const Run& run, const Constants& c);
+// The sum of one norm block: n values, at most kNormBlock of them, lane 0 first.
+using NormKernel = double(const void* values, Dtype dtype, std::size_t n);
+// Whole groups to and from fp32.
+using DecodeKernel = void(const Moments& from, float* to, std::size_t n);
+using EncodeKernel = void(const Moments& to, const float* from, std::size_t n);
 
-namespace avx512 {
-AdamKernel adam;
-}  // namespace avx512
+struct Kernels {
+  UpdateKernel* update[kRules][kFormats];  // by rule (Rule, then sgd with momentum) and Format
+  DecodeKernel* decode[kFormats][2];         // by Format and Moment
+  EncodeKernel* encode[kFormats][2];
+  NormKernel* norm_block;
+};
+
+NormKernel avx2_norm_block;
+extern const Kernels scalar_kernels, avx2_kernels, avx512_kernels, neon_kernels;
 
 }  // namespace infinity::cpu_adam

@@ -28,9 +28,8 @@ void Pool::stop() noexcept {
   for (std::thread& worker : workers_) worker.join();
 }
 
-void Pool::run(std::size_t n, std::size_t grain, const Task& task) {
+void Pool::run(const Job& job) {
   std::lock_guard one_caller(callers_);
-  const Job job{n, grain, &task};
   {
     std::lock_guard lock(mutex_);
     job_ = job;
@@ -64,7 +63,7 @@ void Pool::run_share(const Job& job, int index) const noexcept {
   const std::size_t begin = boundary(index), end = boundary(index + 1);
   if (begin == end) return;
   DefaultFloatEnvironment environment;
-  (*job.task)(begin, end);
+  job.call(job.task, begin, end);
 }
 
 }  // namespace infinity::cpu_adam

@@ -3,7 +3,6 @@
 
 #include <condition_variable>
 #include <cstddef>
-#include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -15,8 +14,6 @@ namespace infinity::cpu_adam {
 // workers and must not overlap a call. Threads do not survive fork(): a pool belongs to the process that made it.
 class Pool {
  public:
-  using Task = std::function<void(std::size_t begin, std::size_t end)>;
-
   explicit Pool(int threads);  // throws std::invalid_argument when threads < 1, std::system_error when a thread cannot start
   ~Pool();
   Pool(const Pool&) = delete;
@@ -27,14 +24,19 @@ class Pool {
   // Cuts [0, n) into one range per thread, of nearly equal length and at multiples of `grain`, and calls the task once for every range
   // that is not empty; returns when all are done. The task runs in the default floating-point environment (round to nearest,
   // subnormals kept) whatever the calling thread's is, and must not throw.
-  void run(std::size_t n, std::size_t grain, const Task& task);
+  template <class Task>
+  void run(std::size_t n, std::size_t grain, const Task& task) {
+    run(Job{n, grain, [](const void* it, std::size_t begin, std::size_t end) { (*static_cast<const Task*>(it))(begin, end); }, &task});
+  }
 
  private:
   struct Job {
     std::size_t n, grain;
-    const Task* task;
+    void (*call)(const void* task, std::size_t begin, std::size_t end);
+    const void* task;
   };
 
+  void run(const Job& job);
   void work(int index);
   void run_share(const Job& job, int index) const noexcept;
   void stop() noexcept;

@@ -1,37 +1,49 @@
-// The specification: what every other kernel must equal bit for bit. Also the remainder loop of the vector kernels.
+// The specification: what every other kernel must equal bit for bit. Registers of one element.
 #include <cmath>
 
-#include "convert.h"
-#include "kernels.h"
+#include "update.h"
 
-namespace infinity::cpu_adam::scalar {
+namespace infinity::cpu_adam {
+namespace {
 
-void adam(const Arrays& arrays, std::size_t begin, std::size_t end, const Constants& c) {
-  for (std::size_t i = begin; i < end; ++i) {
-    float g = (arrays.grad ? load(arrays.grad, arrays.grad_dtype, i) : 0.0f) * c.grad_scale;
-    float w = arrays.master[i];
-    if (c.decay && c.decoupled) w = w * c.keep_weight;
-    if (c.decay && !c.decoupled) g = g + c.weight_decay * w;
-    const float m = c.beta1 * arrays.exp_avg[i] + c.rest1 * g;
-    const float v = c.beta2 * arrays.exp_avg_sq[i] + (c.rest2 * g) * g;
-    const float d = std::sqrt(v) / c.correction2 + c.eps;
-    w = canonical(w - c.step * (m / d));
-    arrays.exp_avg[i] = canonical(m);
-    arrays.exp_avg_sq[i] = canonical(v);
-    arrays.master[i] = w;
-    if (arrays.out) store(arrays.out, arrays.out_dtype, i, w);
-  }
-}
+struct Scalar {
+  using Reg = float;
+  using Bits = std::uint32_t;
+  using Ints = std::int32_t;
+  static constexpr std::size_t width = 1;
 
-double norm_block(const void* values, Dtype dtype, std::size_t begin, std::size_t end) {
+  static Reg all(float value) { return value; }
+  static Bits lanes() { return 0; }
+  static Reg sqrt(Reg x) { return std::sqrt(x); }
+  static Reg to_float(Ints x) { return static_cast<float>(x); }
+  static Ints to_int(Reg x) { return static_cast<Ints>(x); }  // towards zero
+  static std::uint32_t max(Bits x) { return x; }
+
+  static Reg load(const float* from) { return *from; }
+  static void store(float* to, Reg x) { *to = x; }
+  static Reg load_fp16(const std::uint16_t* from) { return from_fp16(*from); }
+  static Bits to_fp16(Reg x) { return cpu_adam::to_fp16(x); }
+  static Bits load_halves(const std::uint16_t* from) { return *from; }
+  static void store_halves(std::uint16_t* to, Bits x) { *to = static_cast<std::uint16_t>(x); }
+  static void stream_halves(std::uint16_t* to, Bits x) { store_halves(to, x); }
+  static Bits load_bytes(const std::uint8_t* from) { return *from; }
+  static void store_bytes(std::uint8_t* to, Bits x) { *to = static_cast<std::uint8_t>(x); }
+  static void fence() {}
+};
+
+double norm_block(const void* values, Dtype dtype, std::size_t n) {
   double lanes[8] = {};
-  for (std::size_t i = begin; i < end; ++i) {
+  for (std::size_t i = 0; i < n; ++i) {
     const double x = load(values, dtype, i);
-    lanes[(i - begin) % 8] += x * x;
+    lanes[i % 8] += x * x;
   }
   double sum = 0;
   for (const double lane : lanes) sum += lane;
   return sum;
 }
 
-}  // namespace infinity::cpu_adam::scalar
+}  // namespace
+
+const Kernels scalar_kernels = make_kernels<Scalar>(norm_block);
+
+}  // namespace infinity::cpu_adam

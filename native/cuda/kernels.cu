@@ -29,6 +29,15 @@ __device__ void store(float* to, float x) { *to = canonical(x); }
 __device__ void store(__half* to, float x) { *to = x == x ? __float2half_rn(x) : __ushort_as_half(0x7e00); }
 __device__ void store(__nv_bfloat16* to, float x) { *to = x == x ? __float2bfloat16_rn(x) : __ushort_as_bfloat16(0x7fc0); }
 
+// A parameter from its master: bf16 rounds ties away from zero (convert.h, [Note: split]), where a gradient's sum is rounded as torch's.
+template <typename T>
+__device__ void store_param(T* to, float x) {
+  store(to, x);
+}
+__device__ void store_param(__nv_bfloat16* to, float x) {
+  *to = __ushort_as_bfloat16(static_cast<unsigned short>((__float_as_uint(canonical(x)) + 0x8000u) >> 16));
+}
+
 template <typename T>
 __global__ void accumulate_kernel(T* dst, const T* src, std::size_t n, bool first) {
   const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
@@ -106,7 +115,7 @@ __global__ void adam_kernel(const Grad* grad, float* master, float* exp_avg, flo
     store(exp_avg_sq + i, v);
     store(master + i, w);
     if (out != nullptr) {
-      store(out + i, w);
+      store_param(out + i, w);
     }
   }
 }

@@ -20,10 +20,18 @@
 
 namespace infinity::cuda {
 
-using cpu_adam::Arrays;
 using cpu_adam::Constants;
 using cpu_adam::Dtype;
 using cpu_adam::Hyper;
+
+// What adam_step works on. `out` is bf16 or fp16, or null, or `master` when fp32.
+struct Arrays {
+  const void* grad;
+  Dtype grad_dtype;
+  float *master, *exp_avg, *exp_avg_sq;
+  void* out;
+  Dtype out_dtype;
+};
 
 // Why kernels cannot run in this process (no driver, driver older than the toolkit, no device); empty when they can.
 std::string unavailable_reason();
@@ -37,7 +45,7 @@ constexpr std::size_t norm_blocks(std::size_t n) { return (n + cpu_adam::kNormBl
 // *total = cpu_adam::squared_norm(values, dtype, n, *total); `total` and `block_sums` are device memory.
 void squared_norm(const void* values, Dtype dtype, std::size_t n, double* block_sums, double* total, std::uintptr_t stream);
 
-// cpu_adam::adam_step on device memory. `grad` and `out` may be null, `out` may equal `master` when fp32.
+// cpu_adam::update with Rule::adam and fp32 masters and moments, on device memory. `grad` may be null: zeros.
 void adam_step(const Arrays& arrays, std::size_t n, const Hyper& hyper, std::uintptr_t stream);
 
 }  // namespace infinity::cuda

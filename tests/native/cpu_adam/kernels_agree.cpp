@@ -1,4 +1,4 @@
-// Do the AVX2 and AVX-512 kernels equal the scalar specification bit for bit, on any value, in any number of threads?
+// Do the vector kernels equal the scalar specification bit for bit: every rule, every format, any value, any number of threads?
 #include <cfenv>
 #include <cstdio>
 #include <cstdlib>
@@ -17,37 +17,57 @@ namespace {
 using Bytes = std::vector<unsigned char>;
 
 std::size_t size_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
+std::size_t size_of(Master master) { return master == Master::none ? 0 : master == Master::fp32 ? 4 : 2; }
+
+struct Formats {
+  Dtype grad, param;
+  Master master;
+  Format moments;
+};
 
 struct Problem {
-  Bytes grad, master, exp_avg, exp_avg_sq, out;
+  Bytes grad, param, master, first, second;
 
   bool operator==(const Problem& other) const {
-    return master == other.master && exp_avg == other.exp_avg && exp_avg_sq == other.exp_avg_sq && out == other.out;
+    return param == other.param && master == other.master && first == other.first && second == other.second;
   }
 };
 
 // Random bit patterns hold every class of value; half of them are drawn again from a range where the update is an ordinary one.
-Bytes random_values(std::mt19937& random, Dtype dtype, std::size_t n) {
+Bytes random_values(std::mt19937& random, std::size_t width, std::size_t bytes) {
   static const std::uint32_t special[] = {0, 0x80000000, 1, 0x807fffff, 0x7f7fffff, 0x7f800000, 0xff800000, 0x7fa00001, 0xffc00000};
-  Bytes bytes(n * size_of(dtype));
-  for (std::size_t i = 0; i < n; ++i) {
+  Bytes values(bytes);
+  for (std::size_t i = 0; i < bytes / width; ++i) {
     std::uint32_t bits = random();
-    if (dtype == Dtype::fp32 && i % 2 == 0) bits = (bits & 0x80ffffff) | 0x3f000000;
-    if (dtype == Dtype::fp32 && i % 7 == 0) bits = special[bits % 9];
-    std::memcpy(bytes.data() + i * size_of(dtype), &bits, size_of(dtype));
+    if (width == 4 && i % 2 == 0) bits = (bits & 0x80ffffff) | 0x3f000000;
+    if (width == 4 && i % 31 == 0) bits = special[bits % 9];
+    std::memcpy(values.data() + i * width, &bits, width);
   }
-  return bytes;
+  return values;
 }
 
-Problem make_problem(unsigned seed, Dtype grad, Dtype out, std::size_t n) {
+// int8: any code, and scales of which most are ordinary.
+Bytes random_moments(std::mt19937& random, Format format, std::size_t n) {
+  if (format != Format::int8) return random_values(random, format == Format::fp32 ? 4 : 2, block_bytes(format, n));
+  Bytes block = random_values(random, 1, block_bytes(format, n));
+  for (std::size_t superblock = 0; superblock < block.size(); superblock += kSuperblockBytes) {
+    const Bytes scales = random_values(random, 4, kSuperblockBytes - kSuperblock);
+    std::memcpy(block.data() + superblock + kSuperblock, scales.data(), scales.size());
+  }
+  return block;
+}
+
+Problem make_problem(unsigned seed, const Formats& f, std::size_t n) {
   std::mt19937 random(seed);
-  return {random_values(random, grad, n), random_values(random, Dtype::fp32, n), random_values(random, Dtype::fp32, n),
-          random_values(random, Dtype::fp32, n), Bytes(n * size_of(out))};
+  return {random_values(random, size_of(f.grad), n * size_of(f.grad)), random_values(random, size_of(f.param), n * size_of(f.param)),
+          size_of(f.master) ? random_values(random, size_of(f.master), n * size_of(f.master)) : Bytes{},
+          random_moments(random, f.moments, n), random_moments(random, f.moments, n)};
 }
 
-Problem updated(Problem p, Dtype grad, Dtype out, std::size_t n, const Hyper& hyper, Isa isa, Pool& pool) {
-  const auto floats = [](Bytes& bytes) { return reinterpret_cast<float*>(bytes.data()); };
-  adam_step({p.grad.data(), grad, floats(p.master), floats(p.exp_avg), floats(p.exp_avg_sq), p.out.data(), out}, n, hyper, isa, pool);
+Problem updated(Problem p, Rule rule, const Formats& f, std::size_t n, const Hyper& hyper, Isa isa, Pool& pool) {
+  const Chunk chunk{p.grad.data(), f.grad, p.param.data(), f.param, p.master.data(), f.master, p.first.data(), p.second.data(),
+                    f.moments, (1ull << 32) - 64, 99};  // the element numbers pass 2^32
+  update(rule, chunk, 0, n, hyper, isa, pool);
   return p;
 }
 
@@ -56,37 +76,37 @@ bool same_bits(double a, double b) { return std::memcmp(&a, &b, sizeof a) == 0; 
 }  // namespace
 
 int main() {
-  if (!has_isa(Isa::avx2)) {
-    std::puts("skipped: this CPU has neither AVX2 nor AVX-512");
-    return 77;
-  }
-  const Dtype dtypes[] = {Dtype::fp32, Dtype::bf16, Dtype::fp16};
-  const std::size_t sizes[] = {1, 7, 8, 17, 1000, 2 * kNormBlock + 77};
+  const std::size_t sizes[] = {1, 31, 32, 100, 1000, kSuperblock + 77};
   Pool one(1), two(2), five(5);
   unsigned seed = 0;
-  for (const Dtype grad : dtypes) {
-    for (const Dtype out : dtypes) {
-      for (const std::size_t n : sizes) {
-        ++seed;
-        const float weight_decay = seed % 3 == 0 ? 0.0f : 0.1f;
-        const Hyper hyper{1e-3, 0.9, 0.999, 1e-8, weight_decay, 0.1, 0.0316, 0.7, seed % 2 == 0};
-        const Problem problem = make_problem(seed, grad, out, n);
-        const Problem expected = updated(problem, grad, out, n, hyper, Isa::scalar, one);
-        const double norm = squared_norm(problem.grad.data(), grad, n, 0.5, Isa::scalar, one);
-        for (const Isa isa : {Isa::scalar, Isa::avx2, Isa::avx512}) {
-          if (!has_isa(isa)) continue;
-          for (Pool* const pool : {&one, &two, &five}) {
-            // The kernels must not see the caller's rounding mode.
-            std::fesetround(FE_UPWARD);
-            const Problem result = updated(problem, grad, out, n, hyper, isa, *pool);
-            const double result_norm = squared_norm(problem.grad.data(), grad, n, 0.5, isa, *pool);
-            const bool kept = std::fegetround() == FE_UPWARD;
-            std::fesetround(FE_TONEAREST);
-            if (result == expected && same_bits(norm, result_norm) && kept) continue;
-            std::printf("seed %u, instruction set %d, %d threads: update %s, norm %s, rounding mode %s\n", seed, static_cast<int>(isa),
-                        pool->threads(), result == expected ? "equal" : "DIFFERS", same_bits(norm, result_norm) ? "equal" : "DIFFERS",
-                        kept ? "restored" : "LOST");
-            return 1;
+  for (const Rule rule : {Rule::adam, Rule::adagrad, Rule::lion, Rule::sgd}) {
+    for (const Format moments : {Format::fp32, Format::bf16, Format::int8}) {
+      for (const Dtype grad : {Dtype::fp32, Dtype::bf16, Dtype::fp16}) {
+        for (const auto& [param, master] : {std::pair{Dtype::fp32, Master::none}, {Dtype::bf16, Master::fp32}, {Dtype::fp16, Master::fp32},
+                                            {Dtype::bf16, Master::split}}) {
+          const Formats formats{grad, param, master, moments};
+          const std::size_t n = sizes[++seed % 6];
+          const double weight_decay = seed % 3 == 0 ? 0 : 0.1;
+          const Hyper hyper{1e-3, 0.9, 0.999, 1e-8, weight_decay, 0.1, 0.0316, 0.7, seed % 2 == 0, seed % 4 == 0 ? 0 : 0.9, 0.1,
+                            seed % 5 < 2, seed % 7 == 0};
+          const Problem problem = make_problem(seed, formats, n);
+          const Problem expected = updated(problem, rule, formats, n, hyper, Isa::scalar, one);
+          const double norm = squared_norm(problem.grad.data(), grad, n, 0.5, Isa::scalar, one);
+          for (const Isa isa : {Isa::scalar, Isa::neon, Isa::avx2, Isa::avx512}) {
+            if (!has_isa(isa)) continue;
+            for (Pool* const pool : {&one, &two, &five}) {
+              // The kernels must not see the caller's rounding mode.
+              std::fesetround(FE_UPWARD);
+              const Problem result = updated(problem, rule, formats, n, hyper, isa, *pool);
+              const double result_norm = squared_norm(problem.grad.data(), grad, n, 0.5, isa, *pool);
+              const bool kept = std::fegetround() == FE_UPWARD;
+              std::fesetround(FE_TONEAREST);
+              if (result == expected && same_bits(norm, result_norm) && kept) continue;
+              std::printf("seed %u, instruction set %d, %d threads: update %s, norm %s, rounding mode %s\n", seed, static_cast<int>(isa),
+                          pool->threads(), result == expected ? "equal" : "DIFFERS", same_bits(norm, result_norm) ? "equal" : "DIFFERS",
+                          kept ? "restored" : "LOST");
+              return 1;
+            }
           }
         }
       }
