@@ -8,6 +8,7 @@ from infinity.errors import (
     ConfigError,
     EngineClosedError,
     InfinityError,
+    NonFiniteError,
     NvmeError,
     PathInUseError,
     ShardedParameterError,
@@ -15,11 +16,17 @@ from infinity.errors import (
 )
 from infinity.modules.gathered import gathered
 from infinity.modules.init import init
-from infinity.optim.adam import AdamW
+from infinity.optim.adam import Adam, AdamW
+from infinity.optim.foreign import adapt
+from infinity.optim.rules import SGD, Adagrad, Lion
+from infinity.optim.scaler import LossScaler
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
     "AdamW",
     "BudgetError",
     "Config",
@@ -27,10 +34,14 @@ __all__ = [
     "Engine",
     "EngineClosedError",
     "InfinityError",
+    "Lion",
+    "LossScaler",
+    "NonFiniteError",
     "NvmeError",
     "PathInUseError",
     "ShardedParameterError",
     "WeightsError",
+    "adapt",
     "engine",
     "gathered",
     "init",

@@ -45,7 +45,12 @@ class Config(BaseModel):
 
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype that floating-point parameters are stored and computed in; "auto" keeps the dtypes of the model."""
-    split_master: bool = False
+    algorithm: Literal["adam", "adagrad", "lion", "momentum", "sgd", "other"] = "adam"
+    """What the parameters are trained by, which says what states there are: two moments for "adam" (`infinity.Adam`, `AdamW`),
+    one for "adagrad", "lion" and "momentum" (`infinity.SGD`), none for "sgd" and "other" (`infinity.adapt`)."""
+    gradient_precision: Literal["auto", "fp32"] = "auto"
+    """dtype that gradients are kept, accumulated over micro-batches and reduced over ranks in; "auto" is the parameter's."""
+    split_master: bool = True
     """Keep of an fp32 master only the 16 bits that its bf16 parameter lacks: 2 bytes less at rest, and the same numbers."""
     moment_precision: Literal["fp32", "bf16", "int8"] = "fp32"
     """How the optimizer's moments are stored: 8, 4 or 2.25 bytes per parameter. Below fp32 they are rounded stochastically."""

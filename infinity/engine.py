@@ -19,7 +19,7 @@ from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.modules.grouping import find_owners, find_users, group_parameters
-from infinity.modules.hooks import Hooks
+from infinity.modules.hooks import Hooks, in_backward
 from infinity.modules.init import put_back, replace_meta
 from infinity.modules.load import fill_units, open_weights, persistent_buffers
 from infinity.observe import Recorder, Report
@@ -102,7 +102,7 @@ class Engine:
         for unit in self._units:
             unit.declare(self._store, self.config)
         through_buffer = group is not None or self.config.gradients == "nvme" or not self._device.shares_host
-        buffer_bytes = max((u.nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
+        buffer_bytes = max((u.gradient_nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
         self._store.open(_concurrent_bytes(model, users), buffer_bytes)
         self._buffer = GradientBuffer(self._store.reserve("gpu", buffer_bytes).tensor) if buffer_bytes else None
         calls = collectives.Calls()
@@ -116,6 +116,8 @@ class Engine:
     def _after_backward(self) -> None:
         if self._buffer is not None:
             self._buffer.flush()
+        if not in_backward():  # it was cut off
+            self._updater.loss_scale = 1.0
 
     def _settled(self) -> None:
         self._hooks.settle()
@@ -148,13 +150,15 @@ class Engine:
         return self._updater.clip(max_norm, trainable)
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the gradient that the engine holds for `parameter`, on the host; None when there is none."""
+        """A copy of the gradient that the engine holds for `parameter`, on the host, in fp32 where the loss was scaled, which is
+        divided out; None when there is none."""
         unit = self._unit_of[id(parameter)]
         self._updater.settle([other for other in self._units if other.trainable])
         if not unit.has_gradient(parameter):
             return None
         place = unit.layout.places[unit.position(parameter)]
-        return unit.gather(Kind.GRAD)[place.offset : place.end].view(place.shape).clone()
+        gradient = unit.gather(Kind.GRAD)[place.offset : place.end].view(place.shape).clone()
+        return gradient if unit.loss_scale == 1.0 else gradient.float() / unit.loss_scale
 
     # Weights
 
@@ -217,7 +221,7 @@ class Engine:
             old = 0 if unit.is_rounded else param
             # A gradient is written by every backward, and read by all but the first, by each norm and by the update.
             read = states + gradient * (cycles + self._updater.norms)
-            costs.append(UnitCost(slots, param, old, read, states + param + gradient * cycles, unit.trainable))
+            costs.append(UnitCost(slots, param, old, read, states + param + gradient * cycles, unit.trains))
         cycle = self._runtime.trace.train_cycle()
         return predict(cycle.order, costs, self._store.copy_slots, cycles, cycle.held, self.config.update == "plain")
 
@@ -249,6 +253,7 @@ class Engine:
             },
             updates_kept=counters.get("updates kept", 0),
             updates_replayed=counters.get("updates replayed", 0),
+            skipped_steps=self._updater.skipped_steps,
             waits=waits,
             peaks=self._store.peaks(),
             budgets={

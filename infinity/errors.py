@@ -33,6 +33,17 @@ class EngineClosedError(InfinityError, RuntimeError):
     """The engine was closed, or failed earlier; the first failure is the `__cause__`."""
 
 
+class NonFiniteError(InfinityError, ArithmeticError):
+    """Gradients stayed infinite or NaN at the smallest loss scale; nothing was updated.
+
+    `parameter` is the name of the first one concerned, in the order of the model.
+    """
+
+    def __init__(self, message: str, parameter: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
 class NvmeError(InfinityError, OSError):
     """An I/O moved fewer bytes than asked (invariant I4).
 

@@ -99,10 +99,12 @@ class Report:
     updates_kept: int
     """Unit updates that began in backward and were what their step asked for, since the start."""
     updates_replayed: int
-    """Those that were not, and were done again."""
+    """Those that were not, and were done again, or not at all in a step that was skipped."""
     waits: dict[str, float]
     """Seconds the main thread waited for NVMe, by unit name."""
     peaks: dict[str, int]
     """Highest bytes in use per tier: "gpu", "cpu", "nvme"."""
     budgets: dict[str, int]
     """Budget per tier, same keys."""
+    skipped_steps: int = 0
+    """Steps left out because a gradient was not finite; not among `steps`."""

@@ -24,6 +24,8 @@ LAYERS = """\
 """
 
 PUBLIC = [
+    "Adagrad",
+    "Adam",
     "AdamW",
     "BudgetError",
     "Config",
@@ -31,10 +33,15 @@ PUBLIC = [
     "Engine",
     "EngineClosedError",
     "InfinityError",
+    "Lion",
+    "LossScaler",
+    "NonFiniteError",
     "NvmeError",
     "PathInUseError",
+    "SGD",
     "ShardedParameterError",
     "WeightsError",
+    "adapt",
     "engine",
     "gathered",
     "init",

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from infinity.cli import doctor, failure, finetune, gc, job, models, output, training
+from infinity.cli import doctor, failure, finetune, gc, job, models, output, progress, training
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.main import app
 from infinity.errors import EngineClosedError, InfinityError, NvmeError
@@ -223,6 +223,7 @@ def test_the_options_are_frozen() -> None:
     lists = (
         {"model", "checkpoint_activations", "data", "sequence_length", "seed", "nvme", "gpu_memory", "cpu_memory"},
         {"parameters", "optimizer", "gradients", "precision", "update", "io_engine", "steps", "batch_size", "accumulate", "lr"},
+        {"gradient_precision"},
         {"weight_decay", "warmup", "max_grad_norm", "eval_every", "eval_batches", "output", "overwrite", "report"},
         {"as_json", "debug"},
     )
@@ -642,6 +643,17 @@ def test_real_runs_learn_and_agree_whatever_the_placement(tmp_path: Path, text: 
         assert second["nvme_bytes_per_parameter_per_step"][way] == {"measured": 0, "planned": 0}
     for memory in first["memory"].values():
         assert memory["budget"] is None or 0 < memory["peak"] <= memory["budget"]
+
+
+def test_a_real_run_in_fp16_scales_the_loss_and_counts_what_it_skips(text: Path, nvme: Path) -> None:
+    summary = finished("--data", text, *REAL, "--nvme", nvme, "--steps", 12, "--precision", "fp16")
+    assert summary["loss"]["last"] < summary["loss"]["first"] - 0.3
+    skipped = summary["steps_skipped"]
+    assert summary["loss_scale"] == 2.0 ** (16 - max(skipped - 1, 0))
+    text_of = dict(progress.summary_rows(summary))
+    assert text_of["steps skipped"] == (
+        f"{skipped}, for gradients that were not finite; loss scale {summary['loss_scale']:,.0f} at the end"
+    )
 
 
 def test_a_real_output_loads_in_transformers_and_is_the_next_model(tmp_path: Path, text: Path, nvme: Path) -> None:

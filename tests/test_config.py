@@ -15,8 +15,8 @@ from infinity.errors import ConfigError
 from infinity.units import format_bytes, parse_bytes, round_up
 
 KEYS = (
-    "nvme, gpu_memory, cpu_memory, nvme_memory, parameters, optimizer, gradients, precision, copy_on_write, update, poison, "
-    "device, io_engine, instruction_set, threads"
+    "nvme, gpu_memory, cpu_memory, nvme_memory, parameters, optimizer, gradients, precision, algorithm, gradient_precision, "
+    "copy_on_write, update, poison, device, io_engine, instruction_set, threads"
 )
 NOT_BYTES = "is not a number of bytes; write for example 512MiB, 2GiB or 2000000000"
 

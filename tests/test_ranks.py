@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import queue
 import re
@@ -83,6 +84,12 @@ class Task:
     """The rank that ends without a word in the second step."""
     slow: int | None = None
     """The rank whose drive is slow."""
+    adapted: bool = False
+    """Whether torch's Adafactor, which looks at parameters as a whole, updates unit by unit on the host."""
+    scaled: bool = False
+    """Whether the loss is scaled."""
+    spoils: int | None = None
+    """The part of the batch whose gradients are not finite in the second step."""
     least: bool = False
     reload: bool = False
     """Whether the second half is trained by a new optimizer that takes over the states of the first."""
@@ -119,10 +126,16 @@ def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGrou
     if task.least:
         config |= least_memory(config, group)
     model = infinity.wrap(build(), infinity.Config(**config), group=group)
-    losses, norms = [], []
+    losses: list[float] = []
+    norms: list[float] = []
     settings: dict[str, Any] = {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": task.max_grad_norm}
+    settings["loss_scaler"] = infinity.LossScaler(2.0**10, window=3, hysteresis=1) if task.scaled else None
     with infinity.engine(model) as engine:
-        optimizer = infinity.AdamW(model.parameters(), **settings)
+        optimizer: Any
+        if task.adapted:
+            optimizer = infinity.adapt(torch.optim.Adafactor, model.parameters(), lr=1e-2, max_grad_norm=task.max_grad_norm)
+        else:
+            optimizer = infinity.AdamW(model.parameters(), **settings)
         if rank is not None and rank == task.slow:
             engine.io.set_faults(bytes_per_second=float(4 << 20))
         for step in range(task.steps):
@@ -139,14 +152,23 @@ def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGrou
                         os._exit(9)
                     skip = task.skips[part] if step == 0 and micro_batch == task.accumulation - 1 else None
                     value = model(ids, part != task.ungated, skip, task.reentrant) / task.accumulation
-                    (value / (len(parts) if rank is None else 1)).backward()
+                    spoilt = math.inf if part == task.spoils and step == 1 else 1.0
+                    optimizer.scale(value * spoilt / (len(parts) if rank is None else 1)).backward()
                     loss += value.item() / (len(parts) if rank is None else 1)
             optimizer.step()
             losses.append(loss)
-            norms.append(optimizer.grad_norm or 0.0)
+            norm = optimizer.grad_norm or 0.0
+            norms.append(norm if math.isfinite(norm) else -1.0)
             if step < task.steps - 1:
                 optimizer.zero_grad()
-        result = {"losses": losses, "norms": norms, "weights": engine.state_dict(), "peaks": engine.report().peaks}
+        scale = optimizer.loss_scaler.scale if optimizer.loss_scaler else 1.0
+        result = {
+            "scale": (scale, optimizer.skipped_steps),
+            "losses": losses,
+            "norms": norms,
+            "weights": engine.state_dict(),
+            "peaks": engine.report().peaks,
+        }
         states = optimizer.state_dict()["state"]
         result["states"] = {f"{number} {name}": value for number, state in states.items() for name, value in state.items()}
         for name, parameter in model.named_parameters():
@@ -330,22 +352,32 @@ def assert_like_one_rank(results: list[dict[str, Any]], tmp_path: Path, task: Ta
         pytest.param({"reentrant": True, "accumulation": 2}, id="blocks-used-again-in-reentrant-checkpoints"),
         pytest.param({"reentrant": False}, id="blocks-used-again-in-checkpoints"),
         pytest.param({"reload": True}, id="state-dict"),
+        pytest.param({"adapted": True, "ungated": 1, "max_grad_norm": 0.3}, id="an-optimizer-of-torch"),
+        pytest.param({"scaled": True, "accumulation": 2, "ungated": 1}, id="scaled-loss"),
+        pytest.param({"scaled": True, "spoils": 1, "max_grad_norm": 0.5}, id="a-step-skipped-by-all-for-one"),
     ],
 )
 def test_ranks_compute_what_one_rank_does(values: dict[str, Any], run: Run, tmp_path: Path) -> None:
     results = run(**values)
     assert_same_everywhere(results)
     assert_like_one_rank(results, tmp_path, Task(**values))
+    if results[0]["scale"] != (1.0, 0):
+        # Doubled after every three good steps of ten; the second step may halve it.
+        assert {result["scale"] for result in results} == {(2.0**11, 1) if "spoils" in values else (2.0**13, 0)}
     for result in results:
         for tier, budget in result["budgets"].items():
             assert result["peaks"][tier] <= budget
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_placement_changes_no_bit(precision: str, run: Run) -> None:
+@pytest.mark.parametrize(
+    "states",
+    [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16", "gradient_precision": "fp32"}],
+    ids=["fp32", "bf16", "bf16-with-fp32-gradients"],
+)
+def test_placement_changes_no_bit(states: dict[str, str], run: Run) -> None:
     here = {"parameters": "gpu", "optimizer": "gpu", "gradients": "gpu"}
     common = {"steps": 5, "accumulation": 2, "max_grad_norm": 0.5}
-    reference = run(config=here | {"precision": precision}, **common)
+    reference = run(config=here | states, **common)
     assert_same_everywhere(reference)
     for config, least in [
         ({"parameters": "nvme", "optimizer": "nvme", "gradients": "cpu"}, True),
@@ -353,7 +385,7 @@ def test_placement_changes_no_bit(precision: str, run: Run) -> None:
         ({"parameters": "gpu", "optimizer": "cpu", "gradients": "cpu", "instruction_set": "scalar"}, False),
         ({"parameters": "nvme", "optimizer": "cpu", "gradients": "gpu", "io_engine": "posix"}, False),
     ]:
-        assert_equal_bitwise(run(config=config | {"precision": precision}, least=least, **common), reference)
+        assert_equal_bitwise(run(config=config | states, least=least, **common), reference)
 
 
 def test_a_buffer_for_gradients_changes_no_bit(tmp_path: Path) -> None:

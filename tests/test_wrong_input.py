@@ -369,9 +369,12 @@ def test_optimizers_that_cannot_work(tmp_path: Path) -> None:
     plain.norm.requires_grad_(False)
     model = infinity.wrap(plain, config(tmp_path))
     with infinity.engine(model):
-        text = r"^norm\.weight was frozen \(requires_grad=False\) when the model was wrapped$"
-        with pytest.raises(infinity.ConfigError, match=text):
-            infinity.AdamW(model.parameters())
+        text = r"^norm\.weight was frozen \(requires_grad=False\) when the model was wrapped, so it has no place for gradients"
+        for thaw in (model.norm.requires_grad_, lambda: setattr(model.norm.weight, "requires_grad", True)):
+            with pytest.raises(infinity.ConfigError, match=text):
+                thaw()
+        assert not model.norm.weight.requires_grad
+        model.norm.requires_grad_(False)  # is no change
         trainable = [p for p in model.parameters() if p.requires_grad]
         optimizer = infinity.AdamW(trainable[:1])  # what was refused does not count
         text = r"^unit \w+ already has an optimizer; use one AdamW with several parameter groups$"

@@ -25,6 +25,7 @@ def finetune(
     optimizer: o.Optimizer = "nvme",
     gradients: o.Gradients = "cpu",
     precision: o.Precision = "bf16",
+    gradient_precision: o.GradientPrecision = "auto",
     update: o.Update = "auto",
     io_engine: o.IoEngine = "auto",
     steps: o.Steps = 100,

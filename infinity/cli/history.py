@@ -18,7 +18,10 @@ def format_seconds(seconds: float) -> str:
 
 
 class Step(NamedTuple):
-    """One optimizer step; `number` counts from 1, `start` and `end` are seconds of `time.perf_counter`."""
+    """One optimizer step; `number` counts from 1, `start` and `end` are seconds of `time.perf_counter`.
+
+    `loss_scale` is what the next loss is multiplied by, if anything. A step whose gradients were not finite has no norm.
+    """
 
     number: int
     loss: float
@@ -26,6 +29,7 @@ class Step(NamedTuple):
     grad_norm: float | None
     start: float
     end: float
+    loss_scale: float | None = None
 
 
 class Sample(NamedTuple):
@@ -80,6 +84,8 @@ def summarize(model: str, history: History, report: Report, output: Path | None,
         "model": model,
         "parameters": report.parameters,
         "steps": len(history.steps),
+        "steps_skipped": report.skipped_steps,
+        "loss_scale": history.steps[-1].loss_scale if history.steps else None,
         "signal": history.signal,
         "loss": {
             "first": history.steps[0].loss if history.steps else None,

@@ -47,6 +47,7 @@ class Job:
     optimizer: Tier
     gradients: Tier
     precision: Any
+    gradient_precision: Any
     update: Any
     io_engine: Any
     steps: int
@@ -79,6 +80,7 @@ class Job:
             optimizer=self.optimizer,
             gradients=self.gradients,
             precision=self.precision,
+            gradient_precision=self.gradient_precision,
             update=self.update,
             io_engine=self.io_engine,
         )

@@ -64,6 +64,10 @@ Precision = Annotated[
     Literal["auto", "bf16", "fp16", "fp32"],
     typer.Option(help="dtype of parameters and compute; auto: the model's own.", rich_help_panel=_TIERS),
 ]
+GradientPrecision = Annotated[
+    Literal["auto", "fp32"],
+    typer.Option(help="dtype that gradients are accumulated in; auto: that of the parameters.", rich_help_panel=_TIERS),
+]
 Update = Annotated[
     Literal["auto", "speculative", "exact", "plain"],
     typer.Option(

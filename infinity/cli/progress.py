@@ -102,6 +102,9 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     early = summary["updates_begun_in_backward"]
     if any(early.values()):
         rows.append(("updates begun in backward", f"{early['kept']:,} kept, {early['replayed']:,} done again"))
+    if summary["loss_scale"] is not None or summary["steps_skipped"]:
+        scale = "" if summary["loss_scale"] is None else f"; loss scale {summary['loss_scale']:,.0f} at the end"
+        rows.append(("steps skipped", f"{summary['steps_skipped']}, for gradients that were not finite{scale}"))
     rows += [(f"time: {cause}", format_seconds(spent)) for cause, spent in seconds.items()]
     rows += [(f"waited for {wait['unit']}", format_seconds(wait["seconds"])) for wait in summary["worst_waits"]]
     for tier, memory in summary["memory"].items():

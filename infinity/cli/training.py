@@ -115,9 +115,11 @@ class Trainer:
         start = time.perf_counter()
         rate = float(self.optimizer.param_groups[0]["lr"])
         total = 0.0
+        scaler = getattr(self.optimizer, "loss_scaler", None)
         for batch in batches:
             loss: Any = self._loss(batch)
-            (loss / len(batches)).backward()
+            part = loss / len(batches)
+            (part if scaler is None else self.optimizer.scale(part)).backward()  # type: ignore[attr-defined]
             total += loss.item() / len(batches)
         if not math.isfinite(total):
             raise InfinityError(
@@ -127,7 +129,8 @@ class Trainer:
         self.optimizer.step()
         norm = getattr(self.optimizer, "grad_norm", None)
         self.optimizer.zero_grad()
-        return Step(number, total, rate, None if norm is None else float(norm), start, time.perf_counter())
+        norm = None if norm is None or not math.isfinite(norm) else float(norm)
+        return Step(number, total, rate, norm, start, time.perf_counter(), None if scaler is None else scaler.scale)
 
     def _loss(self, batch: Any) -> torch.Tensor:
         ids = torch.from_numpy(batch).to(self.device)

@@ -11,21 +11,18 @@ import torch
 from infinity import native
 from infinity.errors import ConfigError
 from infinity.sharding.unit import Unit
-from infinity.tiers.block import Kind
+from infinity.tiers.block import Format, Kind
 from infinity.tiers.store import Store
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Hyper(NamedTuple):
-    """The hyper-parameters of one parameter in one step; `step` counts its updates, from 1."""
+    """The hyper-parameters of one parameter in its update number `step`: those of the kernel `rule`, by keyword."""
 
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
+    rule: str
     step: int
+    values: dict[str, float]
 
 
 class Segment(NamedTuple):
@@ -37,16 +34,15 @@ class Segment(NamedTuple):
 
 
 class States(NamedTuple):
-    """The states of some elements of `unit`, from number `position` of its flat buffer on: uint8, in the blocks' formats."""
+    """The states of some elements of unit number `unit`, from number `position` of its flat buffer on.
 
-    unit: Unit
-    position: int
+    PARAM and GRAD are tensors of their dtypes, the others uint8 in `formats`.
+    """
+
     tensors: dict[Kind, torch.Tensor]
-
-    @property
-    def param(self) -> torch.Tensor:
-        """The parameters, of the unit's dtype."""
-        return self.tensors[Kind.PARAM].view(self.unit.dtype)
+    formats: dict[Kind, Format]
+    unit: int = 0
+    position: int = 0
 
 
 class Kernels:
@@ -64,22 +60,23 @@ class Kernels:
         self.threads = threads or len(os.sched_getaffinity(0))
         self._pool = self._module.Pool(self.threads)
 
-    def adam(self, chunk: dict[Kind, torch.Tensor], begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:
-        """Update elements [begin, end) of a chunk in place; formula in `native/cpu_adam/rules.h`."""
-        param, grad, master = chunk[Kind.PARAM], chunk[Kind.GRAD], chunk.get(Kind.MASTER)
-        self._module.update(
-            "adam", grad.data_ptr(), _NAMES[grad.dtype], param.data_ptr(), _NAMES[param.dtype],
-            0 if master is None else master.data_ptr(), "none" if master is None else "fp32",
-            chunk[Kind.EXP_AVG].data_ptr(), chunk[Kind.EXP_AVG_SQ].data_ptr(), "fp32", begin, end, position=0, key=0,
-            lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, eps=hyper.eps, weight_decay=hyper.weight_decay,
-            bias_correction1=1.0 - hyper.beta1**hyper.step, bias_correction2_sqrt=(1.0 - hyper.beta2**hyper.step) ** 0.5,
-            decoupled=True, grad_scale=grad_scale, isa=self.isa, pool=self._pool,
-        )  # fmt: skip
-
     def update(self, states: States, begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:
-        unit = states.unit
-        chunk = {k: t.view(unit.dtype if k in (Kind.PARAM, Kind.GRAD) else torch.float32) for k, t in states.tensors.items()}
-        self.adam(chunk, begin, end, hyper, grad_scale)
+        """Update elements [begin, end) in place, with gradients times `grad_scale`; formulas in `native/cpu_adam/rules.h`.
+
+        The noise of stochastic rounding is a function of the unit, the element's place in it, and the step (`noise.h`).
+        """
+        tensors, formats = states.tensors, states.formats
+
+        def at(kind: Kind) -> int:
+            return tensors[kind].data_ptr() if kind in tensors else 0
+
+        moments = {formats[kind].name for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ) if kind in tensors}
+        self._module.update(
+            hyper.rule, at(Kind.GRAD), _NAMES[tensors[Kind.GRAD].dtype], at(Kind.PARAM), _NAMES[tensors[Kind.PARAM].dtype],
+            at(Kind.MASTER), formats[Kind.MASTER].name if Kind.MASTER in tensors else "none",
+            at(Kind.EXP_AVG), at(Kind.EXP_AVG_SQ), moments.pop() if moments else "fp32", begin, end, position=states.position,
+            key=states.unit << 32 | hyper.step, grad_scale=grad_scale, isa=self.isa, pool=self._pool, **hyper.values,
+        )  # fmt: skip
 
     def close(self) -> None:
         """End the threads; the kernels cannot be used any more."""
@@ -118,7 +115,16 @@ def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels) -> float:
         (chunk,) = store.check_out([(unit.blocks[Kind.GRAD], True)], begin)
         try:
             chunk.wait()
-            total = kernels.squared_norm(chunk.tensor.view(unit.dtype), total)
+            total = kernels.squared_norm(chunk.tensor.view(unit.gradient_dtype), total)
         finally:
             chunk.release()
     return total
+
+
+def nonfinite_gradients(unit: Unit) -> list[bool]:
+    """Which parameters of the unit have a settled gradient with an infinity or a NaN in this rank's shard."""
+    if not any(unit.accumulated) or unit.spent:
+        return [False] * len(unit.parameters)
+    shard = unit.read(Kind.GRAD)
+    parts = [unit.layout.overlap(index, unit.rank) for index in range(len(unit.parameters))]
+    return [not bool(shard[part.in_shard : part.in_shard + part.length].isfinite().all()) for part in parts]

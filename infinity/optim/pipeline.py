@@ -109,8 +109,10 @@ class _Chunk:
 
     def states(self) -> States:
         unit = self.job.unit
-        position = unit.rank * unit.layout.shard_numel + self.begin
-        return States(unit, position, {kind: out.tensor for kind, out in self.outs.items()})
+        dtypes = {Kind.PARAM: unit.dtype, Kind.GRAD: unit.gradient_dtype}
+        tensors = {kind: out.tensor.view(dtypes.get(kind, torch.uint8)) for kind, out in self.outs.items()}
+        formats = {kind: block.format for kind, block in unit.blocks.items()}
+        return States(tensors, formats, unit.index, unit.rank * unit.layout.shard_numel + self.begin)
 
 
 class Pipeline:
@@ -298,14 +300,15 @@ class Pipeline:
         if update is None or chunk.job.state is JobState.ENDED:
             return
         start, states = time.perf_counter(), chunk.states()
+        param = states.tensors[Kind.PARAM]
         if update.unit.is_rounded:
-            param, master = states.param, states.tensors[Kind.MASTER].view(torch.float32)
+            master = states.tensors[Kind.MASTER].view(torch.float32)
             if not update.unit.blocks[Kind.MASTER].written:
                 master.copy_(param)
             elif not _covers(update.segments, chunk.begin, chunk.begin + param.numel()):
                 codec.round_to(param, master)
         for segment in update.segments:
-            begin, end = max(segment.begin - chunk.begin, 0), min(segment.end - chunk.begin, states.param.numel())
+            begin, end = max(segment.begin - chunk.begin, 0), min(segment.end - chunk.begin, param.numel())
             if begin < end:
                 self._kernels.update(states, begin, end, segment.hyper, update.grad_scale)
         self._recorder.add("adam", update.unit.name, start, time.perf_counter())

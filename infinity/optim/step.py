@@ -13,29 +13,29 @@ and begins anew if not. So the update hides behind the backward, too, and the nu
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar, NamedTuple, Protocol
 
 from infinity.errors import ConfigError, InfinityError
 from infinity.observe import Meter, Recorder
-from infinity.optim.kernels import Kernels, Segment, squared_gradient_norm
+from infinity.optim.kernels import Kernels, Segment, nonfinite_gradients, squared_gradient_norm
 from infinity.optim.pipeline import Job, Pipeline, UnitUpdate
 from infinity.plan.planner import Foresight
 from infinity.sharding import collectives
-from infinity.sharding.unit import Unit
+from infinity.sharding.unit import MOMENTS, Unit
 from infinity.tiers.block import Kind
 from infinity.tiers.store import Store
-
-log = logging.getLogger("infinity")
 
 UNITS_AHEAD = 2  # whose gradients are still to come, and whose states are read already
 
 
 class Optimizer(Protocol):
     """Who decides on hyper-parameters."""
+
+    by_kernels: ClassVar[bool]
+    """Whether `segments` says all that is done, so that it may begin at any time."""
 
     def segments(self, unit: Unit) -> tuple[Segment, ...]:
         """What the next step does to this rank's shard of `unit`, with the gradients that it has now."""
@@ -68,10 +68,13 @@ class Updater:
         recorder: Recorder,
     ) -> None:
         self._store, self._units, self._kernels, self._recorder = store, list(units), kernels, recorder
+        self._loss_scale = self._last_loss_scale = 1.0
         self._surroundings = surroundings
         self._owners: dict[Unit, weakref.ref[Optimizer]] = {}
         self.posted_steps = 0
         """Steps started since the beginning."""
+        self.skipped_steps = 0
+        """Steps that were asked for and left out, for their gradients were not finite."""
         self.norms = 0
         """How often the gradients were read for their norm in the last step."""
         self.meters: list[Meter] = []
@@ -87,15 +90,27 @@ class Updater:
         for unit in units:
             unit.updater = self
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss was multiplied by of the backward that runs; 1 outside of any."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self._loss_scale = scale
+        if scale != 1.0:
+            self._last_loss_scale = scale
+
     def adopt(self, unit: Unit, optimizer: Optimizer) -> None:
         """`optimizer` updates `unit` from now on, beginning with fresh states; raises `ConfigError` when another one does."""
         self._store.check()
         owner = self._owners.get(unit)
         if owner is not None and owner() not in (None, optimizer):
-            raise ConfigError(f"unit {unit.name} already has an optimizer; use one AdamW with several parameter groups")
+            who = type(optimizer).__name__
+            raise ConfigError(f"unit {unit.name} already has an optimizer; use one {who} with several parameter groups")
         if owner is not None and owner() is None:
             self.drain()
-            for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ):
+            for kind in MOMENTS[unit.algorithm]:
                 self._store.forget(unit.blocks[kind])
         self._owners[unit] = weakref.ref(optimizer)
 
@@ -104,12 +119,12 @@ class Updater:
         and read ahead for the units that come next."""
         owner = self._owners.get(unit)
         optimizer = None if owner is None else owner()
-        if optimizer is None:
+        if optimizer is None or not optimizer.by_kernels:
             return
         places = self._places()
         if self._foresight.early and unit.copy_on_write:
             job = self._early.setdefault(unit, Job(unit, places[unit]))
-            self._pipeline.begin(job, UnitUpdate(unit, optimizer.segments(unit), unit.grad_scale))
+            self._pipeline.begin(job, UnitUpdate(unit, optimizer.segments(unit), unit.factor))
         if self._final is not None:
             self._following[self._final] = unit
         self._final = following = unit
@@ -150,41 +165,58 @@ class Updater:
                 self._store.fail(error)
                 raise error
             for unit in units:
+                if not any(unit.accumulated):  # as on the ranks that have gradients, if there are any
+                    unit.loss_scale = self._last_loss_scale
                 unit.accumulated = [flag > 0 for flag in flags[: len(unit.accumulated)]]
                 del flags[: len(unit.accumulated)]
         for unit in units:
             if not unit.spent:
                 unit.settle_gradients()
 
+    def norm(self, units: Sequence[Unit]) -> float:
+        """The common L2 norm of the settled gradients of `units` as an update would take them: unscaled, and as far as they are
+        clipped. Summed in double precision over the units and the ranks; infinite or NaN if and only if a gradient is.
+        """
+        self._norms_now += 1
+        total = sum(unit.factor**2 * squared_gradient_norm(unit, self._store, self._kernels) for unit in _having(units))
+        group = self._units[0].group if self._units else None
+        return math.sqrt(collectives.all_reduce_sum([total], group)[0])
+
     def clip(self, max_norm: float, units: Sequence[Unit]) -> float:
         """Scale the settled gradients of `units` so that their common L2 norm is at most `max_norm`; returns the norm before.
 
-        As `torch.nn.utils.clip_grad_norm_`: the factor is min(1, max_norm / (norm + 1e-6)). The norm is summed in double
-        precision over the units and the ranks.
+        As `torch.nn.utils.clip_grad_norm_`: the factor is min(1, max_norm / (norm + 1e-6)).
         """
-        total = 0.0
-        self._norms_now += 1
-        having = [unit for unit in units if any(unit.accumulated) and not unit.spent]
-        for unit in having:
-            total += unit.grad_scale**2 * squared_gradient_norm(unit, self._store, self._kernels)
-        group = self._units[0].group if self._units else None
-        norm = math.sqrt(collectives.all_reduce_sum([total], group)[0])
-        if not math.isfinite(norm):
-            log.warning("the gradient norm of step %d is %s", self.posted_steps + 1, norm)
-        for unit in having:
+        norm = self.norm(units)
+        for unit in _having(units):
             unit.grad_scale *= min(1.0, max_norm / (norm + 1e-6))
         return norm
+
+    def first_nonfinite(self, units: Sequence[Unit]) -> str:
+        """The name of the first parameter with a settled gradient that is not finite; "" when all are. All ranks must ask."""
+        names = [name for unit in units for name in unit.names]
+        bad = [float(flag) for unit in units for flag in nonfinite_gradients(unit)]
+        group = self._units[0].group if self._units else None
+        everywhere = collectives.all_reduce_sum(bad, group)
+        return next((name for name, flag in zip(names, everywhere, strict=True) if flag), "")
+
+    def skip(self, units: Sequence[Unit]) -> None:
+        """End a step without an update: what was begun early is taken back, and the gradients are spent."""
+        for unit in _having(units):
+            self.withdraw(unit)
+            unit.spend()
+        self._surroundings.stepped()
+        self._end_step([], kept=0, unclipped=False)
+        self.skipped_steps += 1
 
     def post(self, updates: Sequence[tuple[Unit, tuple[Segment, ...]]]) -> None:
         """Start updating the units; returns at once. Their gradients are spent.
 
         Raises `RuntimeError` before anything is changed when the parameters of one of them are in use.
         """
-        used = [unit.name for unit, _ in updates if unit.blocks[Kind.PARAM].pins]
-        if used:
-            raise RuntimeError(f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered (invariant I7)")
+        _refuse_used(unit for unit, _ in updates)
         places = self._places()
-        wanted = [UnitUpdate(unit, segments, unit.grad_scale) for unit, segments in updates]
+        wanted = [UnitUpdate(unit, segments, unit.factor) for unit, segments in updates]
         wanted.sort(key=lambda update: places[update.unit])
         jobs, kept = [], 0
         for update in wanted:
@@ -199,21 +231,43 @@ class Updater:
             update.unit.spend()
         self._surroundings.stepped()
         self._pipeline.confirm(list(zip(jobs, wanted, strict=True)))
-        self._learn(kept, unclipped=all(update.grad_scale == 1.0 for update in wanted))
-        self.meters = [job.meter for job in (*jobs, *self._withdrawn)]
-        self._withdrawn.clear()
-        self._final = None
-        self.norms, self._norms_now = self._norms_now, 0
+        self._end_step(jobs, kept, unclipped=all(update.unit.grad_scale == 1.0 for update in wanted))
         self.posted_steps += 1
         if self._foresight.waits:
             self.drain()
 
-    def _learn(self, kept: int, unclipped: bool) -> None:
+    def run(self, units: Sequence[Unit], update: Callable[[Unit], None]) -> None:
+        """Have `update` replace the content of the units, one after the other; returns when it has. Their gradients are spent.
+
+        Raises `RuntimeError` before anything is changed when the parameters of one of them are in use. When `update` fails after
+        the first unit, what is there belongs to no step, and the engine cannot go on.
+        """
+        _refuse_used(units)
+        for number, unit in enumerate(units):
+            self.withdraw(unit)
+            try:
+                update(unit)
+            except BaseException as error:
+                if number > 0:
+                    self._store.fail(error)
+                raise
+        for unit in units:
+            unit.spend()
+        self._surroundings.stepped()
+        self._end_step([], kept=0, unclipped=True)
+        self.posted_steps += 1
+
+    def _end_step(self, jobs: Sequence[Job], kept: int, unclipped: bool) -> None:
         replayed = sum(job.update is not None for job in self._withdrawn)
         self._recorder.count("updates kept", kept)
         self._recorder.count("updates replayed", replayed)
         busy, self._seconds_before = self._pipeline.seconds - self._seconds_before, self._pipeline.seconds
         self._foresight.learn(busy, self._surroundings.forward_seconds(), held=unclipped and not replayed)
+        self.meters = [job.meter for job in (*jobs, *self._withdrawn)]
+        self._withdrawn.clear()
+        self._final = None
+        self._last_loss_scale = 1.0
+        self.norms, self._norms_now = self._norms_now, 0
 
     def _places(self) -> dict[Unit, int]:
         """Where each unit comes in the next forward; those of which that is not known come last."""
@@ -239,3 +293,14 @@ class Updater:
             self.withdraw(unit)
         self._pipeline.close()
         self._kernels.close()
+
+
+def _refuse_used(units: Iterable[Unit]) -> None:
+    used = [unit.name for unit in units if unit.blocks[Kind.PARAM].pins]
+    if used:
+        raise RuntimeError(f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered (invariant I7)")
+
+
+def _having(units: Sequence[Unit]) -> list[Unit]:
+    """Those with gradients that no update was given."""
+    return [unit for unit in units if any(unit.accumulated) and not unit.spent]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from infinity.errors import EngineClosedError, ShardedParameterError
+from infinity.errors import ConfigError, EngineClosedError, ShardedParameterError
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
@@ -34,6 +34,8 @@ class ShardedParameter(nn.Parameter):
         plain = plain or (attribute in ("requires_grad", "grad") and accessor == "__set__" and not torch.is_tensor(args[1]))
         if attribute == "grad" and accessor == "__set__" and args[1] is None:
             cls._forget_gradient(args[0])
+        if name == "requires_grad_" or (attribute == "requires_grad" and accessor == "__set__"):
+            cls._check_thaw(*args, **(kwargs or {}))
         if plain or (attribute == "grad" and accessor == "__get__" and not cls._holds_gradient(args)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -47,7 +49,8 @@ class ShardedParameter(nn.Parameter):
         if attribute == "grad":
             raise ShardedParameterError(
                 f"the gradient of {who} is kept by the engine and not in .grad; clip with infinity.AdamW(..., max_grad_norm=...) "
-                "or infinity.engine(model).clip_grad_norm_(...), read it with infinity.engine(model).gradient(parameter)"
+                "or infinity.engine(model).clip_grad_norm_(...), read it with infinity.engine(model).gradient(parameter), update "
+                "with infinity.AdamW and its family, or any other by infinity.adapt(torch.optim.RMSprop, model.parameters(), ...)"
             )
         if unit.touched is not None and unit.touched(unit):
             return func(*args, **(kwargs or {}))
@@ -64,6 +67,16 @@ class ShardedParameter(nn.Parameter):
             unit.accumulated[unit.position(parameter)] = False
             if unit.tier and not any(unit.accumulated):
                 unit.zero_gradients()
+
+    @staticmethod
+    def _check_thaw(parameter: torch.Tensor, requires_grad: bool = True) -> None:
+        """A parameter that was frozen when the model was wrapped has no place for gradients and states, and cannot get one."""
+        if isinstance(parameter, ShardedParameter) and requires_grad and not type(parameter).unit.trainable:
+            raise ConfigError(
+                f"{type(parameter).unit.name_of(parameter)} was frozen (requires_grad=False) when the model was wrapped, so it "
+                "has no place for gradients and states; wrap what is to be trained later with requires_grad=True, and freeze it "
+                "after that: parameter.requires_grad_(False) keeps the place"
+            )
 
     @classmethod
     def _holds_gradient(cls, args: Any) -> bool:

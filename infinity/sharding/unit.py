@@ -18,6 +18,11 @@ from infinity.tiers.block import BF16, FP32, INT8, SPLIT, Block, Format, Kind
 from infinity.tiers.store import Store
 
 _MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
+MOMENTS: dict[str, tuple[Kind, ...]] = {
+    "adam": (Kind.EXP_AVG, Kind.EXP_AVG_SQ), "adagrad": (Kind.EXP_AVG_SQ,), "lion": (Kind.EXP_AVG,),
+    "momentum": (Kind.EXP_AVG,), "sgd": (), "other": (),
+}  # fmt: skip
+"""The moments that each `Config.algorithm` has."""
 
 
 class UnitState(enum.Enum):
@@ -31,7 +36,10 @@ class UnitState(enum.Enum):
 
 
 class Updates(Protocol):
-    """Who updates units, as far as a unit needs to tell it something."""
+    """Who updates units, as far as a unit needs to tell it something, or to know."""
+
+    loss_scale: float
+    """What the loss was multiplied by of the backward that runs."""
 
     def begin_early(self, unit: Unit) -> None:
         """`unit` has as many gradients as it had in the last step: they may be final."""
@@ -57,8 +65,8 @@ class GradientBuffer:
         self._collected: set[int] = set()
 
     def take(self, unit: Unit, index: int) -> torch.Tensor:
-        """The buffer for `unit`, (numel,) of its dtype, to put the gradient of its parameter `index` in; zeros at first."""
-        flat = self._memory[: unit.layout.numel * unit.dtype.itemsize].view(unit.dtype)
+        """The buffer for `unit`, (numel,) in its `gradient_dtype`, for the gradient of its parameter `index`; zeros at first."""
+        flat = self._flat(unit)
         if self._holder is not unit or index in self._collected:
             self.flush()
             self._holder, self._collected = unit, set()
@@ -70,7 +78,10 @@ class GradientBuffer:
         """Reduce what the holder has collected, and free the buffer."""
         holder, self._holder = self._holder, None
         if holder is not None:
-            holder.reduce(self._memory[: holder.layout.numel * holder.dtype.itemsize].view(holder.dtype))
+            holder.reduce(self._flat(holder))
+
+    def _flat(self, unit: Unit) -> torch.Tensor:
+        return self._memory[: unit.gradient_nbytes].view(unit.gradient_dtype)
 
     def discard(self, unit: Unit) -> None:
         """Forget what `unit` has collected and not reduced."""
@@ -97,6 +108,8 @@ class Unit:
         group: collectives.Group = None,
     ) -> None:
         self.index, self.name, self.dtype, self.group = index, name, dtype, group
+        self.gradient_dtype = dtype
+        """What gradients are kept and accumulated in; fixed by `declare`."""
         self.names = [n for n, _ in named]
         self.parameters = [p for _, p in named]
         self.trainable = self.parameters[0].requires_grad
@@ -119,8 +132,9 @@ class Unit:
         """How many gradients of single parameters the step under way has brought, and the last one did."""
         self.spent = False
         """Whether the gradients were handed to an update and not zeroed since."""
-        self.grad_scale = 1.0
-        """What the gradients of the step under way are multiplied by in the update: the clip factor."""
+        self.grad_scale = self.loss_scale = 1.0
+        """What the gradients of the step under way are multiplied by in the update: the clip factor; and what they were
+        multiplied by, with the loss, in the backward."""
         self._started = False
         self._plain = [type(p) for p in self.parameters]
         self._guard = guard_for(self)
@@ -134,30 +148,41 @@ class Unit:
         """Bytes of the gathered unit."""
         return self.layout.numel * self.dtype.itemsize
 
+    @property
+    def gradient_nbytes(self) -> int:
+        """Bytes of the gradients of the whole unit."""
+        return self.layout.numel * self.gradient_dtype.itemsize
+
     def declare(self, store: Store, config: Config) -> None:
         """Add this unit's blocks to the store: parameters, and for a trainable unit gradients, master and moments."""
-        shard, size = self.layout.shard_numel, self.dtype.itemsize
-        self.store, self.tier = store, config.parameters
+        shard = self.layout.shard_numel
+        self.store, self.tier, self.algorithm = store, config.parameters, config.algorithm
+        self.spill = config.nvme if config.optimizer == "nvme" else ()  # directories for states that have no block
 
         def add(kind: Kind, form: Format, tier: Tier, span: int = 0, at: int = 0) -> None:
             name = f"{kind.value} of {self.name}"
             self.blocks[kind] = store.add(Block(self.index, kind, shard, form, tier, span or form.bytes_of(shard), at, name))
 
-        plain = Format(str(self.dtype).removeprefix("torch."), 1, size)
-        add(Kind.PARAM, plain, config.parameters, span=self.nbytes, at=self.rank * shard * size)
+        add(Kind.PARAM, _plain(self.dtype), config.parameters, span=self.nbytes, at=self.rank * shard * self.dtype.itemsize)
         if self.trainable:
-            add(Kind.GRAD, plain, config.gradients)
+            self.gradient_dtype = torch.float32 if config.gradient_precision == "fp32" else self.dtype
+            add(Kind.GRAD, _plain(self.gradient_dtype), config.gradients)
             if self.dtype != torch.float32:
                 split = config.split_master and self.dtype == torch.bfloat16
                 add(Kind.MASTER, SPLIT if split else FP32, config.optimizer)
-            moment = _MOMENT_FORMATS[config.moment_precision]
-            add(Kind.EXP_AVG, moment, config.optimizer)
-            add(Kind.EXP_AVG_SQ, moment, config.optimizer)
+            for kind in MOMENTS[config.algorithm]:
+                add(kind, _MOMENT_FORMATS[config.moment_precision], config.optimizer)
 
     @property
     def is_rounded(self) -> bool:
         """Whether the parameters are nothing but their masters, rounded: then an update writes them and does not read them."""
         return Kind.MASTER in self.blocks and self.blocks[Kind.MASTER].format is not SPLIT
+
+    @property
+    def trains(self) -> bool:
+        """Whether a parameter takes gradients now: a trainable unit may be frozen for some steps."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.trainable and any(parameter.requires_grad for parameter in self.parameters)
 
     @property
     def copy_on_write(self) -> bool:
@@ -249,6 +274,11 @@ class Unit:
         self.store.await_update(self.blocks[Kind.PARAM])  # it still reads the gradients of the step before
         if gradient.is_sparse:
             gradient = gradient.to_dense()
+        scale = 1.0 if self.updater is None else self.updater.loss_scale
+        if not any(self.accumulated):
+            self.loss_scale = scale
+        elif scale != self.loss_scale:  # micro-batches of which some are scaled, or a step of another unit's optimizer between
+            gradient = gradient * (self.loss_scale / scale)
         place = self.layout.places[index]
         if self._buffer is not None:
             self._buffer.take(self, index)[place.offset : place.end].view(place.shape).copy_(gradient)
@@ -258,7 +288,7 @@ class Unit:
         home = self.blocks[Kind.GRAD].home
         if home is None:
             raise RuntimeError(f"the gradients of {self.name} have no home in memory")
-        target = home.tensor.view(self.dtype)[place.offset : place.end].view(place.shape)
+        target = home.tensor.view(self.gradient_dtype)[place.offset : place.end].view(place.shape)
         if self.accumulated[index]:
             target.add_(gradient)
         else:
@@ -277,7 +307,7 @@ class Unit:
             (chunk,) = self.store.check_out([(block, not first)], begin)
             try:
                 chunk.wait()
-                home = chunk.tensor.view(self.dtype)
+                home = chunk.tensor.view(self.gradient_dtype)
                 part = shard[begin : begin + home.numel()]
                 if first:
                     home.copy_(part)
@@ -298,6 +328,11 @@ class Unit:
         if self.updater is not None:
             self.updater.withdraw(self)
 
+    @property
+    def factor(self) -> float:
+        """What an update multiplies the gradients by."""
+        return self.grad_scale / self.loss_scale
+
     def spend(self) -> None:
         """The gradients of this step are handed to an update."""
         self.spent, self.expected = True, self.collected
@@ -309,7 +344,7 @@ class Unit:
             return False
         home = self.blocks[Kind.GRAD].home
         if self._buffer is None and home is not None:
-            flat = home.tensor.view(self.dtype)
+            flat = home.tensor.view(self.gradient_dtype)
             for place, present in zip(self.layout.places, self.accumulated, strict=True):
                 if not present:
                     flat[place.offset : place.end].zero_()
@@ -321,7 +356,7 @@ class Unit:
         self.collected = 0
         self.accumulated = [False] * len(self.parameters)
         self.spent = self._started = False
-        self.grad_scale = 1.0
+        self.grad_scale = self.loss_scale = 1.0
         if self._buffer is not None:
             self._buffer.discard(self)
 
@@ -339,7 +374,7 @@ class Unit:
         return iter(range(0, self.layout.shard_numel, self.store.chunk_elements))
 
     def read(self, kind: Kind) -> torch.Tensor:
-        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else the unit's dtype. A copy.
+        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else in the dtype it is kept in. A copy.
 
         A master that no update has written is the parameter, widened.
         """
@@ -347,12 +382,12 @@ class Unit:
         if kind is Kind.MASTER and not block.written:
             return self.read(Kind.PARAM).float()
         kinds = (Kind.PARAM, kind) if block.format is SPLIT else (kind,)
-        dtype = self.dtype if kind in (Kind.PARAM, Kind.GRAD) else torch.float32
+        dtype = self._dtype_of(kind)
         shard = torch.empty(self.layout.shard_numel, dtype=dtype)
         for begin in self.chunks():
             with self._checked_out(kinds, begin, load=True) as tensors:
                 values = shard[begin : begin + self.store.chunk_elements]
-                if dtype != torch.float32 or kind in (Kind.PARAM, Kind.GRAD):
+                if kind in (Kind.PARAM, Kind.GRAD):
                     values.copy_(tensors[0].view(dtype))
                 elif kind is Kind.MASTER:
                     codec.decode_master(block.format, tensors, values)
@@ -378,13 +413,16 @@ class Unit:
                     if kind is Kind.MASTER:
                         codec.encode_master(form, values, tensors[0].view(self.dtype), tensors[1])
                     elif kind in (Kind.PARAM, Kind.GRAD):
-                        tensors[0].view(self.dtype).copy_(values)
+                        tensors[0].view(self._dtype_of(kind)).copy_(values)
                     else:
                         codec.encode_moment(form, kind, values, tensors[0])
         except BaseException as error:
             self.store.fail(error)
             raise
         self.store.end_update([self.blocks[k] for k in kinds])
+
+    def _dtype_of(self, kind: Kind) -> torch.dtype:
+        return {Kind.PARAM: self.dtype, Kind.GRAD: self.gradient_dtype}.get(kind, torch.float32)
 
     @contextmanager
     def _checked_out(self, kinds: Sequence[Kind], begin: int, load: bool) -> Iterator[list[torch.Tensor]]:
@@ -414,3 +452,7 @@ class Unit:
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat buffer (numel,)."""
         return full.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
+
+
+def _plain(dtype: torch.dtype) -> Format:
+    return Format(str(dtype).removeprefix("torch."), 1, dtype.itemsize)

@@ -1,0 +1,235 @@
+"""Any other `torch.optim.Optimizer` over parameters of a wrapped model, on a slow path: one unit after the other on the host.
+
+[Note: what it costs]
+A unit's gradients, its parameters in fp32 and its states are in host memory together, beside the budgets, and `step` returns
+when all units are done; nothing runs beside the model. Between steps the states lie where `Config.optimizer` says: with "nvme" in
+unnamed files in the directories, which go with the process however it ends, else in host memory. With several ranks each
+rank computes the whole unit, so a rule may look at a parameter as a whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import tempfile
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from infinity import nvme
+from infinity.errors import ConfigError
+from infinity.optim.kernels import Segment
+from infinity.optim.optimizer import Optimizer
+from infinity.optim.scaler import LossScaler
+from infinity.sharding.unit import MOMENTS, Unit
+from infinity.tiers.block import Kind
+from infinity.units import round_up
+
+log = logging.getLogger("infinity")
+
+PAGE = 4096  # states begin at a multiple, so that they move with O_DIRECT
+
+
+def adapt(
+    optimizer: type[torch.optim.Optimizer],
+    params: Iterable[Any],
+    *,
+    max_grad_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    loss_scaler: LossScaler | None = None,
+    **settings: Any,
+) -> Adapted:
+    """An optimizer that updates the parameters of a wrapped model as `optimizer(params, **settings)` would update plain ones.
+
+    For example `infinity.adapt(torch.optim.RMSprop, model.parameters(), lr=1e-3)`. Masters, clipping, loss scaling, groups,
+    schedulers and state dicts are as in `infinity.AdamW`; parameters in bf16 or fp16 are updated in fp32. Slow: see the note in
+    `infinity.optim.foreign`. Wrap with `Config(algorithm="other")`, so that no place is kept for other states.
+
+    Raises `ConfigError` for an optimizer that is infinity's own, or that needs a closure, and what `optimizer` itself raises for
+    `settings` that it does not take.
+    """
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)) or issubclass(optimizer, Optimizer):
+        raise ConfigError(f"infinity.adapt takes a class of torch.optim optimizers that is not infinity's own, not {optimizer!r}")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{optimizer.__name__} evaluates the loss again inside of its step, for all parameters at once, which cannot be done "
+            "unit by unit; take one whose step needs no closure"
+        )
+    return Adapted(optimizer, params, settings, max_grad_norm, skip_nonfinite, loss_scaler)
+
+
+class Shelf:
+    """Where the states of one unit lie between steps: in an unnamed file in `directory`, or in memory when it is None."""
+
+    def __init__(self, directory: Path | None) -> None:
+        self._file = None if directory is None else tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as we do)
+        if self._file is not None:
+            weakref.finalize(self, self._file.close)
+        self._places: list[tuple[dict[str, Any], str, torch.Size, torch.dtype, int]] = []
+
+    def put(self, states: Iterable[dict[str, Any]]) -> None:
+        """Take every tensor out of `states` that has more than one element; what is left of it says so."""
+        if self._file is None:
+            return
+        items, end = [], 0
+        self._places.clear()
+        for state in states:
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                    items.append((value.contiguous(), self._path, end))
+                    self._places.append((state, name, value.shape, value.dtype, end))
+                    end = round_up(end + value.nbytes, PAGE)
+        nvme.write_many(items)
+        for state, name, *_ in self._places:
+            state[name] = None
+
+    def take(self) -> None:
+        """Put the tensors back to where `put` took them from."""
+        tensors = [torch.empty(shape, dtype=dtype) for _, _, shape, dtype, _ in self._places]
+        nvme.read_many((tensor, self._path, place[-1]) for tensor, place in zip(tensors, self._places, strict=True))
+        for tensor, (state, name, *_) in zip(tensors, self._places, strict=True):
+            state[name] = tensor
+
+    @property
+    def _path(self) -> str:
+        return "" if self._file is None else f"/proc/self/fd/{self._file.fileno()}"
+
+
+class Workbench:
+    """The torch optimizer of one unit, over stand-ins for its parameters that have data only while it is used."""
+
+    def __init__(self, unit: Unit, directory: Path | None) -> None:
+        self.unit = unit
+        self.stands = [nn.Parameter(torch.empty(0)) for _ in unit.parameters]
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._shelf = Shelf(directory)
+
+    def lay_out(self, adapted: Adapted, values: torch.Tensor) -> torch.optim.Optimizer:
+        """Give the stand-ins their part of `values` (numel,), fp32, and the optimizer its states and the groups of now."""
+        for stand, place in zip(self.stands, self.unit.layout.places, strict=True):
+            stand.data = values[place.offset : place.end].view(place.shape)
+        own = {id(p): stand for p, stand in zip(self.unit.parameters, self.stands, strict=True)}
+        groups: list[dict[str, Any]] = [
+            group | {"params": [own[id(p)] for p in group["params"] if id(p) in own]} for group in adapted.param_groups
+        ]
+        if self.optimizer is None:
+            self.optimizer = adapted.kind(groups, **adapted.settings)
+        for group in groups[len(self.optimizer.param_groups) :]:
+            self.optimizer.add_param_group(group)
+        for mine, group in zip(self.optimizer.param_groups, groups, strict=True):
+            mine.update(group)
+        self._shelf.take()
+        return self.optimizer
+
+    def clear(self) -> None:
+        """Put the states away, and let go of all data."""
+        if self.optimizer is not None:
+            self._shelf.put(self.optimizer.state[stand] for stand in self.stands if stand in self.optimizer.state)
+        for stand in self.stands:
+            stand.data, stand.grad = torch.empty(0), None
+
+
+class Adapted(Optimizer):
+    """What `infinity.adapt` returns: an `Optimizer` whose rule is the torch optimizer `kind` with `settings`."""
+
+    states: ClassVar[dict[str, Kind]] = {}
+    by_kernels: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        params: Iterable[Any],
+        settings: dict[str, Any],
+        max_grad_norm: float | None,
+        skip_nonfinite: bool,
+        loss_scaler: LossScaler | None,
+    ) -> None:
+        self.kind, self.settings = kind, settings
+        self._benches: dict[Unit, Workbench] = {}
+        defaults = kind([nn.Parameter(torch.zeros(2))], **settings).defaults
+        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler)
+        tier = "on nvme" if any(unit.spill for unit in self._units.values()) else "in host memory"
+        log.warning(
+            "%s is not among the optimizers that infinity has kernels for: it updates one unit after the other on the host while "
+            "step() waits, which needs memory beside the budgets for one unit; its states are kept %s, beside the budgets",
+            kind.__name__,
+            tier,
+        )
+
+    def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The values of `Config.algorithm` under which the states of `group` are kept: any, for they are kept here."""
+        return tuple(MOMENTS)
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Nothing: the torch optimizer has checked its settings."""
+
+    def refuse_unsupported(self, group: dict[str, Any]) -> None:
+        """Nothing: whatever the torch optimizer does is supported."""
+
+    def segments(self, unit: Unit) -> tuple[Segment, ...]:
+        """None: the kernels have nothing to do."""
+        return ()
+
+    def _start(self, updates: Sequence[tuple[Unit, tuple[Segment, ...]]]) -> None:
+        self.updater.run([unit for unit, _ in updates], self._update)
+
+    def _bench(self, unit: Unit) -> Workbench:
+        if unit not in self._benches:
+            directory = unit.spill[unit.index % len(unit.spill)] if unit.spill else None
+            self._benches[unit] = Workbench(unit, directory)
+        return self._benches[unit]
+
+    def _update(self, unit: Unit) -> None:
+        kept = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
+        values = unit.gather(kept)
+        gradients = unit.gather(Kind.GRAD).float()
+        if unit.factor != 1.0:
+            gradients.mul_(unit.factor)
+        bench = self._bench(unit)
+        try:
+            optimizer = bench.lay_out(self, values)
+            for stand, place, (_, group) in zip(bench.stands, unit.layout.places, self._updated(unit), strict=True):
+                stand.grad = None if group is None else gradients[place.offset : place.end].view(place.shape)
+            optimizer.step()
+        finally:
+            bench.clear()
+        unit.write(kept, unit.shard_of(values))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch: per parameter the states of the torch optimizer and, for bf16 and fp16 parameters, the fp32 `master`."""
+        packed = super().state_dict()
+        numbers = self._numbers()
+        for unit, bench in self._benches.items():
+            optimizer = bench.lay_out(self, torch.zeros(unit.layout.numel))
+            for parameter, stand in zip(unit.parameters, bench.stands, strict=True):
+                if stand in optimizer.state and id(parameter) in numbers:
+                    state = packed["state"].setdefault(numbers[id(parameter)], {})
+                    state |= {name: _copy(value) for name, value in optimizer.state[stand].items()}
+            bench.clear()
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, or a torch optimizer of the same kind and parameters (masters are then the
+        parameters). States that it does not have begin anew.
+        """
+        super().load_state_dict(state_dict)
+        self._benches.clear()
+        numbers = self._numbers()
+        for unit in self._units.values():
+            found = [state_dict["state"].get(numbers.get(id(p), -1), {}) for p in unit.parameters]
+            if any(found):
+                bench = self._bench(unit)
+                optimizer = bench.lay_out(self, torch.zeros(unit.layout.numel))
+                for stand, state in zip(bench.stands, found, strict=True):
+                    if state:
+                        optimizer.state[stand] = {name: _copy(value) for name, value in state.items() if name != "master"}
+                bench.clear()
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone().cpu() if isinstance(value, torch.Tensor) else value

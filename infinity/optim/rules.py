@@ -1,0 +1,131 @@
+"""`infinity.Adagrad`, `infinity.Lion` and `infinity.SGD`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from infinity.optim.kernels import Hyper
+from infinity.optim.optimizer import Optimizer
+from infinity.optim.scaler import LossScaler
+from infinity.tiers.block import Kind
+
+
+class Adagrad(Optimizer):
+    """Adagrad (Duchi et al., JMLR 12, 2011), as `torch.optim.Adagrad` with an initial sum of zero; see `Optimizer`.
+
+    For a model wrapped with `Config(algorithm="adagrad")`, which keeps one moment.
+    """
+
+    states: ClassVar[dict[str, Kind]] = {"sum": Kind.EXP_AVG_SQ}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        eps: float = 1e-10,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        loss_scaler: LossScaler | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
+        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler)
+
+    def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The values of `Config.algorithm` under which the states of `group` are kept."""
+        return ("adagrad",)
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
+        for name in ("lr", "lr_decay", "weight_decay"):
+            self._check(name, group[name], group[name] >= 0)
+        self._check("eps", group["eps"], group["eps"] > 0)
+        start = group.get("initial_accumulator_value", 0)
+        self._check("initial_accumulator_value", start, start == 0)
+
+    def hyper(self, group: dict[str, Any], step: int) -> Hyper:
+        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
+        lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
+        return Hyper("adagrad", step, {"lr": lr, "eps": group["eps"], "weight_decay": group["weight_decay"]})
+
+
+class Lion(Optimizer):
+    """Lion (Chen et al., arXiv 2302.06675): steps of one length, by the sign of a momentum; see `Optimizer`.
+
+    For a model wrapped with `Config(algorithm="lion")`, which keeps one moment. Weight decay acts on the parameter.
+    """
+
+    states: ClassVar[dict[str, Kind]] = {"exp_avg": Kind.EXP_AVG}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        loss_scaler: LossScaler | None = None,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
+        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler)
+
+    def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The values of `Config.algorithm` under which the states of `group` are kept."""
+        return ("lion",)
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
+        self._check("betas", group["betas"], all(0 <= beta < 1 for beta in group["betas"]))
+        for name in ("lr", "weight_decay"):
+            self._check(name, group[name], group[name] >= 0)
+
+    def hyper(self, group: dict[str, Any], step: int) -> Hyper:
+        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
+        beta1, beta2 = group["betas"]
+        values = {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
+        return Hyper("lion", step, values)
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent, as `torch.optim.SGD`; see `Optimizer`.
+
+    For a model wrapped with `Config(algorithm="momentum")`, which keeps one moment, or "sgd", which keeps none.
+    """
+
+    states: ClassVar[dict[str, Kind]] = {"momentum_buffer": Kind.EXP_AVG}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        loss_scaler: LossScaler | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov
+        }  # fmt: skip
+        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler)
+
+    def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """The values of `Config.algorithm` under which the states of `group` are kept."""
+        return ("momentum",) if group["momentum"] else ("sgd", "momentum")
+
+    def check(self, group: dict[str, Any]) -> None:
+        """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
+        for name in ("lr", "momentum", "weight_decay"):
+            self._check(name, group[name], group[name] >= 0)
+        fits = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
+        self._check("nesterov", f"{group['nesterov']} without momentum, or with dampening,", fits)
+
+    def hyper(self, group: dict[str, Any], step: int) -> Hyper:
+        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
+        values = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov")}
+        return Hyper("sgd", step, {"lr": float(group["lr"]), "first_step": step == 1} | values)

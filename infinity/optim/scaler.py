@@ -1,0 +1,101 @@
+"""Dynamic loss scaling: fp16 gradients below 6e-8 vanish and above 65504 overflow, so the loss is scaled to keep them between."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+
+from infinity.errors import ConfigError
+
+FACTOR = 2.0
+HIGHEST = 2.0**24  # gradients that are all zero would otherwise raise the scale for ever
+
+
+class LossScaler:
+    """The factor that the loss is multiplied by before its backward; powers of two, so that dividing it out is exact.
+
+    It starts at `initial` and doubles after `window` steps in a row whose gradients were finite (None: never). A step with
+    a gradient that is not finite is skipped; the first `hysteresis - 1` of these are borne, and each further one halves the
+    scale, until a window has passed. At `minimum` it cannot be halved, and the step raises `NonFiniteError`.
+
+    Raises `ConfigError` for values out of range. Used by the thread that trains.
+    """
+
+    def __init__(self, initial: float = 2.0**16, window: int | None = 2000, hysteresis: int = 2, minimum: float = 1.0) -> None:
+        for name, value, good, allowed in (
+            ("minimum", minimum, _is_power_of_two(minimum), "a power of two"),
+            ("initial", initial, _is_power_of_two(initial) and initial >= minimum, "a power of two, and minimum or more"),
+            ("window", window, window is None or window >= 1, "1 or more, or None for a scale that never grows"),
+            ("hysteresis", hysteresis, hysteresis >= 1, "1 or more"),
+        ):
+            if not good:
+                raise ConfigError(f"LossScaler: {name}={value} must be {allowed}")
+        self.window, self.hysteresis, self.minimum = window, hysteresis, minimum
+        self.scale = initial
+        """What the next loss is multiplied by."""
+        self.skipped = 0
+        """Steps whose gradients were not finite, since the start."""
+        self._finite = 0  # steps in a row
+        self._patience = hysteresis
+
+    def update(self, finite: bool) -> bool:
+        """A step ended whose gradients were `finite` or not; returns False where the scale would have to leave its range."""
+        if finite:
+            self._finite += 1
+            if self._finite == self.window:
+                self._finite, self._patience = 0, self.hysteresis
+                self.scale = max(min(self.scale * FACTOR, HIGHEST), self.scale)
+            return True
+        self.skipped += 1
+        self._finite, self._patience = 0, max(self._patience - 1, 0)
+        if self._patience > 0:
+            return True
+        if self.scale / FACTOR < self.minimum:
+            return False
+        self.scale /= FACTOR
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale and counts, for `load_state_dict`; the settings are not in it."""
+        return {"scale": self.scale, "skipped": self.skipped, "finite": self._finite, "patience": self._patience}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.scale, self.skipped = float(state["scale"]), int(state["skipped"])
+        self._finite, self._patience = int(state["finite"]), int(state["patience"])
+
+
+def _is_power_of_two(value: float) -> bool:
+    return 0 < value < math.inf and math.frexp(value)[0] == 0.5
+
+
+class Scaled(Protocol):
+    """Who must know what the loss was multiplied by of the backward that runs."""
+
+    loss_scale: float
+
+
+def scaled_loss(loss: torch.Tensor, scale: float, whom: Scaled) -> torch.Tensor:
+    """loss * scale, whose backward says to `whom` that all gradients of this backward are scaled."""
+    scaled: torch.Tensor = _ScaledLoss.apply(loss, scale, whom)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class _ScaledLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, scale: float, whom: Scaled) -> torch.Tensor:
+        ctx.scale, ctx.whom = scale, whom
+        return loss * scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        whom = ctx.whom
+        whom.loss_scale = ctx.scale
+
+        def end() -> None:
+            whom.loss_scale = 1.0
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        return gradient * ctx.scale, None, None
