@@ -556,11 +556,11 @@ def test_int8_keeps_its_bounds(data: st.DataObject) -> None:
     block = encoded(values, "int8", kind)
     back = decoded(block, "int8", kind, n)
     groups = torch.nn.functional.pad(values, (0, -n % 32)).view(-1, 32)
-    # Half a step of the code, in the companded domain where all steps are equal; the least scales are of moments.h.
+    # In the domain of the codes, where all steps are 1, nearest to the decoded value; the least scales are of moments.h.
     if kind == "first":
-        most = groups.abs().amax(1).clamp(min=2.0**-126).repeat_interleave(32)[:n].double()
+        most = groups.abs().amax(1).clamp(min=2.0**-112).repeat_interleave(32)[:n].double()
         x, y = values.double().abs() / most, back.double().abs() / most
-        assert ((254 * x / (1 + x) - 254 * y / (1 + y)).abs() <= 0.51).all()
+        assert ((127 * x.sqrt() - 127 * y.sqrt()).abs() <= 0.72).all()
         assert (back * values >= 0).all()
     else:
         most = groups.amax(1).double().clamp(min=2.0**-116).repeat_interleave(32)[:n]

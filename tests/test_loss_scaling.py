@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import text_batch, transformer
 from torch import nn
@@ -28,8 +28,8 @@ def wrap(tmp_path: Path) -> Iterator[Callable[..., infinity.Engine]]:
     def make(model: nn.Module, **options: Any) -> infinity.Engine:
         folder = tmp_path / str(len(models))
         folder.mkdir()
-        settings = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "poison": True} | options
-        models.append(infinity.wrap(model, infinity.Config(nvme=folder, **settings)))
+        values = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "poison": True} | options
+        models.append(infinity.wrap(model, infinity.Config(nvme=folder, **values)))
         return infinity.engine(model)
 
     yield make
@@ -113,12 +113,12 @@ class Plain:
 def test_any_sequence_of_steps(
     initial: int, below: int, window: int | None, hysteresis: int, steps: list[bool], saved: int
 ) -> None:
-    settings: dict[str, Any] = {"window": window, "hysteresis": hysteresis, "minimum": 2.0 ** (initial - below)}
-    scaler, plain = infinity.LossScaler(2.0**initial, **settings), Plain(2.0**initial, **settings)
+    options: dict[str, Any] = {"window": window, "hysteresis": hysteresis, "minimum": 2.0 ** (initial - below)}
+    scaler, plain = infinity.LossScaler(2.0**initial, **options), Plain(2.0**initial, **options)
     for number, finite in enumerate(steps):
         if number == saved:
             state = scaler.state_dict()
-            scaler = infinity.LossScaler(2.0**initial, **settings)
+            scaler = infinity.LossScaler(2.0**initial, **options)
             scaler.load_state_dict(state)
         assert scaler.update(finite) == plain.step(finite)
         assert scaler.scale == plain.scale
@@ -126,8 +126,19 @@ def test_any_sequence_of_steps(
     assert scaler.skipped == steps.count(False)
 
 
+@given(window=st.integers(1, 5), steps=st.lists(st.booleans(), max_size=60))
+def test_without_hysteresis_it_is_the_scale_of_torch(window: int, steps: list[bool]) -> None:
+    scaler = infinity.LossScaler(1.0, window, hysteresis=1, minimum=2.0**-100)
+    scale, tracker = torch.tensor(1.0), torch.tensor(0, dtype=torch.int32)
+    for finite in steps:
+        assert scaler.update(finite)
+        torch._amp_update_scale_(scale, tracker, torch.tensor(float(not finite)), 2.0, 0.5, window)  # what GradScaler.update does
+        assert scaler.scale == min(float(scale), 2.0**24)
+        scale = torch.tensor(scaler.scale)
+
+
 @pytest.mark.parametrize(
-    ("settings", "text"),
+    ("values", "text"),
     [
         ({"initial": 1000.0}, "LossScaler: initial=1000.0 must be a power of two, and minimum or more"),
         ({"initial": 1.0, "minimum": 2.0}, "LossScaler: initial=1.0 must be a power of two, and minimum or more"),
@@ -137,9 +148,9 @@ def test_any_sequence_of_steps(
         ({"hysteresis": 0}, "LossScaler: hysteresis=0 must be 1 or more"),
     ],
 )
-def test_values_out_of_range(settings: dict[str, Any], text: str) -> None:
+def test_values_out_of_range(values: dict[str, Any], text: str) -> None:
     with pytest.raises(infinity.ConfigError, match=f"^{re.escape(text)}$"):
-        infinity.LossScaler(**settings)
+        infinity.LossScaler(**values)
 
 
 # In training
@@ -181,6 +192,24 @@ def test_fp16_is_scaled_by_default_and_trains_as_fp32_does(wrap: Callable[..., i
     assert abs(outcomes[2] - outcomes[0]) > 2 * abs(outcomes[1] - outcomes[0])
 
 
+def test_a_loss_that_is_not_scaled_in_fp16_is_told_once(
+    wrap: Callable[..., infinity.Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    said = []
+    for scaler in (None, infinity.LossScaler(1.0, window=None)):
+        model = transformer()
+        wrap(model, precision="fp16")
+        optimizer = infinity.AdamW(model.parameters(), loss_scaler=scaler)
+        train(model, optimizer, range(1))
+        for number in range(1, 4):
+            model(**text_batch(number)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        said.append(len(caplog.messages))
+    assert said == [1, 1]
+    assert "the loss was not scaled, so fp16 gradients below 6e-8 are lost: call optimizer.scale(loss)" in caplog.messages[0]
+
+
 @pytest.mark.parametrize("update", ["plain", "exact", "speculative"])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("name", ["tokens.weight", "blocks.2.up.bias", "norm.weight"])
@@ -217,6 +246,48 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_scale(
     assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**8, 2.0**8, 2.0**8, 2.0**7, 2.0**7]  # the first is borne
     assert optimizer.skipped_steps == optimizer.loss_scaler.skipped == engine.report().skipped_steps == 4
     assert engine.report().steps == 4
+
+
+PARAMETERS = [name for name, _ in transformer().named_parameters()]
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_parameter_in_any_micro_batch_of_any_step(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is left is what training without the bad steps gives. bf16 loses nothing to a scale, so the scales need not agree."""
+    accumulation = data.draw(st.integers(1, 2))
+    bad = data.draw(st.dictionaries(st.integers(0, 4), st.integers(0, accumulation - 1), min_size=1, max_size=4))
+    value, name = data.draw(st.sampled_from([math.inf, math.nan])), data.draw(st.sampled_from(PARAMETERS))
+    max_grad_norm = data.draw(st.sampled_from([None, 0.5, 1e6]))
+    options = {
+        "gradients": data.draw(st.sampled_from(["cpu", "nvme", "gpu"])),
+        "optimizer": data.draw(st.sampled_from(["cpu", "nvme"])),
+        "copy_on_write": data.draw(st.booleans()),
+        "update": data.draw(st.sampled_from(["exact", "auto"])),
+    }
+    if options["copy_on_write"] and options["optimizer"] == "nvme":
+        options["update"] = "speculative"
+    outcomes = []
+    for spoils in (True, False):
+        model = transformer()
+        spoiler = Spoiler(model, name, value)
+        mine = options if spoils else {"update": "plain"}
+        config = infinity.Config(
+            nvme=tmp_path_factory.mktemp("nvme"), gpu_memory="4MiB", cpu_memory="8MiB", precision="bf16", poison=True, **mine
+        )
+        with infinity.engine(infinity.wrap(model, config)) as engine:
+            scaler = infinity.LossScaler(2.0**30, window=2, hysteresis=1) if spoils else None
+            optimizer = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=max_grad_norm, loss_scaler=scaler)
+            for step in (number for number in range(5) if spoils or number not in bad):
+                for part in range(accumulation):
+                    spoiler.armed = spoils and bad.get(step) == part
+                    backward(model, optimizer, 10 * step + part)
+                optimizer.step()
+                optimizer.zero_grad()
+            outcomes.append((contents(engine), {int(state["step"]) for state in optimizer.state_dict()["state"].values()}))
+            assert optimizer.skipped_steps == (len(bad) if spoils else 0)
+    assert equal(outcomes[0][0], outcomes[1][0])
+    assert outcomes[0][1] == outcomes[1][1]
 
 
 def test_the_scale_falls_until_fp16_can_hold_the_gradients(wrap: Callable[..., infinity.Engine]) -> None:
@@ -361,10 +432,9 @@ def test_grad_scaler_of_torch(update: str, wrap: Callable[..., infinity.Engine])
     models = [transformer(), transformer()]
     spoilers = [Spoiler(model, "norm.weight", math.inf) for model in models]
     engine = wrap(models[0], update=update)
-    settings: dict[str, Any] = {"lr": 1e-3, "eps": 1e-6}
     optimizers = [
-        infinity.AdamW(models[0].parameters(), **settings, max_grad_norm=1e9),
-        torch.optim.AdamW(models[1].parameters(), **settings),
+        infinity.AdamW(models[0].parameters(), lr=1e-3, eps=1e-6, max_grad_norm=1e9),
+        torch.optim.AdamW(models[1].parameters(), lr=1e-3, eps=1e-6),
     ]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 3) for optimizer in optimizers]
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2) for _ in models]

@@ -2,8 +2,9 @@
 
 [Note: torch.amp.GradScaler]
 `scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()` works: GradScaler leaves optimizers whose `step` takes
-it as `grad_scaler` to divide by the scale themselves, and asks only what they found. It is for fp32 parameters under autocast;
-the scale is not known before the step, so no update that began in backward is kept.
+it as `grad_scaler` to divide by the scale themselves, and asks only what they found; with a FutureWarning, for this way may end
+some day. It is for fp32 parameters under autocast. The scale is not known before the step, so no update that began in backward
+is kept.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Optimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.clipped_grad_norm: float | None = None
         self.skipped_steps = 0
+        self._reminded = False
         self._updater: Updater | None = None
         self._units: dict[int, Unit] = {}
         self._steps: dict[int, int] = {}  # updates so far, by id of the parameter
@@ -172,6 +174,8 @@ class Optimizer(torch.optim.Optimizer):
         if grad_scaler is not None:
             for unit in units:
                 unit.loss_scale *= grad_scaler.get_scale()
+        elif self.loss_scaler is not None:
+            self._remind(units, self.loss_scaler)
         watching = self.skip_nonfinite or self.loss_scaler is not None or grad_scaler is not None
         norm = None
         if self.max_grad_norm is not None:
@@ -202,6 +206,15 @@ class Optimizer(torch.optim.Optimizer):
     def _start(self, updates: Sequence[tuple[Unit, tuple[Segment, ...]]]) -> None:
         """Update the units."""
         self.updater.post(updates)
+
+    def _remind(self, units: Sequence[Unit], scaler: LossScaler) -> None:
+        unscaled = any(any(unit.accumulated) and not unit.spent and unit.loss_scale == 1.0 for unit in units)
+        if unscaled and scaler.scale != 1.0 and not self._reminded:
+            self._reminded = True
+            log.warning(
+                "the loss was not scaled, so fp16 gradients below 6e-8 are lost: call optimizer.scale(loss).backward(), or ask "
+                "for no scaling with loss_scaler=infinity.LossScaler(1.0, window=None)"
+            )
 
     def _take_nonfinite(self, units: Sequence[Unit], norm: float, skips: bool, grad_scaler: Any) -> bool:
         """Whether a step with a gradient that is not finite goes on; if not, it has ended."""

@@ -8,6 +8,12 @@
 
 #include "cpu_adam.h"
 
+// Registers must not pass through memory between the parts of a kernel, whatever a compiler thinks of its size; a group is at most
+// four registers of AVX2.
+#define INFINITY_INLINE __attribute__((always_inline)) inline
+#define INFINITY_INLINE_LAMBDA __attribute__((always_inline))
+#define INFINITY_UNROLL _Pragma("GCC unroll 4")
+
 namespace infinity::cpu_adam {
 namespace {
 

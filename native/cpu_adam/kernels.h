@@ -35,7 +35,7 @@ struct Kernels {
   NormKernel* norm_block;
 };
 
-NormKernel avx2_norm_block;
+NormKernel scalar_norm_block, avx2_norm_block;
 extern const Kernels scalar_kernels, avx2_kernels, avx512_kernels, neon_kernels;
 
 }  // namespace infinity::cpu_adam

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "convert.h"
+
 namespace infinity::cpu_adam {
 
 // What is the same for 2^32 elements: the key and the upper half of their numbers, mixed.
@@ -21,15 +23,17 @@ inline Noise make_noise(std::uint64_t key, std::uint64_t number) {  // splitmix6
   return {static_cast<std::uint32_t>(x), static_cast<std::uint32_t>(x >> 32)};
 }
 
-// Two rounds of xor-shift and multiply (C. Wellons's "lowbias32": every output bit depends on every input bit). The second half of the
-// seed enters between them, so that two steps are not one sequence read from two places.
+// Three rounds of xor-shift and multiply (C. Wellons's "triple32", every output bit depends on every input bit; two rounds are
+// measurably uneven over strides of elements). The second half of the seed enters after the first, so that two steps are not one
+// sequence read from two places.
 template <class Bits>
-Bits noise_of(const Noise& seed, Bits number) {
+INFINITY_INLINE Bits noise_of(const Noise& seed, Bits number) {
   Bits x = number ^ seed.before;
-  x = (x ^ x >> 16) * 0x7feb352du;
+  x = (x ^ x >> 17) * 0xed5ad4bbu;
   x = x ^ seed.between;
-  x = (x ^ x >> 15) * 0x846ca68bu;
-  return x ^ x >> 16;
+  x = (x ^ x >> 11) * 0xac4c1b51u;
+  x = (x ^ x >> 15) * 0x31848babu;
+  return x ^ x >> 14;
 }
 
 }  // namespace

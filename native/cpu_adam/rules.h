@@ -2,7 +2,7 @@
 // `g` is the gradient in fp32 times c.grad_scale. sgd is two rules, for without momentum there is no moment.
 #pragma once
 
-#include "cpu_adam.h"
+#include "convert.h"
 
 namespace infinity::cpu_adam {
 namespace {
@@ -11,7 +11,7 @@ template <class V>
 struct Adam {
   static constexpr bool first = true, second = true;
   using Reg = typename V::Reg;
-  static void apply(const Constants& c, Reg& w, Reg g, Reg& m, Reg& v) {
+  INFINITY_INLINE static void apply(const Constants& c, Reg& w, Reg g, Reg& m, Reg& v) {
     if (c.decay && c.decoupled) w = w * c.keep_weight;
     if (c.decay && !c.decoupled) g = g + c.weight_decay * w;
     m = c.beta1 * m + c.rest1 * g;
@@ -25,7 +25,7 @@ template <class V>
 struct Adagrad {  // v is the sum of squares
   static constexpr bool first = false, second = true;
   using Reg = typename V::Reg;
-  static void apply(const Constants& c, Reg& w, Reg g, Reg&, Reg& v) {
+  INFINITY_INLINE static void apply(const Constants& c, Reg& w, Reg g, Reg&, Reg& v) {
     if (c.decay) g = g + c.weight_decay * w;
     v = v + g * g;
     w = w - c.lr * (g / (V::sqrt(v) + c.eps));
@@ -36,7 +36,7 @@ template <class V>
 struct Lion {  // arXiv 2302.06675
   static constexpr bool first = true, second = false;
   using Reg = typename V::Reg;
-  static void apply(const Constants& c, Reg& w, Reg g, Reg& m, Reg&) {
+  INFINITY_INLINE static void apply(const Constants& c, Reg& w, Reg g, Reg& m, Reg&) {
     if (c.decay) w = w * c.keep_weight;
     const Reg u = c.beta1 * m + c.rest1 * g, zero = V::all(0);
     const Reg other = u * 0.0f;  // of zero: zero; of NaN: NaN
@@ -49,7 +49,7 @@ template <class V>
 struct Sgd {
   static constexpr bool first = false, second = false;
   using Reg = typename V::Reg;
-  static void apply(const Constants& c, Reg& w, Reg g, Reg&, Reg&) {
+  INFINITY_INLINE static void apply(const Constants& c, Reg& w, Reg g, Reg&, Reg&) {
     if (c.decay) g = g + c.weight_decay * w;
     w = w - c.lr * g;
   }
@@ -59,7 +59,7 @@ template <class V>
 struct Momentum {
   static constexpr bool first = true, second = false;
   using Reg = typename V::Reg;
-  static void apply(const Constants& c, Reg& w, Reg g, Reg& m, Reg&) {
+  INFINITY_INLINE static void apply(const Constants& c, Reg& w, Reg g, Reg& m, Reg&) {
     if (c.decay) g = g + c.weight_decay * w;
     m = c.first_step ? g : c.momentum * m + c.undamped * g;
     w = w - c.lr * (c.nesterov ? g + c.momentum * m : m);

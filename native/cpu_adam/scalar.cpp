@@ -31,7 +31,9 @@ struct Scalar {
   static void fence() {}
 };
 
-double norm_block(const void* values, Dtype dtype, std::size_t n) {
+}  // namespace
+
+double scalar_norm_block(const void* values, Dtype dtype, std::size_t n) {
   double lanes[8] = {};
   for (std::size_t i = 0; i < n; ++i) {
     const double x = load(values, dtype, i);
@@ -42,8 +44,6 @@ double norm_block(const void* values, Dtype dtype, std::size_t n) {
   return sum;
 }
 
-}  // namespace
-
-const Kernels scalar_kernels = make_kernels<Scalar>(norm_block);
+const Kernels scalar_kernels = make_kernels<Scalar>(scalar_norm_block);
 
 }  // namespace infinity::cpu_adam

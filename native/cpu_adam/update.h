@@ -8,64 +8,86 @@ namespace infinity::cpu_adam {
 namespace {
 
 template <class V>
-typename V::Reg load_vector(const void* values, Dtype dtype, std::size_t i) {
-  switch (dtype) {
-    case Dtype::bf16: return bit_cast<typename V::Reg>(V::load_halves(static_cast<const std::uint16_t*>(values) + i) << 16);
-    case Dtype::fp16: return V::load_fp16(static_cast<const std::uint16_t*>(values) + i);
-    default: return V::load(static_cast<const float*>(values) + i);
-  }
+INFINITY_INLINE typename V::Reg load_vector(const void* values, Dtype dtype, std::size_t i) {
+  if (dtype == Dtype::fp32) return V::load(static_cast<const float*>(values) + i);
+  const auto* const at = static_cast<const std::uint16_t*>(values) + i;
+  return dtype == Dtype::fp16 ? V::load_fp16(at) : bit_cast<typename V::Reg>(V::load_halves(at) << 16);
 }
 
+// A group of gradients. The branch on the format is taken once for a group, here and below.
 template <class V>
-typename V::Reg load_master(const Run& run, std::size_t i) {
-  switch (run.master_format) {
-    case Master::fp32: return V::load(static_cast<const float*>(run.master) + i);
-    case Master::split: {
-      const auto high = V::load_halves(static_cast<const std::uint16_t*>(run.param) + i) << 16;
-      const auto low = bit_cast<typename V::Ints>(V::load_halves(static_cast<const std::uint16_t*>(run.master) + i) << 16) >> 16;
-      return bit_cast<typename V::Reg>(high + bit_cast<typename V::Bits>(low));
-    }
-    default: return V::load(static_cast<const float*>(run.param) + i);
-  }
-}
-
-template <class V>
-void store_master(const Run& run, std::size_t i, typename V::Reg w) {
-  auto* const param = static_cast<std::uint16_t*>(run.param) + i;
-  if (run.master_format == Master::none) return V::store(static_cast<float*>(run.param) + i, w);
-  if (run.master_format == Master::fp32) V::store(static_cast<float*>(run.master) + i, w);
-  if (run.param_dtype == Dtype::fp16) return V::store_halves(param, V::to_fp16(w));
-  const auto bits = bits_of<V>(w), high = (bits + 0x8000u) >> 16;
-  if (run.stream) {
-    V::stream_halves(param, high);
+INFINITY_INLINE void load_gradients(const Run& run, std::size_t i, typename V::Reg (&g)[kRegs<V>]) {
+  const auto load_all = [&](auto dtype) INFINITY_INLINE_LAMBDA {
+    INFINITY_UNROLL for (auto& reg : g) reg = load_vector<V>(run.grad, dtype(), i), i += V::width;
+  };
+  if (!run.grad) {
+    INFINITY_UNROLL for (auto& reg : g) reg = V::all(0);
+  } else if (run.grad_dtype == Dtype::fp32) {
+    load_all([] { return Dtype::fp32; });
+  } else if (run.grad_dtype == Dtype::bf16) {
+    load_all([] { return Dtype::bf16; });
   } else {
-    V::store_halves(param, high);
+    load_all([] { return Dtype::fp16; });
+  }
+}
+
+template <class V>
+INFINITY_INLINE void load_masters(const Run& run, std::size_t i, typename V::Reg (&w)[kRegs<V>]) {
+  if (run.master_format == Master::split) {
+    const auto* const param = static_cast<const std::uint16_t*>(run.param) + i;
+    const auto* const lacking = static_cast<const std::uint16_t*>(run.master) + i;
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {
+      const auto low = bit_cast<typename V::Ints>(V::load_halves(lacking + k * V::width) << 16) >> 16;
+      w[k] = bit_cast<typename V::Reg>((V::load_halves(param + k * V::width) << 16) + bit_cast<typename V::Bits>(low));
+    }
+  } else {
+    const auto* const values = static_cast<const float*>(run.master_format == Master::fp32 ? run.master : run.param) + i;
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) w[k] = V::load(values + k * V::width);
+  }
+}
+
+template <class V>
+INFINITY_INLINE void store_masters(const Run& run, std::size_t i, const typename V::Reg (&w)[kRegs<V>]) {
+  if (run.master_format != Master::split) {
+    auto* const values = static_cast<float*>(run.master_format == Master::fp32 ? run.master : run.param) + i;
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) V::store(values + k * V::width, w[k]);
+    if (run.master_format == Master::none) return;
+  }
+  auto* const param = static_cast<std::uint16_t*>(run.param) + i;
+  if (run.param_dtype == Dtype::fp16) {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) V::store_halves(param + k * V::width, V::to_fp16(w[k]));
+  } else if (run.stream) {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) V::stream_halves(param + k * V::width, to_bf16<V>(w[k]));
+  } else {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) V::store_halves(param + k * V::width, to_bf16<V>(w[k]));
   }
   if (run.master_format == Master::split) {
-    V::store_halves(static_cast<std::uint16_t*>(run.master) + i, (bits - (high << 16)) & 0xffffu);
+    auto* const lacking = static_cast<std::uint16_t*>(run.master) + i;
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {  // the lower 16 bits of M - (P << 16) are those of M
+      V::store_halves(lacking + k * V::width, bits_of<V>(w[k]) & 0xffffu);
+    }
   }
 }
 
-// The branches on formats inside the loop always go the same way, and the divisions take longer than all of them.
 template <class V, template <class> class RuleOf, Format format>
 void update_run(const Run& shared, const Constants& constants) {
   using Rule = RuleOf<V>;
   const Run run = shared;  // copies that no store below can alias
   const Constants c = constants;
   for (std::size_t i = 0; i < run.n; i += kGroup) {
-    typename V::Reg m[kRegs<V>], v[kRegs<V>];
+    typename V::Reg w[kRegs<V>], g[kRegs<V>], m[kRegs<V>], v[kRegs<V>];
     if constexpr (Rule::first) load<V, format, Moment::first>(run.first, i, m);
     if constexpr (Rule::second) load<V, format, Moment::second>(run.second, i, v);
-    for (std::size_t k = 0; k < kRegs<V>; ++k) {
-      const std::size_t at = i + k * V::width;
-      typename V::Reg w = load_master<V>(run, at);
-      const typename V::Reg g = (run.grad ? load_vector<V>(run.grad, run.grad_dtype, at) : V::all(0)) * c.grad_scale;
-      Rule::apply(c, w, g, m[k], v[k]);
-      store_master<V>(run, at, canonical<V>(w));
+    load_masters<V>(run, i, w);
+    load_gradients<V>(run, i, g);
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {
+      Rule::apply(c, w[k], g[k] * c.grad_scale, m[k], v[k]);
+      w[k] = canonical<V>(w[k]);
     }
+    store_masters<V>(run, i, w);
     typename V::Bits noise[kRegs<V>] = {}, other[kRegs<V>] = {};
     if constexpr (format != Format::fp32) {
-      for (std::size_t k = 0; k < kRegs<V>; ++k) {
+      INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {
         noise[k] = noise_of(run.noise, V::lanes() + (run.number + static_cast<std::uint32_t>(i + k * V::width)));
         other[k] = noise[k] >> 16;
       }
