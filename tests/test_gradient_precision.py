@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import text_batch, transformer
+from models import rounded, text_batch, transformer
 from test_parity import SpecifiedAdamW, convert
 from torch import nn
 
@@ -41,7 +41,7 @@ class Reference:
     def step(self) -> None:
         self.optimizer.step()
         for name, master in self.masters.items():
-            self.named[name].copy_(master)
+            self.named[name].copy_(rounded(master, self.named[name].dtype))
             master.grad = None
 
 

@@ -284,11 +284,13 @@ def test_resident_memory_stays_under_the_budgets(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_states_on_nvme_take_what_the_ledger_says(tmp_path: Path) -> None:
-    model = infinity.wrap(build(), infinity.Config(nvme=[tmp_path], precision="bf16", copy_on_write=False, **ROOMY))
+@pytest.mark.parametrize(("formats", "states"), LEDGER, ids=["fp32", "split", "bf16"])
+def test_states_on_nvme_take_what_the_ledger_says(formats: dict[str, Any], states: int, tmp_path: Path) -> None:
+    config = infinity.Config(nvme=[tmp_path], precision="bf16", copy_on_write=False, **formats, **ROOMY)
+    model = infinity.wrap(build(), config)
     with infinity.engine(model) as engine:
         padded = sum(unit.layout.numel for unit in engine.units)
-        assert engine.memory()["nvme"] == 14 * padded
+        assert engine.memory()["nvme"] == (2 + states) * padded
         assert {kind.value: block.tier for kind, block in engine.units[0].blocks.items()} == {
             kind.value: "cpu" if kind is Kind.GRAD else "nvme" for kind in Kind
         }
