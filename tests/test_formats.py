@@ -26,6 +26,8 @@ from test_placement import IO_ENGINES, ISAS, PAGE, TIERS
 from test_traffic import STEADY, check_traffic, come_to_rest, counted
 
 import infinity
+from infinity.optim.adam import adam
+from infinity.optim.kernels import Kernels, States
 from infinity.sharding import codec
 from infinity.tiers.block import BF16, FP32, INT8, SPLIT, Format, Kind
 
@@ -183,6 +185,27 @@ def test_formats_of_moments_are_in_use() -> None:
         assert other.losses[:2] == first.losses[:2], "the first step begins from the same weights"
         assert all(key.endswith(".step") or key in differing(other.states, first.states) for key in first.states)
     check_equal(reference("int8"), reference("int8-unsplit"))
+
+
+@pytest.mark.parametrize("form", [BF16, INT8], ids=lambda form: form.name)
+def test_noise_is_another_in_every_step_unit_and_place(form: Format) -> None:
+    """Noise that came again would push a moment the same way in every step."""
+    kernels, generator = Kernels("auto", 1), torch.Generator().manual_seed(0)
+    values = [torch.randn(2048, generator=generator) for _ in range(2)]
+
+    def moments(unit: int, step: int, position: int) -> torch.Tensor:
+        states = {Kind.PARAM: values[0].clone(), Kind.GRAD: values[1]}
+        states |= {kind: torch.zeros(form.bytes_of(2048), dtype=torch.uint8) for kind in MOMENTS.values()}
+        formats = dict.fromkeys(MOMENTS.values(), form)
+        hyper = adam(1e-3, (0.9, 0.999), 1e-8, 0.0, step, decoupled=True)
+        kernels.update(States(states, formats, unit, position), 0, 2048, hyper, 1.0)
+        return torch.cat([states[kind] for kind in MOMENTS.values()])
+
+    first = moments(3, 7, 4096)
+    assert torch.equal(moments(3, 7, 4096), first)
+    for other in (moments(3, 8, 4096), moments(4, 7, 4096), moments(3, 7, 2048)):
+        assert (other != first).sum() > 512
+    kernels.close()
 
 
 @low_bits
