@@ -2,7 +2,8 @@
 """How much of the I/O hides behind compute: one training step with the I/O engine slowed to a known rate.
 
 For each share the rate is set so that the step's NVMe traffic takes that share of the step's compute time (the same step with
-every state in memory, measured in the same round). Printed per share: step time over max(compute, I/O), and what running one
+every state in memory, measured in the same round). With `--caches` the same rate is used for engines that keep shares of the
+states in host memory. Printed per share: step time over max(compute, I/O), and what running one
 after the other would give. Rounds are interleaved; medians and the spread over rounds are reported.
 
 With `--update exact` nothing is updated before the last gradient is there, so updates overlap with the next forward and not
@@ -24,6 +25,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.units import parse_bytes
 
 
 class Block(nn.Module):
@@ -40,13 +42,18 @@ class Block(nn.Module):
 class Run:
     """A wrapped model, and the times of its steps."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, max_grad_norm: float = 1e6, **placement: str) -> None:
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, cache: float = 0.0, max_grad_norm: float = 1e6, **placement: str
+    ) -> None:
+        folder.mkdir()
         torch.manual_seed(0)
         model = nn.Sequential(*(Block(options.width) for _ in range(options.depth)))
         states = sum(p.numel() for p in model.parameters()) * 20
         budgets: dict[str, int | str] = {"gpu_memory": states, "cpu_memory": states + (64 << 20)}
         if not placement:
-            budgets = {"gpu_memory": options.gpu_memory, "cpu_memory": options.cpu_memory, "update": options.update}
+            kept = int(cache * sum(p.numel() for p in model.parameters()) * 12)
+            budgets = {"gpu_memory": options.gpu_memory, "cpu_memory": parse_bytes(options.cpu_memory) + kept}
+            budgets |= {"update": options.update, "cache": kept}
         config = infinity.Config(nvme=folder, threads=options.threads, precision="fp32", **budgets, **placement)
         self.model = infinity.wrap(model, config)
         self.engine = infinity.engine(self.model)
@@ -78,6 +85,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--gpu-memory", default="48MiB")
     parser.add_argument("--cpu-memory", default="192MiB")
+    parser.add_argument(
+        "--caches", type=float, nargs="+", default=[0.0],
+        help="shares of the states that stay in host memory, beside --cpu-memory; the rate is that of the first of them",
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, default=2, help="threads of the optimizer, and as many for the model")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.33, 1.0, 3.0], help="I/O time over compute time")
     parser.add_argument("--update", default="auto", choices=["auto", "speculative", "exact", "plain"])
@@ -87,51 +98,54 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
-        memory = Run(options, Path(folder), parameters="gpu", gradients="gpu", optimizer="gpu")
-        offload = Run(options, Path(folder))
-        memory.steps(2), offload.steps(3)
-        traffic, report = offload.engine.plan(), offload.engine.report()
-        moved = traffic.read + traffic.update_written
-        in_backward = traffic.fetched / 2  # at most: what the turn finds resident is not fetched again
-        rows = {share: [] for share in options.shares}
+        memory = Run(options, Path(folder, "memory"), parameters="gpu", gradients="gpu", optimizer="gpu")
+        runs = {cache: Run(options, Path(folder, str(cache)), cache) for cache in options.caches}
+        memory.steps(2)
+        moved, fetched = {}, {}
+        for cache, run in runs.items():
+            run.steps(3)
+            traffic, report = run.engine.plan(), run.engine.report()
+            moved[cache], fetched[cache] = traffic.read + traffic.update_written, traffic.fetched
+        rows = {(share, cache): [] for share in options.shares for cache in runs}
         for _ in range(options.rounds):
             compute, forward, backward = memory.steps(options.steps)
-            for share in options.shares:
-                rate = moved / (share * compute)
-                offload.engine.io.set_faults(bytes_per_second=rate)
-                offload.steps(3)  # what update="auto" learns from the new rate, it does two steps later
-                step, _, _ = offload.steps(options.steps)
-                offload.engine.drain()
-                offload.engine.io.set_faults()
-                bound = max(forward, (moved - in_backward) / rate) + max(backward, in_backward / rate)
-                rows[share].append(
-                    (step / max(compute, share * compute), (1 + share) / max(1, share), step / bound, compute, step)
-                )
-        print(f"{report.parameters / 1e6:.1f}M parameters, {moved / report.parameters:.1f} bytes per parameter and step on NVMe")
+            for share, cache in rows:
+                run = runs[cache]
+                rate = moved[options.caches[0]] / (share * compute)
+                io, in_backward = moved[cache] / rate, fetched[cache] / 2 / rate  # at most: a turn finds some of it resident
+                if run.engine.io is not None:
+                    run.engine.io.set_faults(bytes_per_second=rate)
+                run.steps(3)  # what update="auto" learns from the new rate, it does two steps later
+                step, _, _ = run.steps(options.steps)
+                run.engine.drain()
+                if run.engine.io is not None:
+                    run.engine.io.set_faults()
+                bound = max(forward, io - in_backward) + max(backward, in_backward)
+                after = (compute + io) / max(compute, io)
+                rows[share, cache].append((step / max(compute, io), after, step / bound, compute, step, step / compute))
         result = []
-        for share, measured in rows.items():
+        for (share, cache), measured in rows.items():
             columns = list(zip(*measured, strict=True))
-            ratio, bound = statistics.median(columns[0]), statistics.median(columns[2])
+            ratio, bound, of_compute = (statistics.median(columns[index]) for index in (0, 2, 5))
+            kept = runs[cache].engine.report()
             result.append({
-                "io_over_compute": share, "step_over_max": ratio, "spread": [min(columns[0]), max(columns[0])],
+                "io_over_compute": share, "cached": kept.cached / kept.on_nvme, "bytes_per_step": moved[cache],
+                "step_over_max": ratio, "spread": [min(columns[0]), max(columns[0])], "step_over_compute": of_compute,
                 "one_after_the_other": columns[1][0], "step_over_exact_bound": bound,
                 "compute_s": statistics.median(columns[3]), "step_s": statistics.median(columns[4]),
+                "updates_kept": kept.updates_kept, "updates_replayed": kept.updates_replayed,
             })  # fmt: skip
             print(
-                f"I/O = {share:4.2f} x compute: step = {ratio:.2f} x max(compute, I/O) "
-                f"[{min(columns[0]):.2f}, {max(columns[0]):.2f}]; one after the other {columns[1][0]:.2f}; "
-                f"{bound:.2f} x the bound of an exact step"
+                f"I/O = {share:4.2f} x compute, {kept.cached / kept.on_nvme:.0%} cached, {moved[cache] / report.parameters:.1f} "
+                f"bytes per parameter and step: step = {ratio:.2f} x max(compute, I/O) [{min(columns[0]):.2f}, "
+                f"{max(columns[0]):.2f}], {of_compute:.2f} x compute; one after the other {columns[1][0]:.2f}; "
+                f"{bound:.2f} x the bound of an exact step; {kept.updates_kept} updates kept, {kept.updates_replayed} done again"
             )
-        report = offload.engine.report()
-        facts = {
-            "parameters": report.parameters, "bytes_per_step": moved, "update": options.update,
-            "updates_kept": report.updates_kept, "updates_replayed": report.updates_replayed,
-        }  # fmt: skip
-        print(f"updates begun in backward: {report.updates_kept} kept, {report.updates_replayed} done again")
+        facts = {"parameters": report.parameters, "update": options.update}
         if options.json:
             options.json.write_text(json.dumps(facts | {"rows": result}, indent=1) + "\n")
-        memory.engine.close()
-        offload.engine.close()
+        for run in (memory, *runs.values()):
+            run.engine.close()
 
 
 if __name__ == "__main__":

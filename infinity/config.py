@@ -15,6 +15,13 @@ Tier = Literal["gpu", "cpu", "nvme"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
+def _as_cache(value: Any) -> Any:
+    try:
+        return value if value == "auto" else parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or 'auto' for what is left of cpu_memory") from None
+
+
 def _as_paths(value: Any) -> Any:
     paths = [value] if isinstance(value, (str, Path)) else value
     if isinstance(paths, (list, tuple)) and "" in paths:
@@ -38,6 +45,9 @@ class Config(BaseModel):
     gpu_memory: Bytes
     cpu_memory: Bytes
     nvme_memory: Bytes | None = None
+    cache: Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)] = "auto"
+    """Bytes of `cpu_memory` that may keep a part of what is on nvme, which then never moves: "auto" for what homes and staging
+    leave, 0 for none."""
 
     parameters: Tier = "nvme"
     optimizer: Tier = "nvme"
@@ -50,8 +60,13 @@ class Config(BaseModel):
     one for "adagrad", "lion" and "momentum" (`infinity.SGD`), none for "sgd" and "other" (`infinity.adapt`)."""
     gradient_precision: Literal["auto", "fp32"] = "auto"
     """dtype that gradients are kept, accumulated over micro-batches and reduced over ranks in; "auto" is the parameter's."""
+    split_master: bool = True
+    """Keep of an fp32 master only the 16 bits that its bf16 parameter lacks: 2 bytes less at rest, and the same numbers."""
+    moment_precision: Literal["fp32", "bf16", "int8"] = "fp32"
+    """How the optimizer's moments are stored: 8, 4 or 2.25 bytes per parameter. Below fp32 they are rounded stochastically."""
     copy_on_write: bool = True
-    """Write an updated state beside its old value and flip, so that a failed step loses nothing; takes twice the space."""
+    """Write an updated state on nvme beside its old value and flip, so that what a failed step leaves there is whole, and an
+    update may begin before its step; takes twice the space."""
     update: Literal["auto", "speculative", "exact", "plain"] = "auto"
     """When optimizer updates run; the numbers are the same. "exact": beside the next forward, once the clip factor is known.
     "speculative": from backward on, on the guess that nothing is clipped, and again where the guess was wrong (needs

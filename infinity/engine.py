@@ -219,19 +219,19 @@ class Engine:
         """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states for the recorded trace."""
 
         def on_nvme(unit: Unit, *kinds: Kind) -> int:
-            return sum(unit.blocks[k].nbytes for k in kinds if k in unit.blocks and unit.blocks[k].tier == "nvme")
+            return sum(unit.blocks[k].moved_bytes for k in kinds if k in unit.blocks)
 
         costs, cycles = [], max(self._runtime.accumulation, 1)
         for unit in self._units:
             states = on_nvme(unit, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
             param, gradient = on_nvme(unit, Kind.PARAM), on_nvme(unit, Kind.GRAD)
             slots = 0 if unit.blocks[Kind.PARAM].permanent else -(-unit.nbytes // ALIGNMENT)
-            old = 0 if Kind.MASTER in unit.blocks else param
+            old = 0 if unit.is_rounded else param
             # A gradient is written by every backward, and read by all but the first, by each norm and by the update.
-            read = states + old + gradient * (cycles + self._updater.norms)
-            costs.append(UnitCost(slots, param, read, states + param + gradient * cycles, unit.trains))
+            read = states + gradient * (cycles + self._updater.norms)
+            costs.append(UnitCost(slots, param, old, read, states + param + gradient * cycles, unit.trains))
         cycle = self._runtime.trace.train_cycle()
-        return predict(cycle.order, costs, self._store.copy_slots, cycles, cycle.held)
+        return predict(cycle.order, costs, self._store.copy_slots, cycles, cycle.held, self.config.update == "plain")
 
     def memory(self) -> dict[str, int]:
         """Bytes in use now, per tier."""
@@ -246,6 +246,7 @@ class Engine:
         for_adam = sum(self.recorder.seconds("wait adam").values())
         model = sum(self.recorder.seconds("model").values())
         config, counters = self.config, self.recorder.counters()
+        cached, on_nvme = self._store.cached()
         return Report(
             parameters=count,
             steps=self._updater.posted_steps,
@@ -263,6 +264,8 @@ class Engine:
             updates_replayed=counters.get("updates replayed", 0),
             skipped_steps=self._updater.skipped_steps,
             waits=waits,
+            cached=cached,
+            on_nvme=on_nvme,
             peaks=self._store.peaks(),
             budgets={
                 "gpu": config.gpu_memory,

@@ -102,6 +102,10 @@ class Report:
     """Those that were not, and were done again, or not at all in a step that was skipped."""
     waits: dict[str, float]
     """Seconds the main thread waited for NVMe, by unit name."""
+    cached: int
+    """Bytes of the states whose tier is nvme that are kept in host memory, and so never move."""
+    on_nvme: int
+    """Bytes of all those states, each counted once."""
     peaks: dict[str, int]
     """Highest bytes in use per tier: "gpu", "cpu", "nvme"."""
     budgets: dict[str, int]

@@ -16,8 +16,11 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.tiers.block import Kind
 
-ROOMY = {"gpu_memory": 1 << 30, "cpu_memory": 1 << 30}
+BUDGETS = ("gpu_memory", "cpu_memory")
+ROOMY = dict.fromkeys(BUDGETS, 1 << 30) | {"cache": 0}
+"""Room for everything; yet what is on NVMe moves, for nothing of it is kept in memory."""
 CHILD = {"env": os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}, "text": True}
 """Arguments for `subprocess`, so that a child imports what this process does."""
 
@@ -41,6 +44,19 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
         raise failures[0]
 
 
+def come_to_rest(engine: infinity.Engine) -> None:
+    """Wait for all I/O that the engine does without the next forward; `drain` would make it do more."""
+    pipeline = engine._updater._pipeline
+    with pipeline._changed:
+        assert pipeline._changed.wait_for(lambda: not pipeline._has_work(()) and not any(j.in_flight for j in pipeline._jobs), 60)
+    for unit in engine.units:
+        fetch = unit.blocks[Kind.PARAM].fetch
+        if fetch is not None:
+            fetch.settle()
+    if engine.io is not None:
+        engine.io.drain()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Keep torch on one thread: tiny tensors gain nothing from more."""
@@ -56,7 +72,7 @@ def smallest() -> Callable[..., dict[str, int]]:
 
     def find(model: nn.Module, **config: Any) -> dict[str, int]:
         budgets = {}
-        for key in ROOMY:
+        for key in BUDGETS:
             with pytest.raises(infinity.BudgetError, match=f"{key}=0 B is too small") as refusal:
                 infinity.wrap(model, infinity.Config(**(config | ROOMY | {key: 0})))
             found = re.search(rf"the smallest {key} that works is (\d+)", str(refusal.value))
@@ -72,7 +88,8 @@ class Footprint:
 
     def __init__(self) -> None:
         gc.collect()
-        self.threads = len(list(Path("/proc/self/task").iterdir()))
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        self.threads = sum(not name.startswith("iou-") for name in names)  # the kernel's workers of a ring come and go
         self.python_threads = {thread.name for thread in threading.enumerate()}
         self.descriptors = sorted(str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
 

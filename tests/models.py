@@ -16,6 +16,14 @@ from torch.nn import functional
 VOCABULARY = 64
 
 
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """fp32 masters as parameters of `dtype`, as the kernels round them: bf16 with ties away from zero, and NaN canonical."""
+    if dtype != torch.bfloat16:
+        return values.to(dtype)
+    patterns = torch.where(values.isnan(), torch.nan, values).view(torch.int32).long()
+    return ((patterns + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
 class Output(NamedTuple):
     """What the hand-written models return, in the manner of transformers."""
 

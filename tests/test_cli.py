@@ -54,7 +54,9 @@ class StandIn:
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         seconds = {"compute": 1.0, "wait nvme": 0.5, "wait adam": 0.25, "adam": 2.0}
         budgets = {"gpu": 1 << 30, "cpu": 2 << 30, "nvme": 1 << 40}
-        return Report(parameters, 4, 14.0, 12.0, 14.0, 12.0, seconds, 8, 0, {"unit": 0.5}, self.memory(), budgets)
+        return Report(
+            parameters, 4, 14.0, 12.0, 14.0, 12.0, seconds, 8, 0, {"unit": 0.5}, 1 << 20, 3 << 20, self.memory(), budgets
+        )
 
     def close(self) -> None:
         self.closed = True
@@ -223,9 +225,9 @@ def test_the_options_are_frozen() -> None:
     lists = (
         {"model", "checkpoint_activations", "data", "sequence_length", "seed", "nvme", "gpu_memory", "cpu_memory"},
         {"parameters", "optimizer", "gradients", "precision", "update", "io_engine", "steps", "batch_size", "accumulate", "lr"},
-        {"gradient_precision", "skip_nonfinite"},
+        {"gradient_precision", "moment_precision", "skip_nonfinite"},
         {"weight_decay", "warmup", "max_grad_norm", "eval_every", "eval_batches", "output", "overwrite", "report"},
-        {"as_json", "debug"},
+        {"cache", "as_json", "debug"},
     )
     assert names == set().union(*lists)
 
@@ -598,7 +600,7 @@ def test_help_and_version() -> None:
 # The whole program, with the real engine
 
 
-REAL = [*SMALL, "--gpu-memory", "64MiB", "--cpu-memory", "64MiB", "--precision", "fp32", "--lr", "1e-3"]
+REAL = [*SMALL, "--gpu-memory", "64MiB", "--cpu-memory", "64MiB", "--cache", "0", "--precision", "fp32", "--lr", "1e-3"]
 
 
 def finished(*arguments: object) -> dict[str, Any]:
@@ -693,7 +695,7 @@ def test_a_budget_that_cannot_work_is_refused_in_one_sentence(tmp_path: Path, te
 
 def test_a_second_job_on_the_same_path_is_refused(text: Path, nvme: Path) -> None:
     with locked(nvme) as pid:
-        assert f"in use by process {pid}" in refusal("finetune", "--data", text, "--nvme", nvme, *SMALL)
+        assert f"in use by process {pid}" in refusal("finetune", "--data", text, "--nvme", nvme, *SMALL, "--cache", 0)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ from infinity.errors import ConfigError
 from infinity.units import format_bytes, parse_bytes, round_up
 
 KEYS = (
-    "nvme, gpu_memory, cpu_memory, nvme_memory, parameters, optimizer, gradients, precision, algorithm, gradient_precision, "
-    "copy_on_write, update, poison, device, io_engine, instruction_set, threads"
+    "nvme, gpu_memory, cpu_memory, nvme_memory, cache, parameters, optimizer, gradients, precision, algorithm, "
+    "gradient_precision, split_master, moment_precision, copy_on_write, update, poison, device, io_engine, instruction_set, "
+    "threads"
 )
 NOT_BYTES = "is not a number of bytes; write for example 512MiB, 2GiB or 2000000000"
 
@@ -31,6 +32,7 @@ def test_defaults_and_quantities() -> None:
     assert (config.parameters, config.gradients, config.optimizer) == ("nvme", "cpu", "nvme")
     assert config.nvme == (Path("/mnt/nvme0"),)
     assert make().nvme_memory is None
+    assert (make().cache, make(cache="auto").cache, make(cache="2MiB").cache, make(cache=0).cache) == ("auto", "auto", 2 << 20, 0)
 
 
 @pytest.mark.parametrize("nvme", ["a", Path("a"), ["a"], ("a",)])
@@ -53,6 +55,8 @@ def test_without_nvme_everything_may_live_in_memory() -> None:
         ({"gpu_memory": True}, f"gpu_memory: True {NOT_BYTES}"),
         ({"nvme_memory": 1.5}, f"nvme_memory: 1.5 {NOT_BYTES}"),
         ({"cpu_memory": -1}, "cpu_memory: a number of bytes cannot be negative: -1"),
+        ({"cache": "much"}, f"cache: 'much' {NOT_BYTES}, or 'auto' for what is left of cpu_memory"),
+        ({"cache": -1}, "cache: a number of bytes cannot be negative: -1, or 'auto' for what is left of cpu_memory"),
         ({"threads": 0}, "config: threads must be at least 1, not 0"),
         ({"nvme": 3}, "nvme: Input should be a valid tuple, not 3"),
         ({"nvme": ""}, "nvme: a directory is empty text; write '.' for the current one"),

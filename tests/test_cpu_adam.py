@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import rounded
 
 from infinity import native
 
@@ -169,12 +170,6 @@ def random_values(n: int, generator: torch.Generator) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
-
-
-def to_bf16(values: torch.Tensor) -> torch.Tensor:
-    """Nearest, ties away from zero; NaN canonical."""
-    patterns = bits(torch.where(values.isnan(), torch.full_like(values, math.nan), values)).long()
-    return ((patterns + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def encode(block: torch.Tensor, values: torch.Tensor, moments: str, kind: str, begin: int = 0) -> None:
@@ -346,8 +341,7 @@ def test_adam_equals_the_formula_in_torch(hyper: Hyper, isa: str, grad: str | No
         chunk.update(isa, 2)
         for want, got in ((w, chunk.masters()), (m, chunk.moment("first")), (v, chunk.moment("second"))):
             assert torch.equal(one_nan(want), one_nan(got))
-        rounded = {"fp32": w, "bf16": to_bf16(w), "fp16": w.half()}[param]
-        assert torch.equal(one_nan(chunk.view("param", DTYPES[param])), one_nan(rounded))
+        assert torch.equal(one_nan(chunk.view("param", DTYPES[param])), one_nan(rounded(w, DTYPES[param])))
 
 
 def test_stored_nans_have_one_bit_pattern() -> None:
@@ -439,19 +433,18 @@ def test_parameters_are_rounded_masters(isa: str) -> None:
     for master, param in (("fp32", "fp16"), ("fp32", "bf16"), ("split", "bf16")):
         chunk = still(master, param, values).update(isa)
         assert torch.equal(one_nan(chunk.masters()), one_nan(values))
-        rounded = values.half() if param == "fp16" else to_bf16(values)
-        assert torch.equal(one_nan(chunk.view("param", DTYPES[param])), one_nan(rounded))
+        assert torch.equal(one_nan(chunk.view("param", DTYPES[param])), one_nan(rounded(values, DTYPES[param])))
 
 
 def test_bf16_is_to_nearest_with_ties_away_from_zero() -> None:
     values = interesting_values()
     values = values[values.isfinite() & (values.abs() < 3.38e38)]
-    rounded, nearest = to_bf16(values).float(), values.bfloat16().float()
+    away, nearest = rounded(values, torch.bfloat16).float(), values.bfloat16().float()
     param = still("fp32", "bf16", values).update().view("param", torch.bfloat16)
-    assert torch.equal(bits(param.float()), bits(rounded))
+    assert torch.equal(bits(param.float()), bits(away))
     tie = (bits(values) & 0xFFFF) == 0x8000
-    assert torch.equal(rounded[~tie], nearest[~tie])
-    assert (rounded[tie].abs() > values[tie].abs()).all()
+    assert torch.equal(away[~tie], nearest[~tie])
+    assert (away[tie].abs() > values[tie].abs()).all()
     assert tie.sum() > 10_000
 
 
@@ -459,7 +452,7 @@ def test_a_split_master_is_the_master() -> None:
     values = interesting_values()
     param, low = split(values)
     assert torch.equal(bits(join(param, low)), one_nan(values))
-    assert torch.equal(bits(param), bits(to_bf16(values)))
+    assert torch.equal(bits(param), bits(rounded(values, torch.bfloat16)))
     never_written = join(param, torch.zeros_like(low))
     assert torch.equal(one_nan(never_written), one_nan(param.float()))
 

@@ -20,7 +20,7 @@ from infinity.tiers.block import Kind
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("plain", "exact", "speculative", "auto")
-BUDGETS: dict[str, Any] = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "poison": True}
+BUDGETS: dict[str, Any] = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "cache": 0, "poison": True}
 
 
 @pytest.fixture
@@ -256,9 +256,8 @@ def test_what_the_next_forward_needs_first_is_updated_first(wrap: Callable[..., 
     updated = [span.name for span in engine.recorder.spans()[seen:] if span.lane == "adam"]
     first_uses = [engine.units[index].name for index in engine._runtime.trace.first_uses()]
     assert len(updated) > len(engine.units)  # several chunks each
-    came_first, *others = dict.fromkeys(updated)  # the pipeline was waiting with a chunk of it
-    assert came_first == first_uses[-1]
-    assert others == first_uses[:-1]
+    came_first, *others = dict.fromkeys(updated)  # the pipeline was waiting with a chunk of it, chosen before all were there
+    assert others == [name for name in first_uses if name != came_first]
 
 
 def test_a_unit_whose_states_have_no_second_place_waits_for_its_step(wrap: Callable[..., infinity.Engine]) -> None:
@@ -298,7 +297,7 @@ def test_an_early_update_that_fails_leaves_the_last_step_whole(
     assert engine._store._arenas["staging"].used == 0
 
 
-def test_kept_updates_move_what_the_planner_states(wrap: Callable[..., infinity.Engine]) -> None:
+def test_kept_updates_write_once_and_read_a_parameter_twice_more_at_most(wrap: Callable[..., infinity.Engine]) -> None:
     engine = wrap("speculative", lambda: transformer(width=48, depth=5), gpu_memory="300KiB", precision="bf16")
     optimizer = infinity.AdamW(engine.model.parameters())
     for number in range(8):
@@ -306,9 +305,11 @@ def test_kept_updates_move_what_the_planner_states(wrap: Callable[..., infinity.
         optimizer.step()
         optimizer.zero_grad()
         if number > 3:
-            plan, count = engine.plan(), sum(p.numel() for p in engine.model.parameters())
+            # An update that runs ahead may find no copy of the old parameter, and has no place for the new one.
+            plan, parameters = engine.plan(), sum(unit.blocks[Kind.PARAM].nbytes for unit in engine.units)
             read, written = engine._traffic_last  # of the step before the last, which was not drained
-            assert (read, written) == (plan.read, plan.update_written), count
+            assert written == plan.update_written
+            assert plan.update_read <= read <= plan.read + 2 * parameters
     assert counts(engine)[0] > 0
 
 

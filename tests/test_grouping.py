@@ -226,8 +226,8 @@ def test_the_hooks_bring_all_that_a_forward_and_its_backward_use(tmp_path: Path,
     check(plain, units)
     torch.manual_seed(0)
     model = Shared()
-    config = infinity.Config(nvme=[tmp_path], gpu_memory="2MiB", cpu_memory="4MiB", precision="fp32", poison=True, device="cpu")
-    infinity.wrap(model, config, units=units)
+    budgets = {"gpu_memory": "2MiB", "cpu_memory": "4MiB", "cache": 0}
+    infinity.wrap(model, infinity.Config(nvme=[tmp_path], precision="fp32", poison=True, device="cpu", **budgets), units=units)
     ids = torch.arange(10)
     with infinity.engine(model) as engine:
         for _ in range(2):

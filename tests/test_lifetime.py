@@ -25,7 +25,7 @@ from infinity.tiers.nvme import LOCK_NAME, STATES_NAME
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
 
 MIB = 1 << 20
-BUDGETS = {"gpu_memory": 2 * MIB, "cpu_memory": 8 * MIB}
+BUDGETS = {"gpu_memory": 2 * MIB, "cpu_memory": 8 * MIB, "cache": 0}
 
 
 def open_engine(directory: Path | str, model: nn.Module | None = None, **config: Any) -> tuple[nn.Module, infinity.AdamW]:

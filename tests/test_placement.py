@@ -171,6 +171,7 @@ def test_instruction_sets_and_threads(precision: str, instruction_set: str, thre
             "threads": st.integers(1, 4),
             "copy_on_write": st.booleans(),
             "update": st.sampled_from(["auto", "speculative", "exact", "plain"]),
+            "cache": st.one_of(st.just("auto"), st.integers(0, 1 << 20)),
         }
     ),
     directories=st.integers(1, 2),

@@ -31,7 +31,7 @@ import infinity
 
 RANKS, STEPS, ROWS, WIDTH, WORDS = 2, 10, 4, 32, 40
 PATIENCE = 90.0  # seconds for one task, after which a rank is taken to hang
-ROOMY = {"gpu_memory": 4 << 20, "cpu_memory": 8 << 20}
+ROOMY = {"gpu_memory": 4 << 20, "cpu_memory": 8 << 20, "cache": 0}
 
 
 class Block(nn.Module):
@@ -90,6 +90,8 @@ class Task:
     """Whether the loss is scaled."""
     spoils: int | None = None
     """The part of the batch whose gradients are not finite in the second step."""
+    alike: bool = False
+    """Whether all ranks get the first part of the batch."""
     least: bool = False
     reload: bool = False
     """Whether the second half is trained by a new optimizer that takes over the states of the first."""
@@ -109,7 +111,7 @@ def shares(step: int, micro_batch: int) -> list[torch.Tensor]:
 def least_memory(config: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, int]:
     """The smallest budgets, as the refusals name them."""
     found = {}
-    for key in ROOMY:
+    for key in ("gpu_memory", "cpu_memory"):
         try:
             infinity.wrap(build(), infinity.Config(**(config | {key: 0})), group=group)
         except infinity.BudgetError as error:
@@ -146,7 +148,8 @@ def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGrou
                 optimizer.load_state_dict(states)
             loss = 0.0
             for micro_batch in range(task.accumulation):
-                parts = list(enumerate(shares(step, micro_batch)))
+                batch = shares(step, micro_batch)
+                parts = list(enumerate(batch[:1] * RANKS if task.alike else batch))
                 for part, ids in parts if rank is None else [parts[rank]]:
                     if rank is not None and rank == task.dies and step == 1:
                         os._exit(9)
@@ -371,8 +374,14 @@ def test_ranks_compute_what_one_rank_does(values: dict[str, Any], run: Run, tmp_
 
 @pytest.mark.parametrize(
     "states",
-    [{"precision": "fp32"}, {"precision": "bf16"}, {"precision": "bf16", "gradient_precision": "fp32"}],
-    ids=["fp32", "bf16", "bf16-with-fp32-gradients"],
+    [
+        {"precision": "fp32"},
+        {"precision": "bf16"},
+        {"precision": "bf16", "gradient_precision": "fp32"},
+        {"precision": "bf16", "moment_precision": "bf16"},
+        {"precision": "bf16", "moment_precision": "int8"},
+    ],
+    ids=["fp32", "bf16", "bf16-with-fp32-gradients", "bf16-moments", "int8-moments"],
 )
 def test_placement_changes_no_bit(states: dict[str, str], run: Run) -> None:
     here = {"parameters": "gpu", "optimizer": "gpu", "gradients": "gpu"}
@@ -384,10 +393,25 @@ def test_placement_changes_no_bit(states: dict[str, str], run: Run) -> None:
         ({"parameters": "cpu", "optimizer": "nvme", "gradients": "nvme", "copy_on_write": False}, True),
         ({"parameters": "gpu", "optimizer": "cpu", "gradients": "cpu", "instruction_set": "scalar"}, False),
         ({"parameters": "nvme", "optimizer": "cpu", "gradients": "gpu", "io_engine": "posix"}, False),
+        ({"cache": 150_000, "update": "speculative"}, False),
+        ({"cache": 100_000, "update": "exact", "gradients": "nvme"}, False),
     ]:
         assert_equal_bitwise(run(config=config | states, least=least, **common), reference)
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_ranks_with_equal_gradients_are_one_rank_bit_for_bit(moments: str, run: Run, tmp_path: Path) -> None:
+    """So the noise of stochastic rounding does not depend on who holds an element, and no int8 group lies in two shards."""
+    task: dict[str, Any] = {"config": {"precision": "bf16", "moment_precision": moments}, "steps": 5, "alike": True}
+    results = run(**task)
+    (tmp_path / "alone").mkdir()
+    alone = train(Task(**task), tmp_path / "alone", None, None)
+    for result in results:
+        assert_equal_bitwise([result | {"norms": []}], [alone | {"norms": []}])
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_a_buffer_for_gradients_changes_no_bit(tmp_path: Path) -> None:
     results = []
     for gradients in ("cpu", "nvme"):

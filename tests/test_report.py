@@ -49,6 +49,8 @@ def made_up_run(steps: int = 12) -> tuple[History, list[Span], Report]:
         waits={f"model.layers.{unit}": 0.1 * unit for unit in range(7)},
         peaks={"gpu": 5 << 20, "cpu": 40 << 20, "nvme": 100 << 20},
         budgets={"gpu": 8 << 20, "cpu": 64 << 20, "nvme": 1 << 40},
+        cached=24 << 20,
+        on_nvme=1394 << 20,
     )
     return history, spans, report
 

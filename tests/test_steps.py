@@ -53,7 +53,7 @@ def wrap(tmp_path: Path) -> Iterator[Callable[..., infinity.Engine]]:
     def make(model: nn.Module, **options: Any) -> infinity.Engine:
         folder = tmp_path / str(len(engines))
         folder.mkdir()
-        settings = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "poison": True} | options
+        settings = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "cache": 0, "poison": True} | options
         engines.append(infinity.engine(infinity.wrap(model, infinity.Config(nvme=folder, **settings))))
         return engines[-1]
 
@@ -259,12 +259,12 @@ def test_a_loss_built_inside_of_gathered_may_go_backward_outside(wrap: Callable[
 
 def test_a_model_that_is_only_called_in_parts_is_traced_step_by_step(wrap: Callable[..., infinity.Engine]) -> None:
     model = Model()
-    engine = wrap(model)
+    engine = wrap(model, update="exact")
     optimizer = infinity.AdamW(model.parameters())
     for seed in range(5):
         x = torch.randn(4, 48, generator=torch.Generator().manual_seed(seed))
         model.head(model.body(x)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert engine.plan().fetched > 0
+    assert engine.plan().read > 0
     assert engine.report().read_per_parameter == engine.report().planned_read_per_parameter

@@ -23,9 +23,10 @@ from infinity.config import Config, Tier
 from infinity.device import ComputeDevice
 from infinity.errors import BudgetError, EngineClosedError, NvmeError
 from infinity.observe import Recorder
-from infinity.tiers.block import Block, BlockState, Kind
+from infinity.tiers.block import Block, BlockState, Format, Kind
+from infinity.tiers.budget import CHUNK_ELEMENTS, STAGED_SETS, WIDEST_ELEMENT
 from infinity.tiers.nvme import ALIGNMENT
-from infinity.tiers.store import CHUNK_ELEMENTS, WIDEST_ELEMENT, Store
+from infinity.tiers.store import Store
 
 AVAILABLE, REASON = native.aio().io_uring_available()
 without_io_uring = pytest.mark.skipif(not AVAILABLE, reason=f"io_uring: {REASON}")
@@ -36,7 +37,14 @@ PATIENCE = 60.0  # seconds after which a thread that should have ended is taken 
 
 
 def make_store(directory: Path, **values: Any) -> Store:
-    known = {"nvme": [directory], "gpu_memory": "64KiB", "cpu_memory": 5 * CHUNK_BYTES, "poison": True, "device": "cpu"}
+    known = {
+        "nvme": [directory],
+        "gpu_memory": "64KiB",
+        "cpu_memory": 5 * CHUNK_BYTES,
+        "cache": 0,
+        "poison": True,
+        "device": "cpu",
+    }
     return Store(Config(**(known | values)), ComputeDevice("cpu"), Recorder())
 
 
@@ -49,8 +57,8 @@ def opened(store: Store, concurrent: int = 0, reserve: int = 0) -> Iterator[Stor
         store.close()
 
 
-def chunks(store: Store, block: Block) -> range:
-    return range(0, block.elements, store.chunk_elements)
+def chunks(store: Store, block: Block) -> Sequence[int]:
+    return store.chunks(block)
 
 
 def put(store: Store, block: Block, data: torch.Tensor) -> None:
@@ -65,7 +73,7 @@ def write_chunks(store: Store, block: Block, data: torch.Tensor) -> None:
     for begin in chunks(store, block):
         (chunk,) = store.check_out([(block, False)], begin)
         try:
-            at = begin * block.itemsize
+            at = block.format.bytes_of(begin)
             chunk.tensor.copy_(data[at : at + chunk.tensor.numel()])
             chunk.commit()
         finally:
@@ -105,11 +113,12 @@ def filled(block: Block, value: int) -> torch.Tensor:
 def add_param(store: Store, unit: int, slots: int = 1, tier: Tier = "nvme", span: int = 0, at: int = 0) -> Block:
     """A shard of `slots` times 4096 bytes that lies at `at` in a unit of `span` bytes; the whole unit when `span` is 0."""
     elements = slots * SLOT_ELEMENTS
-    return store.add(Block(unit, Kind.PARAM, elements, 2, tier, span or 2 * elements, at, f"param of u{unit}"))
+    return store.add(Block(unit, Kind.PARAM, elements, Format("half", 1, 2), tier, span or 2 * elements, at, f"param of u{unit}"))
 
 
 def add_state(store: Store, unit: int, kind: Kind, elements: int, tier: Tier = "nvme", itemsize: int = 4) -> Block:
-    return store.add(Block(unit, kind, elements, itemsize, tier, elements * itemsize, 0, f"{kind.value} of u{unit}"))
+    form = Format("test", 1, itemsize)
+    return store.add(Block(unit, kind, elements, form, tier, elements * itemsize, 0, f"{kind.value} of u{unit}"))
 
 
 # Any sequence of calls
@@ -120,12 +129,18 @@ class Machine(RuleBasedStateMachine):
 
     engine = "posix"
 
-    @initialize(copy_on_write=st.booleans())
-    def set_up(self, copy_on_write: bool) -> None:
+    @initialize(
+        copy_on_write=st.booleans(),
+        cache=st.sampled_from([0, 5 * ALIGNMENT, 4 * ALIGNMENT + 6 * CHUNK_ELEMENTS, 64 * ALIGNMENT]),
+        together=st.booleans(),
+    )
+    def set_up(self, copy_on_write: bool, cache: int, together: bool) -> None:
         self.directory = Path(tempfile.mkdtemp())
         homes = 4 * ALIGNMENT + 2 * ALIGNMENT + 2 * ALIGNMENT
         self.copy_bytes = 14 * ALIGNMENT
         self.config = {"gpu_memory": homes + self.copy_bytes, "io_engine": self.engine, "copy_on_write": copy_on_write}
+        cpu_memory = (5 if cache == 0 else 1 + 3 * STAGED_SETS) * CHUNK_BYTES + cache  # homes, and sets of three kinds
+        self.config |= {"cache": cache, "cpu_memory": cpu_memory, "update": "auto" if together else "exact"}
         store = self.store = make_store(self.directory, **self.config)
         self.params = [
             add_param(store, 0, 4, "gpu"),  # never leaves
@@ -142,6 +157,8 @@ class Machine(RuleBasedStateMachine):
             add_state(store, 5, Kind.GRAD, 2 * SLOT_ELEMENTS, "nvme", 2),
         ]
         store.open(concurrent=9 * ALIGNMENT)
+        kept, on_nvme = store.cached()
+        assert kept == on_nvme if cache > on_nvme else cache - 6 * CHUNK_ELEMENTS < kept <= cache
         self.contents = {block: filled(block, 0) for block in self.params + self.states}
         self.uses: dict[int, float] = {}
         store.next_use = lambda unit: self.uses.get(unit, float("inf"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,12 +25,11 @@ class NaiveTrace:
         self.past: dict[str, list[int]] = {}
         self.phase, self.recording, self.predicted = "", [], []
         self.position, self.misses = 0, 0
-        self.dropped: frozenset[int] = frozenset()
 
-    def begin(self, phase: str, dropped: frozenset[int]) -> None:
+    def begin(self, phase: str) -> None:
         if self.recording:
             self.past[self.phase] = self.recording
-        self.phase, self.recording, self.dropped = phase, [], dropped
+        self.phase, self.recording = phase, []
         self.predicted, self.position = self.past.get(phase, []), 0
 
     def use(self, unit: int) -> bool:
@@ -48,10 +46,9 @@ class NaiveTrace:
         return True
 
     def future(self) -> list[tuple[int, int]]:
-        """What is expected up to the same place of the next round, without the uses of copies dropped at the turn."""
-        turn = len(self.predicted) - self.position
+        """What is expected up to the same place of the next round."""
         units = self.predicted[self.position :] + self.predicted[: self.position]
-        return [(unit, ahead) for ahead, unit in enumerate(units) if ahead < turn or unit not in self.dropped]
+        return [(unit, ahead) for ahead, unit in enumerate(units)]
 
     def upcoming(self) -> list[tuple[int, int]]:
         found: dict[int, int] = {}
@@ -73,16 +70,16 @@ def test_distance_and_find_agree_with_a_scan(order, unit, data):
     assert cycle.find(unit, position) == (position + rest.index(unit) if unit in rest else None)
 
 
-CYCLES = st.lists(st.tuples(st.sampled_from(["train", "eval"]), st.frozensets(st.sampled_from(UNITS)), ORDERS), max_size=8)
+CYCLES = st.lists(st.tuples(st.sampled_from(["train", "eval"]), ORDERS), max_size=8)
 
 
 @settings(deadline=None)
 @given(CYCLES)
 def test_the_trace_does_what_a_list_would(cycles):
     trace, naive = Trace(), NaiveTrace()
-    for phase, dropped, uses in cycles:
-        trace.begin(phase, dropped)
-        naive.begin(phase, dropped)
+    for phase, uses in cycles:
+        trace.begin(phase)
+        naive.begin(phase)
         for unit in [None, *uses]:
             if unit is not None:
                 assert trace.use(unit) == naive.use(unit)
@@ -94,10 +91,10 @@ def test_the_trace_does_what_a_list_would(cycles):
             assert trace.first_uses() == sorted(set(expected), key=expected.index)
 
 
-def run(trace: Trace, order: list[int], phase: str = "train", dropped: frozenset[int] = frozenset()) -> int:
+def run(trace: Trace, order: list[int], phase: str = "train") -> int:
     """One cycle; the number of its misses."""
     before = trace.misses
-    trace.begin(phase, dropped)
+    trace.begin(phase)
     for unit in order:
         trace.use(unit)
     return trace.misses - before
@@ -156,13 +153,11 @@ def test_the_example_of_distance():
     assert [cycle.distance(unit, 2) for unit in (2, 1, 0, 3)] == [0, 1, 2, math.inf]
 
 
-@pytest.mark.parametrize(("dropped", "expected"), [(frozenset(), [(1, 0), (0, 1), (2, 4)]), (frozenset({2}), [(1, 0), (0, 1)])])
-def test_what_is_dropped_has_no_use_after_the_turn(dropped, expected):
+def test_what_comes_after_the_turn_is_expected_too():
     trace = Trace()
     run(trace, [0, 1, 2, 1, 0])
-    trace.begin("train", dropped)
+    trace.begin("train")
     for unit in (0, 1, 2):
         trace.use(unit)
-    assert list(trace.upcoming()) == expected
-    assert trace.next_use(2) == (math.inf if dropped else 4)
-    assert trace.next_use(1) == 0, "its use before the turn still counts"
+    assert list(trace.upcoming()) == [(1, 0), (0, 1), (2, 4)]
+    assert trace.next_use(2) == 4

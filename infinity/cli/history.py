@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.observe import Report
+from infinity.units import format_bytes
 
 TIERS = ("gpu", "cpu", "nvme")
 WORST_WAITS = 5
@@ -67,6 +68,11 @@ class History:
         return len(steps) * self.tokens_per_step / seconds if seconds > 0 else 0.0
 
 
+def cached_text(cached: dict[str, int]) -> str:
+    """How much of what is on NVMe is kept in host memory: {"bytes": 1 << 20, "of": 1 << 30} -> "1 MiB of 1 GiB"."""
+    return f"{format_bytes(cached['bytes'])} of {format_bytes(cached['of'])}"
+
+
 def limits(report: Report) -> dict[str, int]:
     """Budget per tier that has one. Without a limit on NVMe the report names what the files take: that is none."""
     limited = dict(report.budgets)
@@ -101,6 +107,7 @@ def summarize(model: str, history: History, report: Report, output: Path | None,
         "updates_begun_in_backward": {"kept": report.updates_kept, "replayed": report.updates_replayed},
         "seconds": dict(report.seconds),
         "worst_waits": [{"unit": unit, "seconds": seconds} for unit, seconds in worst],
+        "cached": {"bytes": report.cached, "of": report.on_nvme},
         "memory": {tier: {"peak": report.peaks[tier], "budget": budgets.get(tier)} for tier in TIERS if tier in report.peaks},
         "output": str(output) if output else None,
         **files,

@@ -43,11 +43,13 @@ class Job:
     nvme: tuple[Path, ...]
     gpu_memory: int
     cpu_memory: int
+    cache: Any
     parameters: Tier
     optimizer: Tier
     gradients: Tier
     precision: Any
     gradient_precision: Any
+    moment_precision: Any
     update: Any
     io_engine: Any
     steps: int
@@ -77,11 +79,13 @@ class Job:
             nvme=self.nvme,
             gpu_memory=self.gpu_memory,
             cpu_memory=self.cpu_memory,
+            cache=self.cache,
             parameters=self.parameters,
             optimizer=self.optimizer,
             gradients=self.gradients,
             precision=self.precision,
             gradient_precision=self.gradient_precision,
+            moment_precision=self.moment_precision,
             update=self.update,
             io_engine=self.io_engine,
         )

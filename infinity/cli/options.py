@@ -18,6 +18,11 @@ def parse_size(value: Any) -> int:
         raise typer.BadParameter(str(error)) from None
 
 
+def parse_cache(value: Any) -> int | str:
+    """The parser of --cache: bytes, or "auto"."""
+    return "auto" if value == "auto" else parse_size(value)
+
+
 _MODEL, _DATA, _TIERS, _TRAINING, _OUTPUT = "Model", "Data", "Where states live", "Training", "Output"
 
 TierName = Literal["gpu", "cpu", "nvme"]
@@ -57,6 +62,15 @@ CpuMemory = Annotated[
     int,
     typer.Option(parser=parse_size, metavar="BYTES", show_default="2GiB", help="Budget in host memory.", rich_help_panel=_TIERS),
 ]
+Cache = Annotated[
+    Any,
+    typer.Option(
+        parser=parse_cache,
+        metavar="auto|BYTES",
+        help="How much of --cpu-memory may keep a part of what is on NVMe; auto: what is left.",
+        rich_help_panel=_TIERS,
+    ),
+]
 Parameters = Annotated[TierName, typer.Option(help="Home of the parameters.", rich_help_panel=_TIERS)]
 Optimizer = Annotated[TierName, typer.Option(help="Home of the optimizer states.", rich_help_panel=_TIERS)]
 Gradients = Annotated[TierName, typer.Option(help="Home of the gradients.", rich_help_panel=_TIERS)]
@@ -67,6 +81,10 @@ Precision = Annotated[
 GradientPrecision = Annotated[
     Literal["auto", "fp32"],
     typer.Option(help="dtype that gradients are accumulated in; auto: that of the parameters.", rich_help_panel=_TIERS),
+]
+MomentPrecision = Annotated[
+    Literal["fp32", "bf16", "int8"],
+    typer.Option(help="How the optimizer's moments are kept: 8, 4 or 2.25 bytes per parameter.", rich_help_panel=_TIERS),
 ]
 Update = Annotated[
     Literal["auto", "speculative", "exact", "plain"],

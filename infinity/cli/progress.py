@@ -10,7 +10,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
-from infinity.cli.history import TIERS, History, format_seconds, limits
+from infinity.cli.history import TIERS, History, cached_text, format_seconds, limits
 from infinity.units import format_bytes
 
 if TYPE_CHECKING:
@@ -110,6 +110,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     for tier, memory in summary["memory"].items():
         budget = f" of {format_bytes(memory['budget'])}" if memory["budget"] else ""
         rows.append((f"peak {tier}", f"{format_bytes(memory['peak'])}{budget}"))
+    if summary["cached"]["of"]:
+        rows.append(("cached in host memory", cached_text(summary["cached"])))
     rows += [(name, summary[name]) for name in ("output", "report", "trace") if summary.get(name)]
     if not summary["output"]:
         rows.append(("output", "none: the trained weights are gone; give --output DIR to keep them"))

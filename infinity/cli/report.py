@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.figures import loss_figure, tiers_figure, timeline_figure
-from infinity.cli.history import History, format_seconds
+from infinity.cli.history import History, cached_text, format_seconds
 from infinity.cli.output import write_file
 from infinity.cli.page import card, page, section
 from infinity.observe import Span
@@ -37,6 +37,8 @@ def _cards(summary: dict[str, Any]) -> str:
     for tier, memory in summary["memory"].items():
         budget = f"budget {format_bytes(memory['budget'])}" if memory["budget"] else "no limit was set"
         peaks.append(card(f"Peak on {tier}", format_bytes(memory["peak"]), budget))
+    if summary["cached"]["of"]:
+        peaks.append(card("Cached in host memory", cached_text(summary["cached"]), "of what lives on NVMe: it never moves"))
     return "".join(f'<div class="cards">{"".join(row)}</div>' for row in (cards, peaks) if row)
 
 

@@ -57,6 +57,8 @@ def _gathered_unit(unit: Unit, write: bool) -> Iterator[None]:
 def _write_back(unit: Unit, shard: torch.Tensor) -> None:
     master = unit.blocks.get(Kind.MASTER)
     if master is not None and master.written:  # one that was never written is the parameter, widened
-        kept = unit.read(Kind.MASTER)
-        unit.write(Kind.MASTER, torch.where(kept.to(unit.dtype) == shard, kept, shard.float()))
-    unit.write(Kind.PARAM, shard)
+        same = unit.read(Kind.PARAM).view(torch.uint8) == shard.view(torch.uint8)
+        same = same.view(-1, shard.element_size()).all(dim=1)
+        unit.write(Kind.MASTER, torch.where(same, unit.read(Kind.MASTER), shard.float()))
+    else:
+        unit.write(Kind.PARAM, shard)

@@ -72,6 +72,7 @@ def adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
     beta1, beta2 = betas
     return Hyper(
         "adam",
+        step,
         {
             "lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled,
             "bias_correction1": 1.0 - beta1**step, "bias_correction2_sqrt": (1.0 - beta2**step) ** 0.5,

@@ -185,8 +185,8 @@ class Adapted(Optimizer):
         return self._benches[unit]
 
     def _update(self, unit: Unit) -> None:
-        master = unit.blocks.get(Kind.MASTER)
-        values = unit.gather(Kind.MASTER) if master is not None and master.written else unit.gather(Kind.PARAM).float()
+        kept = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
+        values = unit.gather(kept)
         gradients = unit.gather(Kind.GRAD).float()
         if unit.factor != 1.0:
             gradients.mul_(unit.factor)
@@ -198,10 +198,7 @@ class Adapted(Optimizer):
             optimizer.step()
         finally:
             bench.clear()
-        shard = unit.shard_of(values)
-        if master is not None:
-            unit.write(Kind.MASTER, shard)
-        unit.write(Kind.PARAM, shard.to(unit.dtype))
+        unit.write(kept, unit.shard_of(values))
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch: per parameter the states of the torch optimizer and, for bf16 and fp16 parameters, the fp32 `master`."""

@@ -11,16 +11,17 @@ import torch
 from infinity import native
 from infinity.errors import ConfigError
 from infinity.sharding.unit import Unit
-from infinity.tiers.block import Kind
+from infinity.tiers.block import Format, Kind
 from infinity.tiers.store import Store
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Hyper(NamedTuple):
-    """The hyper-parameters of one parameter in one step: those of the kernel `rule`, by keyword."""
+    """The hyper-parameters of one parameter in its update number `step`: those of the kernel `rule`, by keyword."""
 
     rule: str
+    step: int
     values: dict[str, float]
 
 
@@ -30,6 +31,18 @@ class Segment(NamedTuple):
     begin: int
     end: int
     hyper: Hyper
+
+
+class States(NamedTuple):
+    """The states of some elements of unit number `unit`, from number `position` of its flat buffer on.
+
+    PARAM and GRAD are tensors of their dtypes, the others uint8 in `formats`.
+    """
+
+    tensors: dict[Kind, torch.Tensor]
+    formats: dict[Kind, Format]
+    unit: int = 0
+    position: int = 0
 
 
 class Kernels:
@@ -47,37 +60,22 @@ class Kernels:
         self.threads = threads or len(os.sched_getaffinity(0))
         self._pool = self._module.Pool(self.threads)
 
-    def update(
-        self, rule: str, chunk: dict[Kind, torch.Tensor], begin: int, end: int, hyper: dict[str, float], grad_scale: float
-    ) -> None:
-        """Update elements [begin, end) of a chunk in place by `rule`; formula in `native/cpu_adam/`."""
-        if hasattr(self._module, "update"):
-            self._update(rule, chunk, begin, end, hyper, grad_scale)
-            return
-        if rule != "adam":
-            raise ConfigError(f"there is no kernel for {rule}")
-        param, grad = chunk[Kind.PARAM], chunk[Kind.GRAD]
-        master = chunk.get(Kind.MASTER, param)
+    def update(self, states: States, begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:
+        """Update elements [begin, end) in place, with gradients times `grad_scale`; formulas in `native/cpu_adam/rules.h`.
 
-        def at(tensor: torch.Tensor) -> int:
-            return tensor.data_ptr() + begin * tensor.element_size()
+        The noise of stochastic rounding is a function of the unit, the element's place in it, and the step (`noise.h`).
+        """
+        tensors, formats = states.tensors, states.formats
 
-        self._module.adam_step(
-            at(grad), _NAMES[grad.dtype], at(master), at(chunk[Kind.EXP_AVG]), at(chunk[Kind.EXP_AVG_SQ]), at(param),
-            _NAMES[param.dtype], end - begin, **hyper, grad_scale=grad_scale, isa=self.isa, pool=self._pool,
-        )  # fmt: skip
-
-    def _update(
-        self, rule: str, chunk: dict[Kind, torch.Tensor], begin: int, end: int, hyper: dict[str, float], grad_scale: float
-    ) -> None:
         def at(kind: Kind) -> int:
-            return chunk[kind].data_ptr() if kind in chunk else 0
+            return tensors[kind].data_ptr() if kind in tensors else 0
 
-        param, grad = chunk[Kind.PARAM], chunk[Kind.GRAD]
+        moments = {formats[kind].name for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ) if kind in tensors}
         self._module.update(
-            rule, at(Kind.GRAD), _NAMES[grad.dtype], at(Kind.PARAM), _NAMES[param.dtype], at(Kind.MASTER),
-            "fp32" if Kind.MASTER in chunk else "none", at(Kind.EXP_AVG), at(Kind.EXP_AVG_SQ), "fp32", begin, end, position=0,
-            key=0, **hyper, grad_scale=grad_scale, isa=self.isa, pool=self._pool,
+            hyper.rule, at(Kind.GRAD), _NAMES[tensors[Kind.GRAD].dtype], at(Kind.PARAM), _NAMES[tensors[Kind.PARAM].dtype],
+            at(Kind.MASTER), formats[Kind.MASTER].name if Kind.MASTER in tensors else "none",
+            at(Kind.EXP_AVG), at(Kind.EXP_AVG_SQ), moments.pop() if moments else "fp32", begin, end, position=states.position,
+            key=states.unit << 32 | hyper.step, grad_scale=grad_scale, isa=self.isa, pool=self._pool, **hyper.values,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -315,8 +315,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
-        derived = kind is Kind.MASTER and not unit.blocks[kind].written
-        full = unit.gather(Kind.PARAM).float() if derived else unit.gather(kind)
+        full = unit.gather(kind)
         for place, value in zip(unit.layout.places, values, strict=True):
             if value is not None:
                 full[place.offset : place.end].view(place.shape).copy_(value)

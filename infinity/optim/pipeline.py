@@ -3,22 +3,32 @@
 [Note: an update that may be taken back]
 A job that is AHEAD was begun before the step it belongs to, on the guess that this step clips nothing. It reads the states and
 writes the new ones into the other extents of copy-on-write blocks, and touches nothing else: until `confirm` every reader sees
-the old content, and after `cancel` it always will. So a wrong guess costs I/O and never a number (invariant I8).
+the old content, and after `cancel` it always will. So a wrong guess costs I/O and never a number (invariant I8). That is so
+chunk by chunk: what is at home in host memory, as a part of a block on NVMe may be, is rewritten in place, so a chunk with any
+of that is not updated before the job is CONFIRMED.
 
 [Note: which chunk is next]
 The next chunk is always one of the unit that the next forward needs first, even if another unit is half done. In backward that
 is the unit whose gradients came last, for it is the first in forward; what is left over when the step comes is then spread
 evenly over the units, and the forward meets a little of it at each unit instead of a whole update at the first ones. With I/O
 as long as compute, a step whose forward takes f of it: unit p (0 first, 1 last) is ready at (1-p)(1-f) and needed at 1-f+pf.
-The window [0, q] of units has q of time for q of I/O, so this order, earliest need first, just fits.
+The window [0, q] of units has q of time for q of I/O, so this order, earliest need first, just fits. A chunk that lies in memory
+as a whole takes part in this order, and fills the time in which I/O is waited for.
+
+[Note: an update waits for its place]
+Once a step is fixed, a unit's update runs when the unit has its place on the compute device: when it is used next but few. What
+it makes is put there (see the store), where an update that ran sooner would have it read back. As many units as have a place
+are enough ahead of the forward to hide behind it. Who waits for all updates (`drain`) does not wait for places.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import math
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,11 +37,13 @@ import torch
 
 from infinity.device import copy_alone
 from infinity.observe import Meter, Recorder
-from infinity.optim.kernels import Kernels, Segment
+from infinity.optim.kernels import Kernels, Segment, States
+from infinity.sharding import codec
 from infinity.sharding.unit import Unit
 from infinity.tiers.access import Checkout
-from infinity.tiers.block import Block, Kind
-from infinity.tiers.store import STAGED_SETS, Store
+from infinity.tiers.block import Kind
+from infinity.tiers.budget import STAGED_SETS
+from infinity.tiers.store import Store
 
 READING, WRITING = 2, STAGED_SETS - 2
 """Chunks in flight each way: more would only make what comes after them wait longer."""
@@ -72,16 +84,32 @@ class Job:
         self.state = JobState.AWAITED
         self.update: UnitUpdate | None = None
         """None while AWAITED."""
-        self.chunks = deque(unit.chunks())
-        """First elements of the chunks that have not been checked out."""
+        starts = unit.chunks()
+        staged = bisect_left(starts, unit.in_memory_until)
+        self.in_place_until = unit.rewritten_in_place_until
+        """The element from which on an update may be taken back."""
+        revocable = bisect_left(starts, self.in_place_until, lo=staged)
+        self.in_memory = deque(starts[:staged])
+        """First elements of the chunks that need neither staging nor I/O, and were not checked out: they wait for CONFIRMED."""
+        self.chunks = deque((*starts[revocable:], *starts[staged:revocable]))
+        """First elements of the other chunks that were not checked out, those first that may be updated AHEAD."""
         self.in_flight = 0
         """Chunks that are checked out."""
         self.meter = Meter()
 
+    def may_update(self, begin: int) -> bool:
+        """Whether the chunk from `begin` on may be updated now, as far as is known what the update is."""
+        return self.state is JobState.CONFIRMED or (self.state is JobState.AHEAD and begin >= self.in_place_until)
+
     @property
     def written(self) -> bool:
         """Whether every chunk has been through."""
-        return not self.chunks and self.in_flight == 0
+        return not self.chunks and not self.in_memory and self.in_flight == 0
+
+    def drop(self) -> None:
+        """Nothing more is checked out."""
+        self.chunks.clear()
+        self.in_memory.clear()
 
 
 @dataclass
@@ -91,6 +119,10 @@ class _Chunk:
     job: Job
     begin: int
     outs: dict[Kind, Checkout]
+
+    def may_go_on(self) -> bool:
+        """Whether the update may be made, or never will be."""
+        return self.job.state is JobState.ENDED or self.job.may_update(self.begin)
 
     def arrived(self) -> bool:
         return all(out.arrived() for out in self.outs.values())
@@ -102,9 +134,12 @@ class _Chunk:
     def committed(self) -> bool:
         return all(out.committed() for out in self.outs.values())
 
-    def tensors(self) -> dict[Kind, torch.Tensor]:
-        dtypes = {Kind.PARAM: self.job.unit.dtype, Kind.GRAD: self.job.unit.gradient_dtype}
-        return {kind: out.tensor.view(dtypes.get(kind, torch.float32)) for kind, out in self.outs.items()}
+    def states(self) -> States:
+        unit = self.job.unit
+        dtypes = {Kind.PARAM: unit.dtype, Kind.GRAD: unit.gradient_dtype}
+        tensors = {kind: out.tensor.view(dtypes.get(kind, torch.uint8)) for kind, out in self.outs.items()}
+        formats = {kind: block.format for kind, block in unit.blocks.items()}
+        return States(tensors, formats, unit.index, unit.rank * unit.layout.shard_numel + self.begin)
 
 
 class Pipeline:
@@ -115,6 +150,8 @@ class Pipeline:
         self._changed = threading.Condition()
         self._jobs: list[Job] = []  # that are not ENDED
         self._closed = self._failed = False
+        self._hurries = 0  # how many wait for all that is CONFIRMED
+        store.on_place = self.poke
         self.seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="infinity-updater", daemon=True)
         self._thread.start()
@@ -149,7 +186,7 @@ class Pipeline:
         """AWAITED or AHEAD -> ENDED, and block until nothing of it is in flight: then its blocks may be written by others."""
         with self._changed:
             job.state = JobState.ENDED
-            job.chunks.clear()
+            job.drop()
             if job in self._jobs:
                 self._jobs.remove(job)
             self._changed.notify_all()
@@ -158,7 +195,15 @@ class Pipeline:
     def drain(self) -> None:
         """Block until no job is CONFIRMED; also returns when one failed, which the store then knows."""
         with self._changed:
+            self._hurries += 1
+            self._changed.notify_all()
             self._changed.wait_for(lambda: all(job.state is not JobState.CONFIRMED for job in self._jobs))
+            self._hurries -= 1
+
+    def poke(self) -> None:
+        """A unit got its place on the compute device."""
+        with self._changed:
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Finish what was added and end the thread. May be called twice."""
@@ -170,8 +215,8 @@ class Pipeline:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._next(()) is not None)
-                if self._next(()) is None:
+                self._changed.wait_for(lambda: self._closed or self._has_work(()))
+                if not self._has_work(()):
                     return
             start = time.perf_counter()
             self._work()
@@ -181,20 +226,25 @@ class Pipeline:
         """Take chunks through until there are none."""
         reading: deque[_Chunk] = deque()
         writing: list[_Chunk] = []
-        held: list[_Chunk] = []  # of jobs that are AWAITED
+        held: list[_Chunk] = []  # that may not go on yet
         try:
             while True:
                 for chunk in [chunk for chunk in writing if chunk.committed()]:
                     self._retire(chunk)
                     writing.remove(chunk)
-                for chunk in [chunk for chunk in held if chunk.job.state is not JobState.AWAITED]:
+                for chunk in [chunk for chunk in held if chunk.may_go_on()]:
                     held.remove(chunk)
                     reading.append(chunk)
                 coming = [chunk for chunk in (*reading, *held) if not chunk.arrived()]
                 ready = len(reading) < READING and len(writing) < WRITING
                 found = self._check_out(held, ready, wait=False) if len(coming) < READING else None
+                arrived = bool(reading) and len(writing) < WRITING and reading[0].arrived()
                 if found is not None:
-                    (held if found.job.state is JobState.AWAITED else reading).append(found)
+                    (reading if found.may_go_on() else held).append(found)
+                elif (here := self._take_in_memory(before=reading[0].job.place if arrived else math.inf)) is not None:
+                    reading.appendleft(here)
+                    self._update(here)
+                    self._retire(reading.popleft())
                 elif reading and len(writing) < WRITING:
                     self._update(reading[0])
                     writing.append(reading.popleft())
@@ -224,7 +274,7 @@ class Pipeline:
         with self._changed:
             self._failed = True
             for job in self._jobs:
-                job.chunks.clear()
+                job.drop()
         for chunk in chunks:
             for out in chunk.outs.values():
                 with contextlib.suppress(OSError):  # the first error is the one to tell
@@ -232,22 +282,36 @@ class Pipeline:
             self._leave(chunk.job)
 
     def _next(self, held: Sequence[_Chunk], ready: bool = True) -> Job | None:
-        """The job whose chunk is next (under the lock); without `ready` only one that is AWAITED."""
+        """The job whose chunk is read next (under the lock); without `ready` only one that is AWAITED."""
         may_hold = len(held) < self._store.staged_sets - STAGED_SETS
-        able = (job for job in self._jobs if job.chunks and (may_hold if job.state is JobState.AWAITED else ready))
+
+        def able(job: Job) -> bool:
+            return may_hold if job.state is JobState.AWAITED else ready and job.may_update(job.chunks[0]) and self._has_place(job)
+
+        return min((job for job in self._jobs if job.chunks and able(job)), key=lambda job: job.place, default=None)
+
+    def _has_place(self, job: Job) -> bool:
+        """Whether what the update of `job` makes can be put where it is used, or need not wait for that."""
+        block = job.unit.blocks[Kind.PARAM]
+        waits = job.state is JobState.CONFIRMED and block.moved_bytes and not (self._hurries or self._closed)
+        return not waits or self._store.has_copy(block)
+
+    def _next_in_memory(self) -> Job | None:
+        able = (job for job in self._jobs if job.in_memory and job.state is JobState.CONFIRMED)
         return min(able, key=lambda job: job.place, default=None)
 
+    def _has_work(self, held: Sequence[_Chunk]) -> bool:
+        return self._next(held) is not None or self._next_in_memory() is not None
+
     def _await_change(self, held: Sequence[_Chunk]) -> None:
-        """Block until a job of those that are held is not AWAITED any more, or there is another chunk."""
+        """Block until a chunk of those that are held may go on, or there is another one."""
         start = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(
-                lambda: any(chunk.job.state is not JobState.AWAITED for chunk in held) or self._next(held) is not None
-            )
+            self._changed.wait_for(lambda: any(chunk.may_go_on() for chunk in held) or self._has_work(held))
         self.seconds -= time.perf_counter() - start
 
     def _check_out(self, held: Sequence[_Chunk], ready: bool, wait: bool) -> _Chunk | None:
-        """The next chunk, or None: there is none, or (without `wait`) no slots for it.
+        """The next chunk to read, or None: there is none, or (without `wait`) no slots for it.
 
         The slots of what is `held` are never all there are, so waiting for others ends.
         """
@@ -257,40 +321,58 @@ class Pipeline:
                 return None
             begin = job.chunks.popleft()
             job.in_flight += 1
+        return self._open(job, job.chunks, begin, wait)
+
+    def _take_in_memory(self, before: float) -> _Chunk | None:
+        """The next chunk that needs no I/O, of a unit that is needed `before` that place, or None."""
+        with self._changed:
+            job = self._next_in_memory()
+            if job is None or job.place >= before:
+                return None
+            begin = job.in_memory.popleft()
+            job.in_flight += 1
+        return self._open(job, job.in_memory, begin, wait=False)
+
+    def _open(self, job: Job, queue: deque[int], begin: int, wait: bool) -> _Chunk | None:
+        """Check out the chunk from `begin` on, or put it back into its `queue`."""
         blocks = job.unit.blocks
-        wants = [(block, _needed(blocks, kind)) for kind, block in blocks.items()]
+        wants = [(block, _needed(job.unit, kind)) for kind, block in blocks.items()]
         outs = None
         try:
             check_out = self._store.check_out if wait else self._store.try_check_out
-            outs = check_out(wants, begin, job.meter)
+            outs = check_out(wants, begin, job.meter, copies=True)
         finally:
             if outs is None:
                 with self._changed:
                     if job in self._jobs:
-                        job.chunks.appendleft(begin)
+                        queue.appendleft(begin)
                 self._leave(job)
         return None if outs is None else _Chunk(job, begin, dict(zip(blocks, outs, strict=True)))
 
     def _update(self, chunk: _Chunk) -> None:
         chunk.wait()
-        update, tensors = chunk.job.update, chunk.tensors()
+        update = chunk.job.update
         if update is None or chunk.job.state is JobState.ENDED:
             return
-        start = time.perf_counter()
-        param, master = tensors[Kind.PARAM], tensors.get(Kind.MASTER)
-        if master is not None and not update.unit.blocks[Kind.MASTER].written:
-            copy_alone(master, param)
-        elif master is not None and not _covers(update.segments, chunk.begin, chunk.begin + param.numel()):
-            copy_alone(param, master)
+        start, states = time.perf_counter(), chunk.states()
+        param = states.tensors[Kind.PARAM]
+        if update.unit.is_rounded:
+            master = states.tensors[Kind.MASTER].view(torch.float32)
+            if not update.unit.blocks[Kind.MASTER].written:
+                copy_alone(master, param)
+            elif not _covers(update.segments, chunk.begin, chunk.begin + param.numel()):
+                codec.round_to(param, master)
         for segment in update.segments:
             begin, end = max(segment.begin - chunk.begin, 0), min(segment.end - chunk.begin, param.numel())
             if begin < end:
-                rule, hyper = segment.hyper
-                self._kernels.update(rule, tensors, begin, end, hyper, update.grad_scale)
+                self._kernels.update(states, begin, end, segment.hyper, update.grad_scale)
         self._recorder.add("adam", update.unit.name, start, time.perf_counter())
+        ahead = chunk.job.state is JobState.AHEAD
         for kind, out in chunk.outs.items():
             if kind is not Kind.GRAD:
-                out.commit(background=chunk.job.state is JobState.AHEAD)
+                out.commit(background=ahead)
+        if not ahead:
+            self._store.renew(update.unit.blocks[Kind.PARAM], chunk.begin, chunk.outs[Kind.PARAM].tensor)
 
     def _retire(self, chunk: _Chunk) -> None:
         for out in chunk.outs.values():
@@ -312,15 +394,11 @@ class Pipeline:
             self._changed.notify_all()
 
 
-def _needed(blocks: dict[Kind, Block], kind: Kind) -> bool:
-    """Whether the old content of `kind` goes into the update.
-
-    The parameter is the rounded master, so it is only written, except the first time: a master that was never written is
-    the parameter, widened.
-    """
-    if kind is Kind.PARAM:
-        return Kind.MASTER not in blocks or not blocks[Kind.MASTER].written
-    return kind is not Kind.MASTER or blocks[Kind.MASTER].written
+def _needed(unit: Unit, kind: Kind) -> bool:
+    """Whether the old content of `kind` goes into the update: a master that was never written is the parameter, widened."""
+    if unit.is_rounded and kind in (Kind.PARAM, Kind.MASTER):
+        return unit.blocks[Kind.MASTER].written is (kind is Kind.MASTER)
+    return True
 
 
 def _covers(segments: Sequence[Segment], begin: int, end: int) -> bool:

@@ -48,7 +48,7 @@ class Adagrad(Optimizer):
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
         lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
-        return Hyper("adagrad", {"lr": lr, "eps": group["eps"], "weight_decay": group["weight_decay"]})
+        return Hyper("adagrad", step, {"lr": lr, "eps": group["eps"], "weight_decay": group["weight_decay"]})
 
 
 class Lion(Optimizer):
@@ -85,7 +85,8 @@ class Lion(Optimizer):
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
         beta1, beta2 = group["betas"]
-        return Hyper("lion", {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]})
+        values = {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
+        return Hyper("lion", step, values)
 
 
 class SGD(Optimizer):
@@ -127,4 +128,4 @@ class SGD(Optimizer):
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
         values = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov")}
-        return Hyper("sgd", {"lr": float(group["lr"]), "first_step": step == 1} | values)
+        return Hyper("sgd", step, {"lr": float(group["lr"]), "first_step": step == 1} | values)

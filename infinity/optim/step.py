@@ -223,7 +223,7 @@ class Updater:
                 kept += begun.update is not None
             jobs.append(self._early.pop(update.unit, Job(update.unit, places[update.unit])))
         for update in wanted:
-            self._store.begin_update(update.unit.blocks[Kind.PARAM])
+            self._store.begin_update(update.unit.blocks[Kind.PARAM], keep=True)
             update.unit.spend()
         self._surroundings.stepped()
         self._pipeline.confirm(list(zip(jobs, wanted, strict=True)))

@@ -27,14 +27,15 @@ def look_ahead(trace: Trace, has_copy: Callable[[int], bool], bring: Callable[[i
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What moving one unit of this rank costs, in bytes of NVMe traffic; 0 for what is at home elsewhere.
+    """What moving one unit of this rank costs, in bytes of NVMe traffic; none for what is in memory.
 
-    `slots` is the run it takes on the compute device (0: it never leaves). `update_read` and `update_written` are those of
-    one optimizer step: its states, parameter and gradient.
+    `slots` is the run it takes on the compute device (0: it never leaves). `fetch` brings it there; `old` is what its update
+    reads of the parameter when that is not there. `update_read` and `update_written` are all else of one optimizer step.
     """
 
     slots: int
     fetch: int
+    old: int
     update_read: int
     update_written: int
     trainable: bool
@@ -59,35 +60,42 @@ def predict(
     slots: int,
     accumulation: int = 1,
     held: Sequence[frozenset[int]] = (),
+    waits: bool = False,
 ) -> Traffic:
     """NVMe traffic of one optimizer step of `accumulation` cycles of `order`, with `slots` slots for copies.
 
     Walks three steps from an empty arena and states the last, when the walk repeats itself. `held[i]` are units that cannot
-    be evicted when `order[i]` comes into use (see `Cycle`); none when it is empty.
+    be evicted when `order[i]` comes into use (see `Cycle`); none when it is empty. An update puts what it makes where the unit
+    has a place, and runs when it has one, or with `waits` before the step returns.
     """
     copies: SlotMap[int] = SlotMap(slots)
     trace = Trace()
-    fetched = 0
+    fetched = reread = 0
+    trainable = frozenset(index for index, unit in enumerate(units) if unit.trainable) & set(order)
+    pending: set[int] = set()  # to be updated, without a place
 
     def bring(unit: int, beyond: float, pinned: frozenset[int] = frozenset()) -> bool:
-        nonlocal fetched
+        nonlocal fetched, reread
         place = copies.place(units[unit].slots, lambda other: None if other in pinned else trace.next_use(other), beyond)
         if place is None:
             return False
         for victim in place.evicted:
             copies.give_back(victim)
         copies.take(unit, place.start, units[unit].slots)
-        fetched += units[unit].fetch
+        if unit in pending:
+            pending.remove(unit)
+            reread += units[unit].old
+        else:
+            fetched += units[unit].fetch
         return True
 
     def has_copy(unit: int) -> bool:
         return units[unit].slots == 0 or unit in copies.runs
 
-    trainable = frozenset(index for index, unit in enumerate(units) if unit.trainable)
     for _ in range(3):
-        fetched = 0
-        for micro_batch in range(accumulation):
-            trace.begin("train", trainable if micro_batch == accumulation - 1 else frozenset())
+        fetched = reread = 0
+        for _ in range(accumulation):
+            trace.begin("train")
             look_ahead(trace, has_copy, bring)
             for unit, others in zip(order, held or [frozenset()] * len(order), strict=True):
                 trace.use(unit)
@@ -95,12 +103,13 @@ def predict(
                     bring(unit, -1, others)
                 pinned = others | {unit}
                 look_ahead(trace, has_copy, lambda other, beyond, pinned=pinned: bring(other, beyond, pinned))  # type: ignore[misc]
-        for unit in trainable & set(copies.runs):
-            copies.give_back(unit)
-        trace.dropped = frozenset()
+        pending = {unit for unit in trainable if not has_copy(unit)}
         look_ahead(trace, has_copy, bring)
-    updated = [units[unit] for unit in sorted(trainable & set(order))]
-    return Traffic(fetched, sum(u.update_read for u in updated), sum(u.update_written for u in updated))
+        if waits:
+            reread += sum(units[unit].old for unit in pending)
+            pending.clear()
+    updated = [units[unit] for unit in sorted(trainable)]
+    return Traffic(fetched, reread + sum(u.update_read for u in updated), sum(u.update_written for u in updated))
 
 
 class Foresight:

@@ -34,15 +34,12 @@ class Runtime:
         """A forward of the model starts."""
         self.stale = False
         self._cycles += training
-        last = training and self._cycles == self.accumulation
-        updated = frozenset(unit.index for unit in self._units if unit.trains) if last else frozenset()
-        self.trace.begin("train" if training else "eval", updated)
+        self.trace.begin("train" if training else "eval")
         self.look_ahead()
 
     def stepped(self) -> None:
-        """An optimizer step was started, and the copies of what it updates are dropped: bring what comes first."""
+        """An optimizer step was started: take the places of what comes first, for its updates to fill."""
         self.accumulation, self._cycles, self.stale = self._cycles, 0, True
-        self.trace.dropped = frozenset()
         self.look_ahead()
 
     def enter(self, unit: Unit) -> torch.Tensor:

@@ -54,12 +54,10 @@ class Trace:
         self.predicted = Cycle(())
         self.position = 0
         """Index in `predicted` of the use that is expected next."""
-        self.dropped: frozenset[int] = frozenset()
-        """Units whose copies are dropped when this cycle ends, for a step follows it: they have no use beyond its end."""
         self.misses = 0
         """Uses that were not predicted, since the start; the first cycle of a phase counts in full."""
 
-    def begin(self, phase: str, dropped: frozenset[int] = frozenset()) -> None:
+    def begin(self, phase: str) -> None:
         """A new cycle starts; what was recorded becomes the prediction of its phase."""
         recorded, known = (tuple(self._recording), tuple(self._held)), self._cycles.get(self._phase, Cycle(()))
         if self._recording and (known.order, known.held) != recorded:
@@ -67,7 +65,6 @@ class Trace:
         self._phase, self._recording, self._held = phase, [], []
         self.predicted = self._cycles.get(phase, Cycle(()))
         self.position = 0
-        self.dropped = dropped
 
     @property
     def current(self) -> int | None:
@@ -93,16 +90,14 @@ class Trace:
 
     def next_use(self, unit: int) -> float:
         """How many uses away the next use of `unit` is, as far as is known; infinite when it is not known."""
-        distance = self.predicted.distance(unit, self.position)
-        beyond = self.position + distance >= len(self.predicted.order)
-        return math.inf if beyond and unit in self.dropped else distance
+        return self.predicted.distance(unit, self.position)
 
     def upcoming(self) -> Iterator[tuple[int, float]]:
         """Each unit that will be used, with its distance, soonest first, at most one cycle ahead."""
         order, seen = self.predicted.order, set()
         for ahead in range(len(order)):
             unit = order[(self.position + ahead) % len(order)]
-            if unit not in seen and not (self.position + ahead >= len(order) and unit in self.dropped):
+            if unit not in seen:
                 seen.add(unit)
                 yield unit, ahead
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from infinity.config import Config, Tier
-from infinity.sharding import collectives
+from infinity.sharding import codec, collectives
 from infinity.sharding.layout import Layout
 from infinity.sharding.parameter import guard_for
-from infinity.tiers.block import Block, Kind
+from infinity.tiers.block import BF16, FP32, INT8, SPLIT, Block, Format, Kind
 from infinity.tiers.store import Store
 
+_MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
 MOMENTS: dict[str, tuple[Kind, ...]] = {
     "adam": (Kind.EXP_AVG, Kind.EXP_AVG_SQ), "adagrad": (Kind.EXP_AVG_SQ,), "lion": (Kind.EXP_AVG,),
     "momentum": (Kind.EXP_AVG,), "sgd": (), "other": (),
@@ -154,22 +155,28 @@ class Unit:
 
     def declare(self, store: Store, config: Config) -> None:
         """Add this unit's blocks to the store: parameters, and for a trainable unit gradients, master and moments."""
-        shard, size = self.layout.shard_numel, self.dtype.itemsize
+        shard = self.layout.shard_numel
         self.store, self.tier, self.algorithm = store, config.parameters, config.algorithm
         self.spill = config.nvme if config.optimizer == "nvme" else ()  # directories for states that have no block
 
-        def add(kind: Kind, itemsize: int, tier: Tier, span: int = 0, at: int = 0) -> None:
+        def add(kind: Kind, form: Format, tier: Tier, span: int = 0, at: int = 0) -> None:
             name = f"{kind.value} of {self.name}"
-            self.blocks[kind] = store.add(Block(self.index, kind, shard, itemsize, tier, span or shard * itemsize, at, name))
+            self.blocks[kind] = store.add(Block(self.index, kind, shard, form, tier, span or form.bytes_of(shard), at, name))
 
-        add(Kind.PARAM, size, config.parameters, span=self.nbytes, at=self.rank * shard * size)
+        add(Kind.PARAM, _plain(self.dtype), config.parameters, span=self.nbytes, at=self.rank * shard * self.dtype.itemsize)
         if self.trainable:
             self.gradient_dtype = torch.float32 if config.gradient_precision == "fp32" else self.dtype
-            add(Kind.GRAD, self.gradient_dtype.itemsize, config.gradients)
+            add(Kind.GRAD, _plain(self.gradient_dtype), config.gradients)
             if self.dtype != torch.float32:
-                add(Kind.MASTER, 4, config.optimizer)
+                split = config.split_master and self.dtype == torch.bfloat16
+                add(Kind.MASTER, SPLIT if split else FP32, config.optimizer)
             for kind in MOMENTS[config.algorithm]:
-                add(kind, 4, config.optimizer)
+                add(kind, _MOMENT_FORMATS[config.moment_precision], config.optimizer)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the parameters are nothing but their masters, rounded: then an update writes them and does not read them."""
+        return Kind.MASTER in self.blocks and self.blocks[Kind.MASTER].format is not SPLIT
 
     @property
     def trains(self) -> bool:
@@ -179,8 +186,20 @@ class Unit:
 
     @property
     def copy_on_write(self) -> bool:
-        """Whether all that an update rewrites has a second place, so that it may be begun and taken back."""
+        """Whether all that an update rewrites has a second place, where it is on NVMe, so that it may be begun and taken back."""
         return all(len(block.extents) == 2 for kind, block in self.blocks.items() if kind is not Kind.GRAD)
+
+    @property
+    def in_memory_until(self) -> int:
+        """The first element of this rank's shard of which something has to be copied for an update: what is before is not."""
+        return min(self.store.in_memory_until(block) for block in self.blocks.values())
+
+    @property
+    def rewritten_in_place_until(self) -> int:
+        """The first element from which on all that an update rewrites has a second place; `shard_numel` when there is none."""
+        if not self.copy_on_write:
+            return self.layout.shard_numel
+        return max(block.kept for kind, block in self.blocks.items() if kind is not Kind.GRAD)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The qualified name of one of this unit's parameters."""
@@ -329,6 +348,7 @@ class Unit:
     def spend(self) -> None:
         """The gradients of this step are handed to an update."""
         self.spent, self.expected = True, self.collected
+        self._gathered_lease = None  # the other ranks' parts are renewed, too
 
     def settle_gradients(self) -> bool:
         """Make the gradient block final: zeros where this step brought nothing. Returns whether it brought anything."""
@@ -361,47 +381,79 @@ class Unit:
 
     # Whole content on the host
 
-    def chunks(self) -> Iterator[int]:
+    def chunks(self) -> Sequence[int]:
         """The first element of every chunk of this rank's shard."""
-        return iter(range(0, self.layout.shard_numel, self.store.chunk_elements))
+        return self.store.chunks(self.blocks[Kind.PARAM])
+
+    def _pieces(self, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """The first element of every chunk, and its part of `shard` (shard_numel,)."""
+        starts = self.chunks()
+        return zip(starts, shard.tensor_split(starts[1:]), strict=True)
 
     def read(self, kind: Kind) -> torch.Tensor:
-        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else in the dtype it is kept in."""
+        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else in the dtype it is kept in. A copy.
+
+        A master that no update has written is the parameter, widened.
+        """
         block = self.blocks[kind]
-        dtype = {Kind.PARAM: self.dtype, Kind.GRAD: self.gradient_dtype}.get(kind, torch.float32)
+        if kind is Kind.MASTER and not block.written:
+            return self.read(Kind.PARAM).float()
+        kinds = (Kind.PARAM, kind) if block.format is SPLIT else (kind,)
+        dtype = self._dtype_of(kind)
         shard = torch.empty(self.layout.shard_numel, dtype=dtype)
-        for begin in self.chunks():
-            (chunk,) = self.store.check_out([(block, True)], begin)
-            try:
-                chunk.wait()
-                values = chunk.tensor.view(dtype)
-                shard[begin : begin + values.numel()] = values
-            finally:
-                chunk.release()
+        for begin, values in self._pieces(shard):
+            with self._checked_out(kinds, begin, load=True) as tensors:
+                if kind in (Kind.PARAM, Kind.GRAD):
+                    values.copy_(tensors[0].view(dtype))
+                elif kind is Kind.MASTER:
+                    codec.decode_master(block.format, tensors, values)
+                else:
+                    codec.decode_moment(block.format, kind, tensors[0], values)
         return shard
 
     def write(self, kind: Kind, shard: torch.Tensor) -> None:
-        """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the block's dtype.
+        """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the dtype that `read` gives.
 
-        When that fails the content is in part new: whoever uses the engine from then on gets `EngineClosedError`.
+        A master takes its parameter along, which is the master rounded. When that fails the content is in part new: whoever
+        uses the engine from then on gets `EngineClosedError`.
         """
-        block = self.blocks[kind]
+        kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
+        form = self.blocks[kind].format
         self._withdraw()
-        if kind is Kind.PARAM:
-            self.store.begin_update(block)
+        if Kind.PARAM in kinds:
+            self.store.begin_update(self.blocks[Kind.PARAM])
         try:
-            for begin in self.chunks():
-                (chunk,) = self.store.check_out([(block, False)], begin)
-                try:
-                    target = chunk.tensor.view(shard.dtype)
-                    target.copy_(shard[begin : begin + target.numel()])
-                    chunk.commit()
-                finally:
-                    chunk.release()
+            for begin, values in self._pieces(shard):
+                with self._checked_out(kinds, begin, load=False) as tensors:
+                    if kind is Kind.MASTER:
+                        codec.encode_master(form, values, tensors[0].view(self.dtype), tensors[1])
+                    elif kind in (Kind.PARAM, Kind.GRAD):
+                        tensors[0].view(self._dtype_of(kind)).copy_(values)
+                    else:
+                        codec.encode_moment(form, kind, values, tensors[0])
         except BaseException as error:
             self.store.fail(error)
             raise
-        self.store.end_update([block])
+        self.store.end_update([self.blocks[k] for k in kinds])
+
+    def _dtype_of(self, kind: Kind) -> torch.dtype:
+        return {Kind.PARAM: self.dtype, Kind.GRAD: self.gradient_dtype}.get(kind, torch.float32)
+
+    @contextmanager
+    def _checked_out(self, kinds: Sequence[Kind], begin: int, load: bool) -> Iterator[list[torch.Tensor]]:
+        """The chunks from element `begin` on of these blocks, uint8; what the context leaves in them is written unless `load`."""
+        chunks = self.store.check_out([(self.blocks[kind], load) for kind in kinds], begin)
+        try:
+            for chunk in chunks:
+                chunk.wait()
+            yield [chunk.tensor for chunk in chunks]
+            if not load:
+                for chunk in chunks:
+                    chunk.commit()
+        finally:
+            with ExitStack() as stack:
+                for chunk in chunks:
+                    stack.callback(chunk.release)
 
     def gather(self, kind: Kind) -> torch.Tensor:
         """Like `read`, but the whole unit (numel,) from all ranks; every rank must call it."""
@@ -415,3 +467,7 @@ class Unit:
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat buffer (numel,)."""
         return full.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
+
+
+def _plain(dtype: torch.dtype) -> Format:
+    return Format(str(dtype).removeprefix("torch."), 1, dtype.itemsize)

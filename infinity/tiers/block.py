@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 from infinity.config import Tier
 
 if TYPE_CHECKING:
+    import torch
+
     from infinity.tiers.access import Fetch
     from infinity.tiers.arena import Lease
     from infinity.tiers.nvme import Extent
@@ -24,13 +26,33 @@ class Kind(str, enum.Enum):
     EXP_AVG_SQ = "exp_avg_sq"
 
 
+class Format(NamedTuple):
+    """How values lie in memory and on NVMe: `elements` of them take `nbytes` bytes together, and cannot be moved apart."""
+
+    name: str
+    elements: int
+    nbytes: int
+
+    def bytes_of(self, elements: int) -> int:
+        """Bytes of `elements` values."""
+        return -(-elements // self.elements) * self.nbytes
+
+
+FP32 = Format("fp32", 1, 4)
+BF16 = Format("bf16", 1, 2)
+SPLIT = Format("split", 1, 2)
+"""A master as the 16 bits by which it differs from its bf16 parameter."""
+INT8 = Format("int8", 32768, 36864)
+"""32768 codes of a byte, then an fp32 scale for every 32 of them: whole pages, so that direct I/O can move them alone."""
+
+
 class BlockState(enum.Enum):
     """Where the content of a block is, and what that costs in memory.
 
     HOME: on its home tier alone; a lease, if any, is the place that a failed fetch left for the next one.
     FETCHING: a clean copy is under way to a leased run of the compute arena.
     RESIDENT: a clean copy (or, for a block whose home is the compute device, the block itself) lies in its lease.
-    UPDATING: the optimizer replaces the content; a lease may be held ready for the fetch that follows.
+    UPDATING: the optimizer replaces the content; a lease, if any, gets the new content as it is made.
     """
 
     HOME = enum.auto()
@@ -41,18 +63,21 @@ class BlockState(enum.Enum):
 
 @dataclass(eq=False)
 class Block:
-    """`elements` values of `itemsize` bytes, of kind `kind` of unit number `unit`, at home on `tier`.
+    """`elements` values in `format`, of kind `kind` of unit number `unit`, at home on `tier`.
 
     Owned by the store, which alone changes a block, under its lock. `written` is False until the first update ends: such a
     block reads as zeros without I/O (a zero extent). `span` and `at` (bytes) place a parameter shard inside the unit's
     gathered buffer. `version` says which of the two extents of a copy-on-write block holds the current content, `updates`
     how often that was replaced.
+
+    Of a block on NVMe the first `kept` elements are at home in host memory instead, in `cached` (uint8), and are rewritten in
+    place; the extents hold the rest.
     """
 
     unit: int
     kind: Kind
     elements: int
-    itemsize: int
+    format: Format
     tier: Tier
     span: int
     at: int
@@ -61,16 +86,34 @@ class Block:
     written: bool = False
     updates: int = 0
     home: Lease | None = None
+    kept: int = 0
+    cached: torch.Tensor | None = None
     extents: tuple[Extent, ...] = ()
     version: int = 0
     lease: Lease | None = None
     fetch: Fetch | None = None
     pins: int = 0
+    copying: int = 0
+    """Copies from or to the lease that are under way; it may not end meanwhile."""
+    outdated: bool = False
+    """Whether the lease of a block that is UPDATING holds its old content, where not `renewed`."""
+    renewed: set[int] = field(default_factory=set)
+    """First elements of the chunks of which the lease of a block that is UPDATING holds the new content."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the block."""
-        return self.elements * self.itemsize
+        return self.format.bytes_of(self.elements)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of a block on NVMe that are at home in host memory."""
+        return self.format.bytes_of(self.kept)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that cross to NVMe when the block is read or written whole; 0 for a block of another tier."""
+        return self.nbytes - self.kept_bytes if self.tier == "nvme" else 0
 
     @property
     def target(self) -> int:
@@ -86,11 +129,13 @@ class Block:
         """HOME or UPDATING -> FETCHING, with the lease that `fetch` fills."""
         self._expect(BlockState.HOME, BlockState.UPDATING)
         self.state, self.fetch = BlockState.FETCHING, fetch
+        self._settle()
 
     def to_resident(self) -> None:
         """FETCHING or UPDATING -> RESIDENT."""
         self._expect(BlockState.FETCHING, BlockState.UPDATING)
         self.state, self.fetch = BlockState.RESIDENT, None
+        self._settle()
 
     def to_home(self) -> None:
         """Any state -> HOME; the lease on the compute device, if any, ends."""
@@ -98,6 +143,10 @@ class Block:
             self.lease.release()
             self.lease = None
         self.state, self.fetch = BlockState.HOME, None
+        self._settle()
+
+    def _settle(self) -> None:
+        self.outdated, self.renewed = False, set()
 
     def to_failed(self) -> None:
         """FETCHING -> HOME; the lease stays: on other ranks the same fetch arrived, and places must not differ (I6)."""
@@ -112,17 +161,18 @@ class Block:
         if updating:
             self.state = BlockState.UPDATING
 
-    def to_updating(self) -> None:
-        """HOME or RESIDENT -> UPDATING; a clean copy is dropped, for it is about to be stale."""
+    def to_updating(self, keep: bool) -> None:
+        """HOME or RESIDENT -> UPDATING; a copy, outdated then, is dropped or kept to be renewed."""
         self._expect(BlockState.HOME, BlockState.RESIDENT)
-        if not self.permanent:
+        resident = self.state is BlockState.RESIDENT
+        if not (keep or self.permanent):
             self.to_home()
-        self.state = BlockState.UPDATING
+        self.state, self.outdated = BlockState.UPDATING, keep and resident
         self.updates += 1
 
     def drop(self) -> None:
         """The store was closed: somebody may keep the block, but not what it held."""
-        self.home = self.lease = self.fetch = None
+        self.home = self.lease = self.fetch = self.cached = None
 
     def _expect(self, *states: BlockState) -> None:
         if self.state not in states:

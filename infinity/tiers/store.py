@@ -3,8 +3,15 @@
 [Note: two kinds of access]
 The model needs a unit's parameters whole, on the compute device, ahead of use: `prefetch`, `start`, `wait`, `release` keep clean
 copies of parameter blocks in the compute arena, evicted by Belady's rule. The optimizer needs every block of a unit in
-pieces, on the host, and writes them back: `check_out` hands out one chunk of each block. A block at home on host memory is
-handed out in place; one on NVMe passes through staging slots. Both see placement only as time, never in the values (I8).
+pieces, on the host, and writes them back: `check_out` hands out one chunk of each block. A block at home in host memory is
+handed out in place, and so is the part of a block on NVMe that stays there (`infinity.tiers.cache`); the rest passes through
+staging slots. Chunks do not cross the border between the two. Both see placement only as time, never in the values (I8).
+
+[Note: the place of a copy outlives an update]
+The copy of a parameter block that is on the compute device when the step comes is what the update reads, if it reads the
+parameter at all, and the new content goes to NVMe and into the same place. A place that the next forward takes while the
+update is still to come is filled the same way. So a parameter moves once for a forward, once for its backward and once for
+its update, and none of these twice.
 
 [Note: nobody starves]
 Staging slots are taken all at once for a chunk or not at all, and only by threads that can give back what they hold, so
@@ -31,14 +38,10 @@ from infinity.observe import Meter, Recorder
 from infinity.tiers.access import Checkout, Fetch, Mover
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, BlockState, Kind
+from infinity.tiers.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT, HostPlan, Staged, divide
+from infinity.tiers.cache import choose
 from infinity.tiers.nvme import ALIGNMENT, NvmeTier, Transfer
 from infinity.units import format_bytes, round_up
-
-CHUNK_ELEMENTS = 16384  # a chunk is a multiple of this many elements: the block of the gradient norm, 64 KiB of fp32
-MOST_CHUNK_ELEMENTS = 1 << 19  # 2 MiB of fp32: enough for full bandwidth, and short enough for others to get between
-STAGED_SETS = 6  # chunks in flight in the optimizer pipeline: two that are read and four that are written
-MOST_STAGED_SETS = 24  # what is left of them is read ahead
-WIDEST_ELEMENT = 4  # bytes; a staging slot fits a chunk of any kind
 
 
 class Store:
@@ -60,21 +63,24 @@ class Store:
         self.meter = Meter()
         """NVMe traffic of all that has no meter of its own."""
         self.chunk_elements = CHUNK_ELEMENTS
+        """The most elements of a chunk; fixed by `open`."""
+        self._cuts: dict[int, set[int]] = {}  # by unit: the elements that chunks do not extend across
+        self._starts: dict[Block, list[int]] = {}
         self.staged_sets = 0
         """How many chunks of a unit, with all its kinds, staging holds at once; fixed by `open`."""
+        self._granule = CHUNK_ELEMENTS  # a chunk is a multiple of this many elements, so that it is whole in every format
         self.copy_slots = 0
         """Slots of 4096 bytes on the compute device for copies of parameters; fixed by `open`."""
         self.next_use: Callable[[int], float] = lambda unit: math.inf
         """How far away the next use of a unit's parameters is; set by whoever knows the trace."""
+        self.on_place: Callable[[], None] = lambda: None
+        """Called when a block that is UPDATING got a place on the compute device; set by whoever updates."""
 
     # Declaration and budgets
 
     def add(self, block: Block) -> Block:
         """Declare `block`; its bytes are a multiple of 4096."""
-        if block.tier == "nvme":
-            # What a failed step leaves of its gradients is of no use, so they are rewritten in place.
-            copies = 2 if self._config.copy_on_write and block.kind is not Kind.GRAD else 1
-            block.extents = tuple(self._nvme.reserve(block.nbytes) for _ in range(copies))
+        self._granule = max(self._granule, block.format.elements)
         self._blocks.append(block)
         return block
 
@@ -96,14 +102,22 @@ class Store:
             )
         useful = sum(b.span for b in travelling) + reserve
         device_bytes = min(budget.gpu_memory // ALIGNMENT * ALIGNMENT, device_home + max(useful, least))
-        slots = self._plan_staging(budget.cpu_memory - host_home, host_home)
-        slot_bytes = self.chunk_elements * WIDEST_ELEMENT
+        plan = self._divide_host(budget.cpu_memory - host_home, host_home)
+        self.chunk_elements, self.staged_sets = plan.chunk_elements, plan.staged_sets
+        slot_bytes = plan.chunk_elements * WIDEST_ELEMENT
+        self._keep(plan.cache, resident=min(1.0, (device_bytes - device_home - reserve) / max(useful - reserve, 1)))
+        kept_bytes, _ = self.cached()
+        for block in self._blocks:
+            if block.moved_bytes:
+                # What a failed step leaves of its gradients is of no use, so they are rewritten in place.
+                copies = 2 if budget.copy_on_write and block.kind is not Kind.GRAD else 1
+                block.extents = tuple(self._nvme.reserve(block.moved_bytes) for _ in range(copies))
         self._nvme.open()
         try:
             poison = budget.poison
             self._arenas["gpu"] = Arena("gpu", self._device.compute_memory(device_bytes), ALIGNMENT, poison)
-            self._arenas["cpu"] = Arena("cpu", self._device.host_memory(host_home), ALIGNMENT, poison)
-            self._arenas["staging"] = Arena("staging", self._device.host_memory(slots * slot_bytes), slot_bytes, poison)
+            self._arenas["cpu"] = Arena("cpu", self._device.host_memory(host_home + kept_bytes), ALIGNMENT, poison)
+            self._arenas["staging"] = Arena("staging", self._device.host_memory(plan.slots * slot_bytes), slot_bytes, poison)
         except BaseException:
             self.close()
             raise
@@ -116,6 +130,11 @@ class Store:
                 block.home.tensor.zero_()
             if block.permanent:
                 block.lease, block.state = block.home, BlockState.RESIDENT
+        start, cache = 0, self.reserve("cpu", kept_bytes).tensor.zero_() if kept_bytes else None
+        for block in self._blocks:
+            if block.kept and cache is not None:
+                block.cached = cache[start : start + block.kept_bytes]
+                start += block.kept_bytes
         self.copy_slots = self._arenas["gpu"].free_slots - self._arenas["gpu"].slots_for(reserve)
         self._mover = Mover()
 
@@ -129,21 +148,27 @@ class Store:
     def _home_bytes(self, tier: Tier) -> int:
         return sum(round_up(b.nbytes, ALIGNMENT) for b in self._blocks if b.tier == tier)
 
-    def _plan_staging(self, available: int, home: int) -> int:
-        """Choose the chunk length and return the number of staging slots that fit into `available` bytes."""
-        kinds = len({b.kind for b in self._blocks if self.needs_staging(b)}) or 1
-        least = kinds * CHUNK_ELEMENTS * WIDEST_ELEMENT
-        if available < least:
+    def _divide_host(self, available: int, home: int) -> HostPlan:
+        """The plan for `available` bytes beside the `home` bytes of states; raises `BudgetError` when there is none."""
+        on_nvme = [b for b in self._blocks if b.tier == "nvme"]
+        others = {b.kind for b in self._blocks if b.tier != "nvme" and self.needs_staging(b)}
+        kinds, longest = others | {b.kind for b in on_nvme}, max((b.elements for b in self._blocks), default=0)
+        staged = Staged(len(kinds), len(others), self._granule, longest, sum(b.nbytes for b in on_nvme))
+        if available < staged.least:
+            least = home + staged.least
             raise BudgetError(
                 f"cpu_memory={format_bytes(self._config.cpu_memory)} is too small: states at home in host memory take "
-                f"{format_bytes(home)} and staging at least {format_bytes(least)}; the smallest cpu_memory that works is "
-                f"{home + least} ({format_bytes(home + least)}) (invariant I10)"
+                f"{format_bytes(home)} and staging at least {format_bytes(staged.least)}; the smallest cpu_memory that works is "
+                f"{least} ({format_bytes(least)}) (invariant I10)"
             )
-        longest = max((b.elements for b in self._blocks), default=0)
-        elements = min(available // (STAGED_SETS * kinds * WIDEST_ELEMENT), MOST_CHUNK_ELEMENTS, longest)
-        self.chunk_elements = max(CHUNK_ELEMENTS, elements // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
-        self.staged_sets = min(MOST_STAGED_SETS, available // (kinds * self.chunk_elements * WIDEST_ELEMENT))
-        return self.staged_sets * kinds
+        return divide(available, staged, None if self._config.cache == "auto" else self._config.cache)
+
+    def _keep(self, cache_bytes: int, resident: float) -> None:
+        """Decide what of the blocks on NVMe is at home in host memory; `resident` of the parameters fit on the compute device."""
+        early = self._config.copy_on_write and self._config.update in ("auto", "speculative")
+        for block, kept in choose(self._blocks, cache_bytes, self._granule, early, resident).items():
+            block.kept = kept
+            self._cuts.setdefault(block.unit, set()).add(kept)
 
     # Clean copies of parameter blocks on the compute device
 
@@ -183,7 +208,7 @@ class Store:
                 fetch = block.fetch
                 if fetch is None:
                     self._check()
-                    if block.state is BlockState.UPDATING:
+                    if block.state is BlockState.UPDATING and block.lease is not None:
                         self._changed.wait()
                         continue
             if fetch is not None:
@@ -239,15 +264,21 @@ class Store:
                     if found is None:
                         return False
                     victims = [owner for owner in found[1] if isinstance(owner, Block)]
+                    if any(victim.copying for victim in victims):
+                        self._changed.wait()
+                        continue
                     pending = next((victim.fetch for victim in victims if victim.fetch is not None), None)
                     if pending is None:
                         for victim in victims:
                             victim.give_up_lease()
                         block.lease = self._arenas["gpu"].lease(block, block.span, found[0])
-                if pending is None:
-                    if block.state is BlockState.HOME:
-                        self._start(block)
-                    return True
+                if pending is None and block.state is BlockState.HOME:
+                    self._start(block)
+                placed = pending is None and block.state is BlockState.UPDATING
+            if placed:
+                self.on_place()
+            if pending is None:
+                return True
             pending.settle()
 
     def _next_use_of(self, owner: Hashable) -> float | None:
@@ -255,29 +286,51 @@ class Store:
         return self.next_use(owner.unit) if isinstance(owner, Block) and not owner.pins else None
 
     def _start(self, block: Block) -> None:
-        """Begin filling the lease of `block` (under the lock); NVMe reads are submitted here and now."""
+        """Begin filling what the lease of `block` lacks (under the lock); NVMe reads are submitted here and now."""
         if block.lease is None or self._mover is None:
             raise RuntimeError(f"{block.name} has no lease to be fetched into")
         target = block.lease.tensor[block.at : block.at + block.nbytes]
-        fetch = Fetch(self._filling(block, target), lambda fetch, arrived: self._land(block, fetch, arrived))
+        fills = [self._filling(block, target, begin, end) for begin, end in self._missing(block)]
+        fetch = Fetch(functools.partial(_finish, fills), lambda fetch, arrived: self._land(block, fetch, arrived))
         block.to_fetching(fetch)
         self._mover.post(fetch)
 
-    def _filling(self, block: Block, target: torch.Tensor) -> Callable[[], None]:
-        if block.home is not None:
-            home = block.home.tensor
-            return lambda: self._device.upload(target, home)
-        if not self._device.shares_host:
-            return lambda: self._fill_through_staging(block, target)
-        return self._nvme.read(block.extents[block.version], 0, block.nbytes, target.data_ptr(), block.name, self.meter).wait
+    def _missing(self, block: Block) -> list[tuple[int, int]]:
+        """Runs of elements [begin, end) that the lease of `block` lacks; each is in host memory or on NVMe as a whole."""
+        runs: list[tuple[int, int]] = []
+        for begin in self.chunks(block):
+            if begin not in block.renewed:
+                joins = runs and runs[-1][1] == begin != block.kept
+                runs.append((runs.pop()[0] if joins else begin, self._end_of_chunk(block, begin)))
+        return runs
 
-    def _fill_through_staging(self, block: Block, target: torch.Tensor) -> None:
-        for begin in range(0, block.elements, self.chunk_elements):
-            (chunk,) = self.check_out([(block, True)], begin)
+    def _filling(self, block: Block, target: torch.Tensor, begin: int, end: int) -> Callable[[], None]:
+        """Start bringing elements [begin, end) of `block` into `target`, its place; the result blocks until they are there."""
+        at, nbytes = block.format.bytes_of(begin), block.format.bytes_of(end - begin)
+        part, memory = target[at : at + nbytes], self._memory_of(block, begin)
+        if memory is not None:
+            return functools.partial(self._device.upload, part, memory[at : at + nbytes])
+        if not self._device.shares_host:
+            return functools.partial(self._fill_through_staging, block, part, begin, end)
+        at -= block.kept_bytes
+        return self._nvme.read(block.extents[block.version], at, nbytes, part.data_ptr(), block.name, self.meter).wait
+
+    def _memory_of(self, block: Block, begin: int) -> torch.Tensor | None:
+        """The memory, uint8 from the first element on, that is the home of element `begin`; None on NVMe."""
+        if block.home is not None:
+            return block.home.tensor
+        return block.cached if begin < block.kept else None
+
+    def _fill_through_staging(self, block: Block, part: torch.Tensor, begin: int, end: int) -> None:
+        at = 0
+        for first in self.chunks(block):
+            if not begin <= first < end:
+                continue
+            (chunk,) = self.check_out([(block, True)], first)
             try:
                 chunk.wait()
-                at = begin * block.itemsize
-                self._device.upload(target[at : at + chunk.tensor.numel()], chunk.tensor)
+                self._device.upload(part[at : at + chunk.tensor.numel()], chunk.tensor)
+                at += chunk.tensor.numel()
             finally:
                 chunk.release()
 
@@ -292,26 +345,52 @@ class Store:
 
     # Chunks of blocks on the host
 
-    def needs_staging(self, block: Block) -> bool:
-        """Whether a chunk of `block` is a copy in a staging slot, not a part of its home."""
-        return block.tier == "nvme" or (block.tier == "gpu" and not self._device.shares_host)
+    def chunks(self, block: Block) -> Sequence[int]:
+        """The first element of every chunk of `block`, after `open`; they are the same for all blocks of a unit."""
+        if block not in self._starts:
+            starts = [0]
+            while (end := self._end_of_chunk(block, starts[-1])) < block.elements:
+                starts.append(end)
+            self._starts[block] = starts
+        return self._starts[block]
 
-    def check_out(self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None) -> list[Checkout]:
+    def _end_of_chunk(self, block: Block, begin: int) -> int:
+        full = (begin // self.chunk_elements + 1) * self.chunk_elements
+        return min(full, block.elements, *(cut for cut in self._cuts.get(block.unit, ()) if cut > begin))
+
+    def in_memory_until(self, block: Block) -> int:
+        """The first element of which a chunk is a copy in a staging slot; chunks before it are a part of the home itself."""
+        if block.tier == "nvme":
+            return block.kept
+        return 0 if block.tier == "gpu" and not self._device.shares_host else block.elements
+
+    def needs_staging(self, block: Block) -> bool:
+        """Whether a chunk of `block` may be a copy in a staging slot."""
+        return self.in_memory_until(block) < block.elements
+
+    def check_out(
+        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None, copies: bool = False
+    ) -> list[Checkout]:
         """The chunk from element `begin` on of every block in `wants`, with its content where the flag says so.
 
-        Waits for staging slots; only for threads that hold no check-out. `meter` counts what it moves.
+        Waits for staging slots; only for threads that hold no check-out. `meter` counts what it moves. With `copies` what lies
+        on the compute device is copied from there and not read from NVMe: for who knows that nobody wrote to it.
         """
-        chunks = self._stage(wants, begin, meter, wait=True)
+        chunks = self._stage(wants, begin, meter, copies, wait=True)
         if chunks is None:
             raise RuntimeError("a check-out that waits came back without its chunks")
         return chunks
 
-    def try_check_out(self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None) -> list[Checkout] | None:
+    def try_check_out(
+        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None, copies: bool = False
+    ) -> list[Checkout] | None:
         """Like `check_out`, but None when there are not enough free staging slots for all of `wants`."""
-        return self._stage(wants, begin, meter, wait=False)
+        return self._stage(wants, begin, meter, copies, wait=False)
 
-    def _stage(self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None, wait: bool) -> list[Checkout] | None:
-        staged = [self.needs_staging(block) for block, _ in wants]
+    def _stage(
+        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None, copies: bool, wait: bool
+    ) -> list[Checkout] | None:
+        staged = [begin >= self.in_memory_until(block) for block, _ in wants]
         with self._changed:
             self._check_open()
             staging = self._arenas["staging"]
@@ -325,7 +404,7 @@ class Store:
         chunks: list[Checkout] = []
         try:
             for (block, load), slot in zip(wants, slots, strict=True):
-                chunks.append(self._chunk(block, load, begin, slot, meter or self.meter))
+                chunks.append(self._chunk(block, load, begin, slot, meter or self.meter, copies))
         except BaseException:
             for chunk in chunks:
                 chunk.release()
@@ -335,13 +414,14 @@ class Store:
             raise
         return chunks
 
-    def _chunk(self, block: Block, load: bool, begin: int, slot: Lease | None, meter: Meter) -> Checkout:
-        at = begin * block.itemsize
-        nbytes = min(self.chunk_elements, block.elements - begin) * block.itemsize
+    def _chunk(self, block: Block, load: bool, begin: int, slot: Lease | None, meter: Meter, copies: bool) -> Checkout:
+        at = block.format.bytes_of(begin)
+        nbytes = block.format.bytes_of(self._end_of_chunk(block, begin) - begin)
         if slot is None:
-            if block.home is None:
+            memory = self._memory_of(block, begin)
+            if memory is None:
                 raise RuntimeError(f"{block.name} has no home in memory")
-            return Checkout(block.home.tensor[at : at + nbytes])
+            return Checkout(memory[at : at + nbytes])
         tensor, name = slot.tensor[:nbytes], block.name
         arrive: Transfer | Callable[[], object] | None = None
         if block.home is not None:  # at home on a device that the host cannot address
@@ -350,12 +430,50 @@ class Store:
                 arrive = functools.partial(self._device.download, tensor, home)
             write: Callable[[bool], Transfer | None] = functools.partial(self._write_home, home, tensor)
         else:
-            if load and block.written:
-                arrive = self._nvme.read(block.extents[block.version], at, nbytes, slot.address, name, meter)
+            place = at - block.kept_bytes
+            if load and copies and self._copy_back(block, at, tensor):
+                arrive = None
+            elif load and block.written:
+                arrive = self._nvme.read(block.extents[block.version], place, nbytes, slot.address, name, meter)
             elif load:
                 arrive = functools.partial(zero_alone, tensor)
-            write = functools.partial(self._nvme.write, block.extents[block.target], at, nbytes, slot.address, name, meter)
+            write = functools.partial(self._nvme.write, block.extents[block.target], place, nbytes, slot.address, name, meter)
         return Checkout(tensor, arrive, write, functools.partial(self._end_slot, slot))
+
+    def _copy_back(self, block: Block, at: int, tensor: torch.Tensor) -> bool:
+        """Fill `tensor` with the current bytes of `block` from `at` on if they are on the compute device."""
+        with self._changed:
+            if block.lease is None or not (block.outdated or block.state is BlockState.RESIDENT):
+                return False
+            block.copying += 1
+            source = block.lease.tensor[block.at + at :][: tensor.numel()]
+        try:
+            self._device.download(tensor, source)
+        finally:
+            self._copied(block)
+        return True
+
+    def renew(self, block: Block, begin: int, content: torch.Tensor) -> None:
+        """`content` is the new one of a chunk of `block`, which is UPDATING: put it where the block has a place already.
+
+        So what an update makes is there for the next forward without being read.
+        """
+        with self._changed:
+            if block.state is not BlockState.UPDATING or block.lease is None or block.permanent:
+                return
+            block.copying += 1
+            target = block.lease.tensor[block.at + block.format.bytes_of(begin) :][: content.numel()]
+        try:
+            self._device.upload(target, content)
+            with self._changed:
+                block.renewed.add(begin)
+        finally:
+            self._copied(block)
+
+    def _copied(self, block: Block) -> None:
+        with self._changed:
+            block.copying -= 1
+            self._changed.notify_all()
 
     def _write_home(self, home: torch.Tensor, tensor: torch.Tensor, background: bool) -> None:
         self._device.upload(home, tensor)
@@ -367,15 +485,15 @@ class Store:
 
     # Updates
 
-    def begin_update(self, block: Block) -> None:
-        """Announce new content: copies are dropped, and whoever fetches `block` waits until `end_update`."""
+    def begin_update(self, block: Block, keep: bool = False) -> None:
+        """Announce new content: whoever fetches `block` waits until `end_update`. With `keep` a copy stays, to be renewed."""
         while True:
             with self._changed:
                 pending = block.fetch
                 if pending is None:
                     if block.pins:
                         raise RuntimeError(f"{block.name} is in use and cannot be updated (invariant I7)")
-                    block.to_updating()
+                    block.to_updating(keep)
                     return
             pending.settle()
 
@@ -401,10 +519,12 @@ class Store:
                 if block.state is BlockState.UPDATING:
                     if block.permanent:
                         block.to_resident()
-                    elif block.lease is not None:
+                    elif block.lease is None:
+                        block.to_home()
+                    elif self._missing(block):
                         self._start(block)
                     else:
-                        block.to_home()
+                        block.to_resident()
             self._changed.notify_all()
 
     def forget(self, block: Block) -> None:
@@ -413,6 +533,8 @@ class Store:
             block.written = False
             if block.home is not None:
                 block.home.tensor.zero_()
+            if block.cached is not None:
+                block.cached.zero_()
 
     def fail(self, error: BaseException) -> None:
         """An update failed: whoever waits for it, now or later, gets `EngineClosedError` from `error`."""
@@ -435,6 +557,11 @@ class Store:
             raise EngineClosedError("the engine was closed")
 
     # Accounting and the end
+
+    def cached(self) -> tuple[int, int]:
+        """Bytes of the blocks on NVMe that are kept in host memory, and bytes of all of those blocks."""
+        on_nvme = [b for b in self._blocks if b.tier == "nvme"]
+        return sum(b.kept_bytes for b in on_nvme), sum(b.nbytes for b in on_nvme)
 
     def used(self) -> dict[str, int]:
         """Bytes in use now, per tier."""
@@ -462,6 +589,7 @@ class Store:
             self._changed.notify_all()
         with ExitStack() as stack:  # each of these happens, whatever the others meet; the last one first
             stack.callback(self._blocks.clear)
+            stack.callback(self._starts.clear)
             for block in self._blocks:
                 stack.callback(block.drop)
             stack.callback(self._arenas.clear)
@@ -470,3 +598,10 @@ class Store:
             mover, self._mover = self._mover, None
             if mover is not None:
                 stack.callback(mover.close)
+
+
+def _finish(fills: Sequence[Callable[[], object]]) -> None:
+    """Wait for all of them, whatever they raise."""
+    with ExitStack() as stack:
+        for fill in fills:
+            stack.callback(fill)

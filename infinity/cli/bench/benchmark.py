@@ -27,7 +27,7 @@ from infinity.cli.bench.verdict import Evidence, lasting, verdict
 from infinity.cli.bench.wear import read_smart, wear_percent
 from infinity.cli.bench.workspace import check_owners, check_space, workspace
 from infinity.device import HostMemory
-from infinity.tiers.store import CHUNK_ELEMENTS
+from infinity.tiers.budget import CHUNK_ELEMENTS
 from infinity.units import format_bytes
 
 TRIAL_SECONDS = 0.3
@@ -362,7 +362,7 @@ class Benchmark:
 
 
 def _score(speeds: dict[Operation, float]) -> float:
-    """GB/s of one direction; of both, of a training step's mix: 16 bytes read to 14 written."""
+    """GB/s of one direction; of both, of a training step's mix: 14 bytes read to 12 written."""
     if len(speeds) == 1:
         return next(iter(speeds.values()))
     read, written = patterns.BYTES_READ, patterns.BYTES_WRITTEN

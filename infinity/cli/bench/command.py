@@ -113,7 +113,7 @@ TensorBytes = Annotated[int, _size("--tensor-bytes", text="A tensor of many-tens
 Parameters = Annotated[
     int,
     typer.Option(
-        parser=parse_count, metavar="COUNT", show_default="7B", help="The model of replay: 16 bytes read, 14 written each.",
+        parser=parse_count, metavar="COUNT", show_default="7B", help="The model of replay: 14 bytes read, 12 written each.",
         rich_help_panel=_WHAT,
     ),
 ]  # fmt: skip

@@ -11,15 +11,17 @@ import torch
 
 from infinity.device import ComputeDevice, HostMemory
 from infinity.optim.adam import adam
-from infinity.optim.kernels import Kernels
-from infinity.tiers.block import Kind
-from infinity.tiers.store import MOST_CHUNK_ELEMENTS
+from infinity.optim.kernels import Kernels, States
+from infinity.tiers.block import FP32, SPLIT, Kind
+from infinity.tiers.budget import MOST_CHUNK_ELEMENTS
 
 _ELEMENTS = MOST_CHUNK_ELEMENTS
 _CHUNKS = 16  # in turns, so that they do not stay in the caches
 _COPY_BYTES = 64 << 20
-_WIDTHS = {Kind.PARAM: 2, Kind.GRAD: 2, Kind.MASTER: 4, Kind.EXP_AVG: 4, Kind.EXP_AVG_SQ: 4}
-_RULE, _HYPER = adam(1e-4, (0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
+_DTYPES = dict.fromkeys((Kind.PARAM, Kind.GRAD), torch.bfloat16)
+_FORMATS = {Kind.MASTER: SPLIT, Kind.EXP_AVG: FP32, Kind.EXP_AVG_SQ: FP32}
+_WIDTHS = {Kind.PARAM: 2, Kind.GRAD: 2} | {kind: form.nbytes for kind, form in _FORMATS.items()}
+_HYPER = adam(1e-4, (0.9, 0.95), eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
 
 
 class Load:
@@ -33,10 +35,9 @@ class Load:
         for number in range(_CHUNKS):
             chunk, at = {}, number * per_chunk
             for kind, width in _WIDTHS.items():
-                dtype = torch.bfloat16 if width == 2 else torch.float32
-                chunk[kind] = self._memory.tensor[at : at + width * _ELEMENTS].view(dtype)
+                chunk[kind] = self._memory.tensor[at : at + width * _ELEMENTS].view(_DTYPES.get(kind, torch.uint8))
                 at += width * _ELEMENTS
-            self._chunks.append(chunk)
+            self._chunks.append(States(chunk, _FORMATS))
         self._device = ComputeDevice("auto")
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()
@@ -76,7 +77,7 @@ class Load:
     def _adam(self) -> None:
         while not self._stopping.is_set():
             for chunk in self._chunks:
-                self._kernels.update(_RULE, chunk, 0, _ELEMENTS, _HYPER, 1.0)
+                self._kernels.update(chunk, 0, _ELEMENTS, _HYPER, 1.0)
                 self.updated += _ELEMENTS
 
     def _copies(self) -> None:

@@ -7,19 +7,19 @@ import random
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from infinity.tiers.budget import CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS, STAGED_SETS
 from infinity.tiers.nvme import ALIGNMENT
-from infinity.tiers.store import CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS, STAGED_SETS
 from infinity.units import round_up
 
 Operation = Literal["read", "write"]
 READ_SHARE = 0.7
 """Of the mixed mode, in pieces."""
-BYTES_READ, BYTES_WRITTEN = 16, 14
-"""Per parameter and step with bf16 parameters and everything on NVMe but gradients (see README): parameters are read in forward
-and backward (2 + 2), fp32 master and two moments by the update (12), which writes them and the parameters (14)."""
-STATE_BYTES = 28
-"""Per parameter on NVMe: 2 + 4 + 4 + 4, everything twice (copy-on-write)."""
-_KINDS = (2, 4, 4, 4)  # bytes per element of param, master, exp_avg, exp_avg_sq
+BYTES_READ, BYTES_WRITTEN = 14, 12
+"""Per parameter and step with bf16 parameters and everything on NVMe but gradients (see README): parameters are read in backward
+(2), parameters, the other half of their masters and two moments by the update (12), which writes them all (12)."""
+STATE_BYTES = 24
+"""Per parameter on NVMe: 2 + 2 + 4 + 4, everything twice (copy-on-write)."""
+_KINDS = (2, 2, 4, 4)  # bytes per element of param, master, exp_avg, exp_avg_sq
 _UNITS = 32  # a transformer of billions of parameters has about as many blocks
 
 
@@ -80,9 +80,9 @@ def chunk_elements(memory_bytes: int) -> int:
 def training_step(elements: int, model_parameters: int, chunk: int) -> Iterator[Stage]:
     """The NVMe traffic of one training step over `elements` parameters of a model of `model_parameters`, in the engine's order.
 
-    Unit by unit: the update's chunks (old copies read, new ones written beside them), then the unit's parameters for the
-    forward; then for the backward, last unit first. Exactly 16 bytes read and 14 written per element; `elements` and `chunk`
-    are multiples of 16384. The positions are below 28 bytes times `elements`.
+    Unit by unit the update's chunks (old copies read, new ones written beside them); then the units' parameters for the backward,
+    the last first. Exactly 14 bytes read and 12 written per element; `elements` and `chunk` are multiples of 16384. The positions
+    are below 24 bytes times `elements`.
     """
     unit = min(round_up(max(model_parameters // _UNITS, 1), CHUNK_ELEMENTS), elements)
     units = [(begin, min(begin + unit, elements)) for begin in range(0, elements, unit)]
@@ -91,11 +91,6 @@ def training_step(elements: int, model_parameters: int, chunk: int) -> Iterator[
         """Where the block of this unit lies: per unit both copies of each kind, one after the other."""
         return begin * STATE_BYTES + (end - begin) * (2 * sum(_KINDS[:kind]) + copy * _KINDS[kind])
 
-    def fetch(begin: int, end: int) -> Iterator[Stage]:
-        parameters, piece = block(begin, end, 0, 1), chunk * sum(_KINDS[1:])
-        for offset in range(0, (end - begin) * _KINDS[0], piece):
-            yield Stage(((parameters + offset, min(piece, (end - begin) * _KINDS[0] - offset)),), ())
-
     for begin, end in units:
         for at in range(0, end - begin, chunk):
             length = min(chunk, end - begin - at)
@@ -103,7 +98,8 @@ def training_step(elements: int, model_parameters: int, chunk: int) -> Iterator[
                 [(block(begin, end, kind, copy) + at * width, length * width) for kind, width in enumerate(_KINDS)]
                 for copy in (0, 1)
             ]
-            yield Stage(tuple(extents[0][1:]), tuple(extents[1]))
-        yield from fetch(begin, end)
+            yield Stage(tuple(extents[0]), tuple(extents[1]))
     for begin, end in reversed(units):
-        yield from fetch(begin, end)
+        parameters, piece = block(begin, end, 0, 1), chunk * sum(_KINDS)
+        for offset in range(0, (end - begin) * _KINDS[0], piece):
+            yield Stage(((parameters + offset, min(piece, (end - begin) * _KINDS[0] - offset)),), ())

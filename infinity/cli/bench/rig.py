@@ -25,8 +25,8 @@ from infinity.cli.bench.patterns import Piece, Stage
 from infinity.cli.bench.search import Setting
 from infinity.device import HostMemory
 from infinity.errors import NvmeError
+from infinity.tiers.budget import STAGED_SETS
 from infinity.tiers.nvme import ALIGNMENT, striped
-from infinity.tiers.store import STAGED_SETS
 from infinity.units import round_up
 
 PIECE_BYTES = 4 << 20

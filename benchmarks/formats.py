@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""What the state formats do to training: a language model trained on real text from the same start with each of them.
+
+A Llama with bf16 parameters learns the sources of Python's standard library, byte by byte, from random initialisation: AdamW
+with beta2 = 0.999, the hard case for second moments of few bits, warm-up, cosine and clipping. Seeds differ in initial weights
+and order of the windows; held-out windows are the same for all. A split master must give the same bits as an fp32 master, in
+every loss and in the final weights and masters; moments of fewer bits must end at a validation loss that differs from that of
+fp32 by less than seeds differ among themselves.
+
+Every run is a process of its own. Results go to the JSON file after each, and a run that is found there is not done again.
+States lie in host memory here: placement never changes a number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import infinity
+from infinity.cli.data import load_windows
+from infinity.cli.models import PRESETS, ModelSource
+from infinity.cli.tokenizer import BYTE_VOCABULARY, ByteTokenizer
+from infinity.cli.training import learning_rate_factor
+from infinity.tiers.block import Kind
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "fp32": {"split_master": False},
+    "split": {},
+    "bf16": {"moment_precision": "bf16"},
+    "int8": {"moment_precision": "int8"},
+}
+SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
+AT_REST = (Kind.PARAM, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+FOLD = 10  # steps per point of the curves
+Result = dict[str, Any]
+
+
+def build(seed: int) -> torch.nn.Module:
+    """A Llama of 10.9 million parameters, 98% of them in the blocks."""
+    from transformers import AutoConfig
+
+    torch.manual_seed(seed)
+    values = PRESETS["llama-tiny"] | SHAPE | {"vocab_size": BYTE_VOCABULARY}
+    return ModelSource("formats", AutoConfig.for_model(values.pop("model_type"), **values), None).build()
+
+
+def train(name: str, seed: int, options: argparse.Namespace) -> Result:
+    """Train once; what comes back is plain JSON."""
+    torch.set_num_threads(options.threads)
+    windows = load_windows(None, ByteTokenizer(), options.length, seed=0)
+    batches = dataclasses.replace(windows, seed=seed).batches(options.batch)
+    memory = {"gpu_memory": "2GiB", "cpu_memory": "2GiB", "parameters": "gpu", "gradients": "gpu", "optimizer": "cpu"}
+    config = infinity.Config(**memory, precision="bf16", threads=options.threads, **FORMATS[name])
+    model = infinity.wrap(build(seed), config)
+    with infinity.engine(model) as engine:
+        optimizer = infinity.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.999), weight_decay=0.1, max_grad_norm=1.0)
+        rate = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate_factor(step, options.steps, options.steps // 10)
+        )
+
+        def loss_of(batch: Any) -> torch.Tensor:
+            ids = torch.from_numpy(batch)
+            loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+            return loss
+
+        losses = []
+        for _ in range(options.steps):
+            loss = loss_of(next(batches))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.step()
+            losses.append(loss.item())
+        with torch.no_grad():
+            sums = [
+                (loss_of(batch).item() * len(batch), len(batch)) for batch in windows.validation_batches(8, options.held_out // 8)
+            ]
+        digest = hashlib.sha256(np.array(losses).tobytes())
+        for _, weights in engine.weights():
+            digest.update(weights.contiguous().view(torch.uint8).numpy().tobytes())
+        for state in optimizer.state_dict()["state"].values():
+            digest.update(state["master"].numpy().tobytes())
+        blocks = [unit.blocks[kind].nbytes for unit in engine.units for kind in AT_REST if kind in unit.blocks]
+        parameters = engine.report().parameters
+    return {
+        "format": name, "seed": seed, "parameters": parameters, "bytes_per_parameter": sum(blocks) / parameters,
+        "validation_loss": sum(total for total, _ in sums) / sum(count for _, count in sums),
+        "training_loss": [round(statistics.fmean(losses[i : i + FOLD]), 5) for i in range(0, len(losses), FOLD)],
+        "sha256": digest.hexdigest(),
+    }  # fmt: skip
+
+
+def table(results: list[Result], console: Console) -> None:
+    """Print what the runs in `results` ended at, and their differences to fp32 with the same seed."""
+    by = {(result["format"], result["seed"]): result for result in results}
+    seeds = sorted({seed for _, seed in by})
+    base = {seed: by["fp32", seed]["validation_loss"] for seed in seeds if ("fp32", seed) in by}
+    spread = max(base.values(), default=0.0) - min(base.values(), default=0.0)
+    grid = Table(title=f"final validation loss; the seeds of fp32 lie {spread:.4f} apart", title_justify="left")
+    headings = ["format", "bytes per parameter", *(f"seed {seed}" for seed in seeds)]
+    for heading in (*headings, "mean", "mean - fp32", "most of a seed", "same bits as fp32"):
+        grid.add_column(heading, justify="left" if heading == "format" else "right")
+    for name in FORMATS:
+        mine = {seed: by[name, seed] for seed in seeds if (name, seed) in by}
+        both = [seed for seed in mine if seed in base]
+        if not both:
+            continue
+        off = [mine[seed]["validation_loss"] - base[seed] for seed in both]
+        same = sum(mine[seed]["sha256"] == by["fp32", seed]["sha256"] for seed in both)
+        grid.add_row(
+            name,
+            f"{mine[both[0]]['bytes_per_parameter']:.2f}",
+            *(f"{mine[seed]['validation_loss']:.4f}" if seed in mine else "" for seed in seeds),
+            f"{statistics.fmean(result['validation_loss'] for result in mine.values()):.4f}",
+            f"{statistics.fmean(off):+.4f}",
+            f"{max(off, key=abs):+.4f}",
+            f"{same} of {len(both)}",
+        )
+    console.print(grid)
+
+
+def main() -> None:
+    """Run what is missing, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--batch", type=int, default=8, help="windows per step")
+    parser.add_argument("--length", type=int, default=128, help="tokens per window")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--held-out", type=int, default=512, help="windows of the validation")
+    parser.add_argument("--threads", type=int, default=1, help="of a run")
+    parser.add_argument("--jobs", type=int, default=3, help="runs at a time")
+    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "formats.json")
+    parser.add_argument("--one", nargs=2, metavar=("FORMAT", "SEED"), help="one run in this process; prints JSON")
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(train(options.one[0], int(options.one[1]), options)))
+        return
+    settings = {key: getattr(options, key) for key in ("steps", "batch", "length", "lr", "held_out", "threads")}
+    found = json.loads(options.json.read_text()) if options.json.exists() else {"settings": settings, "runs": []}
+    if found["settings"] != settings:
+        parser.error(f"{options.json} has runs with other settings ({found['settings']}); name another file with --json")
+    runs: list[Result] = found["runs"]
+    known = {(run["format"], run["seed"]) for run in runs}
+    wanted = [(name, seed) for seed in options.seeds for name in options.formats if (name, seed) not in known]
+    arguments = [part for key, value in settings.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+
+    def child(run: tuple[str, int]) -> Result:
+        command = [sys.executable, __file__, "--one", run[0], str(run[1]), *arguments]
+        result: Result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        return result
+
+    console = Console()
+    with ThreadPoolExecutor(options.jobs) as pool, Progress(console=console) as progress:
+        task = progress.add_task("runs", total=len(wanted))
+        for result in pool.map(child, wanted):
+            runs.append(result)
+            options.json.write_text(json.dumps(found | {"torch": torch.__version__}, indent=1) + "\n")
+            progress.advance(task)
+    table(runs, console)
+
+
+if __name__ == "__main__":
+    main()

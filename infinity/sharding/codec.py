@@ -1,0 +1,60 @@
+"""States in fp32 from and to the formats of their blocks. The optimizer's kernels read and write the formats themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity import native
+from infinity.device import copy_alone
+from infinity.tiers.block import FP32, SPLIT, Format, Kind
+
+_ORDERS = {Kind.EXP_AVG: "first", Kind.EXP_AVG_SQ: "second"}
+
+
+def round_to(param: torch.Tensor, values: torch.Tensor) -> None:
+    """Write fp32 `values` into `param`, of any dtype, as the kernels round masters: to bf16 with ties away from zero."""
+    if param.dtype == torch.bfloat16:
+        _split(values, param, torch.empty_like(param, dtype=torch.int16))
+    else:
+        copy_alone(param, values)
+
+
+def decode_master(form: Format, tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
+    """`tensors` are the chunk's bytes of the parameter and the low halves (SPLIT), or of the master; `values` is fp32."""
+    if form is SPLIT:
+        native.cpu_adam().join(*(tensor.data_ptr() for tensor in tensors), values.data_ptr(), values.numel())
+    else:
+        values.copy_(tensors[0].view(torch.float32))
+
+
+def encode_master(form: Format, values: torch.Tensor, param: torch.Tensor, master: torch.Tensor) -> None:
+    """Write fp32 `values` as the rounded `param` (of its dtype) and the bytes of `master`."""
+    if form is SPLIT:
+        _split(values, param, master)
+    else:
+        round_to(param, values)
+        master.view(torch.float32).copy_(values)
+
+
+def _split(values: torch.Tensor, param: torch.Tensor, low: torch.Tensor) -> None:
+    values = values.contiguous()
+    native.cpu_adam().split(values.data_ptr(), param.data_ptr(), low.data_ptr(), values.numel())
+
+
+def decode_moment(form: Format, kind: Kind, chunk: torch.Tensor, values: torch.Tensor) -> None:
+    """`chunk` is uint8 in `form`; `values` is fp32."""
+    if form is FP32:
+        values.copy_(chunk.view(torch.float32))
+    else:
+        native.cpu_adam().decode(chunk.data_ptr(), form.name, _ORDERS[kind], values.data_ptr(), 0, values.numel())
+
+
+def encode_moment(form: Format, kind: Kind, values: torch.Tensor, chunk: torch.Tensor) -> None:
+    """Write fp32 `values`, rounded to nearest, into `chunk`, uint8 in `form`."""
+    if form is FP32:
+        chunk.view(torch.float32).copy_(values)
+    else:
+        values = values.contiguous()
+        native.cpu_adam().encode(chunk.data_ptr(), form.name, _ORDERS[kind], values.data_ptr(), 0, values.numel())

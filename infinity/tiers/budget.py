@@ -1,0 +1,65 @@
+"""How host memory is divided between staging and cache: a pure function of sizes and a budget. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+CHUNK_ELEMENTS = 16384  # a chunk is a multiple of this many elements: the block of the gradient norm, 64 KiB of fp32
+MOST_CHUNK_ELEMENTS = 1 << 19  # 2 MiB of fp32: enough for full bandwidth, and short enough for others to get between
+STAGED_SETS = 6  # chunks in flight in the optimizer pipeline: two that are read and four that are written
+MOST_STAGED_SETS = 24  # what is left of them is read ahead
+AHEAD_SHARE = 4  # of the memory beyond STAGED_SETS, the part that is for reading ahead, not for cache: one in so many
+WIDEST_ELEMENT = 4  # bytes; a staging slot fits a chunk of any kind
+
+
+class Staged(NamedTuple):
+    """What may pass through staging, and what may be cached instead.
+
+    `kinds` of blocks are staged, `others` of them for another reason than being on NVMe. A chunk is a multiple of `granule`
+    elements, and the largest block has `longest`. `on_nvme` is in bytes.
+    """
+
+    kinds: int
+    others: int
+    granule: int
+    longest: int
+    on_nvme: int
+
+    @property
+    def least(self) -> int:
+        """The smallest staging that works, in bytes."""
+        return max(self.kinds, 1) * self.granule * WIDEST_ELEMENT
+
+
+class HostPlan(NamedTuple):
+    """`slots` staging slots of a chunk each, which are `staged_sets` of chunks of all kinds, and `cache` bytes beside them."""
+
+    chunk_elements: int
+    staged_sets: int
+    slots: int
+    cache: int
+
+
+def divide(available: int, staged: Staged, cache: int | None) -> HostPlan:
+    """Divide `available` bytes of host memory, `staged.least` or more; `cache` is the most to cache, None for no limit.
+
+    Overlap needs `STAGED_SETS` chunks of full length. Of what is left then, a part is for reading ahead, which lets I/O start
+    before its gradients are there, and the larger part is cache, which saves the I/O. Example: bf16 with gradients in host
+    memory, so chunks of four kinds, 8 MiB a set. Of 210 MiB, 48 are the six sets, a quarter of the other 162 holds five sets to
+    read ahead, and 122 are cache. Where everything fits, nothing is staged.
+    """
+    kinds, cached = max(staged.kinds, 1), 0
+    wanted = available if cache is None else cache
+    if staged.on_nvme <= min(wanted, available - staged.others * STAGED_SETS * MOST_CHUNK_ELEMENTS * WIDEST_ELEMENT):
+        kinds, cached = staged.others, staged.on_nvme
+    elements = min((available - cached) // (STAGED_SETS * kinds * WIDEST_ELEMENT) if kinds else staged.longest, staged.longest)
+    elements = min(elements, MOST_CHUNK_ELEMENTS) // staged.granule * staged.granule
+    chunk_elements = max(staged.granule, elements)
+    if not kinds:
+        return HostPlan(chunk_elements, 0, 0, cached)
+    a_set = kinds * chunk_elements * WIDEST_ELEMENT
+    sets = min(STAGED_SETS, (available - cached) // a_set)
+    rest = available - cached - sets * a_set
+    ahead = rest // AHEAD_SHARE if cache is None else max(rest - wanted, 0)
+    ahead = min(MOST_STAGED_SETS - STAGED_SETS, ahead // a_set)
+    return HostPlan(chunk_elements, sets + ahead, (sets + ahead) * kinds, cached or min(wanted, rest - ahead * a_set))
