@@ -5,7 +5,8 @@ A Llama with bf16 parameters learns the sources of Python's standard library, by
 with beta2 = 0.999, the hard case for second moments of few bits, warm-up, cosine and clipping. Seeds differ in initial weights
 and order of the windows; held-out windows are the same for all. A split master must give the same bits as an fp32 master, in
 every loss and in the final weights and masters; moments of fewer bits must end at a validation loss that differs from that of
-fp32 by less than seeds differ among themselves.
+fp32 by less than seeds differ among themselves. "nudged" is fp32 with a learning rate larger by a millionth: it shows how far any
+change of rounding, however small, moves the result of one seed.
 
 Every run is a process of its own. Results go to the JSON file after each, and a run that is found there is not done again.
 States lie in host memory here: placement never changes a number.
@@ -39,6 +40,7 @@ from infinity.tiers.block import Kind
 
 FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {"split_master": False},
+    "nudged": {"split_master": False},
     "split": {},
     "bf16": {"moment_precision": "bf16"},
     "int8": {"moment_precision": "int8"},
@@ -67,7 +69,8 @@ def train(name: str, seed: int, options: argparse.Namespace) -> Result:
     config = infinity.Config(**memory, precision="bf16", threads=options.threads, **FORMATS[name])
     model = infinity.wrap(build(seed), config)
     with infinity.engine(model) as engine:
-        optimizer = infinity.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.999), weight_decay=0.1, max_grad_norm=1.0)
+        lr = options.lr * (1 + 1e-6 * (name == "nudged"))
+        optimizer = infinity.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0.1, max_grad_norm=1.0)
         rate = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, options.steps, options.steps // 10)
         )
