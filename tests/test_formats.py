@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import ROOMY
+from conftest import ROOMY, come_to_rest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Transformer, text_batch, transformer
 from test_faults import fail_from_the_update_on
 from test_optimizers import FAMILY
 from test_placement import IO_ENGINES, ISAS, PAGE, TIERS
-from test_traffic import STEADY, check_traffic, come_to_rest, counted
+from test_traffic import STEADY, check_traffic, counted
 
 import infinity
 from infinity.optim.adam import adam
@@ -413,7 +413,7 @@ def test_bytes_per_parameter_and_step_by_the_kernels_count(
     name: str, tmp_path: Path, smallest: Callable[..., dict[str, int]]
 ) -> None:
     """Everything but gradients on NVMe. Read: states, the parameter for backward and for the update; written: all of them."""
-    config: dict[str, Any] = {"nvme": [tmp_path], "precision": "bf16", "update": "exact", **FORMATS[name]}
+    config: dict[str, Any] = {"nvme": [tmp_path], "precision": "bf16", "update": "exact", "cache": 0, **FORMATS[name]}
     config |= smallest(wide(), **config)
     config["cpu_memory"] += 8 << 20
     model = infinity.wrap(wide(), infinity.Config(**config))
