@@ -166,6 +166,7 @@ def fill(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def run_group(group: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """`rows`: one for each method, round and direction; `sweep`: by direction, the GB/s of each of DeepSpeed's settings."""
+    torch.set_num_threads(1)  # OpenMP workers spin after each fill and comparison, and would be counted as CPU time of the I/O
     kind, size = group.split("-")
     sizes = SIZES[size](options)
     module = None if kind == "files" else deepspeed_module()

@@ -126,6 +126,14 @@ def test_budgets_are_checked_before_meta_parameters_are_touched(tmp_path: Path, 
         assert engine.state_dict()["0.weight"].std() > 0
 
 
+def test_a_directory_that_is_not_there_is_refused_although_nothing_would_lie_in_it(tmp_path: Path) -> None:
+    """All states fit into the cache, or are placed elsewhere: a wrong path is to be seen now, not with a larger model."""
+    for where in ({"cache": "auto"}, {"parameters": "cpu", "optimizer": "cpu"}):
+        wrong = infinity.Config(nvme=tmp_path / "gone", gpu_memory="64MiB", cpu_memory="64MiB", **where)
+        with pytest.raises(infinity.ConfigError, match=r"nvme directory .*gone does not exist; create it on the drive"):
+            infinity.wrap(nn.Linear(8, 8), wrong)
+
+
 def test_directories_that_cannot_be_used(tmp_path: Path, footprint: Callable[[], object]) -> None:
     (tmp_path / "file").write_text("of the user")
     (tmp_path / "there").mkdir()

@@ -111,9 +111,9 @@ class NvmeTier:
 
         Raises `ConfigError` (no such directory, not writable), `PathInUseError` (another process), `BudgetError` (space).
         """
+        self._check_directories()  # a mistake in a path is told even if all states fit elsewhere
         if self.reserved == 0:
             return
-        self._check_directories()
         per_path = round_up(round_up(self.reserved, STRIPE_BYTES) // STRIPE_BYTES, len(self._directories))
         per_path = per_path // len(self._directories) * STRIPE_BYTES
         total = per_path * len(self._directories)
