@@ -487,7 +487,9 @@ def main() -> None:
     parser.add_argument("--deepspeed-python", type=Path, help="a python that has DeepSpeed; without it those ways are left out")
     parser.add_argument("--nvme", type=Path, help="directory on the drive (default: the one for temporary files)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch")
-    parser.add_argument("--update", default="auto", choices=["auto", "speculative", "exact", "plain"], help="of infinity")
+    parser.add_argument(
+        "--update", default="auto", choices=["auto", "speculative", "exact", "plain", "delayed"], help="of infinity"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--discard", type=int, default=2, help="steps at the start of each run that are not counted")

@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from infinity.errors import ConfigError
 from infinity.units import parse_bytes
@@ -67,11 +67,17 @@ class Config(BaseModel):
     copy_on_write: bool = True
     """Write an updated state on nvme beside its old value and flip, so that what a failed step leaves there is whole, and an
     update may begin before its step; takes twice the space."""
-    update: Literal["auto", "speculative", "exact", "plain"] = "auto"
+    update: Literal["auto", "speculative", "exact", "plain", "delayed"] = "auto"
     """When optimizer updates run; the numbers are the same. "exact": beside the next forward, once the clip factor is known.
     "speculative": from backward on, on the guess that nothing is clipped, and again where the guess was wrong (needs
     copy_on_write, and parameters and optimizer on nvme). "plain": step() waits for them. "auto" chooses: between the first two
-    where there is I/O or a GPU to run beside, else "plain", for update and forward on the same CPUs only disturb each other."""
+    where there is I/O or a GPU to run beside, else "plain", for update and forward on the same CPUs only disturb each other.
+    "delayed" changes the numbers: the forward after a step still uses the parameters of before that step, and so the update has
+    a whole forward and backward to run beside, clipped or not (ZeRO-Offload, section 5.2). Evaluation, `state_dict` and whatever
+    else reads states see that step, and training goes on from there. Needs parameters on cpu or nvme, and twice the memory or
+    space for them; what `infinity.adapt` made is never late."""
+    delayed_after: Annotated[int, Field(ge=0)] = 40
+    """With update="delayed": how many steps come first that are not delayed, for while training begins a delay costs most."""
     poison: bool = False
     """Debug: fill a slot with NaN when its lease ends, so that a use after release is seen at once."""
 
@@ -105,6 +111,12 @@ class Config(BaseModel):
             raise ValueError(f"{' and '.join(states)} on nvme, but no directory is given: set nvme=[...]")
         if len(set(self.nvme)) < len(self.nvme):
             raise ValueError(f"nvme names a directory twice: {', '.join(map(str, self.nvme))}")
+        if self.update == "delayed" and (self.parameters == "gpu" or not self.copy_on_write):
+            wrong = "parameters on gpu" if self.parameters == "gpu" else "copy_on_write=False"
+            raise ValueError(
+                f"update='delayed' keeps the old parameters beside the new ones, which cannot be with {wrong}; put the "
+                "parameters on cpu or nvme and leave copy_on_write=True, or choose another update"
+            )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")
         return self

@@ -84,9 +84,11 @@ class Engine:
                 module._buffers[name] = buffer.to(self._device.torch)
         self._runtime = Runtime(self._store, self._units, self.recorder)
         order = self._runtime.trace.first_uses
-        surroundings = Surroundings(order, self._settled, self._stepped, self._forward_seconds)
+        surroundings = Surroundings(order, self._settled, self._stepped, self._runtime.training, self._forward_seconds)
         foresight = Foresight(self._update_mode())
-        self._updater = Updater(self._store, self._units, kernels, foresight, surroundings, self.recorder)
+        delay = config.delayed_after if config.update == "delayed" else math.inf
+        self._updater = Updater(self._store, self._units, kernels, foresight, surroundings, self.recorder, delay)
+        self._runtime.before_evaluation = self._updater.look if delay < math.inf else lambda: None
         self._hooks = Hooks(model, users, self._units, self._runtime, self._locate, self._after_backward, self.recorder)
         self._fetched_before = (0, 0)
         self._traffic_last = (0, 0)  # bytes read and written
@@ -175,7 +177,7 @@ class Engine:
 
         Waits for pending updates. With several ranks every rank must iterate to the end.
         """
-        self._updater.drain()
+        self._updater.look()
         for unit in self._units:
             flat = unit.gather(Kind.PARAM)
             for name, place in zip(unit.names, unit.layout.places, strict=True):
@@ -231,7 +233,10 @@ class Engine:
             read = states + gradient * (cycles + self._updater.norms)
             costs.append(UnitCost(slots, param, old, read, states + param + gradient * cycles, unit.trains))
         cycle = self._runtime.trace.train_cycle()
-        return predict(cycle.order, costs, self._store.copy_slots, cycles, cycle.held, self.config.update == "plain")
+        mode = self.config.update
+        return predict(
+            cycle.order, costs, self._store.copy_slots, cycles, cycle.held, waits=mode == "plain", delayed=mode == "delayed"
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes in use now, per tier."""
@@ -239,7 +244,7 @@ class Engine:
 
     def report(self) -> Report:
         """What the run did so far; waits for pending updates."""
-        self._updater.drain()
+        self._updater.rest()
         count = sum(p.numel() for unit in self._units for p in unit.parameters)
         planned = self.plan()
         waits = self.recorder.seconds("wait nvme")
@@ -276,7 +281,7 @@ class Engine:
 
     def drain(self) -> None:
         """Wait until no update is under way; raises `EngineClosedError` when one failed."""
-        self._updater.drain()
+        self._updater.rest()
 
     def close(self) -> None:
         """Finish pending updates, end every thread, remove hooks and files, give memory back. May be called twice."""

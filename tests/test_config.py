@@ -16,8 +16,8 @@ from infinity.units import format_bytes, parse_bytes, round_up
 
 KEYS = (
     "nvme, gpu_memory, cpu_memory, nvme_memory, cache, parameters, optimizer, gradients, precision, algorithm, "
-    "gradient_precision, split_master, moment_precision, copy_on_write, update, poison, device, io_engine, instruction_set, "
-    "threads"
+    "gradient_precision, split_master, moment_precision, copy_on_write, update, delayed_after, poison, device, io_engine, "
+    "instruction_set, threads"
 )
 NOT_BYTES = "is not a number of bytes; write for example 512MiB, 2GiB or 2000000000"
 

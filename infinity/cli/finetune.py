@@ -29,6 +29,7 @@ def finetune(
     gradient_precision: o.GradientPrecision = "auto",
     moment_precision: o.MomentPrecision = "fp32",
     update: o.Update = "auto",
+    delayed_after: o.DelayedAfter = 40,
     io_engine: o.IoEngine = "auto",
     steps: o.Steps = 100,
     batch_size: o.BatchSize = 4,

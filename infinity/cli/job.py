@@ -51,6 +51,7 @@ class Job:
     gradient_precision: Any
     moment_precision: Any
     update: Any
+    delayed_after: int
     io_engine: Any
     steps: int
     batch_size: int
@@ -87,6 +88,7 @@ class Job:
             gradient_precision=self.gradient_precision,
             moment_precision=self.moment_precision,
             update=self.update,
+            delayed_after=self.delayed_after,
             io_engine=self.io_engine,
         )
 

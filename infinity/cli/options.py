@@ -87,12 +87,15 @@ MomentPrecision = Annotated[
     typer.Option(help="How the optimizer's moments are kept: 8, 4 or 2.25 bytes per parameter.", rich_help_panel=_TIERS),
 ]
 Update = Annotated[
-    Literal["auto", "speculative", "exact", "plain"],
+    Literal["auto", "speculative", "exact", "plain", "delayed"],
     typer.Option(
         help="When updates run: beside the next forward (exact), from backward on (speculative), or before the step returns "
-        "(plain). The numbers are the same.",
+        "(plain); the numbers are the same. Delayed: each forward uses the parameters of before the last step.",
         rich_help_panel=_TIERS,
     ),
+]
+DelayedAfter = Annotated[
+    int, typer.Option(min=0, help="With --update delayed: the steps that come before the first late one.", rich_help_panel=_TIERS)
 ]
 IoEngine = Annotated[
     Literal["auto", "io_uring", "posix"], typer.Option(help="How NVMe is read and written.", rich_help_panel=_TIERS)

@@ -39,7 +39,7 @@ def gathered(target: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write
 @contextmanager
 def _gathered_unit(unit: Unit, write: bool) -> Iterator[None]:
     if unit.updater is not None:
-        unit.updater.drain()
+        (unit.updater.drain if write else unit.updater.look)()
     unit.start()
     try:
         unit.unshard(unit.wait())

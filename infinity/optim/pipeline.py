@@ -63,12 +63,14 @@ class JobState(enum.Enum):
 
     AWAITED: nothing; its gradients are still to come, and its old states are read as far as there is room.
     AHEAD: what it will be if the guess is right; nobody sees what it writes.
+    DELAYED: all, but nobody shall see yet what it writes: the parameters are in use as they are.
     CONFIRMED: all; what it writes is the unit's content once all is written.
     ENDED: that is so, or never will be.
     """
 
     AWAITED = enum.auto()
     AHEAD = enum.auto()
+    DELAYED = enum.auto()
     CONFIRMED = enum.auto()
     ENDED = enum.auto()
 
@@ -97,9 +99,14 @@ class Job:
         """Chunks that are checked out."""
         self.meter = Meter()
 
+    @property
+    def is_final(self) -> bool:
+        """Whether its update will not be taken back."""
+        return self.state in (JobState.CONFIRMED, JobState.DELAYED)
+
     def may_update(self, begin: int) -> bool:
         """Whether the chunk from `begin` on may be updated now, as far as is known what the update is."""
-        return self.state is JobState.CONFIRMED or (self.state is JobState.AHEAD and begin >= self.in_place_until)
+        return self.is_final or (self.state is JobState.AHEAD and begin >= self.in_place_until)
 
     @property
     def written(self) -> bool:
@@ -166,8 +173,19 @@ class Pipeline:
         with self._changed:
             self._set(job, update, JobState.AHEAD)
 
+    def delay(self, jobs: Sequence[tuple[Job, UnitUpdate]]) -> None:
+        """AWAITED -> DELAYED, until they are confirmed. The parameters have a second place each (see `Config.update`)."""
+        with self._changed:
+            for job, update in jobs:
+                self._set(job, update, JobState.DELAYED)
+
+    def await_written(self, job: Job) -> None:
+        """Block until a DELAYED job has read its gradients and written what it makes, or failed, which the store then knows."""
+        with self._changed:
+            self._changed.wait_for(lambda: job.written or job.state is JobState.ENDED)
+
     def confirm(self, jobs: Sequence[tuple[Job, UnitUpdate]]) -> None:
-        """AWAITED or AHEAD -> CONFIRMED. Their parameter blocks are UPDATING until all is written."""
+        """Any state but ENDED -> CONFIRMED. Their parameter blocks are UPDATING until all is written."""
         with self._changed:
             for job, update in jobs:
                 self._set(job, update, JobState.CONFIRMED)
@@ -297,7 +315,7 @@ class Pipeline:
         return not waits or self._store.has_copy(block)
 
     def _next_in_memory(self) -> Job | None:
-        able = (job for job in self._jobs if job.in_memory and job.state is JobState.CONFIRMED)
+        able = (job for job in self._jobs if job.in_memory and job.is_final)
         return min(able, key=lambda job: job.place, default=None)
 
     def _has_work(self, held: Sequence[_Chunk]) -> bool:
@@ -340,7 +358,7 @@ class Pipeline:
         outs = None
         try:
             check_out = self._store.check_out if wait else self._store.try_check_out
-            outs = check_out(wants, begin, job.meter, copies=True)
+            outs = check_out(wants, begin, job.meter, update=True)
         finally:
             if outs is None:
                 with self._changed:
@@ -367,11 +385,11 @@ class Pipeline:
             if begin < end:
                 self._kernels.update(states, begin, end, segment.hyper, update.grad_scale)
         self._recorder.add("adam", update.unit.name, start, time.perf_counter())
-        ahead = chunk.job.state is JobState.AHEAD
+        awaited = chunk.job.state is JobState.CONFIRMED
         for kind, out in chunk.outs.items():
             if kind is not Kind.GRAD:
-                out.commit(background=ahead)
-        if not ahead:
+                out.commit(background=not awaited)
+        if awaited:
             self._store.renew(update.unit.blocks[Kind.PARAM], chunk.begin, chunk.outs[Kind.PARAM].tensor)
 
     def _retire(self, chunk: _Chunk) -> None:

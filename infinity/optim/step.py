@@ -9,6 +9,12 @@ stale: a unit's content is replaced between its last use in one step and its fir
 As soon as a unit has as many gradients as in the last step, its update may begin, on the guess that these are all, that nothing
 will be clipped and that the hyper-parameters stay. `post` keeps it if it is, term for term, the update that the step asks for,
 and begins anew if not. So the update hides behind the backward, too, and the numbers are those of an update that waited.
+
+[Note: one step late]
+With `Config.update="delayed"` a step is fixed like any other, but what its updates make is seen only when the next step is
+fixed, or when something else than training looks before the next forward: evaluation, `state_dict`, a checkpoint. By then a
+forward and a backward have passed. The updates read the gradients first that the backward will overwrite first; one that was
+not read yet is waited for.
 """
 
 from __future__ import annotations
@@ -49,12 +55,14 @@ class Surroundings(NamedTuple):
 
     `order` gives the units in the order in which the next forward uses them, as far as is known; `settled` is called before a
     step is fixed, to end a backward that an exception cut off; `stepped` when it has been, before its updates start;
-    `forward_seconds` says how long a forward took since it was asked last, without waits.
+    `training` says whether a forward with gradients has begun since then; `forward_seconds` how long a forward took since it was
+    asked last, without waits.
     """
 
     order: Callable[[], Sequence[int]]
     settled: Callable[[], None]
     stepped: Callable[[], None]
+    training: Callable[[], bool]
     forward_seconds: Callable[[], float]
 
 
@@ -69,7 +77,9 @@ class Updater:
         foresight: Foresight,
         surroundings: Surroundings,
         recorder: Recorder,
+        delay_after: float = math.inf,
     ) -> None:
+        """From step number `delay_after` on, counted from 0, what a step makes is seen one step late."""
         self._store, self._units, self._kernels, self._recorder = store, list(units), kernels, recorder
         self.loss_scale = 1.0
         """What the loss was multiplied by of the backward that runs; 1 outside of any."""
@@ -91,6 +101,8 @@ class Updater:
         self._final: Unit | None = None  # whose gradients were final last
         self._pipeline = Pipeline(store, kernels, recorder)
         self._seconds_before = 0.0
+        self._delay_after = delay_after
+        self._delayed: dict[Unit, tuple[Job, UnitUpdate]] = {}
         for unit in units:
             unit.updater = self
 
@@ -112,7 +124,7 @@ class Updater:
         and read ahead for the units that come next."""
         owner = self._owners.get(unit)
         optimizer = None if owner is None else owner()
-        if optimizer is None or not optimizer.by_kernels:
+        if optimizer is None or not optimizer.by_kernels or self._delayed:
             return
         places = self._places()
         if self._foresight.early and unit.copy_on_write:
@@ -134,6 +146,22 @@ class Updater:
         if in_place and unit not in self._early and not unit.spent and not self._store.is_updating(unit.blocks[Kind.PARAM]):
             job = self._early[unit] = Job(unit, place)
             self._pipeline.expect(job)
+
+    def await_delayed(self, unit: Unit) -> None:
+        """Return when no delayed update reads the gradients of `unit` any more; raises `EngineClosedError` when one failed."""
+        if unit in self._delayed:
+            self._pipeline.await_written(self._delayed[unit][0])
+            self._store.check()
+
+    def land(self) -> None:
+        """What was delayed becomes the content of its units, except of those that are in use; returns when it is."""
+        jobs = [self._delayed.pop(unit) for unit in list(self._delayed) if not unit.blocks[Kind.PARAM].pins]
+        for job, _ in jobs:
+            self._store.begin_update(job.unit.blocks[Kind.PARAM], keep=True)
+            job.unit.outdate()
+        self._pipeline.confirm(jobs)
+        if jobs:
+            self._await_updates()
 
     def withdraw(self, unit: Unit) -> None:
         """Take back what was begun early for `unit`, if anything was; returns when nothing of it is in flight."""
@@ -198,6 +226,8 @@ class Updater:
 
     def skip(self, units: Sequence[Unit]) -> None:
         """End a step without an update: what was begun early is taken back, and the gradients are spent."""
+        _refuse_used(self._delayed)
+        self.land()
         for unit in _having(units):
             self.withdraw(unit)
             unit.spend()
@@ -206,12 +236,14 @@ class Updater:
         self.skipped_steps += 1
 
     def post(self, updates: Sequence[tuple[Unit, tuple[Segment, ...]]]) -> None:
-        """Start updating the units; returns at once. Their gradients are spent.
+        """Start updating the units; returns at once. Their gradients are spent, and what was delayed is seen from now on.
 
         Raises `RuntimeError` before anything is changed when the parameters of one of them are in use.
         """
-        _refuse_used(unit for unit, _ in updates)
-        places = self._places()
+        _refuse_used([*(unit for unit, _ in updates), *self._delayed])
+        self.land()
+        delayed = self.posted_steps >= self._delay_after
+        places = self._places(backwards=delayed)
         wanted = [UnitUpdate(unit, segments, unit.factor) for unit, segments in updates]
         wanted.sort(key=lambda update: places[update.unit])
         jobs, kept = [], 0
@@ -222,11 +254,17 @@ class Updater:
             elif begun is not None:
                 kept += begun.update is not None
             jobs.append(self._early.pop(update.unit, Job(update.unit, places[update.unit])))
+        posted = list(zip(jobs, wanted, strict=True))
         for update in wanted:
-            self._store.begin_update(update.unit.blocks[Kind.PARAM], keep=True)
+            if not delayed:
+                self._store.begin_update(update.unit.blocks[Kind.PARAM], keep=True)
             update.unit.spend()
         self._surroundings.stepped()
-        self._pipeline.confirm(list(zip(jobs, wanted, strict=True)))
+        if delayed:
+            self._delayed = {update.unit: (job, update) for job, update in posted}
+            self._pipeline.delay(posted)
+        else:
+            self._pipeline.confirm(posted)
         self._end_step(jobs, kept, unclipped=all(update.unit.grad_scale == 1.0 for update in wanted))
         self.posted_steps += 1
         if self._foresight.waits:
@@ -238,7 +276,8 @@ class Updater:
         Raises `RuntimeError` before anything is changed when the parameters of one of them are in use. When `update` fails after
         the first unit, what is there belongs to no step, and the engine cannot go on.
         """
-        _refuse_used(units)
+        _refuse_used([*units, *self._delayed])
+        self.land()
         for number, unit in enumerate(units):
             self.withdraw(unit)
             try:
@@ -264,9 +303,10 @@ class Updater:
         self._final = None
         self.norms, self._norms_now = self._norms_now, 0
 
-    def _places(self) -> dict[Unit, int]:
-        """Where each unit comes in the next forward; those of which that is not known come last."""
-        place = {index: position for position, index in enumerate(self._surroundings.order())}
+    def _places(self, backwards: bool = False) -> dict[Unit, int]:
+        """Where each unit comes in the next forward, or in the next backward; those of which that is not known come last."""
+        order = self._surroundings.order()
+        place = {index: position for position, index in enumerate(reversed(order) if backwards else order)}
         return {unit: place.get(unit.index, len(place) + unit.index) for unit in self._units}
 
     def _await_updates(self) -> None:
@@ -274,13 +314,29 @@ class Updater:
         self._store.check()
 
     def drain(self) -> None:
-        """Block until no update is under way, and take back what was begun early: then states may be read and written.
+        """Block until no update is under way, and take back what was begun early: then states may be read and written. What was
+        delayed becomes the content of every unit that is not in use.
 
         Raises `EngineClosedError` when an update failed.
         """
+        self.rest()
+        self.land()
+
+    def rest(self) -> None:
+        """Like `drain`, for who reads nothing: what was delayed has been written, and is not seen yet."""
         for unit in list(self._early):
             self.withdraw(unit)
+        for job, _ in self._delayed.values():
+            self._pipeline.await_written(job)
         self._await_updates()
+
+    def look(self) -> None:
+        """Like `drain`, for who reads parameters only: from the next forward on until the next step these are what the model
+        uses, for its backward still needs them."""
+        if self._surroundings.training():
+            self.rest()
+        else:
+            self.drain()
 
     def close(self) -> None:
         """Finish what was posted and end the thread. May be called twice."""

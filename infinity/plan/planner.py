@@ -61,12 +61,14 @@ def predict(
     accumulation: int = 1,
     held: Sequence[frozenset[int]] = (),
     waits: bool = False,
+    delayed: bool = False,
 ) -> Traffic:
     """NVMe traffic of one optimizer step of `accumulation` cycles of `order`, with `slots` slots for copies.
 
     Walks three steps from an empty arena and states the last, when the walk repeats itself. `held[i]` are units that cannot
     be evicted when `order[i]` comes into use (see `Cycle`); none when it is empty. An update puts what it makes where the unit
-    has a place, and runs when it has one, or with `waits` before the step returns.
+    has a place, and runs when it has one, or with `waits` before the step returns. With `delayed` it runs when it likes: its
+    reads are stated as if no place still held the parameter, the most they can be, and every place is filled anew afterwards.
     """
     copies: SlotMap[int] = SlotMap(slots)
     trace = Trace()
@@ -103,7 +105,11 @@ def predict(
                     bring(unit, -1, others)
                 pinned = others | {unit}
                 look_ahead(trace, has_copy, lambda other, beyond, pinned=pinned: bring(other, beyond, pinned))  # type: ignore[misc]
-        pending = {unit for unit in trainable if not has_copy(unit)}
+        if delayed:
+            reread += sum(units[unit].old for unit in trainable)
+            fetched += sum(units[unit].fetch for unit in trainable if unit in copies.runs)
+        else:
+            pending = {unit for unit in trainable if not has_copy(unit)}
         look_ahead(trace, has_copy, bring)
         if waits:
             reread += sum(units[unit].old for unit in pending)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,13 +25,21 @@ class Runtime:
         """Training cycles per optimizer step, as the last step had them; 0 before the first."""
         self.stale = True
         """Whether a step has been since the last `begin`: the next forward, of whatever module, starts a new cycle."""
+        self.before_evaluation: Callable[[], None] = lambda: None
+        """Called before a forward that trains nothing starts a cycle."""
         self.waited = 0.0
         """Seconds that `enter` waited since the start."""
         self._cycles = 0
         store.next_use = self.trace.next_use
 
+    def training(self) -> bool:
+        """Whether a training cycle has begun since the last step."""
+        return self._cycles > 0
+
     def begin(self, training: bool) -> None:
         """A forward of the model starts."""
+        if not training:
+            self.before_evaluation()
         self.stale = False
         self._cycles += training
         self.trace.begin("train" if training else "eval")

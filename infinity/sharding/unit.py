@@ -47,8 +47,14 @@ class Updates(Protocol):
     def withdraw(self, unit: Unit) -> None:
         """What an early update of `unit` was begun with changes; return when nothing of it is in flight."""
 
+    def await_delayed(self, unit: Unit) -> None:
+        """Return when no delayed update reads the gradients of `unit` any more."""
+
     def drain(self) -> None:
-        """Return when no update is under way, early ones included."""
+        """Return when no update is under way, early ones included, and all of them are seen."""
+
+    def look(self) -> None:
+        """Return when parameters may be read."""
 
 
 class GradientBuffer:
@@ -284,6 +290,8 @@ class Unit:
         if self.collected == self.expected:
             self._withdraw()
         self.store.await_update(self.blocks[Kind.PARAM])  # it still reads the gradients of the step before
+        if self.updater is not None:
+            self.updater.await_delayed(self)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         scale = 1.0 if self.updater is None else self.updater.loss_scale
@@ -348,7 +356,11 @@ class Unit:
     def spend(self) -> None:
         """The gradients of this step are handed to an update."""
         self.spent, self.expected = True, self.collected
-        self._gathered_lease = None  # the other ranks' parts are renewed, too
+        self.outdate()
+
+    def outdate(self) -> None:
+        """The content changes, and the other ranks' parts of it, too."""
+        self._gathered_lease = None
 
     def settle_gradients(self) -> bool:
         """Make the gradient block final: zeros where this step brought nothing. Returns whether it brought anything."""

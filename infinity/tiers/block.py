@@ -67,8 +67,8 @@ class Block:
 
     Owned by the store, which alone changes a block, under its lock. `written` is False until the first update ends: such a
     block reads as zeros without I/O (a zero extent). `span` and `at` (bytes) place a parameter shard inside the unit's
-    gathered buffer. `version` says which of the two extents of a copy-on-write block holds the current content, `updates`
-    how often that was replaced.
+    gathered buffer. A block that is rewritten copy-on-write has two extents, or two homes in memory, and `version` says which of
+    them holds the current content; `updates` is how often that was replaced.
 
     Of a block on NVMe the first `kept` elements are at home in host memory instead, in `cached` (uint8), and are rewritten in
     place; the extents hold the rest.
@@ -85,7 +85,7 @@ class Block:
     state: BlockState = BlockState.HOME
     written: bool = False
     updates: int = 0
-    home: Lease | None = None
+    homes: tuple[Lease, ...] = ()
     kept: int = 0
     cached: torch.Tensor | None = None
     extents: tuple[Extent, ...] = ()
@@ -116,9 +116,14 @@ class Block:
         return self.nbytes - self.kept_bytes if self.tier == "nvme" else 0
 
     @property
+    def home(self) -> Lease | None:
+        """The memory that is the home of the current content, unless that is on NVMe."""
+        return self.homes[self.version] if self.homes else None
+
+    @property
     def target(self) -> int:
-        """The extent that the next update writes."""
-        return (self.version + 1) % len(self.extents)
+        """Which of the extents or homes the next update writes."""
+        return (self.version + 1) % max(len(self.extents), len(self.homes), 1)
 
     @property
     def permanent(self) -> bool:
@@ -172,7 +177,8 @@ class Block:
 
     def drop(self) -> None:
         """The store was closed: somebody may keep the block, but not what it held."""
-        self.home = self.lease = self.fetch = self.cached = None
+        self.lease = self.fetch = self.cached = None
+        self.homes = ()
 
     def _expect(self, *states: BlockState) -> None:
         if self.state not in states:

@@ -19,7 +19,7 @@ less to move with bf16, where 2 bytes of 12 are kept of all (fp32: 14 %, 4 of 12
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from infinity.tiers.block import SPLIT, Block, Kind
@@ -55,24 +55,26 @@ def distribute(budget: int, candidates: Sequence[Candidate]) -> list[int]:
     return kept
 
 
-def choose(blocks: Sequence[Block], budget: int, granule: int, early: bool, resident: float) -> dict[Block, int]:
+def choose(
+    blocks: Sequence[Block], budget: int, granule: int, early: bool, resident: float, never: Collection[Kind] = ()
+) -> dict[Block, int]:
     """How many elements, from the first on, to keep of each of `blocks` that is on NVMe, in `budget` bytes of host memory.
 
     It is all of them or a multiple of `granule`. With `early`, updates may begin before their step. The compute device has room
-    for `resident` of all parameters.
+    for `resident` of all parameters. What is in `never` is not kept.
     """
     units: dict[int, dict[Kind, Block]] = {}
     for block in blocks:
         units.setdefault(block.unit, {})[block.kind] = block
-    groups = [group for unit in units.values() for group in _groups(unit, early)]
+    groups = [group for unit in units.values() for group in _groups(unit, early, never)]
     candidates = [_candidate(group, units[group[0].unit], granule, resident) for group in groups]
     shares = zip(groups, distribute(budget, candidates), strict=True)
     return {block: min(kept, block.elements) for group, kept in shares for block in group}
 
 
-def _groups(unit: Mapping[Kind, Block], early: bool) -> list[list[Block]]:
-    """The blocks of one unit that are on NVMe, in groups that are kept element by element together."""
-    on_nvme = {kind: block for kind, block in unit.items() if block.tier == "nvme"}
+def _groups(unit: Mapping[Kind, Block], early: bool, never: Collection[Kind]) -> list[list[Block]]:
+    """The blocks of one unit that may be kept, in groups that are kept element by element together."""
+    on_nvme = {kind: block for kind, block in unit.items() if block.tier == "nvme" and kind not in never}
     parameter, gradient = ([on_nvme[kind]] if kind in on_nvme else [] for kind in (Kind.PARAM, Kind.GRAD))
     states = [block for kind, block in on_nvme.items() if kind not in (Kind.PARAM, Kind.GRAD)]
     found = [parameter + states, gradient] if early and states else [parameter, gradient, states]

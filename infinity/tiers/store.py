@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from infinity.config import Config, Tier
-from infinity.device import ComputeDevice, zero_alone
+from infinity.device import ComputeDevice, copy_alone, zero_alone
 from infinity.errors import BudgetError, EngineClosedError
 from infinity.observe import Meter, Recorder
 from infinity.tiers.access import Checkout, Fetch, Mover
@@ -52,6 +52,7 @@ class Store:
 
     def __init__(self, config: Config, device: ComputeDevice, recorder: Recorder) -> None:
         self._config, self._device, self._recorder = config, device, recorder
+        self._delayed = config.update == "delayed"
         self._nvme = NvmeTier(config.nvme, config.io_engine, config.nvme_memory, recorder)
         self._changed = threading.Condition()
         self._blocks: list[Block] = []
@@ -126,8 +127,9 @@ class Store:
             self._nvme.register(self._arenas["gpu"].memory)
         for block in self._blocks:
             if block.tier != "nvme":
-                block.home = self.reserve(block.tier, block.nbytes)
-                block.home.tensor.zero_()
+                block.homes = tuple(self.reserve(block.tier, block.nbytes) for _ in range(self._homes_of(block)))
+                for home in block.homes:
+                    home.tensor.zero_()
             if block.permanent:
                 block.lease, block.state = block.home, BlockState.RESIDENT
         start, cache = 0, self.reserve("cpu", kept_bytes).tensor.zero_() if kept_bytes else None
@@ -146,12 +148,20 @@ class Store:
         return lease
 
     def _home_bytes(self, tier: Tier) -> int:
-        return sum(round_up(b.nbytes, ALIGNMENT) for b in self._blocks if b.tier == tier)
+        return sum(round_up(b.nbytes, ALIGNMENT) * self._homes_of(b) for b in self._blocks if b.tier == tier)
+
+    def _homes_of(self, block: Block) -> int:
+        """How many homes a block in memory has: a delayed update writes new parameters while the old ones are in use."""
+        return 2 if self._delayed and block.kind is Kind.PARAM else 1
+
+    def _may_keep(self, block: Block) -> bool:
+        """Whether a part of `block` may stay in host memory although it is at home on NVMe."""
+        return block.tier == "nvme" and not (self._delayed and block.kind is Kind.PARAM)
 
     def _divide_host(self, available: int, home: int) -> HostPlan:
         """The plan for `available` bytes beside the `home` bytes of states; raises `BudgetError` when there is none."""
-        on_nvme = [b for b in self._blocks if b.tier == "nvme"]
-        others = {b.kind for b in self._blocks if b.tier != "nvme" and self.needs_staging(b)}
+        on_nvme = [b for b in self._blocks if self._may_keep(b)]
+        others = {b.kind for b in self._blocks if not self._may_keep(b) and self.needs_staging(b)}
         kinds, longest = others | {b.kind for b in on_nvme}, max((b.elements for b in self._blocks), default=0)
         staged = Staged(len(kinds), len(others), self._granule, longest, sum(b.nbytes for b in on_nvme))
         if available < staged.least:
@@ -166,7 +176,8 @@ class Store:
     def _keep(self, cache_bytes: int, resident: float) -> None:
         """Decide what of the blocks on NVMe is at home in host memory; `resident` of the parameters fit on the compute device."""
         early = self._config.copy_on_write and self._config.update in ("auto", "speculative")
-        for block, kept in choose(self._blocks, cache_bytes, self._granule, early, resident).items():
+        never = {Kind.PARAM} if self._delayed else ()
+        for block, kept in choose(self._blocks, cache_bytes, self._granule, early, resident, never).items():
             block.kept = kept
             self._cuts.setdefault(block.unit, set()).add(kept)
 
@@ -369,26 +380,27 @@ class Store:
         return self.in_memory_until(block) < block.elements
 
     def check_out(
-        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None, copies: bool = False
+        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None, update: bool = False
     ) -> list[Checkout]:
         """The chunk from element `begin` on of every block in `wants`, with its content where the flag says so.
 
-        Waits for staging slots; only for threads that hold no check-out. `meter` counts what it moves. With `copies` what lies
-        on the compute device is copied from there and not read from NVMe: for who knows that nobody wrote to it.
+        Waits for staging slots; only for threads that hold no check-out. `meter` counts what it moves. With `update` the chunk
+        will be rewritten, and what lies on the compute device is copied from there and not read from NVMe: for who knows that
+        nobody wrote to it.
         """
-        chunks = self._stage(wants, begin, meter, copies, wait=True)
+        chunks = self._stage(wants, begin, meter, update, wait=True)
         if chunks is None:
             raise RuntimeError("a check-out that waits came back without its chunks")
         return chunks
 
     def try_check_out(
-        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None, copies: bool = False
+        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None, update: bool = False
     ) -> list[Checkout] | None:
         """Like `check_out`, but None when there are not enough free staging slots for all of `wants`."""
-        return self._stage(wants, begin, meter, copies, wait=False)
+        return self._stage(wants, begin, meter, update, wait=False)
 
     def _stage(
-        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None, copies: bool, wait: bool
+        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None, update: bool, wait: bool
     ) -> list[Checkout] | None:
         staged = [begin >= self.in_memory_until(block) for block, _ in wants]
         with self._changed:
@@ -404,7 +416,7 @@ class Store:
         chunks: list[Checkout] = []
         try:
             for (block, load), slot in zip(wants, slots, strict=True):
-                chunks.append(self._chunk(block, load, begin, slot, meter or self.meter, copies))
+                chunks.append(self._chunk(block, load, begin, slot, meter or self.meter, update))
         except BaseException:
             for chunk in chunks:
                 chunk.release()
@@ -414,14 +426,17 @@ class Store:
             raise
         return chunks
 
-    def _chunk(self, block: Block, load: bool, begin: int, slot: Lease | None, meter: Meter, copies: bool) -> Checkout:
+    def _chunk(self, block: Block, load: bool, begin: int, slot: Lease | None, meter: Meter, update: bool) -> Checkout:
         at = block.format.bytes_of(begin)
         nbytes = block.format.bytes_of(self._end_of_chunk(block, begin) - begin)
         if slot is None:
             memory = self._memory_of(block, begin)
             if memory is None:
                 raise RuntimeError(f"{block.name} has no home in memory")
-            return Checkout(memory[at : at + nbytes])
+            if len(block.homes) < 2 or (load and not update):
+                return Checkout(memory[at : at + nbytes])
+            new = block.homes[block.target].tensor[at : at + nbytes]
+            return Checkout(new, functools.partial(copy_alone, new, memory[at : at + nbytes]) if load else None)
         tensor, name = slot.tensor[:nbytes], block.name
         arrive: Transfer | Callable[[], object] | None = None
         if block.home is not None:  # at home on a device that the host cannot address
@@ -431,7 +446,7 @@ class Store:
             write: Callable[[bool], Transfer | None] = functools.partial(self._write_home, home, tensor)
         else:
             place = at - block.kept_bytes
-            if load and copies and self._copy_back(block, at, tensor):
+            if load and update and self._copy_back(block, at, tensor):
                 arrive = None
             elif load and block.written:
                 arrive = self._nvme.read(block.extents[block.version], place, nbytes, slot.address, name, meter)
@@ -513,8 +528,7 @@ class Store:
         """All chunks of `blocks` are committed and released: from now on they read as what was written."""
         with self._changed:
             for block in blocks:
-                if block.extents:
-                    block.version = block.target
+                block.version = block.target
                 block.written = True
                 if block.state is BlockState.UPDATING:
                     if block.permanent:
@@ -531,8 +545,8 @@ class Store:
         """Make `block` read as zeros again, without I/O."""
         with self._changed:
             block.written = False
-            if block.home is not None:
-                block.home.tensor.zero_()
+            for home in block.homes:
+                home.tensor.zero_()
             if block.cached is not None:
                 block.cached.zero_()
 
