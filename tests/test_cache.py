@@ -18,7 +18,7 @@ import infinity
 from infinity.device import ComputeDevice
 from infinity.observe import Recorder
 from infinity.tiers.block import BF16, FP32, SPLIT, Block, Format, Kind
-from infinity.tiers.budget import CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS, STAGED_SETS, Staged, divide
+from infinity.tiers.budget import CHUNK_ELEMENTS, FULL_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS, STAGED_SETS, Staged, divide
 from infinity.tiers.cache import Candidate, choose, distribute
 from infinity.tiers.store import Store
 
@@ -488,19 +488,30 @@ def test_the_cache_takes_what_is_left_and_no_more(precision: str, room: int, sma
 
 
 def test_how_memory_is_divided() -> None:
-    """The example in the docstring: six sets of full chunks, a quarter of the rest to read ahead, and cache."""
-    everything = 12 << 26
-    staged = Staged(kinds=4, others=0, granule=CHUNK_ELEMENTS, longest=1 << 26, on_nvme=everything)
+    """The example in the docstring: six sets of long chunks, a quarter of the rest to read ahead, and cache."""
+    everything = 12 * 100_000_000
+    staged = Staged(kinds=4, others=0, granule=CHUNK_ELEMENTS, longest=1 << 26, elements=100_000_000, on_nvme=everything)
     for cache, sets, kept in (
-        (None, 6 + 5, 122 * MIB),
-        (0, 24, 0),
-        (100 * MIB, 6 + 7, 100 * MIB),
-        (1 << 40, 6, 162 * MIB),
+        (None, 6 + 1, 98 * MIB),
+        (0, 6 + 7, 0),
+        (50 * MIB, 6 + 4, 50 * MIB),
+        (1 << 40, 6, 114 * MIB),
     ):
         assert divide(210 * MIB, staged, cache) == (MOST_CHUNK_ELEMENTS, sets, 4 * sets, kept)
         whole = cache in (None, 1 << 40)
         assert divide(everything, staged, cache) == (MOST_CHUNK_ELEMENTS, *((0, 0, everything) if whole else (24, 96, cache)))
         assert divide(everything - 1, staged, cache).slots > 0
+
+
+def test_chunks_are_longer_for_larger_models_and_budgets() -> None:
+    def chunk(elements: int, available: int) -> int:
+        staged = Staged(kinds=4, others=0, granule=CHUNK_ELEMENTS, longest=elements, elements=elements, on_nvme=12 * elements)
+        return divide(available, staged, cache=0).chunk_elements
+
+    full, most = FULL_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS
+    assert [chunk(n << 20, 210 * MIB) for n in (1, 32, 48, 64, 1000)] == [full, full, 3 * full // 2, most, most]
+    # Six sets of four kinds: full chunks take 48 MiB, and what is longer at most half of all.
+    assert [chunk(1 << 30, n * MIB) for n in (24, 48, 96, 144, 192)] == [full // 2, full, full, 3 * full // 2, most]
 
 
 @given(
@@ -510,7 +521,7 @@ def test_how_memory_is_divided() -> None:
 def test_what_is_divided_is_all_there_is(
     extra: int, kinds: int, others: int, granules: int, longest: int, on_nvme: int, cache: int | None
 ) -> None:
-    staged = Staged(kinds + others, others, granules * CHUNK_ELEMENTS, longest, on_nvme if kinds else 0)
+    staged = Staged(kinds + others, others, granules * CHUNK_ELEMENTS, longest, 2 * longest, on_nvme if kinds else 0)
     available = staged.least + extra
     plan = divide(available, staged, cache)
     assert plan.slots * plan.chunk_elements * 4 + plan.cache <= available

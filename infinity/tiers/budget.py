@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 CHUNK_ELEMENTS = 16384  # a chunk is a multiple of this many elements: the block of the gradient norm, 64 KiB of fp32
-MOST_CHUNK_ELEMENTS = 1 << 19  # 2 MiB of fp32: enough for full bandwidth, and short enough for others to get between
+FULL_CHUNK_ELEMENTS = 1 << 19  # 2 MiB of fp32: enough for full bandwidth, and short enough for others to get between
+MOST_CHUNK_ELEMENTS = 1 << 20  # each costs milliseconds where the model keeps every CPU busy, so larger ones for larger models
+FEWEST_CHUNKS = 64  # of a model: with fewer the first unit of a forward waits noticeably for the chunk before its own
 STAGED_SETS = 6  # chunks in flight in the optimizer pipeline: two that are read and four that are written
 MOST_STAGED_SETS = 24  # what is left of them is read ahead
 AHEAD_SHARE = 4  # of the memory beyond STAGED_SETS, the part that is for reading ahead, not for cache: one in so many
@@ -16,13 +18,14 @@ class Staged(NamedTuple):
     """What may pass through staging, and what may be cached instead.
 
     `kinds` of blocks are staged, `others` of them for another reason than being on NVMe. A chunk is a multiple of `granule`
-    elements, and the largest block has `longest`. `on_nvme` is in bytes.
+    elements, the largest block has `longest`, and all parameters together `elements`. `on_nvme` is in bytes.
     """
 
     kinds: int
     others: int
     granule: int
     longest: int
+    elements: int
     on_nvme: int
 
     @property
@@ -44,16 +47,18 @@ def divide(available: int, staged: Staged, cache: int | None) -> HostPlan:
     """Divide `available` bytes of host memory, `staged.least` or more; `cache` is the most to cache, None for no limit.
 
     Overlap needs `STAGED_SETS` chunks of full length. Of what is left then, a part is for reading ahead, which lets I/O start
-    before its gradients are there, and the larger part is cache, which saves the I/O. Example: bf16 with gradients in host
-    memory, so chunks of four kinds, 8 MiB a set. Of 210 MiB, 48 are the six sets, a quarter of the other 162 holds five sets to
-    read ahead, and 122 are cache. Where everything fits, nothing is staged.
+    before its gradients are there, and the larger part is cache, which saves the I/O. Longer chunks take no more than half.
+    Example: 100 million parameters in bf16 with gradients in host memory, so chunks of four kinds, 16 MiB a set. Of 210 MiB, 96
+    are the six sets, a quarter of the other 114 holds one set to read ahead, and 98 are cache. Where everything fits, nothing is
+    staged.
     """
     kinds, cached = max(staged.kinds, 1), 0
     wanted = available if cache is None else cache
-    if staged.on_nvme <= min(wanted, available - staged.others * STAGED_SETS * MOST_CHUNK_ELEMENTS * WIDEST_ELEMENT):
+    if staged.on_nvme <= min(wanted, available - staged.others * STAGED_SETS * FULL_CHUNK_ELEMENTS * WIDEST_ELEMENT):
         kinds, cached = staged.others, staged.on_nvme
-    elements = min((available - cached) // (STAGED_SETS * kinds * WIDEST_ELEMENT) if kinds else staged.longest, staged.longest)
-    elements = min(elements, MOST_CHUNK_ELEMENTS) // staged.granule * staged.granule
+    elements = (available - cached) // (STAGED_SETS * kinds * WIDEST_ELEMENT) if kinds else staged.longest
+    most = max(FULL_CHUNK_ELEMENTS, min(MOST_CHUNK_ELEMENTS, staged.elements // FEWEST_CHUNKS, elements // 2))
+    elements = min(elements, staged.longest, most) // staged.granule * staged.granule
     chunk_elements = max(staged.granule, elements)
     if not kinds:
         return HostPlan(chunk_elements, 0, 0, cached)

@@ -163,7 +163,8 @@ class Store:
         on_nvme = [b for b in self._blocks if self._may_keep(b)]
         others = {b.kind for b in self._blocks if not self._may_keep(b) and self.needs_staging(b)}
         kinds, longest = others | {b.kind for b in on_nvme}, max((b.elements for b in self._blocks), default=0)
-        staged = Staged(len(kinds), len(others), self._granule, longest, sum(b.nbytes for b in on_nvme))
+        elements = sum(b.elements for b in self._blocks if b.kind is Kind.PARAM)
+        staged = Staged(len(kinds), len(others), self._granule, longest, elements, sum(b.nbytes for b in on_nvme))
         if available < staged.least:
             least = home + staged.least
             raise BudgetError(

@@ -13,9 +13,9 @@ from infinity.device import ComputeDevice, HostMemory
 from infinity.optim.adam import adam
 from infinity.optim.kernels import Kernels, States
 from infinity.tiers.block import FP32, SPLIT, Kind
-from infinity.tiers.budget import MOST_CHUNK_ELEMENTS
+from infinity.tiers.budget import FULL_CHUNK_ELEMENTS
 
-_ELEMENTS = MOST_CHUNK_ELEMENTS
+_ELEMENTS = FULL_CHUNK_ELEMENTS
 _CHUNKS = 16  # in turns, so that they do not stay in the caches
 _COPY_BYTES = 64 << 20
 _DTYPES = dict.fromkeys((Kind.PARAM, Kind.GRAD), torch.bfloat16)

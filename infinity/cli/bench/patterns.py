@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from infinity.tiers.budget import CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS, STAGED_SETS
+from infinity.tiers.budget import CHUNK_ELEMENTS, FULL_CHUNK_ELEMENTS, STAGED_SETS
 from infinity.tiers.nvme import ALIGNMENT
 from infinity.units import round_up
 
@@ -74,7 +74,7 @@ class Stage(NamedTuple):
 def chunk_elements(memory_bytes: int) -> int:
     """Elements per chunk of the optimizer in `memory_bytes` of staging, by the engine's rule (`tiers/store.py`)."""
     widest = STAGED_SETS * len(_KINDS) * max(_KINDS)
-    return max(CHUNK_ELEMENTS, min(memory_bytes // widest, MOST_CHUNK_ELEMENTS) // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
+    return max(CHUNK_ELEMENTS, min(memory_bytes // widest, FULL_CHUNK_ELEMENTS) // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
 
 
 def training_step(elements: int, model_parameters: int, chunk: int) -> Iterator[Stage]:
