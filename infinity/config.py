@@ -53,6 +53,11 @@ class Config(BaseModel):
     optimizer: Tier = "nvme"
     gradients: Tier = "cpu"
 
+    stage: Literal[0, 1, 2, 3] = 3
+    """What several ranks share among them, each holding 1/N of it (ZeRO, section 5): nothing with 0, optimizer states from 1 on,
+    gradients from 2 on, parameters with 3. With 1 and 2 all parameters are in the memory of every rank's device, with 1 all
+    gradients, too, which then are reduced once per step and not once per backward."""
+
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype that floating-point parameters are stored and computed in; "auto" keeps the dtypes of the model."""
     algorithm: Literal["adam", "adagrad", "lion", "momentum", "sgd", "other"] = "adam"
@@ -116,6 +121,12 @@ class Config(BaseModel):
             raise ValueError(
                 f"update='delayed' keeps the old parameters beside the new ones, which cannot be with {wrong}; put the "
                 "parameters on cpu or nvme and leave copy_on_write=True, or choose another update"
+            )
+        whole = [s for s, least in (("parameters", 3), ("gradients", 2)) if self.stage < least and getattr(self, s) != "gpu"]
+        if whole and self.stage > 0:
+            raise ValueError(
+                f"stage={self.stage} keeps all {' and '.join(whole)} on the device of every rank; set "
+                f"{', '.join(f'{state}={chr(39)}gpu{chr(39)}' for state in whole)}, or stage=3"
             )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")

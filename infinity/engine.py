@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.config import Config
 from infinity.device import ComputeDevice
@@ -29,6 +30,7 @@ from infinity.optim.step import Surroundings, Updater
 from infinity.plan.planner import Foresight, Traffic, UnitCost, predict
 from infinity.plan.runtime import Runtime
 from infinity.sharding import collectives
+from infinity.sharding.ranks import Ranks, find_ranks
 from infinity.sharding.unit import GradientBuffer, Unit
 from infinity.tiers.block import Kind
 from infinity.tiers.nvme import ALIGNMENT
@@ -54,7 +56,7 @@ class Engine:
         config: Config,
         weights: str | Path | None = None,
         units: Sequence[type[nn.Module] | nn.Module] | None = None,
-        group: collectives.Group = None,
+        group: collectives.Group | DeviceMesh = None,
         seed: int | None = None,
     ) -> None:
         self.config = config
@@ -69,14 +71,15 @@ class Engine:
             groups = group_parameters(model, owners, _DTYPES.get(config.precision))
             if not groups:
                 raise ConfigError("the model has no parameters to manage")
-            self._units = [Unit(index, g.name, g.parameters, g.dtype, group) for index, g in enumerate(groups)]
+            ranks = find_ranks(group, config.stage)
+            self._units = [Unit(index, g.name, g.parameters, g.dtype, ranks) for index, g in enumerate(groups)]
             self._unit_of = {id(p): unit for unit in self._units for p in unit.parameters}
             users = self._users(model, owners)
             kernels = Kernels(config.instruction_set, config.threads)
             undo.callback(kernels.close)
             self._store = Store(config, self._device, self.recorder)
             undo.callback(self._store.close)
-            self._open_store(model, users, group)
+            self._open_store(model, users, ranks)
             fill_units(model, self._units, {id(m._parameters[name]) for m, name, _ in replaced}, values, seed)
             undo.pop_all()
         for module in model.modules():
@@ -106,10 +109,11 @@ class Engine:
         numbers = {key: unit.index for key, unit in self._unit_of.items()}
         return {m: [self._units[i] for i in used] for m, used in find_users(model, owners, numbers).items()}
 
-    def _open_store(self, model: nn.Module, users: dict[nn.Module, list[Unit]], group: collectives.Group) -> None:
+    def _open_store(self, model: nn.Module, users: dict[nn.Module, list[Unit]], ranks: Ranks) -> None:
         for unit in self._units:
             unit.declare(self._store, self.config)
-        through_buffer = group is not None or self.config.gradients == "nvme" or not self._device.shares_host
+        through_buffer = ranks.number > 1 or self.config.gradients == "nvme" or not self._device.shares_host
+        through_buffer &= not self._units[0].reduces_late  # the gradients' home is the whole buffer
         buffer_bytes = max((u.gradient_nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
         self._store.open(_concurrent_bytes(model, users), buffer_bytes)
         self._buffer = GradientBuffer(self._store.reserve("gpu", buffer_bytes).tensor) if buffer_bytes else None
@@ -336,14 +340,16 @@ def wrap(
     *,
     weights: str | Path | None = None,
     units: Sequence[type[nn.Module] | nn.Module] | None = None,
-    group: collectives.Group = None,
+    group: collectives.Group | DeviceMesh = None,
     seed: int | None = None,
 ) -> Model:
     """Move the states of `model` to the tiers that `config` says, and train it from then on; returns the same module.
 
     Parameters built inside `infinity.init()` get their values from the safetensors in `weights` (a Hugging Face directory or
     one file), or from the modules' own initialisation under `seed`. `units` chooses classes or modules whose parameters move
-    together (default: the repeated blocks). `group` is the process group to shard over (default: one rank).
+    together (default: the repeated blocks). `group` is the process group to shard over (default: one rank), or
+    a `DeviceMesh` of one dimension, or of two (replicate, shard): parts are then shared inside the second, and each has a replica
+    along the first.
 
     Raises `ConfigError` or `BudgetError` before the model is changed in any way that matters, `PathInUseError`.
     """

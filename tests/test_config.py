@@ -15,7 +15,7 @@ from infinity.errors import ConfigError
 from infinity.units import format_bytes, parse_bytes, round_up
 
 KEYS = (
-    "nvme, gpu_memory, cpu_memory, nvme_memory, cache, parameters, optimizer, gradients, precision, algorithm, "
+    "nvme, gpu_memory, cpu_memory, nvme_memory, cache, parameters, optimizer, gradients, stage, precision, algorithm, "
     "gradient_precision, split_master, moment_precision, copy_on_write, update, delayed_after, poison, device, io_engine, "
     "instruction_set, threads"
 )

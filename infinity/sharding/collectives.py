@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
 Group = dist.ProcessGroup | None
+
+# Their names from torch 2.13 on; the older ones then warn.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Calls:
@@ -30,9 +34,9 @@ class Calls:
         return float(value), float(value * value)
 
 
-def agree(total: float, squares: float, group: Group) -> bool:
-    """Whether all ranks have the same `Calls`, given the sums of their terms: only equal values have no variance."""
-    return size(group) * int(squares) == int(total) ** 2
+def agree(total: float, squares: float, ranks: int) -> bool:
+    """Whether all `ranks` have the same `Calls`, given the sums of their terms: only equal values have no variance."""
+    return ranks * int(squares) == int(total) ** 2
 
 
 def size(group: Group) -> int:
@@ -48,23 +52,32 @@ def rank(group: Group) -> int:
 def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
     """Fill `full` (n * ranks,) with the shards (n,) of all ranks; `shard` may be this rank's part of `full`."""
     if group is not None:
-        dist.all_gather_into_tensor(full, shard, group=group)
+        _gather(full, shard, group=group)
 
 
 def reduce_scatter_mean(shard: torch.Tensor, full: torch.Tensor, group: Group) -> None:
-    """This rank's part of the mean over ranks of `full` (n * ranks,), into `shard` (n,). Overwrites `full`."""
-    if group is None:
-        shard.copy_(full)
-        return
-    full.div_(dist.get_world_size(group))
-    dist.reduce_scatter_tensor(shard, full, group=group)
+    """This rank's part of the mean over ranks of `full` (n * ranks,), into `shard` (n,), which is that part of `full`.
+
+    Overwrites `full`, and needs no other memory.
+    """
+    if group is not None:
+        full.div_(dist.get_world_size(group))
+        _reduce_scatter(shard, full, group=group)
 
 
-def all_reduce_sum(values: Sequence[float], group: Group) -> list[float]:
-    """The sum over ranks of each of `values`, in double precision."""
-    if group is None:
-        return list(values)
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=group)
-    return [float(value) for value in total]
+def all_reduce_mean(values: torch.Tensor, group: Group) -> None:
+    """The mean over ranks of `values` (n,), in place."""
+    if group is not None:
+        values.div_(dist.get_world_size(group))
+        dist.all_reduce(values, group=group)
+
+
+def all_reduce_sum(values: Sequence[float], groups: Iterable[dist.ProcessGroup]) -> list[float]:
+    """The sum over the ranks of all `groups`, one after the other, of each of `values`, in double precision."""
+    result = list(values)
+    for group in groups:
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        total = torch.tensor(result, dtype=torch.float64, device=device)
+        dist.all_reduce(total, group=group)
+        result = [float(value) for value in total]
+    return result

@@ -14,9 +14,11 @@ from infinity.config import Config, Tier
 from infinity.sharding import codec, collectives
 from infinity.sharding.layout import Layout
 from infinity.sharding.parameter import guard_for
+from infinity.sharding.ranks import Ranks
 from infinity.tiers.block import BF16, FP32, INT8, SPLIT, Block, Format, Kind
 from infinity.tiers.store import Store
 
+ALONE = Ranks()
 _MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
 MOMENTS: dict[str, tuple[Kind, ...]] = {
     "adam": (Kind.EXP_AVG, Kind.EXP_AVG_SQ), "adagrad": (Kind.EXP_AVG_SQ,), "lion": (Kind.EXP_AVG,),
@@ -111,16 +113,16 @@ class Unit:
         name: str,
         named: Sequence[tuple[str, nn.Parameter]],
         dtype: torch.dtype,
-        group: collectives.Group = None,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.index, self.name, self.dtype, self.group = index, name, dtype, group
+        self.index, self.name, self.dtype, self.ranks, self.group = index, name, dtype, ranks, ranks.shards
         self.gradient_dtype = dtype
         """What gradients are kept and accumulated in; fixed by `declare`."""
         self.names = [n for n, _ in named]
         self.parameters = [p for _, p in named]
         self.trainable = self.parameters[0].requires_grad
-        self.layout = Layout([p.shape for p in self.parameters], collectives.size(group))
-        self.rank = collectives.rank(group)
+        self.layout = Layout([p.shape for p in self.parameters], collectives.size(ranks.shards))
+        self.rank = ranks.rank
         self.blocks: dict[Kind, Block] = {}
         self.tier = ""
         self.updater: Updates | None = None
@@ -141,7 +143,7 @@ class Unit:
         self.grad_scale = self.loss_scale = 1.0
         """What the gradients of the step under way are multiplied by in the update: the clip factor; and what they were
         multiplied by, with the loss, in the backward."""
-        self._started = False
+        self._started = self._is_reduced = False
         self._plain = [type(p) for p in self.parameters]
         self._guard = guard_for(self)
         self._positions = {id(p): i for i, p in enumerate(self.parameters)}
@@ -165,14 +167,19 @@ class Unit:
         self.store, self.tier, self.algorithm = store, config.parameters, config.algorithm
         self.spill = config.nvme if config.optimizer == "nvme" else ()  # directories for states that have no block
 
-        def add(kind: Kind, form: Format, tier: Tier, span: int = 0, at: int = 0) -> None:
-            name = f"{kind.value} of {self.name}"
-            self.blocks[kind] = store.add(Block(self.index, kind, shard, form, tier, span or form.bytes_of(shard), at, name))
+        def add(kind: Kind, form: Format, tier: Tier, span: int = 0, whole: bool = False) -> None:
+            name, nbytes = f"{kind.value} of {self.name}", form.bytes_of(shard)
+            at = self.rank * nbytes if span else 0
+            block = Block(self.index, kind, shard, form, tier, span or nbytes, at, name, whole, frozen=not self.trainable)
+            self.blocks[kind] = store.add(block)
 
-        add(Kind.PARAM, _plain(self.dtype), config.parameters, span=self.nbytes, at=self.rank * shard * self.dtype.itemsize)
+        # With stages 1 and 2 parameters stay gathered, and with stage 1 gradients stay whole until they are settled.
+        self.reduces_late = self.group is not None and config.stage == 1
+        add(Kind.PARAM, _plain(self.dtype), config.parameters, self.nbytes, whole=self.group is not None and config.stage < 3)
         if self.trainable:
             self.gradient_dtype = torch.float32 if config.gradient_precision == "fp32" else self.dtype
-            add(Kind.GRAD, _plain(self.gradient_dtype), config.gradients)
+            form = _plain(self.gradient_dtype)
+            add(Kind.GRAD, form, config.gradients, form.bytes_of(self.layout.numel) * self.reduces_late, self.reduces_late)
             if self.dtype != torch.float32:
                 split = config.split_master and self.dtype == torch.bfloat16
                 add(Kind.MASTER, SPLIT if split else FP32, config.optimizer)
@@ -308,20 +315,25 @@ class Unit:
         home = self.blocks[Kind.GRAD].home
         if home is None:
             raise RuntimeError(f"the gradients of {self.name} have no home in memory")
-        target = home.tensor.view(self.gradient_dtype)[place.offset : place.end].view(place.shape)
+        flat = home.tensor.view(self.gradient_dtype)
+        if self._is_reduced:  # one more backward after all: what is the mean already counts once for every rank
+            mean = self.shard_of(flat) * self.layout.ranks
+            flat.zero_()
+            self.shard_of(flat).copy_(mean)
+            self.accumulated, self._is_reduced = [True] * len(self.accumulated), False
+        target = flat[place.offset : place.end].view(place.shape)
         if self.accumulated[index]:
             target.add_(gradient)
         else:
             target.copy_(gradient)
             self.accumulated[index] = True
         self.collected += 1
-        self._begin_early()
+        if not self.reduces_late:
+            self._begin_early()
 
     def reduce(self, full: torch.Tensor) -> None:
         """Average `full` (numel,) over the ranks and add this rank's part to the gradient block."""
-        shard = full if self.group is None else torch.empty_like(self.shard_of(full))
-        self.calls.note("reduce", self.index)
-        collectives.reduce_scatter_mean(shard, full, self.group)
+        shard = self._reduced(full)
         block, first = self.blocks[Kind.GRAD], not self._started
         for begin in self.chunks():
             (chunk,) = self.store.check_out([(block, not first)], begin)
@@ -339,6 +351,14 @@ class Unit:
         self.store.end_update([block])
         self._started = True
         self._begin_early()
+
+    def _reduced(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the mean of `full` (numel,) over all ranks, in the same memory."""
+        self.calls.note("reduce", self.index)
+        shard = self.shard_of(full)
+        collectives.reduce_scatter_mean(shard, full, self.group)
+        collectives.all_reduce_mean(shard, self.ranks.replicas)
+        return shard
 
     def _begin_early(self) -> None:
         if self.collected == self.expected and self.updater is not None:
@@ -367,11 +387,14 @@ class Unit:
         if not any(self.accumulated):
             return False
         home = self.blocks[Kind.GRAD].home
-        if self._buffer is None and home is not None:
+        if self._buffer is None and home is not None and not self._is_reduced:
             flat = home.tensor.view(self.gradient_dtype)
             for place, present in zip(self.layout.places, self.accumulated, strict=True):
                 if not present:
                     flat[place.offset : place.end].zero_()
+            if self.reduces_late:
+                self._reduced(flat)
+                self._is_reduced = True
         return True
 
     def zero_gradients(self) -> None:
@@ -379,7 +402,7 @@ class Unit:
         self._withdraw()
         self.collected = 0
         self.accumulated = [False] * len(self.parameters)
-        self.spent = self._started = False
+        self.spent = self._started = self._is_reduced = False
         self.grad_scale = self.loss_scale = 1.0
         if self._buffer is not None:
             self._buffer.discard(self)

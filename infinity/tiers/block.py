@@ -70,6 +70,9 @@ class Block:
     gathered buffer. A block that is rewritten copy-on-write has two extents, or two homes in memory, and `version` says which of
     them holds the current content; `updates` is how often that was replaced.
 
+    No update rewrites it where it is `frozen`. Where `whole`, the home in memory is that of the whole unit, `span` bytes, and the
+    block is this rank's part of it.
+
     Of a block on NVMe the first `kept` elements are at home in host memory instead, in `cached` (uint8), and are rewritten in
     place; the extents hold the rest.
     """
@@ -82,6 +85,8 @@ class Block:
     span: int
     at: int
     name: str
+    whole: bool = False
+    frozen: bool = False
     state: BlockState = BlockState.HOME
     written: bool = False
     updates: int = 0
@@ -121,6 +126,18 @@ class Block:
         return self.homes[self.version] if self.homes else None
 
     @property
+    def home_bytes(self) -> int:
+        """Bytes of one home in memory."""
+        return self.span if self.whole else self.nbytes
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """The block, uint8, where it is at home in memory; None on NVMe."""
+        if self.home is None:
+            return None
+        return self.home.tensor[self.at : self.at + self.nbytes] if self.whole else self.home.tensor
+
+    @property
     def target(self) -> int:
         """Which of the extents or homes the next update writes."""
         return (self.version + 1) % max(len(self.extents), len(self.homes), 1)
@@ -128,7 +145,7 @@ class Block:
     @property
     def permanent(self) -> bool:
         """Whether the compute copy is the block itself and never leaves."""
-        return self.kind is Kind.PARAM and self.tier == "gpu" and self.nbytes == self.span
+        return self.kind is Kind.PARAM and self.tier == "gpu" and self.home_bytes == self.span
 
     def to_fetching(self, fetch: Fetch) -> None:
         """HOME or UPDATING -> FETCHING, with the lease that `fetch` fills."""

@@ -111,7 +111,7 @@ class Store:
         for block in self._blocks:
             if block.moved_bytes:
                 # What a failed step leaves of its gradients is of no use, so they are rewritten in place.
-                copies = 2 if budget.copy_on_write and block.kind is not Kind.GRAD else 1
+                copies = 2 if budget.copy_on_write and block.kind is not Kind.GRAD and not block.frozen else 1
                 block.extents = tuple(self._nvme.reserve(block.moved_bytes) for _ in range(copies))
         self._nvme.open()
         try:
@@ -127,7 +127,7 @@ class Store:
             self._nvme.register(self._arenas["gpu"].memory)
         for block in self._blocks:
             if block.tier != "nvme":
-                block.homes = tuple(self.reserve(block.tier, block.nbytes) for _ in range(self._homes_of(block)))
+                block.homes = tuple(self.reserve(block.tier, block.home_bytes) for _ in range(self._homes_of(block)))
                 for home in block.homes:
                     home.tensor.zero_()
             if block.permanent:
@@ -148,11 +148,11 @@ class Store:
         return lease
 
     def _home_bytes(self, tier: Tier) -> int:
-        return sum(round_up(b.nbytes, ALIGNMENT) * self._homes_of(b) for b in self._blocks if b.tier == tier)
+        return sum(round_up(b.home_bytes, ALIGNMENT) * self._homes_of(b) for b in self._blocks if b.tier == tier)
 
     def _homes_of(self, block: Block) -> int:
         """How many homes a block in memory has: a delayed update writes new parameters while the old ones are in use."""
-        return 2 if self._delayed and block.kind is Kind.PARAM else 1
+        return 2 if self._delayed and block.kind is Kind.PARAM and not block.frozen else 1
 
     def _may_keep(self, block: Block) -> bool:
         """Whether a part of `block` may stay in host memory although it is at home on NVMe."""
@@ -330,7 +330,7 @@ class Store:
     def _memory_of(self, block: Block, begin: int) -> torch.Tensor | None:
         """The memory, uint8 from the first element on, that is the home of element `begin`; None on NVMe."""
         if block.home is not None:
-            return block.home.tensor
+            return block.memory
         return block.cached if begin < block.kept else None
 
     def _fill_through_staging(self, block: Block, part: torch.Tensor, begin: int, end: int) -> None:
@@ -440,8 +440,8 @@ class Store:
             return Checkout(new, functools.partial(copy_alone, new, memory[at : at + nbytes]) if load else None)
         tensor, name = slot.tensor[:nbytes], block.name
         arrive: Transfer | Callable[[], object] | None = None
-        if block.home is not None:  # at home on a device that the host cannot address
-            home = block.home.tensor[at : at + nbytes]
+        if block.memory is not None:  # at home on a device that the host cannot address
+            home = block.memory[at : at + nbytes]
             if load:
                 arrive = functools.partial(self._device.download, tensor, home)
             write: Callable[[bool], Transfer | None] = functools.partial(self._write_home, home, tensor)

@@ -1,0 +1,56 @@
+"""How much memory the states of a model take on each rank: formulas, for before anything is allocated. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from infinity.config import Config
+
+
+class StateBytes(NamedTuple):
+    """Bytes of parameters, of gradients and of optimizer states (master and moments)."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    def on_rank(self, ranks: int, stage: int) -> StateBytes:
+        """What one of `ranks` ranks holds of these bytes: 1/N of what the stage shares (ZeRO, 1910.02054, figure 1).
+
+        Example: 7.5e9 parameters of 2 + 2 + 12 bytes, 64 ranks: 120 GB with stage 0; 31.4 with 1, 16.6 with 2, 1.88 with 3.
+        """
+        shared = (ranks if stage >= least else 1 for least in (3, 2, 1))
+        return StateBytes(*(nbytes / n for nbytes, n in zip(self, shared, strict=True)))
+
+
+_DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 36864 / 32768}
+_MOMENTS = {"adam": 2, "adagrad": 1, "lion": 1, "momentum": 1, "sgd": 0, "other": 0}
+
+
+def bytes_per_parameter(config: Config) -> StateBytes:
+    """Bytes of the states of one trainable parameter, before they are shared.
+
+    Example: bf16 takes 2 + 2 + 10 with a split master and fp32 moments. With precision "auto" parameters are taken to be fp32.
+    """
+    parameter = _DTYPE_BYTES.get(config.precision, 4)
+    gradient = 4 if config.gradient_precision == "fp32" else parameter
+    master = 0 if parameter == 4 else 2 if config.split_master and config.precision == "bf16" else 4
+    return StateBytes(parameter, gradient, master + _MOMENTS[config.algorithm] * _MOMENT_BYTES[config.moment_precision])
+
+
+def bytes_on_tiers(trainable: int, config: Config, ranks: int = 1, frozen: int = 0) -> dict[str, float]:
+    """Bytes of the states of `trainable` parameters, and of `frozen` ones, on each tier of one of `ranks` ranks.
+
+    Without padding (a unit takes multiples of 2048 elements on every rank), and without what passes through: gathered units and
+    one gradient buffer on the compute device, staging in host memory. What is rewritten beside its old content counts twice.
+    """
+    parameter, gradient, optimizer = bytes_per_parameter(config)
+    whole = StateBytes(trainable * parameter, trainable * gradient, trainable * optimizer)
+    states, kept = whole.on_rank(ranks, config.stage), StateBytes(frozen * parameter, 0, 0).on_rank(ranks, config.stage)
+    tiers = dict.fromkeys(("gpu", "cpu", "nvme"), 0.0)
+    for name, tier in (("parameters", config.parameters), ("gradients", config.gradients), ("optimizer", config.optimizer)):
+        doubled = tier == "nvme" and config.copy_on_write and name != "gradients"
+        late = tier == "cpu" and config.update == "delayed" and name == "parameters"
+        tiers[tier] += getattr(states, name) * (2 if doubled or late else 1) + getattr(kept, name)
+    return tiers

@@ -1,0 +1,54 @@
+"""The ranks that train one model together: among whom it is sharded, and who else holds the same shards."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from infinity.errors import ConfigError
+from infinity.sharding.collectives import Group, rank, size
+
+
+class Ranks(NamedTuple):
+    """`shards` is the group that a unit is cut up among, `replicas` the group of those that hold the same part of it.
+
+    Each is None for a single rank. Example: a mesh of 2 x 4 ranks, two nodes of four: 4 shards, each on two replicas (hybrid
+    sharding: gathers stay inside a node, and gradients are averaged between nodes after they were inside).
+    """
+
+    shards: Group = None
+    replicas: Group = None
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among the shards."""
+        return rank(self.shards)
+
+    @property
+    def number(self) -> int:
+        """How many ranks there are in all."""
+        return size(self.shards) * size(self.replicas)
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """A sum over each of these in turn is one over all ranks."""
+        return [group for group in self if group is not None]
+
+
+def find_ranks(group: Group | DeviceMesh, stage: int) -> Ranks:
+    """The ranks of a process group, or of a mesh of one dimension (shard) or two (replicate, shard); all replicas with stage 0.
+
+    Raises `ConfigError` for a mesh that has more, or that says what the stage denies.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim > 2 or (stage == 0 and group.ndim == 2):
+            raise ConfigError(
+                f"a mesh of shape {tuple(group.shape)} with stage={stage}: give one of one dimension (shard), or with stage 1 to "
+                "3 of two (replicate, shard), for example mesh['replicate', 'shard']"
+            )
+        groups: list[Group] = [group.get_group(dimension) for dimension in reversed(range(group.ndim))]
+    else:
+        groups = [group]
+    shards, replicas = [each if size(each) > 1 else None for each in (*groups, None)][:2]
+    return Ranks(None, shards) if stage == 0 else Ranks(shards, replicas)
