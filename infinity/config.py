@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,14 @@ def _as_paths(value: Any) -> Any:
     return paths
 
 
+def _as_shares(value: Any) -> Any:
+    if isinstance(value, str) and value in ("measured", "equal"):
+        return value
+    if not isinstance(value, (list, tuple)) or not all(type(share) in (int, float) and 0 < share < math.inf for share in value):
+        raise ValueError(f"{value!r} is neither 'measured' nor 'equal' nor a positive number for each directory")
+    return value
+
+
 class Config(BaseModel):
     """Placement and budgets of one engine.
 
@@ -45,6 +54,9 @@ class Config(BaseModel):
     gpu_memory: Bytes
     cpu_memory: Bytes
     nvme_memory: Bytes | None = None
+    nvme_shares: Annotated[Literal["measured", "equal"] | tuple[float, ...], BeforeValidator(_as_shares)] = "measured"
+    """What part of the states each of several `nvme` directories holds, as far as it has room: "measured" for its speed beside
+    the others, found when the engine starts; "equal"; or a number each, such as the GB/s that `infinity bench io` prints."""
     cache: Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)] = "auto"
     """Bytes of `cpu_memory` that may keep a part of what is on nvme, which then never moves: "auto" for what homes and staging
     leave, 0 for none."""
@@ -105,6 +117,12 @@ class Config(BaseModel):
             raise ValueError(f"{' and '.join(states)} on nvme, but no directory is given: set nvme=[...]")
         if len(set(self.nvme)) < len(self.nvme):
             raise ValueError(f"nvme names a directory twice: {', '.join(map(str, self.nvme))}")
+        if not isinstance(self.nvme_shares, str) and len(self.nvme_shares) != len(self.nvme):
+            numbers, directories = len(self.nvme_shares), len(self.nvme)
+            raise ValueError(
+                f"nvme_shares has {numbers} number{'s' * (numbers != 1)}, "
+                f"but nvme has {directories} director{'y' if directories == 1 else 'ies'}"
+            )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")
         return self

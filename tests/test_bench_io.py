@@ -42,7 +42,8 @@ from infinity.cli.main import app
 from infinity.device import HostMemory
 from infinity.errors import ConfigError, NvmeError, PathInUseError
 from infinity.tiers.block import Kind
-from infinity.tiers.nvme import LOCK_NAME, lock_directory, striped
+from infinity.tiers.nvme import LOCK_NAME, STRIPE_BYTES, lock_directory
+from infinity.tiers.stripes import Stripes
 
 MIB = 1 << 20
 SMALL = ["--size", "16MiB", "--reserve", "0", "--search-seconds", "0.1", "--rounds", "2", "--round-seconds", "0.02"]
@@ -198,7 +199,8 @@ def test_a_training_step_moves_its_bytes_and_stays_in_its_space(blocks: int, mod
         for at, nbytes in stage.reads:
             covering = sum(max(min(end, at + nbytes) - max(begin, at), 0) for begin, end in written)
             assert covering == (0 if stage.writes else nbytes)
-    pieces = [piece for at, nbytes in writes for piece in striped(at, nbytes, paths)]
+    stripes = Stripes(STRIPE_BYTES, [1.0] * paths)
+    pieces = [piece for at, nbytes in writes for piece in stripes.pieces(at, nbytes)]
     assert sum(nbytes for _, _, nbytes in pieces) == patterns.BYTES_WRITTEN * elements
     per_path = sorted(pieces)
     assert all(a[0] < b[0] or a[1] + a[2] <= b[1] for a, b in itertools.pairwise(per_path))
