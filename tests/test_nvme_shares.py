@@ -267,6 +267,7 @@ def test_a_slow_drive_gets_less(
         first, slow, last = sizes(directories)
         assert first + slow + last == 200 * STRIPE
         assert 0 < slow < min(first, last)
+        assert not any((directory / STATES_NAME).read_bytes().strip(b"\0") for directory in directories), "nothing is left of it"
         for message, facts in (
             ("measured, half reading and half writing: ", [f"{at} " for at in directories]),
             ("the states on nvme take ", [f" in {at}" for at in directories]),
@@ -313,6 +314,28 @@ def test_without_room_for_its_share_a_directory_takes_what_it_has_room_for(
         assert sizes(directories) == [37 * STRIPE, 38 * STRIPE, 45 * STRIPE]
         assert f"{directories[0]} has room for 592 KiB of its share of 960 KiB of the states" in caplog.text
         check_content(made, 120 * STRIPE)
+
+
+def test_a_file_is_no_longer_than_its_stripes_when_another_drops_out(
+    tmp_path: Path, small: None, rooms: Callable[[dict[Path, int]], None]
+) -> None:
+    """Of 200 stripes the second has 56 beside the third, and 50 without it, for then another pattern is near enough."""
+    directories = [tmp_path / name for name in "abc"]
+    rooms({directories[2]: 0})
+    with opened(directories, 200 * STRIPE, shares=(30, 12, 1)) as made:
+        assert sizes(directories) == [150 * STRIPE, 50 * STRIPE, 0]
+        check_content(made, 200 * STRIPE)
+
+
+def test_space_that_is_not_enough_is_given_back(tmp_path: Path, small: None, rooms: Callable[[dict[Path, int]], None]) -> None:
+    path = tmp_path / STATES_NAME
+    file = nvme.native.aio().File(str(path), create=True)
+    file.allocate(2 * STRIPE)
+    rooms({tmp_path: 5 * STRIPE + ALIGNMENT})
+    assert not nvme._extend(file, 9 * STRIPE)
+    assert path.stat().st_size == 2 * STRIPE, "another may be on the same drive"
+    assert nvme._fill(file, 9 * STRIPE) == 5
+    assert path.stat().st_size == 5 * STRIPE
 
 
 def test_directories_are_filled_to_the_last_stripe_before_they_are_refused(
