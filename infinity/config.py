@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,14 @@ def _as_paths(value: Any) -> Any:
     return paths
 
 
+def _as_shares(value: Any) -> Any:
+    if isinstance(value, str) and value in ("measured", "equal"):
+        return value
+    if not isinstance(value, (list, tuple)) or not all(type(share) in (int, float) and 0 < share < math.inf for share in value):
+        raise ValueError(f"{value!r} is neither 'measured' nor 'equal' nor a positive number for each directory")
+    return value
+
+
 class Config(BaseModel):
     """Placement and budgets of one engine.
 
@@ -45,6 +54,9 @@ class Config(BaseModel):
     gpu_memory: Bytes
     cpu_memory: Bytes
     nvme_memory: Bytes | None = None
+    nvme_shares: Annotated[Literal["measured", "equal"] | tuple[float, ...], BeforeValidator(_as_shares)] = "measured"
+    """What part of the states each of several `nvme` directories holds, as far as it has room: "measured" for its speed beside
+    the others, found when the engine starts; "equal"; or a number each, such as the GB/s that `infinity bench io` prints."""
     cache: Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)] = "auto"
     """Bytes of `cpu_memory` that may keep a part of what is on nvme, which then never moves: "auto" for what homes and staging
     leave, 0 for none."""
@@ -124,9 +136,15 @@ class Config(BaseModel):
             )
         whole = [s for s, least in (("parameters", 3), ("gradients", 2)) if self.stage < least and getattr(self, s) != "gpu"]
         if whole and self.stage > 0:
+            wanted = ", ".join(f"{state}='gpu'" for state in whole)
             raise ValueError(
-                f"stage={self.stage} keeps all {' and '.join(whole)} on the device of every rank; set "
-                f"{', '.join(f'{state}={chr(39)}gpu{chr(39)}' for state in whole)}, or stage=3"
+                f"stage={self.stage} keeps all {' and '.join(whole)} on the device of every rank; set {wanted}, or stage=3"
+            )
+        if not isinstance(self.nvme_shares, str) and len(self.nvme_shares) != len(self.nvme):
+            numbers, directories = len(self.nvme_shares), len(self.nvme)
+            raise ValueError(
+                f"nvme_shares has {numbers} number{'s' * (numbers != 1)}, "
+                f"but nvme has {directories} director{'y' if directories == 1 else 'ies'}"
             )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")

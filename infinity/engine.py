@@ -218,8 +218,13 @@ class Engine:
 
     @property
     def io(self) -> Any:
-        """The native I/O engine (counters, fault injection); None when nothing is on NVMe."""
+        """The native I/O engine of the first directory (counters, fault injection); None when nothing is on NVMe."""
         return self._store.io
+
+    @property
+    def ios(self) -> tuple[Any, ...]:
+        """The native I/O engines, one per directory; empty when nothing is on NVMe."""
+        return self._store.ios
 
     def plan(self) -> Traffic:
         """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states for the recorded trace."""

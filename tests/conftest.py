@@ -53,8 +53,8 @@ def come_to_rest(engine: infinity.Engine) -> None:
         fetch = unit.blocks[Kind.PARAM].fetch
         if fetch is not None:
             fetch.settle()
-    if engine.io is not None:
-        engine.io.drain()
+    for io in engine.ios:
+        io.drain()
 
 
 @pytest.fixture

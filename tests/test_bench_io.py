@@ -42,7 +42,9 @@ from infinity.cli.main import app
 from infinity.device import HostMemory
 from infinity.errors import ConfigError, NvmeError, PathInUseError
 from infinity.tiers.block import Kind
-from infinity.tiers.nvme import LOCK_NAME, lock_directory, striped
+from infinity.tiers.nvme import LOCK_NAME, STRIPE_BYTES, lock_directory
+from infinity.tiers.speed import levelled
+from infinity.tiers.stripes import Stripes
 
 MIB = 1 << 20
 SMALL = ["--size", "16MiB", "--reserve", "0", "--search-seconds", "0.1", "--rounds", "2", "--round-seconds", "0.02"]
@@ -198,7 +200,8 @@ def test_a_training_step_moves_its_bytes_and_stays_in_its_space(blocks: int, mod
         for at, nbytes in stage.reads:
             covering = sum(max(min(end, at + nbytes) - max(begin, at), 0) for begin, end in written)
             assert covering == (0 if stage.writes else nbytes)
-    pieces = [piece for at, nbytes in writes for piece in striped(at, nbytes, paths)]
+    stripes = Stripes(STRIPE_BYTES, [1.0] * paths)
+    pieces = [piece for at, nbytes in writes for piece in stripes.pieces(at, nbytes)]
     assert sum(nbytes for _, _, nbytes in pieces) == patterns.BYTES_WRITTEN * elements
     per_path = sorted(pieces)
     assert all(a[0] < b[0] or a[1] + a[2] <= b[1] for a, b in itertools.pairwise(per_path))
@@ -540,6 +543,11 @@ def test_a_whole_run_on_two_paths(tmp_path: Path) -> None:
         assert sentence.startswith(begin)
     assert facts["load"]["adam_gigaparameters_per_second"] > 0
     assert json.loads(out["block.json"].read_text()) == facts["config"]
+    alone = {
+        path: statistics.harmonic_mean([row["median_gb_per_second"] for row in facts["rows"] if row["paths"] == [str(path)]])
+        for path in paths
+    }
+    assert facts["config"]["infinity"]["nvme_shares"] == [float(f"{speed:.3g}") for speed in levelled(list(alone.values()))]
     for shown in ("GB/s", "p99.9", "many-tensor read", "beside CPU Adam", "Reads are limited by", '"aio"', "sustained"):
         assert shown in result.stdout
     page = Page(out["page.html"].read_text())
@@ -627,6 +635,16 @@ def test_infinity_parses_the_block(setting: Setting, tmp_path: Path) -> None:
     config = infinity.Config(**block["infinity"], gpu_memory="1GiB", cpu_memory="1GiB")
     assert config.nvme == (tmp_path,)
     assert config.io_engine == setting.engine
+    assert config.nvme_shares == "measured", "with one path there is nothing to share"
+
+
+def test_the_block_says_how_fast_each_path_is(tmp_path: Path) -> None:
+    """Speeds that two measurements would not tell apart are equal there."""
+    paths = [tmp_path / name for name in "abc"]
+    block = config_block(paths, SETTINGS[0], [3.2104, 1.0, 2.9])
+    config = infinity.Config(**json.loads(json.dumps(block))["infinity"], gpu_memory="1GiB", cpu_memory="1GiB")
+    assert config.nvme == tuple(paths)
+    assert config.nvme_shares == (3.06, 1.0, 3.06)
 
 
 DEEPSPEED = {"block_size": int, "queue_depth": int, "intra_op_parallelism": int, "single_submit": bool, "overlap_events": bool}

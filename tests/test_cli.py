@@ -104,6 +104,14 @@ def refusal(*arguments: object) -> str:
 # finetune: what is refused, before anything is built
 
 
+def test_a_share_is_one_of_a_directory(tmp_path: Path) -> None:
+    text = "config: nvme_shares has {}, but nvme has 1 directory"
+    assert refusal("finetune", "--nvme", tmp_path, "--nvme-shares", "3,.5") == text.format("2 numbers")
+    assert refusal("finetune", "--nvme", tmp_path, "--nvme-shares", "3,0") == (
+        "nvme_shares: (3.0, 0.0) is neither 'measured' nor 'equal' nor a positive number for each directory"
+    )
+
+
 def test_a_state_on_nvme_needs_a_directory() -> None:
     assert refusal("finetune") == (
         "parameters and optimizer on nvme, but no directory is given: add --nvme DIR, "
@@ -184,6 +192,7 @@ def test_an_output_that_cannot_be_written_is_refused() -> None:
         (["--optimizer", "tape"], "'gpu', 'cpu', 'nvme'"),
         (["--no-such-option"], "No such option"),
         (["--lr", "-1"], "--lr"),
+        (["--nvme-shares", "3;1"], "'3;1' is not measured, equal, or a number for each --nvme with commas between"),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments: list[str], reason: str) -> None:
@@ -227,7 +236,7 @@ def test_the_options_are_frozen() -> None:
         {"parameters", "optimizer", "gradients", "precision", "update", "io_engine", "steps", "batch_size", "accumulate", "lr"},
         {"gradient_precision", "moment_precision", "skip_nonfinite"},
         {"weight_decay", "warmup", "max_grad_norm", "eval_every", "eval_batches", "output", "overwrite", "report"},
-        {"cache", "delayed_after", "as_json", "debug"},
+        {"nvme_shares", "cache", "delayed_after", "as_json", "debug"},
     )
     assert names == set().union(*lists)
 

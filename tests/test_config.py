@@ -15,10 +15,11 @@ from infinity.errors import ConfigError
 from infinity.units import format_bytes, parse_bytes, round_up
 
 KEYS = (
-    "nvme, gpu_memory, cpu_memory, nvme_memory, cache, parameters, optimizer, gradients, stage, precision, algorithm, "
-    "gradient_precision, split_master, moment_precision, copy_on_write, update, delayed_after, poison, device, io_engine, "
-    "instruction_set, threads"
+    "nvme, gpu_memory, cpu_memory, nvme_memory, nvme_shares, cache, parameters, optimizer, gradients, stage, precision, "
+    "algorithm, gradient_precision, split_master, moment_precision, copy_on_write, update, delayed_after, poison, device, "
+    "io_engine, instruction_set, threads"
 )
+NOT_SHARES = "is neither 'measured' nor 'equal' nor a positive number for each directory"
 NOT_BYTES = "is not a number of bytes; write for example 512MiB, 2GiB or 2000000000"
 
 
@@ -32,6 +33,8 @@ def test_defaults_and_quantities() -> None:
     assert (config.parameters, config.gradients, config.optimizer) == ("nvme", "cpu", "nvme")
     assert config.nvme == (Path("/mnt/nvme0"),)
     assert make().nvme_memory is None
+    assert make().nvme_shares == "measured"
+    assert make(nvme=["a", "b"], nvme_shares=[3, 0.5]).nvme_shares == (3, 0.5)
     assert (make().cache, make(cache="auto").cache, make(cache="2MiB").cache, make(cache=0).cache) == ("auto", "auto", 2 << 20, 0)
 
 
@@ -57,6 +60,13 @@ def test_without_nvme_everything_may_live_in_memory() -> None:
         ({"cpu_memory": -1}, "cpu_memory: a number of bytes cannot be negative: -1"),
         ({"cache": "much"}, f"cache: 'much' {NOT_BYTES}, or 'auto' for what is left of cpu_memory"),
         ({"cache": -1}, "cache: a number of bytes cannot be negative: -1, or 'auto' for what is left of cpu_memory"),
+        ({"nvme_shares": "fast"}, f"nvme_shares: 'fast' {NOT_SHARES}"),
+        ({"nvme_shares": 2}, f"nvme_shares: 2 {NOT_SHARES}"),
+        ({"nvme": ["a", "b"], "nvme_shares": [1, 0]}, f"nvme_shares: [1, 0] {NOT_SHARES}"),
+        ({"nvme": ["a", "b"], "nvme_shares": (1, float("inf"))}, f"nvme_shares: (1, inf) {NOT_SHARES}"),
+        ({"nvme": ["a", "b"], "nvme_shares": (1, "2")}, f"nvme_shares: (1, '2') {NOT_SHARES}"),
+        ({"nvme": ["a", "b"], "nvme_shares": (2,)}, "config: nvme_shares has 1 number, but nvme has 2 directories"),
+        ({"nvme_shares": (2, 1)}, "config: nvme_shares has 2 numbers, but nvme has 1 directory"),
         ({"threads": 0}, "config: threads must be at least 1, not 0"),
         ({"nvme": 3}, "nvme: Input should be a valid tuple, not 3"),
         ({"nvme": ""}, "nvme: a directory is empty text; write '.' for the current one"),

@@ -326,12 +326,13 @@ def test_a_failure_on_one_drive_is_told_when_the_others_are_done(
     memory = torch.zeros(extent.nbytes + nvme.ALIGNMENT, dtype=torch.uint8)
     address = memory.data_ptr() + -memory.data_ptr() % nvme.ALIGNMENT
     tier.write(extent, 0, extent.nbytes, address, "").wait()
-    tier.engine.set_faults(fail_read_at=1, bytes_per_second=2e6)
+    tier.engines[0].set_faults(bytes_per_second=1e6)
+    tier.engines[1].set_faults(fail_read_at=0, bytes_per_second=1e6)
     transfer = tier.read(extent, 0, extent.nbytes, address, "")
     for _ in range(2):
         with pytest.raises(infinity.NvmeError) as caught:
             transfer.wait()
         assert (Path(caught.value.path).parent, caught.value.offset) == (directories[1], 0)
-        assert tier.engine.counters()["bytes_read"] == extent.nbytes - nvme.STRIPE_BYTES
+        assert sum(io.counters()["bytes_read"] for io in tier.engines) == extent.nbytes - nvme.STRIPE_BYTES
     tier.close()
     assert [list(directory.iterdir()) for directory in directories] == [[], []]

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +40,13 @@ def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def tier(root: Path, count: int, extents: list[int], kind: str = "posix", budget: int | None = None) -> Iterator[NvmeTier]:
+def tier(
+    root: Path, count: int, extents: list[int], kind: str = "posix", budget: int | None = None, shares: Any = "measured"
+) -> Iterator[NvmeTier]:
     directories = [root / str(index) for index in range(count)]
     for directory in directories:
         directory.mkdir(exist_ok=True)
-    made = NvmeTier(directories, kind, budget, Recorder())
+    made = NvmeTier(directories, kind, budget, Recorder(), shares)
     for nbytes in extents:
         made.reserve(nbytes)
     made.open()
@@ -74,10 +77,10 @@ OPERATIONS = st.lists(
 
 @each_engine
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1, 3), st.lists(st.integers(1, 12), min_size=3, max_size=3), OPERATIONS)
-def test_reads_give_what_was_written(tmp_path_factory, small_stripes, kind, count, blocks, operations):
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.lists(st.integers(1, 12), min_size=3, max_size=3), OPERATIONS)
+def test_reads_give_what_was_written(tmp_path_factory, small_stripes, kind, shares, blocks, operations):
     sizes = [n * ALIGNMENT for n in blocks]
-    with tier(tmp_path_factory.mktemp("nvme"), count, sizes, kind) as made:
+    with tier(tmp_path_factory.mktemp("nvme"), len(shares), sizes, kind, shares=shares) as made:
         starts = [sum(sizes[:index]) for index in range(3)]
         extents = [Extent(start, size) for start, size in zip(starts, sizes, strict=True)]
         model = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
@@ -136,8 +139,8 @@ def test_files_are_private_and_preallocated(tmp_path, small_stripes, count):
     before = os.umask(0)
     try:
         with tier(tmp_path, count, [5 * PIECE]):
-            expected = -(-5 // count) * PIECE
             for index in range(count):
+                expected = len(range(index, 5, count)) * PIECE
                 for name in (STATES_NAME, LOCK_NAME):
                     assert stat.S_IMODE((tmp_path / str(index) / name).stat().st_mode) == 0o600
                 status = (tmp_path / str(index) / STATES_NAME).stat()
@@ -152,7 +155,7 @@ def test_files_are_private_and_preallocated(tmp_path, small_stripes, count):
 def test_close_waits_for_what_is_in_flight_and_may_be_called_twice(tmp_path):
     with tier(tmp_path, 1, [1 << 20]) as made:
         data = content(1 << 20, 0)
-        made.engine.set_faults(bytes_per_second=float(8 << 20))
+        made.engines[0].set_faults(bytes_per_second=float(8 << 20))
         transfer = made.write(Extent(0, 1 << 20), 0, 1 << 20, data.data_ptr(), "late")
         made.close()
         transfer.wait()
@@ -164,7 +167,7 @@ def test_close_waits_for_what_is_in_flight_and_may_be_called_twice(tmp_path):
 def test_nothing_is_touched_when_nothing_is_reserved(tmp_path):
     made = NvmeTier([tmp_path], "posix", None, Recorder())
     made.open()
-    assert made.engine is None and not list(tmp_path.iterdir())
+    assert made.engines == [] and not list(tmp_path.iterdir())
     made.close()
 
 
@@ -181,17 +184,18 @@ def test_a_failed_transfer_says_what_where_and_why(tmp_path, kind):
     with tier(tmp_path, 2, [8 << 20], kind) as made:
         data = content(8 << 20, 0)
         extent = Extent(0, 8 << 20)
-        made.engine.set_faults(fail_write_at=5, fail_errno=28)  # requests of 1 MiB: the sixth is in the second directory
+        made.engines[1].set_faults(fail_write_at=1, fail_errno=28)  # the second request of 1 MiB
         transfer = made.write(extent, 0, extent.nbytes, data.data_ptr(), "x")
         with pytest.raises(NvmeError) as caught:
             transfer.wait()
         error = caught.value
         assert (error.operation, error.errno, error.offset, error.asked) == ("write", 28, 0, 4 << 20)
         assert error.path == str(tmp_path / "1" / STATES_NAME) and error.done < error.asked
+        assert error.done in (0, 1 << 20)
         assert error.path in str(error) and "No space left" in str(error)
         with pytest.raises(NvmeError):
             transfer.wait()
-        made.engine.set_faults(fail_read_at=0)
+        made.engines[0].set_faults(fail_read_at=0)
         with pytest.raises(NvmeError, match="read of 4096 bytes at offset 8192 stopped after 0: Input/output error"):
             read(made, extent, 8192, 4096)
         assert read(made, extent, 8192, 4096).equal(data[8192:12288]), "the fault is over"
@@ -199,19 +203,50 @@ def test_a_failed_transfer_says_what_where_and_why(tmp_path, kind):
 
 def test_a_budget_that_is_too_small_is_refused_with_the_one_that_works(tmp_path, small_stripes):
     with (
-        pytest.raises(BudgetError, match=f"the smallest nvme_memory that works is {4 * PIECE} "),
-        tier(tmp_path, 2, [3 * PIECE], budget=4 * PIECE - 1),
+        pytest.raises(BudgetError, match=f"the smallest nvme_memory that works is {3 * PIECE} "),
+        tier(tmp_path, 2, [3 * PIECE], budget=3 * PIECE - 1),
     ):
         pass
     assert list((tmp_path / "0").iterdir()) == []
-    with tier(tmp_path, 2, [3 * PIECE], budget=4 * PIECE):
-        assert (tmp_path / "1" / STATES_NAME).stat().st_size == 2 * PIECE
+    with tier(tmp_path, 2, [3 * PIECE], budget=3 * PIECE):
+        assert [(tmp_path / str(index) / STATES_NAME).stat().st_size for index in range(2)] == [2 * PIECE, PIECE]
 
 
 def test_a_full_disk_is_a_budget_error_and_leaves_nothing(tmp_path):
     with pytest.raises(BudgetError, match="free, but the states on nvme need 1024 TiB there"), tier(tmp_path, 1, [1 << 50]):
         pass
     assert list((tmp_path / "0").iterdir()) == []
+
+
+def test_close_does_all_it_can_whatever_fails(tmp_path, monkeypatch):
+    made = NvmeTier([tmp_path / "a", tmp_path / "b"], "posix", None, Recorder())
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    made.reserve(16 << 20)
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == tmp_path / "b" / STATES_NAME:
+            raise PermissionError(f"no, not {path}")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    made.open()
+    data = content(16 << 20, 0)
+    made.engines[1].set_faults(bytes_per_second=float(64 << 20))
+    transfer = made.write(Extent(0, 16 << 20), 0, 16 << 20, data.data_ptr(), "late")
+    with pytest.raises(PermissionError, match="no, not"):
+        made.close()
+    transfer.wait()
+    for engine in made.engines:
+        with pytest.raises(ValueError, match="it is closed"):
+            engine.counters()
+    assert [path.name for name in "ab" for path in (tmp_path / name).iterdir()] == [STATES_NAME]
+    monkeypatch.undo()
+    made.close()
+    for name in "ab":
+        reserve_and_open(tmp_path / name).close()
+        assert list((tmp_path / name).iterdir()) == [], "the locks were given back"
 
 
 def test_directories_that_cannot_be_used_are_named(tmp_path):

@@ -138,17 +138,22 @@ def test_pieces_of_any_length(precision: str, tmp_path: Path, smallest: Callable
 @each_precision
 @pytest.mark.parametrize("io_engine", IO_ENGINES)
 @pytest.mark.parametrize("copy_on_write", [True, False])
-@pytest.mark.parametrize("directories", [1, 2])
+@pytest.mark.parametrize("shares", [(1,), (1, 1), (3, 1), (2, 7, 1)])
 def test_io_engine_copy_on_write_and_stripes(
-    precision: str, io_engine: str, copy_on_write: bool, directories: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    precision: str,
+    io_engine: str,
+    copy_on_write: bool,
+    shares: tuple[float, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("infinity.tiers.nvme.STRIPE_BYTES", 5 * PAGE)  # so that blocks this small cross stripes
-    paths = [tmp_path / str(number) for number in range(directories)]
+    paths = [tmp_path / str(number) for number in range(len(shares))]
     for path in paths:
         path.mkdir()
     config = {"precision": precision, "nvme": paths, "io_engine": io_engine, "copy_on_write": copy_on_write}
-    check(train(**config, gradients="nvme"), precision)
-    assert [list(path.iterdir()) for path in paths] == [[]] * directories
+    check(train(**config, nvme_shares=shares, gradients="nvme"), precision)
+    assert [list(path.iterdir()) for path in paths] == [[]] * len(shares)
 
 
 @each_precision

@@ -21,6 +21,7 @@ def finetune(
     nvme: o.Nvme = None,
     gpu_memory: o.GpuMemory = 1 << 30,
     cpu_memory: o.CpuMemory = 2 << 30,
+    nvme_shares: o.NvmeShares = "measured",
     cache: o.Cache = "auto",
     parameters: o.Parameters = "nvme",
     optimizer: o.Optimizer = "nvme",

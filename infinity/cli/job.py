@@ -43,6 +43,7 @@ class Job:
     nvme: tuple[Path, ...]
     gpu_memory: int
     cpu_memory: int
+    nvme_shares: Any
     cache: Any
     parameters: Tier
     optimizer: Tier
@@ -80,6 +81,7 @@ class Job:
             nvme=self.nvme,
             gpu_memory=self.gpu_memory,
             cpu_memory=self.cpu_memory,
+            nvme_shares=self.nvme_shares,
             cache=self.cache,
             parameters=self.parameters,
             optimizer=self.optimizer,

@@ -23,6 +23,16 @@ def parse_cache(value: Any) -> int | str:
     return "auto" if value == "auto" else parse_size(value)
 
 
+def parse_shares(value: Any) -> Any:
+    """The parser of --nvme-shares: "measured", "equal", or numbers with commas between."""
+    if not isinstance(value, str) or value in ("measured", "equal"):
+        return value
+    try:
+        return tuple(float(number) for number in value.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{value!r} is not measured, equal, or a number for each --nvme with commas between") from None
+
+
 _MODEL, _DATA, _TIERS, _TRAINING, _OUTPUT = "Model", "Data", "Where states live", "Training", "Output"
 
 TierName = Literal["gpu", "cpu", "nvme"]
@@ -61,6 +71,15 @@ GpuMemory = Annotated[
 CpuMemory = Annotated[
     int,
     typer.Option(parser=parse_size, metavar="BYTES", show_default="2GiB", help="Budget in host memory.", rich_help_panel=_TIERS),
+]
+NvmeShares = Annotated[
+    Any,
+    typer.Option(
+        parser=parse_shares,
+        metavar="measured|equal|N,N,...",
+        help="What part of the states each --nvme holds; measured: by its speed.",
+        rich_help_panel=_TIERS,
+    ),
 ]
 Cache = Annotated[
     Any,

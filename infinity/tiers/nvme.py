@@ -1,4 +1,4 @@
-"""The NVMe tier: one preallocated file per directory, striped in user space, behind the async-IO engine."""
+"""The NVMe tier: one preallocated file per directory, each behind an async-IO engine of its own, striped in user space."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -18,7 +19,9 @@ from infinity import native
 from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
 from infinity.native import make_engine
 from infinity.observe import Meter, Recorder
-from infinity.units import format_bytes, round_up
+from infinity.tiers import speed
+from infinity.tiers.stripes import Stripes
+from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
 
@@ -81,24 +84,30 @@ class Transfer:
 
 
 class NvmeTier:
-    """Extents on one or more directories, each holding one states file and one lock file.
+    """Extents on one or more directories, each holding one states file and one lock file, and served by a native engine.
 
     Declare extents with `reserve`, then `open` locks the directories, reclaims what a dead run left there and preallocates.
-    A range of the address space is striped over the directories in pieces of 4 MiB, so that a block of some size uses
-    every drive. `read` and `write` may be called by any thread; the caller's memory outlives the transfer.
+    A range of the address space is striped over the directories in pieces of 4 MiB, so that a block of some size uses every
+    drive. `shares` says what part of the pieces each one gets: "equal", numbers, or "measured" for its speed beside the others.
+    `read` and `write` may be called by any thread; the caller's memory outlives the transfer.
     """
 
-    def __init__(self, directories: Sequence[Path], engine: str, budget: int | None, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        engine: str,
+        budget: int | None,
+        recorder: Recorder,
+        shares: Literal["measured", "equal"] | Sequence[float] = "measured",
+    ) -> None:
         self._directories, self._kind, self._budget, self._recorder = list(directories), engine, budget, recorder
-        self._locks: list[int] = []
+        self._shares = shares
+        self._parts = ExitStack()  # what `close` undoes, the last first
         self._files: list[Any] = []
-        self._io: Any = None
+        self._stripes = Stripes(STRIPE_BYTES, [1.0] * len(directories))
+        self.engines: list[Any] = []
+        """The native I/O engines, one per directory; none when nothing is reserved."""
         self.reserved = 0
-
-    @property
-    def engine(self) -> Any:
-        """The native I/O engine."""
-        return self._io
 
     def reserve(self, nbytes: int) -> Extent:
         """Declare an extent of `nbytes` (a multiple of 4096), before `open`."""
@@ -107,16 +116,16 @@ class NvmeTier:
         return extent
 
     def open(self) -> None:
-        """Lock, reclaim and preallocate; on an error nothing of ours stays behind.
+        """Lock, reclaim, measure and preallocate; on an error nothing of ours stays behind.
 
-        Raises `ConfigError` (no such directory, not writable), `PathInUseError` (another process), `BudgetError` (space).
+        Raises `ConfigError` (no such directory, not writable), `PathInUseError` (another process), `BudgetError` (space),
+        `NvmeError` (a drive that fails when it is measured).
         """
         self._check_directories()  # a mistake in a path is told even if all states fit elsewhere
         if self.reserved == 0:
             return
-        per_path = round_up(round_up(self.reserved, STRIPE_BYTES) // STRIPE_BYTES, len(self._directories))
-        per_path = per_path // len(self._directories) * STRIPE_BYTES
-        total = per_path * len(self._directories)
+        stripes = -(-self.reserved // STRIPE_BYTES)
+        total = stripes * STRIPE_BYTES
         if self._budget is not None and total > self._budget:
             raise BudgetError(
                 f"nvme_memory={format_bytes(self._budget)} cannot hold the states on nvme, which need {format_bytes(total)}; "
@@ -124,10 +133,15 @@ class NvmeTier:
             )
         try:
             for directory in self._directories:
-                self._locks.append(lock_directory(directory))
-            self._io = make_engine(self._kind, request_bytes=REQUEST_BYTES)
+                self._parts.callback(os.close, lock_directory(directory))
+                self._parts.callback((directory / LOCK_NAME).unlink, missing_ok=True)
             for directory in self._directories:
-                self._files.append(self._allocate(directory, per_path))
+                self._files.append(self._make_file(directory))
+            for _ in self._directories:
+                engine = make_engine(self._kind, request_bytes=REQUEST_BYTES)
+                self._parts.callback(engine.close)
+                self.engines.append(engine)
+            self._allocate(stripes)
         except BaseException:
             self.close()
             raise
@@ -140,38 +154,97 @@ class NvmeTier:
         if len({directory.resolve() for directory in self._directories}) < len(self._directories):
             raise ConfigError(f"the nvme directories must differ: {', '.join(map(str, self._directories))}")
 
-    def _allocate(self, directory: Path, nbytes: int) -> Any:
+    def _make_file(self, directory: Path) -> Any:
         path = directory / STATES_NAME
         if path.exists():
             log.warning("reclaimed %s that an earlier run left in %s", format_bytes(path.stat().st_size), directory)
             path.unlink()
-        aio = native.aio()
-        file = aio.File(str(path), create=True, mode=0o600)
-        try:
-            file.allocate(nbytes)
-        except OSError as error:
-            file.close()
-            path.unlink(missing_ok=True)
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            status = os.statvfs(directory)
-            free = status.f_bavail * status.f_frsize
-            raise BudgetError(
-                f"{directory} has {format_bytes(free)} free, but the states on nvme need {format_bytes(nbytes)} there; free "
-                f"{format_bytes(max(nbytes - free, 0))}, add a second directory, or set copy_on_write=False (halves what is "
-                "updated, but a failed step then loses the state)"
-            ) from error
+        file = native.aio().File(str(path), create=True, mode=0o600)
+        self._parts.callback(path.unlink, missing_ok=True)
+        self._parts.callback(file.close)
         if not file.direct:
             log.warning("%s does not support O_DIRECT; I/O goes through the page cache and is slower", directory)
         return file
 
+    # Shares and room
+
+    def _allocate(self, stripes: int) -> None:
+        """Lay `stripes` out as the shares say, as far as each directory has room, and take the space.
+
+        Raises `BudgetError` when all together do not have it.
+        """
+        rooms = [stripes] * len(self._files)
+        shares = self._decide(stripes, rooms)
+        short = True
+        while short:  # once more for every directory that turns out to have too little room
+            if sum(rooms) < stripes:
+                raise self._refusal(stripes, sum(rooms) * STRIPE_BYTES)
+            self._stripes, short = Stripes(STRIPE_BYTES, shares, rooms), False
+            lengths = self._stripes.lengths(stripes)
+            for file, length in zip(self._files, lengths, strict=True):  # first of all, as another may be on the same drive
+                if file.size() > length:
+                    file.truncate(length)
+            for number, length in enumerate(lengths):
+                if not _extend(self._files[number], length):
+                    self._check_room(stripes)
+                    short, rooms[number] = True, _fill(self._files[number], length)
+                    log.warning(
+                        "%s has room for %s of its share of %s of the states; the other directories take the rest",
+                        self._directories[number], format_bytes(rooms[number] * STRIPE_BYTES), format_bytes(length),
+                    )  # fmt: skip
+        if len(lengths) > 1:
+            parts = (f"{format_bytes(length)} in {at}" for at, length in zip(self._directories, lengths, strict=True))
+            log.info("the states on nvme take %s", ", ".join(parts))
+
+    def _decide(self, stripes: int, rooms: list[int]) -> Sequence[float]:
+        """The shares of the directories; lowers the rooms of those that cannot even hold what is written to measure them.
+
+        Nothing is measured when there is nothing to choose, or when the states are less than what would be written.
+        """
+        if not isinstance(self._shares, str):
+            return self._shares
+        most = speed.PROBE_BYTES // STRIPE_BYTES
+        if self._shares == "equal" or len(self._files) == 1 or stripes < most * len(self._files):
+            return [1.0] * len(self._files)
+        for number, file in enumerate(self._files):
+            if not _extend(file, most * STRIPE_BYTES):
+                rooms[number] = _fill(file, most * STRIPE_BYTES)
+        files = zip(self.engines, self._files, strict=True)
+        measured = speed.measure([speed.Probe(engine, file, file.size()) for engine, file in files])
+        for file in self._files:
+            file.truncate(0)
+        found = (f"{at} {rate / 1e9:.2f} GB/s" for at, rate in zip(self._directories, measured, strict=True))
+        log.info("measured, half reading and half writing: %s", ", ".join(found))
+        return speed.levelled(measured)
+
+    def _check_room(self, stripes: int) -> None:
+        """Raise `BudgetError` where it is plain that the directories cannot hold `stripes`, before each is filled to its end."""
+        free = sum({at.stat().st_dev: _free_bytes(at) for at in self._directories}.values())
+        if len(self._files) == 1 or free + sum(file.size() for file in self._files) < stripes * STRIPE_BYTES:
+            raise self._refusal(stripes)
+
+    def _refusal(self, stripes: int, room: int | None = None) -> BudgetError:
+        """`room`: the bytes that could be had, None for those that are free."""
+        for file in self._files:
+            file.truncate(0)
+        if room is None:
+            room = sum({at.stat().st_dev: _free_bytes(at) for at in self._directories}.values())
+        need, names = stripes * STRIPE_BYTES, " and ".join(map(str, self._directories))
+        alone = len(self._directories) == 1
+        return BudgetError(
+            f"{names} {'has' if alone else 'together have'} {format_bytes(room)} free, but the states on nvme need "
+            f"{format_bytes(need)} there; free {format_bytes(max(need - room, 0))}, add {'a second' if alone else 'another'} "
+            "directory, or set copy_on_write=False (halves what is updated, but a failed step then loses the state)"
+        )
+
     def register(self, memory: torch.Tensor) -> None:
-        """Let the I/O engine pin `memory` until `close`, so that requests in it cost less CPU; needless, so it may be refused."""
-        if self._io is not None and memory.numel() > 0:
-            try:
-                self._io.register_memory(memory.data_ptr(), memory.numel())
-            except OSError as error:
-                log.debug("%d bytes are not registered with the I/O engine: %s", memory.numel(), error)
+        """Let every engine pin `memory` until `close`, so that requests in it cost less CPU; needless, so it may be refused."""
+        if memory.numel() > 0:
+            for engine in self.engines:
+                try:
+                    engine.register_memory(memory.data_ptr(), memory.numel())
+                except OSError as error:
+                    log.debug("%d bytes are not registered with the I/O engine: %s", memory.numel(), error)
 
     def read(self, extent: Extent, begin: int, nbytes: int, address: int, name: str, meter: Meter | None = None) -> Transfer:
         """Start reading bytes [begin, begin + nbytes) of `extent` into `address`; `name` labels the span, `meter` counts."""
@@ -202,36 +275,46 @@ class NvmeTier:
     ) -> Transfer:
         if begin < 0 or begin + nbytes > extent.nbytes:
             raise ValueError(f"bytes {begin}..{begin + nbytes} are not in an extent of {extent.nbytes}")
-        submit = getattr(self._io, operation)
         requests = []
-        for number, offset, length in striped(extent.start + begin, nbytes, len(self._files)):
-            file = self._files[number]
+        for number, offset, length in self._stripes.pieces(extent.start + begin, nbytes):
+            file, submit = self._files[number], getattr(self.engines[number], operation)
             requests.append(Request(submit(file, offset, address, length, background), file.path, offset))
             address += length
         return Transfer(operation, name, requests, self._recorder)
 
     def close(self) -> None:
-        """Wait for what is in flight, then remove the files and the locks. May be called twice."""
-        if self._io is not None:
-            self._io.close()
-        for file in self._files:
-            path = Path(file.path)
-            file.close()
-            path.unlink(missing_ok=True)
-        for directory, lock in zip(self._directories, self._locks, strict=False):
-            (directory / LOCK_NAME).unlink(missing_ok=True)
-            os.close(lock)
-        self._files.clear()
-        self._locks.clear()
+        """Wait for what is in flight, then remove the files and the locks, all of it whatever fails. May be called twice."""
+        self._parts.close()
 
 
-def striped(position: int, nbytes: int, files: int) -> Iterator[tuple[int, int, int]]:
-    """(number of the file, offset, bytes) of the pieces of a range over `files` files: 4 MiB each in turn, one file in one."""
-    while nbytes > 0:
-        stripe, within = divmod(position, STRIPE_BYTES)
-        length = nbytes if files == 1 else min(nbytes, STRIPE_BYTES - within)
-        yield stripe % files, stripe // files * STRIPE_BYTES + within, length
-        position, nbytes = position + length, nbytes - length
+def _extend(file: Any, nbytes: int) -> bool:
+    """Take the space for `nbytes` of `file`; False, and the file is as before, when there is no room."""
+    had = file.size()
+    try:
+        file.allocate(nbytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        file.truncate(had)  # a part may have been taken
+        return False
+    return True
+
+
+def _fill(file: Any, nbytes: int) -> int:
+    """Take as many stripes as there is room for, where `nbytes` is too much; returns how many `file` holds then."""
+    fits, too_many = file.size() // STRIPE_BYTES, nbytes // STRIPE_BYTES
+    while too_many - fits > 1:  # what statvfs says is free need not be: quotas, and what the file system takes for itself
+        middle = (fits + too_many) // 2
+        if _extend(file, middle * STRIPE_BYTES):
+            fits = middle
+        else:
+            too_many = middle
+    return int(fits)
+
+
+def _free_bytes(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
 
 
 def lock_directory(directory: Path) -> int:

@@ -53,7 +53,7 @@ class Store:
     def __init__(self, config: Config, device: ComputeDevice, recorder: Recorder) -> None:
         self._config, self._device, self._recorder = config, device, recorder
         self._delayed = config.update == "delayed"
-        self._nvme = NvmeTier(config.nvme, config.io_engine, config.nvme_memory, recorder)
+        self._nvme = NvmeTier(config.nvme, config.io_engine, config.nvme_memory, recorder, config.nvme_shares)
         self._changed = threading.Condition()
         self._blocks: list[Block] = []
         self._arenas: dict[str, Arena] = {}
@@ -594,8 +594,13 @@ class Store:
 
     @property
     def io(self) -> Any:
-        """The native I/O engine, for counters and for tests that inject faults; None when nothing is on NVMe."""
-        return self._nvme.engine
+        """The native I/O engine of the first directory, for counters and fault injection; None when nothing is on NVMe."""
+        return self._nvme.engines[0] if self._nvme.engines else None
+
+    @property
+    def ios(self) -> tuple[Any, ...]:
+        """The native I/O engines of all directories, in their order."""
+        return tuple(self._nvme.engines)
 
     def close(self) -> None:
         """End every thread and I/O, remove the NVMe files, give the memory back. May be called twice."""

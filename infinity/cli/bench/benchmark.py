@@ -81,7 +81,7 @@ class Benchmark:
                 "sustained": sustained,
                 "limits": [*self._limits(places, found, cases), *_lasting(sustained)],
                 "wear": self._wear(places),
-                "config": config_block(plan.paths, found.best),
+                "config": config_block(plan.paths, found.best, _path_speeds(cases)),
             }
 
     def _prepare(self, files: Sequence[Any], spaces: Sequence[Space], stack: ExitStack) -> None:
@@ -374,6 +374,12 @@ def _lasting(sustained: dict[str, Any] | None) -> list[str]:
         return []
     first, last = sustained["first_tenth_gb_per_second"], sustained["last_half_gb_per_second"]
     return [lasting(first, last, sustained["written_bytes"], sustained["write_set_bytes"])]
+
+
+def _path_speeds(cases: Sequence[Case]) -> list[float]:
+    """GB/s of each path alone, half of it read and half written, as far as both were measured; empty with one path."""
+    numbers = sorted({case.only for case in cases if case.only is not None})
+    return [statistics.harmonic_mean([_median_speed(case) for case in cases if case.only == number]) for number in numbers]
 
 
 def _median_speed(case: Case) -> float:

@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.bench.search import Setting
+from infinity.tiers.speed import levelled
 
 
-def config_block(paths: Sequence[Path], setting: Setting) -> dict[str, Any]:
+def config_block(paths: Sequence[Path], setting: Setting, speeds: Sequence[float] = ()) -> dict[str, Any]:
     """`infinity`: keyword arguments of `infinity.Config`, to which budgets are added. `aio`: the section of a DeepSpeed file.
+
+    `speeds`: GB/s of each path, as shares for the engine, which then does not measure them again; none where there are none.
 
     DeepSpeed has `queue_depth` requests in flight for each of `intra_op_parallelism` threads, so POSIX threads with one
     request each become that many threads with a queue of one.
     """
     posix = setting.engine == "posix"
+    shares = {"nvme_shares": [float(f"{speed:.3g}") for speed in levelled(speeds)]} if speeds else {}
     return {
-        "infinity": {"nvme": [str(path.resolve()) for path in paths], "io_engine": setting.engine},
+        "infinity": {"nvme": [str(path.resolve()) for path in paths], "io_engine": setting.engine} | shares,
         "aio": {
             "block_size": setting.request_bytes,
             "queue_depth": 1 if posix else setting.depth,

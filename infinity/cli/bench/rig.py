@@ -26,7 +26,8 @@ from infinity.cli.bench.search import Setting
 from infinity.device import HostMemory
 from infinity.errors import NvmeError
 from infinity.tiers.budget import STAGED_SETS
-from infinity.tiers.nvme import ALIGNMENT, striped
+from infinity.tiers.nvme import ALIGNMENT, STRIPE_BYTES
+from infinity.tiers.stripes import Stripes
 from infinity.units import round_up
 
 PIECE_BYTES = 4 << 20
@@ -108,6 +109,7 @@ class Rig:
         self.moved = {"read": 0, "write": 0}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self._stripes = Stripes(STRIPE_BYTES, [1.0] * len(self.drives))
         with ExitStack() as stack:
             self.engines = [stack.enter_context(closing(make_engine(setting))) for _ in self.drives]
             pinned = [_register(engine, drive) for engine in self.engines for drive in self.drives]
@@ -264,7 +266,7 @@ class Rig:
     def _submit_ranges(self, operation: Any, ranges: Sequence[tuple[int, int]], address: int) -> deque[_Submitted]:
         tickets: deque[_Submitted] = deque()
         for position, nbytes in ranges:
-            for number, offset, length in striped(position, nbytes, len(self.drives)):
+            for number, offset, length in self._stripes.pieces(position, nbytes):
                 tickets.append(self._submit(number, [Piece(operation, offset, length)], [address]))
                 address += length
         return tickets
