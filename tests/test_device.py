@@ -1,0 +1,57 @@
+"""Host memory: where its pages lie on machines with several memory nodes, as the kernel tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity import device
+from infinity.device import HUGE_PAGE, HostMemory, huge_pages, memory_nodes
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="the kernel knows no memory nodes")
+
+
+def policy(memory: torch.Tensor) -> str:
+    """How the kernel chooses the node of a page of `memory`."""
+    areas = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
+    below = [area for area in areas if int(area[0], 16) <= memory.data_ptr()]
+    return max(below, key=lambda area: int(area[0], 16))[1]
+
+
+def test_pages_are_spread_over_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with one node is told that it has two of that kind, which changes nothing but the policy."""
+    (node,) = memory_nodes()[:1]
+    monkeypatch.setattr(device, "memory_nodes", lambda: [node, node])
+    for memory in (huge_pages(3 * HUGE_PAGE), HostMemory(HUGE_PAGE).tensor):
+        assert policy(memory) == f"interleave:{node}"
+        assert memory.zero_().sum() == 0
+    assert policy(torch.ones(HUGE_PAGE)) == "default"
+
+
+def test_one_node_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "memory_nodes", lambda: [0])
+    assert policy(huge_pages(HUGE_PAGE)) == "default"
+
+
+def test_memory_comes_although_the_kernel_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "memory_nodes", lambda: [1000, 1001])
+    memory = huge_pages(HUGE_PAGE)
+    assert policy(memory) == "default"
+    assert memory.zero_().sum() == 0
+
+
+@pytest.mark.parametrize(("line", "nodes"), [("0", [0]), ("0-1", [0, 1]), ("0-1,3,8-9", [0, 1, 3, 8, 9])])
+def test_the_nodes_that_may_be_used(line: str, nodes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    status = f"Name:\tpython\nMems_allowed:\t0003\nMems_allowed_list:\t{line}\nvoluntary_ctxt_switches:\t1\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: status)
+    assert memory_nodes() == nodes
+
+
+def test_where_nothing_says_so_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(self: Path) -> str:
+        raise FileNotFoundError(self)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert memory_nodes() == []
