@@ -125,7 +125,7 @@ class Unit:
         """Gives the context in which autograd saves views of this unit so that it may move; set by the hooks."""
         self.state = UnitState.UNSHARDED
         self._users = 0
-        self._placeholder = torch.full((1,), torch.nan, dtype=dtype) if dtype.is_floating_point else torch.zeros(1, dtype=dtype)
+        self._placeholder = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype)
         self.accumulated = [False] * len(self.parameters)
         """Which parameters have a gradient of the step under way."""
         self.collected = self.expected = 0
