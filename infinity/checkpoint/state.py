@@ -187,7 +187,7 @@ def in_words(what: str) -> Iterator[None]:
         reason: BaseException | None = error
         while reason is not None and not isinstance(reason, (OSError, InfinityError)):  # torch raises its own on top
             reason = reason.__cause__ or reason.__context__
-        raise CheckpointError(f"{what}: {reason or error}") from error
+        raise CheckpointError(f"{what}: {reason or error}") from reason or error
 
 
 @contextmanager
