@@ -204,11 +204,12 @@ class Loading(LoadPlanner):
     def _items_of(self, series: Series) -> list[ReadItem]:
         """The reads that fill `series`; none for moments that are zeros."""
         items: list[ReadItem] = []
-        for number in range(len(series.unit.names)):
-            pieces = list(series.pieces(number))
-            key = ".".join((*series.prefix, series.unit.names[number]))
-            found = self._reader.tensor(key)
-            if found is None and series.is_moment:
+        keys = [".".join((*series.prefix, name)) for name in series.unit.names]
+        if not series.is_moment or any(self._reader.tensor(key) for key in keys):  # also where no part of it is on this rank
+            self._series.append(series)
+        for number, key in enumerate(keys):
+            pieces, found = list(series.pieces(number)), self._reader.tensor(key)
+            if series.is_moment and found is None:
                 continue
             if not series.is_moment:
                 self._check_dtype(key, series.dtype)
@@ -216,8 +217,6 @@ class Loading(LoadPlanner):
             if sum(item.lengths[0] for item in reads) != sum(piece.length for piece in pieces):
                 raise CheckpointError(f"{self._where} is not whole: there is not all of {key}")
             items += reads
-        if items or not series.is_moment:
-            self._series.append(series)
         return items
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
