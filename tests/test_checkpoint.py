@@ -690,6 +690,15 @@ def test_what_could_not_be_loaded_is_not_saved(start: Start, tmp_path: Path) -> 
         training.engine.save_checkpoint(tmp_path / "checkpoint", start().optimizer)
 
 
+def test_a_closed_engine_says_so(start: Start, tmp_path: Path) -> None:
+    training = start()
+    training.save(tmp_path / "checkpoint")
+    training.engine.close()
+    for act in (training.save, training.load):
+        with pytest.raises(infinity.EngineClosedError, match=r"^the engine was closed$"):
+            act(tmp_path / "checkpoint")
+
+
 def test_loading_what_is_in_use_is_refused(start: Start, tmp_path: Path) -> None:
     training = start()
     training.save(tmp_path / "checkpoint")

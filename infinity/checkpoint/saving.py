@@ -198,8 +198,7 @@ class Writer(FileSystemWriter):
                 self._directory.rename(self._old)
             self._partial.rename(self._directory)
             _sync(self._directory.parent)
-            if self._old.exists():
-                shutil.rmtree(self._old)
+            shutil.rmtree(self._old, ignore_errors=True)  # else the next save does it
 
 
 def _is_empty(directory: Path) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from infinity.errors import CheckpointError, InfinityError
+from infinity.errors import CheckpointError, EngineClosedError, InfinityError
 from infinity.optim.foreign import Adapted
 from infinity.optim.optimizer import Optimizer
 from infinity.sharding import collectives
@@ -175,13 +175,13 @@ def sibling(directory: Path, what: str) -> Path:
 
 @contextmanager
 def in_words(what: str) -> Iterator[None]:
-    """What goes wrong inside becomes a `CheckpointError` that begins with `what`.
+    """What goes wrong inside becomes a `CheckpointError` that begins with `what`, unless the engine was closed.
 
     Before DCP sends it to the other ranks: they could not make every error anew, and would wait for ever.
     """
     try:
         yield
-    except CheckpointError:
+    except (CheckpointError, EngineClosedError):
         raise
     except Exception as error:
         reason: BaseException | None = error
@@ -197,6 +197,6 @@ def one_error() -> Iterator[None]:
         yield
     except CheckpointException as failed:
         error = failed.failures[min(failed.failures)][0]
-        if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        if isinstance(error, InfinityError) or not isinstance(error, Exception):
             raise error from error.__cause__
         raise CheckpointError(str(error)) from error
