@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
-from infinity.checkpoint import state
+from infinity.checkpoint import loading, saving, state
 from infinity.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -424,6 +424,38 @@ def test_memory_is_bounded_by_pieces_and_not_by_the_model(
             assert piece * 4 <= allocations.most <= 4 * piece * 4, act
             # A piece as bytes, the plan, which takes some 5 KiB for each piece (of 16 MiB, but in this test), and room.
             assert python <= 4 * piece * 4 + 3 * len(parts) * 8192 + 300_000, act
+
+
+def test_the_process_does_not_grow(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of the real size leave no holes that malloc cannot use again."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(5)))
+    training = start(model, precision="bf16", parameters="cpu", optimizer="cpu", cpu_memory="1GiB", gpu_memory="64MiB")
+    training.model(torch.randn(2, 2048, dtype=torch.bfloat16)).sum().backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+
+    def resident() -> int:
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+        return int(line.split()[1]) << 10
+
+    most = [resident()]
+
+    def watch(owner: type, name: str) -> None:
+        real = getattr(owner, name)
+
+        def watched(*arguments: Any) -> Any:
+            result = real(*arguments)
+            most.append(resident())
+            return result
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(saving.Saving, "resolve_data")
+    watch(loading.Reader, "read")
+    training.save(tmp_path / "checkpoint")
+    training.load(tmp_path / "checkpoint")
+    states = 12 * sum(p.numel() for p in training.model.parameters())
+    assert max(most) - most[0] < (96 << 20) < states / 2, "a piece is 16 MiB"
 
 
 # All or nothing

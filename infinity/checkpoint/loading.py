@@ -249,19 +249,20 @@ class Loading(LoadPlanner):
     def _fill(self, series: Series) -> None:
         """In chunks of the store, out of pieces that are cut at other places."""
         pieces = [piece for number in range(len(series.unit.names)) for piece in series.pieces(number)]
-        end = series.unit.layout.shard_numel
-        windows = Reblocked(range(0, end, layout.PIECE), end, functools.partial(self._window, series, pieces))
-        series.unit.write_chunks(series.kind, windows.read)
+        unit, end, dtype = series.unit, series.unit.layout.shard_numel, series.unit.dtype_of(series.kind)
+        windows = Reblocked(range(0, end, layout.PIECE), end, dtype, functools.partial(self._fill_window, pieces))
+        chunk = torch.empty(unit.store.chunk_elements, dtype=dtype)
+        unit.write_chunks(series.kind, lambda begin, end: windows.read(begin, chunk[: end - begin]))
 
-    def _window(self, series: Series, pieces: Sequence[Piece], begin: int, end: int) -> torch.Tensor:
-        """Elements [begin, end) of the shard, zeros between the parameters; no piece lies on both sides of an end."""
-        values = torch.zeros(end - begin, dtype=series.unit.dtype_of(series.kind))
+    def _fill_window(self, pieces: Sequence[Piece], begin: int, values: torch.Tensor) -> None:
+        """`values` is the shard from `begin` on, with zeros between the parameters; no piece lies across an end of it."""
+        values.zero_()
         for piece in pieces:
-            for item in self._items.get(piece.address, ()) if begin <= piece.in_shard < end else ():
+            inside = begin <= piece.in_shard < begin + values.numel()
+            for item in self._items.get(piece.address, ()) if inside else ():
                 (at,), (source,), (length,) = item.dest_offsets, item.storage_offsets, item.lengths
                 found = self._reader.read(item.storage_index)
                 values[piece.in_shard - begin + at :][:length] = found[source : source + length]
-        return values
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Never called, for `Reader.read_data` calls `load`."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -61,7 +62,7 @@ class Saving(SavePlanner):
         self._paths: dict[str, tuple[str, ...]] = {}  # by key: where a nested dict of everything has it
         self._sources: dict[MetadataIndex, Callable[[], Any]] = {}
         self._open: tuple[Series, Reblocked] | None = None
-        self._last = torch.empty(0)
+        self._memory = np.empty(0, np.uint8)  # of the piece that is written
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Wait for updates."""
@@ -82,12 +83,14 @@ class Saving(SavePlanner):
             self._add_object((HEADER,), lambda: header)
             for name, buffer in state.buffers.items():
                 chunk = ChunkStorageMetadata(torch.Size([0] * buffer.ndim), buffer.shape)
-                self._add(("model", name), chunk, buffer.dtype, buffer.shape, functools.partial(_copy, buffer))
+                self._add(("model", name), chunk, buffer.dtype, buffer.shape, buffer.detach)
         for series in state.series():
             if series.is_moment and not series.unit.blocks[series.kind].written:
                 continue  # zeros
             for number, (name, place) in enumerate(zip(series.unit.names, series.unit.layout.places, strict=True)):
                 for piece in series.pieces(number):
+                    if self._memory.nbytes < piece.length * series.dtype.itemsize:
+                        self._memory = np.empty(piece.length * series.dtype.itemsize, np.uint8)
                     source = functools.partial(self._read, series, piece)
                     self._add((*series.prefix, name), piece.chunk, series.dtype, torch.Size((place.numel,)), source)
         for optimizer, unit, path in state.foreign():
@@ -118,28 +121,20 @@ class Saving(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The content of an item; that of the one before is written, and is freed: DCP refers to it until its file ends."""
-        self._last.untyped_storage().resize_(0)
+        """The content of an item, valid until the next one is asked for."""
         content: torch.Tensor | io.BytesIO = self._sources[write_item.index]()
-        if isinstance(content, torch.Tensor):
-            self._last = content
         return content
 
     def _read(self, series: Series, piece: Piece) -> torch.Tensor:
+        # DCP refers to all that it has written until its file ends, so all pieces are the same memory.
+        values = torch.frombuffer(self._memory, dtype=series.dtype, count=piece.length)
         if self._open is None or self._open[0] is not series:
-            bring = functools.partial(_read_chunk, series)
-            self._open = series, Reblocked(series.unit.chunks(), series.unit.layout.shard_numel, bring)
-        return self._open[1].read(piece.in_shard, piece.in_shard + piece.length).to(series.dtype)
-
-
-def _copy(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.detach().cpu().clone()
-
-
-def _read_chunk(series: Series, begin: int, end: int) -> torch.Tensor:
-    values = torch.empty(end - begin, dtype=series.unit.dtype_of(series.kind))
-    series.unit.read_chunk(series.kind, begin, values)
-    return values
+            unit, kind = series.unit, series.kind
+            chunks = Reblocked(
+                unit.chunks(), unit.layout.shard_numel, unit.dtype_of(kind), functools.partial(unit.read_chunk, kind)
+            )
+            self._open = series, chunks
+        return self._open[1].read(piece.in_shard, values)
 
 
 def _pack_foreign(optimizer: Adapted, unit: Unit) -> io.BytesIO:

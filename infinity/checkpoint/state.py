@@ -16,6 +16,7 @@ however large model and units are; and the states of one unit with `infinity.ada
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -145,27 +146,31 @@ def _states_of(optimizer: Optimizer) -> str:
 
 
 class Reblocked:
-    """Elements of a shard, asked for in any lengths and rising order, that come in blocks; holds one block.
+    """Elements of a shard, asked for in any lengths and rising order, that come in blocks.
 
-    Blocks begin at `starts` and the last one ends at `end`; `bring(begin, end)` gives one.
+    Blocks begin at `starts` and the last one ends at `end`; `bring(begin, values)` fills `values` with one. Its memory is used
+    again and again: were it not, malloc would find no room for large pieces between smaller ones, and take more and more.
     """
 
-    def __init__(self, starts: Sequence[int], end: int, bring: Callable[[int, int], torch.Tensor]) -> None:
+    def __init__(self, starts: Sequence[int], end: int, dtype: torch.dtype, bring: Callable[[int, torch.Tensor], None]) -> None:
         self._bounds, self._bring = [*starts, end], bring
-        self._begin, self._values = -1, torch.empty(0)
+        self._memory = torch.empty(max(map(operator.sub, self._bounds[1:], self._bounds)), dtype=dtype)
+        self._begin = -1  # of the block in memory
 
-    def read(self, begin: int, end: int) -> torch.Tensor:
-        """A copy of elements [begin, end)."""
-        parts = []
-        while begin < end:
-            number = bisect_right(self._bounds, begin) - 1
+    def read(self, begin: int, values: torch.Tensor) -> torch.Tensor:
+        """Fill `values` with the elements from `begin` on, and return it."""
+        at = 0
+        while at < values.numel():
+            number = bisect_right(self._bounds, begin + at) - 1
             start, stop = self._bounds[number : number + 2]
             if start != self._begin:
-                self._values = torch.empty(0)  # before the next block is made
-                self._begin, self._values = start, self._bring(start, stop)
-            parts.append(self._values[begin - start : end - start])
-            begin = min(end, stop)
-        return torch.cat(parts)
+                self._begin = -1
+                self._bring(start, self._memory[: stop - start])
+                self._begin = start
+            part = self._memory[begin + at - start : stop - start][: values.numel() - at]
+            values[at : at + part.numel()] = part
+            at += part.numel()
+        return values
 
 
 def sibling(directory: Path, what: str) -> Path:
