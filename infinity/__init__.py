@@ -5,6 +5,7 @@ from infinity.config import Config
 from infinity.engine import Engine, engine, wrap
 from infinity.errors import (
     BudgetError,
+    CheckpointError,
     ConfigError,
     EngineClosedError,
     InfinityError,
@@ -29,6 +30,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "BudgetError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "Engine",

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from infinity.checkpoint.loading import load
+from infinity.checkpoint.saving import save
+from infinity.checkpoint.state import State
 from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.errors import ConfigError, EngineClosedError
@@ -26,6 +29,7 @@ from infinity.modules.init import put_back, replace_meta
 from infinity.modules.load import fill_units, open_weights, persistent_buffers
 from infinity.observe import Recorder, Report
 from infinity.optim.kernels import Kernels
+from infinity.optim.optimizer import Optimizer
 from infinity.optim.step import Surroundings, Updater
 from infinity.plan.planner import Foresight, Traffic, UnitCost, predict
 from infinity.plan.runtime import Runtime
@@ -195,6 +199,43 @@ class Engine:
         first = {id(p): name for unit in self._units for p, name in zip(unit.parameters, unit.names, strict=True)}
         result = {name: values[first[id(p)]] for name, p in self.model.named_parameters(remove_duplicate=False)}
         return result | {name: values[name] for name, _ in persistent_buffers(self.model)}
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        optimizer: Optimizer | Sequence[Optimizer] = (),
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write weights, buffers, and all of `optimizer` (one or several; none: the weights alone) to `directory`.
+
+        `load_checkpoint` gives `extra` back on every rank: dicts, lists, tuples, numbers, texts and tensors, for example the
+        state of a scheduler or of random generators. Gradients are not saved. All ranks call it, each writes its part;
+        `infinity.checkpoint.state` tells of format and memory. A checkpoint that is in `directory` is replaced when the new one
+        is whole, and not before.
+
+        Raises `CheckpointError` when it cannot be written; what was there is as it was, and training can go on.
+        """
+        save(self._state(optimizer), Path(directory).absolute(), extra or {})
+
+    def load_checkpoint(self, directory: str | Path, optimizer: Optimizer | Sequence[Optimizer] = ()) -> dict[str, Any]:
+        """Go on where `save_checkpoint` was called: with any number of ranks, placement and format; returns what was `extra`
+        (that of the first rank, when the number of ranks is another one).
+
+        Bits are the same, but for moments in a narrower format than they were saved in, which are rounded to nearest. Without
+        `optimizer` the weights alone are loaded. Gradients are forgotten. All ranks call it.
+
+        Raises `CheckpointError` when the checkpoint is missing, incomplete, damaged, newer or of something else, before
+        anything is changed; when damage shows in the middle of it the engine cannot go on.
+        """
+        return load(self._state(optimizer), Path(directory).absolute())
+
+    def _state(self, optimizer: Optimizer | Sequence[Optimizer]) -> State:
+        optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        if not all(isinstance(each, Optimizer) and each.updater is self._updater for each in optimizers):
+            raise ConfigError("a checkpoint takes optimizers of infinity for the parameters of this model")
+        return State(self._units, dict(persistent_buffers(self.model)), optimizers, self._updater.drain)
 
     # Observation and the end
 

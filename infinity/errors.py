@@ -17,6 +17,10 @@ class WeightsError(ConfigError):
     """A checkpoint is damaged, or does not have the tensors that are needed under the names they are asked for."""
 
 
+class CheckpointError(InfinityError, RuntimeError):
+    """A checkpoint cannot be written, is not there, incomplete or damaged, or is of another model, optimizer or version."""
+
+
 class BudgetError(ConfigError):
     """A memory budget cannot hold what has to be in it (invariant I10); names the smallest budget that can."""
 

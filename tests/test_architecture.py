@@ -17,6 +17,7 @@ LAYERS = """\
 3 sharding
 4 plan
 5 optim
+6 checkpoint
 6 modules
 7 infinity: __init__ engine
 8 cli
@@ -28,6 +29,7 @@ PUBLIC = [
     "Adam",
     "AdamW",
     "BudgetError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "Engine",

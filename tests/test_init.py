@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import FAMILIES
+from torch import nn
 
 import infinity
 
@@ -25,3 +26,31 @@ def test_scales_that_a_parent_module_sets_are_kept(family: str, tmp_path: Path) 
     assert len(plain) > 5
     for name, std in plain.items():
         torch.testing.assert_close(values[name].std(), std, rtol=0.2, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_parameter_without_dimensions_is_trained_like_any_other(tmp_path: Path) -> None:
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(3):
+            loss = model(torch.ones(1, 4)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.gain
+
+    plain = Scaled()
+    expected = steps(plain, torch.optim.SGD(plain.parameters(), lr=0.125))
+    config = infinity.Config(nvme=[tmp_path], gpu_memory="1MiB", cpu_memory="4MiB", algorithm="sgd")
+    model = infinity.wrap(Scaled(), config)
+    with infinity.engine(model):
+        assert model.gain.shape == ()
+        assert steps(model, infinity.SGD(model.parameters(), lr=0.125)) == expected

@@ -20,7 +20,7 @@ def sentence(error: BaseException) -> str:
         text = f"{error.filename}: {error.strerror}"
     else:
         text = str(error) or type(error).__name__
-    if isinstance(error, InfinityError) and error.__cause__ is not None:
+    if isinstance(error, InfinityError) and error.__cause__ is not None and str(error.__cause__) not in text:
         text = f"{text} (because: {sentence(error.__cause__)})"
     return " ".join(text.split())
 

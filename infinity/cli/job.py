@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity.cli.data import Windows, load_windows
+from infinity.cli.checkpoints import Checkpoints
+from infinity.cli.data import load_windows
 from infinity.cli.history import History, summarize
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.models import ModelSource, find_model
@@ -29,6 +30,9 @@ class Display(Watcher, Protocol):
 
     def attach(self, engine: Engine) -> None:
         """The engine exists from now on."""
+
+    def note(self, text: str) -> None:
+        """Something that is worth a line."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,10 @@ class Job:
     skip_nonfinite: bool
     eval_every: int
     eval_batches: int
+    checkpoint: Path | None
+    checkpoint_every: int
+    keep_checkpoints: int
+    resume: bool
     output: Path | None
     overwrite: bool
     report: bool
@@ -106,11 +114,12 @@ class Job:
         config = self.config()
         if self.data is not None and not self.data.exists():
             raise FileNotFoundError(f"--data {self.data} does not exist")
+        checkpoints, last = self._checkpoints(display)
         display.phase("model")
         source = find_model(self.model, self.precision)
         source.check_length(self.sequence_length)
         if self.output is not None:
-            prepare_output(self.output, source.directory, self.overwrite)
+            prepare_output(self.output, source.directory, self.overwrite or last is not None)  # our own, cut off
         display.phase("data")
         tokenizer = load_tokenizer(source.directory, source.config.vocab_size)
         windows = load_windows(self.data, tokenizer, self.sequence_length, self.seed)
@@ -119,12 +128,29 @@ class Job:
         model, engine, optimizer, device = assemble(self, source, config)
         try:
             display.attach(engine)
-            return self._train(display, tokenizer, windows, Parts(model, engine, optimizer, device))
+            parts = Parts(model, engine, optimizer, device)
+            trainer = Trainer(model, engine, optimizer, windows, self.schedule(), device, checkpoints)
+            if last is not None:
+                trainer.resume(last)
+            return self._train(display, tokenizer, trainer, parts)
         finally:
             engine.close()
 
-    def _train(self, display: Display, tokenizer: Tokenizer, windows: Windows, parts: Parts) -> dict[str, Any]:
-        trainer = Trainer(parts.model, parts.engine, parts.optimizer, windows, self.schedule(), parts.device)
+    def _checkpoints(self, display: Display) -> tuple[Checkpoints | None, Path | None]:
+        """Where to save, and what to go on from."""
+        if self.checkpoint is None:
+            if self.resume:
+                raise ValueError("--resume needs --checkpoint DIR, the directory of the run that it goes on with")
+            return None, None
+        checkpoints = Checkpoints(self.checkpoint, self.checkpoint_every, self.keep_checkpoints)
+        last = checkpoints.prepare(self.resume)
+        if last is not None:
+            display.note(f"going on from {last}")
+        elif self.resume:
+            display.note(f"no checkpoint in {self.checkpoint} yet: training starts from the beginning")
+        return checkpoints, last
+
+    def _train(self, display: Display, tokenizer: Tokenizer, trainer: Trainer, parts: Parts) -> dict[str, Any]:
         with Interrupt() as interrupt:
             display.phase("training")
             history = trainer.train(interrupt, display)

@@ -34,6 +34,7 @@ def parse_shares(value: Any) -> Any:
 
 
 _MODEL, _DATA, _TIERS, _TRAINING, _OUTPUT = "Model", "Data", "Where states live", "Training", "Output"
+_CHECKPOINTS = "Checkpoints"
 
 TierName = Literal["gpu", "cpu", "nvme"]
 
@@ -139,6 +140,23 @@ EvalEvery = Annotated[
     int, typer.Option(min=0, help="Validate every so many steps; 0: only at the end.", rich_help_panel=_TRAINING)
 ]
 EvalBatches = Annotated[int, typer.Option(min=1, help="Batches per validation.", rich_help_panel=_TRAINING)]
+
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(
+        help="Directory for checkpoints, one folder per step; one is also made at the end and on Ctrl-C.",
+        show_default="none",
+        rich_help_panel=_CHECKPOINTS,
+    ),
+]
+CheckpointEvery = Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.", rich_help_panel=_CHECKPOINTS)]
+KeepCheckpoints = Annotated[int, typer.Option(min=1, help="How many checkpoints to keep.", rich_help_panel=_CHECKPOINTS)]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Go on from the last checkpoint, or from the beginning if there is none.", rich_help_panel=_CHECKPOINTS
+    ),
+]
 
 Output = Annotated[
     Path | None,

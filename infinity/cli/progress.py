@@ -62,14 +62,15 @@ class Progress:
         if self._console.is_terminal:
             self._bar.update(self._task, completed=step.number, facts=f"{facts}  {self._tiers()}")
         elif step.number in (1, self._steps) or step.number % -(-self._steps // LINES) == 0:
-            self._line(f"step {step.number}/{self._steps}  {facts}  {self._tiers()}")
+            self.note(f"step {step.number}/{self._steps}  {facts}  {self._tiers()}")
 
     def validated(self, history: History) -> None:
         """Write the validation loss above the bar."""
         step, loss = history.validations[-1]
-        self._line(f"step {step}/{self._steps}  validation loss {loss:.4f}")
+        self.note(f"step {step}/{self._steps}  validation loss {loss:.4f}")
 
-    def _line(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Write a line above the bar."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _tiers(self) -> str:

@@ -7,10 +7,12 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from infinity.cli.checkpoints import Checkpoints, Saver
 from infinity.cli.data import Windows
 from infinity.cli.history import History, Step, Validation
 from infinity.cli.interrupt import Interrupt
@@ -22,7 +24,7 @@ LOWEST = 0.1
 """The learning rate ends at this share of its highest value."""
 
 
-class Engine(Protocol):
+class Engine(Saver, Protocol):
     """What the loop and the output need of `infinity.Engine`."""
 
     @property
@@ -77,39 +79,89 @@ class Trainer:
         windows: Windows,
         schedule: Schedule,
         device: torch.device,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
         self.model, self.engine, self.optimizer = model, engine, optimizer
         self.windows, self.schedule, self.device = windows, schedule, device
         tokens = windows.tokens.shape[1] * schedule.batch_size * schedule.accumulate
         self.history = History(tokens_per_step=tokens)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: learning_rate_factor(step, schedule.steps, schedule.warmup)
+        )
+        self._checkpoints = checkpoints
 
     def train(self, interrupt: Interrupt, watcher: Watcher) -> History:
         """Run the schedule, or until `interrupt` has noted a signal; returns the history.
 
         Raises `InfinityError` when the loss is no longer a finite number.
         """
-        plan = self.schedule
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: learning_rate_factor(step, plan.steps, plan.warmup)
-        )
         with Sampler(self.engine.memory, self.history.samples):
-            self._run(scheduler, interrupt, watcher)
+            self._run(interrupt, watcher)
         return self.history
 
-    def _run(self, scheduler: Any, interrupt: Interrupt, watcher: Watcher) -> None:
-        plan = self.schedule
-        batches = self.windows.batches(plan.batch_size)
+    def _run(self, interrupt: Interrupt, watcher: Watcher) -> None:
+        plan, done = self.schedule, len(self.history.steps)
+        batches = itertools.islice(self.windows.batches(plan.batch_size), done * plan.accumulate, None)
         self.model.train()
-        for number in range(1, plan.steps + 1):
+        for number in range(done + 1, plan.steps + 1):
             self.history.steps.append(self._step(number, list(itertools.islice(batches, plan.accumulate))))
-            scheduler.step()
+            self.scheduler.step()
             watcher.stepped(self.history)
             last = number == plan.steps
             if interrupt.signal is None and (last or (plan.eval_every and number % plan.eval_every == 0)):
                 self._validate(number, interrupt, watcher)
+            if self._checkpoints is not None and (last or interrupt.signal is not None or self._checkpoints.is_due(number)):
+                self._checkpoints.save(self.engine, self.optimizer, number, self._state())
             if interrupt.signal is not None:
                 self.history.signal = interrupt.signal
                 break
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on after the step that `checkpoint` was made at, as if there had been no interruption.
+
+        Raises `ValueError` when what decides on the batches or on their use is not as it was then.
+        """
+        state = self.engine.load_checkpoint(checkpoint, self.optimizer)
+        for option, now in self._fixed().items():
+            if state["fixed"][option] != now:
+                raise ValueError(
+                    f"{checkpoint} was made with {option} {state['fixed'][option]}, and now it is {now}; go on with the same, or "
+                    "start anew with another --checkpoint"
+                )
+        self.scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["rng"])
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).set_rng_state(state["device_rng"], self.device)
+        self.history.validations = [Validation(*values) for values in state["validations"]]
+        steps = [Step(*values) for values in state["steps"]]
+        shift = time.perf_counter() - steps[-1].end  # as if they had just been made
+        self.history.steps = [step._replace(start=step.start + shift, end=step.end + shift) for step in steps]
+
+    def _state(self) -> dict[str, Any]:
+        """What `resume` needs beside the engine and the optimizer."""
+        state = {
+            "fixed": self._fixed(),
+            "scheduler": self.scheduler.state_dict(),
+            "rng": torch.get_rng_state(),
+            "steps": [tuple(step) for step in self.history.steps],
+            "validations": [tuple(validation) for validation in self.history.validations],
+        }
+        if self.device.type != "cpu":
+            state["device_rng"] = torch.get_device_module(self.device).get_rng_state(self.device)
+        return state
+
+    def _fixed(self) -> dict[str, Any]:
+        """What a run goes on with only if it is as it was, by the options that say it."""
+        plan = self.schedule
+        return {
+            "--batch-size": plan.batch_size,
+            "--accumulate": plan.accumulate,
+            "--sequence-length": self.windows.tokens.shape[1],
+            "--seed": self.windows.seed,
+            "--lr": self.optimizer.defaults["lr"],
+            "--weight-decay": self.optimizer.defaults["weight_decay"],
+            "a number of windows of": len(self.windows.tokens),
+        }
 
     def _step(self, number: int, batches: list[Any]) -> Step:
         start = time.perf_counter()

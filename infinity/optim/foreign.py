@@ -204,13 +204,10 @@ class Adapted(Optimizer):
         """As in torch: per parameter the states of the torch optimizer and, for bf16 and fp16 parameters, the fp32 `master`."""
         packed = super().state_dict()
         numbers = self._numbers()
-        for unit, bench in self._benches.items():
-            optimizer = bench.lay_out(self, torch.zeros(unit.layout.numel))
-            for parameter, stand in zip(unit.parameters, bench.stands, strict=True):
-                if stand in optimizer.state and id(parameter) in numbers:
-                    state = packed["state"].setdefault(numbers[id(parameter)], {})
-                    state |= {name: _copy(value) for name, value in optimizer.state[stand].items()}
-            bench.clear()
+        for unit in self._benches:
+            for parameter, found in zip(unit.parameters, self.unit_states(unit), strict=True):
+                if found and id(parameter) in numbers:
+                    packed["state"].setdefault(numbers[id(parameter)], {}).update(found)
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -218,17 +215,35 @@ class Adapted(Optimizer):
         parameters). States that it does not have begin anew.
         """
         super().load_state_dict(state_dict)
-        self._benches.clear()
         numbers = self._numbers()
         for unit in self._units.values():
-            found = [state_dict["state"].get(numbers.get(id(p), -1), {}) for p in unit.parameters]
-            if any(found):
-                bench = self._bench(unit)
-                optimizer = bench.lay_out(self, torch.zeros(unit.layout.numel))
-                for stand, state in zip(bench.stands, found, strict=True):
-                    if state:
-                        optimizer.state[stand] = {name: _copy(value) for name, value in state.items() if name != "master"}
-                bench.clear()
+            self.load_unit_states(unit, [state_dict["state"].get(numbers.get(id(p), -1), {}) for p in unit.parameters])
+
+    def load_header(self, header: dict[str, Any]) -> None:
+        """Take over what `header` gave. All states begin anew."""
+        super().load_header(header)
+        self._benches.clear()
+
+    def unit_states(self, unit: Unit) -> list[dict[str, Any]]:
+        """The states that the torch optimizer has of each parameter of `unit`; copies, on the host."""
+        if unit not in self._benches:
+            return [{} for _ in unit.parameters]
+        bench = self._benches[unit]
+        optimizer = bench.lay_out(self, torch.zeros(unit.layout.numel))
+        found = [optimizer.state.get(stand, {}) for stand in bench.stands]
+        copies = [{name: _copy(value) for name, value in state.items()} for state in found]
+        bench.clear()
+        return copies
+
+    def load_unit_states(self, unit: Unit, states: Sequence[dict[str, Any]]) -> None:
+        """Take over what `unit_states` gave."""
+        if any(states):
+            bench = self._bench(unit)
+            optimizer = bench.lay_out(self, torch.zeros(unit.layout.numel))
+            for stand, state in zip(bench.stands, states, strict=True):
+                if state:
+                    optimizer.state[stand] = {name: _copy(value) for name, value in state.items() if name != "master"}
+            bench.clear()
 
 
 def _copy(value: Any) -> Any:

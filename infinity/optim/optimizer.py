@@ -289,22 +289,41 @@ class Optimizer(torch.optim.Optimizer):
         """Take over what `state_dict` gave, or the torch optimizer of the same name and parameters (masters are then the
         parameters). States that it does not have begin anew.
         """
-        for group in state_dict["param_groups"]:
-            self._check_group(self.defaults | group, self._units.values())
-        self.updater.drain()
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        if self.loss_scaler is not None and "loss_scaler" in state_dict:
-            self.loss_scaler.load_state_dict(state_dict["loss_scaler"])
-        numbers = self._numbers()
-        states = state_dict["state"]
-        self._steps = {key: _updates(states.get(number, {})) for key, number in numbers.items()}
+        numbers, states = self._numbers(), state_dict["state"]
+        self.load_header(state_dict | {"steps": [_updates(states.get(number, {})) for number in numbers.values()]})
         for unit in self._units.values():
             mine = [states.get(numbers.get(id(p), -1), {}) for p in unit.parameters]
             for name, kind in self._kinds():
+                if kind in unit.blocks and any(state.get(name) is not None for state in mine):
+                    self._restore(unit, kind, [state.get(name) for state in mine])
+
+    def header(self) -> dict[str, Any]:
+        """What there is beside the states: `param_groups` as in `state_dict`, `steps` (the updates of every parameter, in that
+        order), `skipped_steps`, and where the loss is scaled `loss_scaler`.
+        """
+        groups, steps = super().state_dict()["param_groups"], [self._steps.get(key, 0) for key in self._numbers()]
+        header = {"param_groups": groups, "steps": steps, "skipped_steps": self.skipped_steps}
+        return header if self.loss_scaler is None else header | {"loss_scaler": self.loss_scaler.state_dict()}
+
+    def load_header(self, header: dict[str, Any]) -> None:
+        """Take over what `header` gave. All states begin anew."""
+        for group in header["param_groups"]:
+            self._check_group(self.defaults | group, self._units.values())
+        self.updater.drain()
+        super().load_state_dict({"state": {}, "param_groups": header["param_groups"]})
+        if self.loss_scaler is not None and "loss_scaler" in header:
+            self.loss_scaler.load_state_dict(header["loss_scaler"])
+        self.skipped_steps = header.get("skipped_steps", self.skipped_steps)
+        self._steps = dict(zip(self._numbers(), header["steps"], strict=True))
+        for unit in self._units.values():
+            for _, kind in self._kinds():
                 if kind in unit.blocks:
                     unit.store.forget(unit.blocks[kind])
-                    if any(state.get(name) is not None for state in mine):
-                        self._restore(unit, kind, [state.get(name) for state in mine])
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """The units with parameters that this optimizer may update."""
+        return tuple(self._units.values())
 
     def _kinds(self) -> list[tuple[str, Kind]]:
         return [*self.states.items(), ("master", Kind.MASTER)]

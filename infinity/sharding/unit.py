@@ -133,7 +133,7 @@ class Unit:
         """Gives the context in which autograd saves views of this unit so that it may move; set by the hooks."""
         self.state = UnitState.UNSHARDED
         self._users = 0
-        self._placeholder = torch.full((1,), torch.nan, dtype=dtype) if dtype.is_floating_point else torch.zeros(1, dtype=dtype)
+        self._placeholder = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype)
         self.accumulated = [False] * len(self.parameters)
         """Which parameters have a gradient of the step under way."""
         self.collected = self.expected = 0
@@ -430,21 +430,27 @@ class Unit:
 
         A master that no update has written is the parameter, widened.
         """
+        shard = torch.empty(self.layout.shard_numel, dtype=self.dtype_of(kind))
+        for begin, values in self._pieces(shard):
+            self.read_chunk(kind, begin, values)
+        return shard
+
+    def read_chunk(self, kind: Kind, begin: int, values: torch.Tensor) -> None:
+        """Fill `values`, of the dtype that `read` gives, with the chunk of `kind` from element `begin` on."""
         block = self.blocks[kind]
         if kind is Kind.MASTER and not block.written:
-            return self.read(Kind.PARAM).float()
+            param = torch.empty_like(values, dtype=self.dtype)
+            self.read_chunk(Kind.PARAM, begin, param)
+            values.copy_(param)
+            return
         kinds = (Kind.PARAM, kind) if block.format is SPLIT else (kind,)
-        dtype = self._dtype_of(kind)
-        shard = torch.empty(self.layout.shard_numel, dtype=dtype)
-        for begin, values in self._pieces(shard):
-            with self._checked_out(kinds, begin, load=True) as tensors:
-                if kind in (Kind.PARAM, Kind.GRAD):
-                    values.copy_(tensors[0].view(dtype))
-                elif kind is Kind.MASTER:
-                    codec.decode_master(block.format, tensors, values)
-                else:
-                    codec.decode_moment(block.format, kind, tensors[0], values)
-        return shard
+        with self._checked_out(kinds, begin, load=True) as tensors:
+            if kind in (Kind.PARAM, Kind.GRAD):
+                values.copy_(tensors[0].view(values.dtype))
+            elif kind is Kind.MASTER:
+                codec.decode_master(block.format, tensors, values)
+            else:
+                codec.decode_moment(block.format, kind, tensors[0], values)
 
     def write(self, kind: Kind, shard: torch.Tensor) -> None:
         """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the dtype that `read` gives.
@@ -452,18 +458,24 @@ class Unit:
         A master takes its parameter along, which is the master rounded. When that fails the content is in part new: whoever
         uses the engine from then on gets `EngineClosedError`.
         """
+        self.write_chunks(kind, lambda begin, end: shard[begin:end])
+
+    def write_chunks(self, kind: Kind, content: Callable[[int, int], torch.Tensor]) -> None:
+        """Like `write`, but of one chunk after the other: `content(begin, end)` gives these elements of the shard."""
         kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
         form = self.blocks[kind].format
         self._withdraw()
         if Kind.PARAM in kinds:
             self.store.begin_update(self.blocks[Kind.PARAM])
         try:
-            for begin, values in self._pieces(shard):
+            starts = self.chunks()
+            for begin, end in zip(starts, [*starts[1:], self.layout.shard_numel], strict=True):
+                values = content(begin, end)
                 with self._checked_out(kinds, begin, load=False) as tensors:
                     if kind is Kind.MASTER:
                         codec.encode_master(form, values, tensors[0].view(self.dtype), tensors[1])
                     elif kind in (Kind.PARAM, Kind.GRAD):
-                        tensors[0].view(self._dtype_of(kind)).copy_(values)
+                        tensors[0].view(self.dtype_of(kind)).copy_(values)
                     else:
                         codec.encode_moment(form, kind, values, tensors[0])
         except BaseException as error:
@@ -471,7 +483,8 @@ class Unit:
             raise
         self.store.end_update([self.blocks[k] for k in kinds])
 
-    def _dtype_of(self, kind: Kind) -> torch.dtype:
+    def dtype_of(self, kind: Kind) -> torch.dtype:
+        """What `read` gives and `write` takes."""
         return {Kind.PARAM: self.dtype, Kind.GRAD: self.gradient_dtype}.get(kind, torch.float32)
 
     @contextmanager

@@ -1,0 +1,208 @@
+"""Writing a checkpoint.
+
+[Note: all or nothing]
+All ranks write into `.<name>.partial` beside the directory. When everything is on the drive, the first rank moves the old
+checkpoint to `.<name>.old` and the new one to its name, and removes the old one. So a save that is cut off harms nothing, and
+there always is a whole checkpoint, under its name or, between the two moves, as `.old`, where it is found as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
+from torch.futures import Future
+
+from infinity.checkpoint.state import HEADER, METADATA, Piece, Reblocked, Series, State, in_words, one_error, sibling
+from infinity.errors import CheckpointError
+from infinity.optim.foreign import Adapted
+from infinity.sharding import collectives
+from infinity.sharding.unit import Unit
+
+
+def save(state: State, directory: Path, extra: Mapping[str, Any]) -> None:
+    """Write `state` and this rank's `extra` to `directory`; all ranks call it.
+
+    Raises `CheckpointError`; what was in `directory` is then as it was.
+    """
+    checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        with one_error(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            writer, planner = Writer(directory), Saving(state, extra)
+            save_state_dict({}, storage_writer=writer, planner=planner, process_group=state.group, no_dist=state.group is None)
+    except BaseException:
+        if state.rank == 0:
+            shutil.rmtree(sibling(directory, "partial"), ignore_errors=True)
+        raise
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+
+
+class Saving(SavePlanner):
+    """Tells DCP what this rank writes, and brings it piece by piece. Lives for one save."""
+
+    def __init__(self, state: State, extra: Mapping[str, Any]) -> None:
+        self._state, self._extra = state, dict(extra)
+        self._items: list[WriteItem] = []
+        self._paths: dict[str, tuple[str, ...]] = {}  # by key: where a nested dict of everything has it
+        self._sources: dict[MetadataIndex, Callable[[], Any]] = {}
+        self._open: tuple[Series, Reblocked] | None = None
+        self._memory = np.empty(0, np.uint8)  # of the piece that is written
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Wait for updates."""
+        with in_words("the engine cannot be saved"):
+            self._state.settle()
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank writes."""
+        with in_words("the engine cannot be saved"):
+            self._plan(self._state)
+        return SavePlan(self._items, planner_data=self._paths)
+
+    def _plan(self, state: State) -> None:
+        extra = _packed("extra", self._extra)  # before anything is written, so that it is refused in time
+        self._add_object(("extra", str(state.rank)), lambda: extra)
+        if state.rank == 0:
+            header = _packed("the optimizer", state.header())
+            self._add_object((HEADER,), lambda: header)
+            for name, buffer in state.buffers.items():
+                chunk = ChunkStorageMetadata(torch.Size([0] * buffer.ndim), buffer.shape)
+                self._add(("model", name), chunk, buffer.dtype, buffer.shape, buffer.detach)
+        for series in state.series():
+            if series.is_moment and not series.unit.blocks[series.kind].written:
+                continue  # zeros
+            for number, (name, place) in enumerate(zip(series.unit.names, series.unit.layout.places, strict=True)):
+                for piece in series.pieces(number):
+                    if self._memory.nbytes < piece.length * series.dtype.itemsize:
+                        self._memory = np.empty(piece.length * series.dtype.itemsize, np.uint8)
+                    source = functools.partial(self._read, series, piece)
+                    self._add((*series.prefix, name), piece.chunk, series.dtype, torch.Size((place.numel,)), source)
+        for optimizer, unit, path in state.foreign():
+            if unit.index % collectives.size(state.group) == state.rank:  # every rank has all of them
+                self._add_object(path, functools.partial(_pack_foreign, optimizer, unit))
+
+    def _add(
+        self, path: tuple[str, ...], chunk: ChunkStorageMetadata, dtype: torch.dtype, size: torch.Size, source: Callable[[], Any]
+    ) -> None:
+        index = MetadataIndex(".".join(path), chunk.offsets)
+        data = TensorWriteData(chunk, TensorProperties(dtype), size)
+        self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        self._paths[index.fqn], self._sources[index] = path, source
+
+    def _add_object(self, path: tuple[str, ...], source: Callable[[], io.BytesIO]) -> None:
+        index = MetadataIndex(".".join(path))
+        self._items.append(WriteItem(index, WriteItemType.BYTE_IO))
+        self._paths[index.fqn], self._sources[index] = path, source
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """On the first rank: what all ranks write."""
+        plans, metadata = create_default_global_save_plan(all_plans)
+        metadata.planner_data = {key: path for plan in all_plans for key, path in plan.planner_data.items()}
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Nothing to add."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The content of an item, valid until the next one is asked for."""
+        content: torch.Tensor | io.BytesIO = self._sources[write_item.index]()
+        return content
+
+    def _read(self, series: Series, piece: Piece) -> torch.Tensor:
+        # DCP refers to all that it has written until its file ends, so all pieces are the same memory.
+        values = torch.frombuffer(self._memory, dtype=series.dtype, count=piece.length)
+        if self._open is None or self._open[0] is not series:
+            unit, kind = series.unit, series.kind
+            chunks = Reblocked(
+                unit.chunks(), unit.layout.shard_numel, unit.dtype_of(kind), functools.partial(unit.read_chunk, kind)
+            )
+            self._open = series, chunks
+        return self._open[1].read(piece.in_shard, values)
+
+
+def _pack_foreign(optimizer: Adapted, unit: Unit) -> io.BytesIO:
+    return _packed(f"the state of {unit.name}", dict(zip(unit.names, optimizer.unit_states(unit), strict=True)))
+
+
+def _packed(what: str, content: Any) -> io.BytesIO:
+    """`content` as torch.save writes it; raises `CheckpointError` for what could not be read again without running its code."""
+    stream = io.BytesIO()
+    try:
+        torch.save(content, stream)
+        stream.seek(0)
+        torch.load(stream, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{what} may have numbers, texts and tensors in dicts, lists and tuples only: {reason}") from error
+    return stream
+
+
+class Writer(FileSystemWriter):
+    """Writes beside the directory, and gives what is whole its name."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._partial, self._old = directory, sibling(directory, "partial"), sibling(directory, "old")
+        super().__init__(self._partial, per_thread_copy_ahead=0)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing: the first rank makes the directory."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the first rank, before any writes: make the directory, after saves that were cut off are cleaned up."""
+        with in_words(f"{self._directory} cannot be written"):
+            there = self._directory.exists()
+            if there and not (self._directory / METADATA).exists() and not _is_empty(self._directory):
+                raise CheckpointError(f"{self._directory} is there and no checkpoint, so it is not replaced; choose another name")
+            if self._old.exists() and not there:
+                self._old.rename(self._directory)
+            for left in (self._old, self._partial):
+                if left.exists():
+                    shutil.rmtree(left)
+            self._partial.mkdir(parents=True)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
+        """Write this rank's file, and make sure that it is on the drive."""
+        with in_words(f"{self._directory} cannot be written"):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """On the first rank, when all have written: complete the checkpoint and put it in its place."""
+        with in_words(f"{self._directory} cannot be written"):
+            super().finish(metadata, results)
+            _sync(self._partial)
+            if self._directory.exists():
+                self._directory.rename(self._old)
+            self._partial.rename(self._directory)
+            _sync(self._directory.parent)
+            shutil.rmtree(self._old, ignore_errors=True)  # else the next save does it
+
+
+def _is_empty(directory: Path) -> bool:
+    return directory.is_dir() and not any(directory.iterdir())
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,207 @@
+"""What a checkpoint has of an engine, and under which names.
+
+[Note: what lies where]
+A checkpoint is a directory in the format of torch.distributed.checkpoint (DCP), whose tools read it. Every tensor has a key:
+`model.<parameter>`, the fp32 values of what is trained (its parameter follows by rounding), what is frozen in its dtype;
+`model.<buffer>`; `optimizer.<state>.<parameter>`, by torch's names of states. Parameters and states are flat, (numel,), without
+padding, and cut where shards end, so any number of ranks reads what any other has written. Moments are in bf16 where they are
+kept so, else in fp32: int8 is decoded, and encodes to the same bytes. A key that is missing under `optimizer` means zeros.
+Objects are `optimizer.<number>.<unit>`, what an optimizer of torch has of a unit, `extra.<rank>`, what the caller gave, and
+`infinity`, which describes the rest (`header`).
+
+[Note: how much memory]
+Saving and loading hold, at a time, a piece of at most `PIECE` elements, also as the bytes of its file, and a chunk of the store,
+however large model and units are; and the states of one unit with `infinity.adapt`.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from infinity.errors import CheckpointError, EngineClosedError, InfinityError
+from infinity.optim.foreign import Adapted
+from infinity.optim.optimizer import Optimizer
+from infinity.sharding import collectives
+from infinity.sharding.unit import Unit
+from infinity.tiers.block import BF16, Kind
+
+VERSION = 1
+PIECE = 1 << 22  # elements: 16 MiB of fp32
+METADATA = ".metadata"  # the name that DCP gives to the file that it writes last
+HEADER = "infinity"
+
+
+class Piece(NamedTuple):
+    """Elements of one parameter under `key`: their start in this rank's shard and in the parameter, and how many they are."""
+
+    key: str
+    in_shard: int
+    in_parameter: int
+    length: int
+
+    @property
+    def address(self) -> MetadataIndex:
+        """DCP's name of it."""
+        return MetadataIndex(self.key, (self.in_parameter,))
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """DCP's word for where it lies in the parameter."""
+        return ChunkStorageMetadata(torch.Size((self.in_parameter,)), torch.Size((self.length,)))
+
+
+class Series(NamedTuple):
+    """The states of one kind of one unit; a key is `prefix` and the name of a parameter."""
+
+    unit: Unit
+    kind: Kind
+    prefix: tuple[str, ...]
+
+    @property
+    def is_moment(self) -> bool:
+        """Whether it belongs to an optimizer; else it is the weights."""
+        return self.kind not in (Kind.PARAM, Kind.MASTER)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In the checkpoint."""
+        return torch.bfloat16 if self.unit.blocks[self.kind].format is BF16 else self.unit.dtype_of(self.kind)
+
+    def pieces(self, number: int) -> Iterator[Piece]:
+        """What this rank has of parameter `number`."""
+        key = ".".join((*self.prefix, self.unit.names[number]))
+        part = self.unit.layout.overlap(number, self.unit.rank)
+        at, end = part.in_shard, part.in_shard + part.length
+        while at < end:
+            length = min(end, at // PIECE * PIECE + PIECE) - at
+            yield Piece(key, at, part.in_parameter + at - part.in_shard, length)
+            at += length
+
+
+class State(NamedTuple):
+    """The parts of an engine that make its state, between two steps."""
+
+    units: Sequence[Unit]
+    buffers: Mapping[str, torch.Tensor]
+    optimizers: Sequence[Optimizer]
+    settle: Callable[[], None]
+    """Returns when no update is under way."""
+
+    @property
+    def group(self) -> collectives.Group:
+        """The ranks that save or load together."""
+        return self.units[0].group
+
+    @property
+    def rank(self) -> int:
+        """This one's number."""
+        return self.units[0].rank
+
+    def series(self) -> list[Series]:
+        """The states of all units."""
+        kept = [Series(u, Kind.MASTER if Kind.MASTER in u.blocks else Kind.PARAM, ("model",)) for u in self.units]
+        return kept + [
+            Series(unit, kind, ("optimizer", name))
+            for optimizer in self.optimizers
+            for unit in optimizer.units
+            for name, kind in optimizer.states.items()
+            if kind in unit.blocks
+        ]
+
+    def foreign(self) -> Iterator[tuple[Adapted, Unit, tuple[str, ...]]]:
+        """The units of optimizers of torch, and the path of what these have of each."""
+        for number, optimizer in enumerate(self.optimizers):
+            if isinstance(optimizer, Adapted):
+                for unit in optimizer.units:
+                    yield optimizer, unit, ("optimizer", str(number), unit.name)
+
+    def header(self) -> dict[str, Any]:
+        """What describes the rest: `version`, how many `ranks` wrote it, the `shapes` under `model`, and of each optimizer groups
+        and counts (`Optimizer.header`), the `names` in its groups, and whose `states` it has.
+        """
+        shapes = {n: list(place.shape) for unit in self.units for n, place in zip(unit.names, unit.layout.places, strict=True)}
+        shapes |= {name: list(buffer.shape) for name, buffer in self.buffers.items()}
+        known = {id(p): name for unit in self.units for p, name in zip(unit.parameters, unit.names, strict=True)}
+        optimizers = []
+        for optimizer in self.optimizers:
+            names = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+            optimizers.append(optimizer.header() | {"names": names, "states": _states_of(optimizer)})
+        return {"version": VERSION, "ranks": collectives.size(self.group), "shapes": shapes, "optimizers": optimizers}
+
+
+def _states_of(optimizer: Optimizer) -> str:
+    """What must be the same for one optimizer to take over from another."""
+    if isinstance(optimizer, Adapted):
+        return f"those of torch's {optimizer.kind.__name__}"
+    return ", ".join(n for n, kind in optimizer.states.items() if any(kind in u.blocks for u in optimizer.units)) or "none"
+
+
+class Reblocked:
+    """Elements of a shard, asked for in any lengths and rising order, that come in blocks.
+
+    Blocks begin at `starts` and the last one ends at `end`; `bring(begin, values)` fills `values` with one. Its memory is used
+    again and again: were it not, malloc would find no room for large pieces between smaller ones, and take more and more.
+    """
+
+    def __init__(self, starts: Sequence[int], end: int, dtype: torch.dtype, bring: Callable[[int, torch.Tensor], None]) -> None:
+        self._bounds, self._bring = [*starts, end], bring
+        self._memory = torch.empty(max(map(operator.sub, self._bounds[1:], self._bounds)), dtype=dtype)
+        self._begin = -1  # of the block in memory
+
+    def read(self, begin: int, values: torch.Tensor) -> torch.Tensor:
+        """Fill `values` with the elements from `begin` on, and return it."""
+        at = 0
+        while at < values.numel():
+            number = bisect_right(self._bounds, begin + at) - 1
+            start, stop = self._bounds[number : number + 2]
+            if start != self._begin:
+                self._begin = -1
+                self._bring(start, self._memory[: stop - start])
+                self._begin = start
+            part = self._memory[begin + at - start : stop - start][: values.numel() - at]
+            values[at : at + part.numel()] = part
+            at += part.numel()
+        return values
+
+
+def sibling(directory: Path, what: str) -> Path:
+    """Where a save that is under way keeps something, beside the checkpoint."""
+    return directory.with_name(f".{directory.name}.{what}")
+
+
+@contextmanager
+def in_words(what: str) -> Iterator[None]:
+    """What goes wrong inside becomes a `CheckpointError` that begins with `what`, unless the engine was closed.
+
+    Before DCP sends it to the other ranks: they could not make every error anew, and would wait for ever.
+    """
+    try:
+        yield
+    except (CheckpointError, EngineClosedError):
+        raise
+    except Exception as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, (OSError, InfinityError)):  # torch raises its own on top
+            reason = reason.__cause__ or reason.__context__
+        raise CheckpointError(f"{what}: {reason or error}") from reason or error
+
+
+@contextmanager
+def one_error() -> Iterator[None]:
+    """On every rank the error of the first one that has any, instead of DCP's exception, which is no `Exception`."""
+    try:
+        yield
+    except CheckpointException as failed:
+        error = failed.failures[min(failed.failures)][0]
+        if isinstance(error, InfinityError) or not isinstance(error, Exception):
+            raise error from error.__cause__
+        raise CheckpointError(str(error)) from error

@@ -1,0 +1,261 @@
+"""`infinity finetune --checkpoint DIR --resume`: a run that was interrupted ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import CHILD
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typer.testing import CliRunner
+
+from infinity.cli import training
+from infinity.cli.main import app
+from infinity.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 8
+# With dropout, accumulation, warm-up, and windows that come a second time.
+OPTIONS = [
+    *("--model", "gpt2-tiny", "--sequence-length", 32, "--batch-size", 2, "--accumulate", 2, "--steps", STEPS, "--eval-every", 3),
+    *(
+        "--eval-batches",
+        2,
+        "--gpu-memory",
+        "64MiB",
+        "--cpu-memory",
+        "64MiB",
+        "--cache",
+        0,
+        "--lr",
+        "1e-3",
+        "--seed",
+        3,
+        "--warmup",
+        4,
+    ),
+]
+
+
+@pytest.fixture
+def common(tmp_path: Path) -> list[Any]:
+    """Options of every run."""
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    return [*OPTIONS, "--nvme", tmp_path / "nvme", "--data", tmp_path / "text.txt", "--json"]
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["finetune", *map(str, arguments)])
+
+
+def finished(*arguments: Any) -> dict[str, Any]:
+    result = run(*arguments, "--debug")
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    summary: dict[str, Any] = json.loads(result.stdout)
+    return summary
+
+
+def refusal(*arguments: Any) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.stderr
+    return str(result.stderr.splitlines()[-1]).removeprefix("infinity: ")
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def losses(checkpoint: Path) -> list[tuple[float, ...]]:
+    """Number, loss, learning rate and norm of every step so far."""
+    dcp_to_torch_save(checkpoint, checkpoint.parent / "plain.pt")
+    steps = torch.load(checkpoint.parent / "plain.pt", weights_only=True)["extra"]["0"]["steps"]
+    (checkpoint.parent / "plain.pt").unlink()
+    return [step[:4] for step in steps]
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+def during_step(patch: pytest.MonkeyPatch, number: int, action: Callable[[], Any]) -> None:
+    real = training.Trainer._step
+
+    def acting(self: training.Trainer, at: int, batches: list[Any]) -> Any:
+        if at == number:
+            action()
+        return real(self, at, batches)
+
+    patch.setattr(training.Trainer, "_step", acting)
+
+
+def die() -> None:
+    raise Killed
+
+
+@pytest.fixture
+def expected(common: list[Any], tmp_path: Path) -> Callable[[Path, Path, dict[str, Any]], None]:
+    """`expected(output, checkpoints, summary)`: all is as without an interruption, in every bit."""
+    plain = finished(*common, "--output", tmp_path / "plain", "--checkpoint", tmp_path / "plain-steps")
+
+    def check(output: Path, checkpoints: Path, summary: dict[str, Any]) -> None:
+        there, here = (load_file(path / "model.safetensors") for path in (tmp_path / "plain", output))
+        assert there.keys() == here.keys()
+        assert all(torch.equal(there[name], here[name]) for name in there)
+        assert [step[0] for step in losses(checkpoints / f"step-{STEPS}")] == list(range(1, STEPS + 1))
+        assert losses(checkpoints / f"step-{STEPS}") == losses(tmp_path / "plain-steps" / f"step-{STEPS}")
+        for key in ("loss", "steps", "signal"):
+            assert summary[key] == plain[key]
+
+    return check
+
+
+@pytest.mark.parametrize(("every", "killed"), [(1, [1, 6]), (3, [2, 5, 8]), (4, [5, 5, 5])])
+def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
+    every: int, killed: list[int], common: list[Any], expected: Callable[..., None], tmp_path: Path
+) -> None:
+    where, output = tmp_path / "steps", tmp_path / "out"
+    arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", every, "--resume"]
+    last = 0
+    for number in killed:
+        with pytest.MonkeyPatch.context() as patch:
+            during_step(patch, number, die)
+            result = run(*arguments)
+        assert isinstance(result.exception, Killed)
+        line = (
+            f"going on from {where}/step-{last}" if last else f"no checkpoint in {where} yet: training starts from the beginning"
+        )
+        assert line in result.stderr
+        last = (number - 1) // every * every
+        kept = [f"step-{n}" for n in range(every, last + 1, every)][-2:]
+        assert names(where) == kept, "at most that many steps are lost, and the last two checkpoints are kept"
+    expected(output, where, finished(*arguments))
+    assert names(where)[-1] == f"step-{STEPS}"
+    expected(output, where, finished(*arguments))  # there is nothing left to do
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_loses_nothing(number: signal.Signals, common: list[Any], expected: Callable[..., None], tmp_path: Path) -> None:
+    where, output = tmp_path / "steps", tmp_path / "out"
+    arguments = [*common, "--output", output, "--checkpoint", where]
+    with pytest.MonkeyPatch.context() as patch:
+        during_step(patch, 5, lambda: os.kill(os.getpid(), number))
+        assert run(*arguments).exit_code == 128 + number
+    assert names(where) == ["step-5"]
+    expected(output, where, finished(*arguments, "--resume"))
+
+
+def test_another_placement_goes_on_with_the_same_bits(common: list[Any], expected: Callable[..., None], tmp_path: Path) -> None:
+    where, output = tmp_path / "steps", tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        during_step(patch, 5, die)
+        run(*common, "--checkpoint", where, "--checkpoint-every", 2)
+    there = ["--parameters", "cpu", "--optimizer", "gpu", "--gradients", "gpu", "--no-checkpoint-activations"]
+    expected(output, where, finished(*common, *there, "--output", output, "--checkpoint", where, "--resume"))
+
+
+SCRIPT = """
+import os
+import torch
+from infinity.cli import main, training
+
+torch.set_num_threads(1)
+real = training.Trainer._step
+
+def step(self, number, batches):
+    if number == 6 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), 9)
+    return real(self, number, batches)
+
+training.Trainer._step = step
+main.app()
+"""
+
+
+def test_an_elastic_restart_goes_on(common: list[Any], expected: Callable[..., None], tmp_path: Path) -> None:
+    """torchrun starts the same command again when its process is killed."""
+    where, output = tmp_path / "steps", tmp_path / "out"
+    (tmp_path / "script.py").write_text(SCRIPT)
+    arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", 2, "--resume"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=1", tmp_path / "script.py"]
+    command = [sys.executable, *torchrun, "finetune", *arguments]
+    done = subprocess.run([str(part) for part in command], capture_output=True, timeout=240, check=False, **CHILD)
+    assert done.returncode == 0, done.stderr
+    assert "training starts from the beginning" in done.stderr
+    assert f"going on from {where}/step-4" in done.stderr
+    expected(output, where, json.loads(done.stdout.splitlines()[-1]))
+
+
+# What is refused
+
+
+def test_resume_needs_a_directory(common: list[Any]) -> None:
+    assert refusal(*common, "--resume") == "--resume needs --checkpoint DIR, the directory of the run that it goes on with"
+
+
+def test_a_directory_that_cannot_be_one(common: list[Any], tmp_path: Path) -> None:
+    assert refusal(*common, "--checkpoint", tmp_path / "text.txt") == f"--checkpoint {tmp_path}/text.txt is not a directory"
+    assert refusal(*common, "--checkpoint", tmp_path / "text.txt" / "x") == f"{tmp_path}/text.txt/x: Not a directory"
+
+
+def test_checkpoints_of_an_earlier_run_are_not_mixed_with_new_ones(common: list[Any], tmp_path: Path) -> None:
+    where = tmp_path / "steps"
+    finished(*common, "--checkpoint", where, "--checkpoint-every", 3)
+    assert names(where) == ["step-6", "step-8"]
+    assert refusal(*common, "--checkpoint", where) == (
+        f"--checkpoint {where} has checkpoints of an earlier run, up to step-8; go on from it with --resume, or choose another "
+        "directory"
+    )
+    for option, before, now in [("--batch-size", "2", "4"), ("--lr", "0.001", "0.5"), ("--sequence-length", "32", "16")]:
+        assert refusal(*common, "--checkpoint", where, "--resume", option, now) == (
+            f"{where}/step-8 was made with {option} {before}, and now it is {now}; go on with the same, or start anew with "
+            "another --checkpoint"
+        )
+    text = refusal(*common, "--checkpoint", where, "--resume", "--model", "llama-tiny")
+    assert text.startswith(f"{where}/step-8 belongs to another model: it has no ")
+
+
+def test_more_steps_may_follow(common: list[Any], tmp_path: Path) -> None:
+    where = tmp_path / "steps"
+    first = finished(*common, "--checkpoint", where)
+    more = finished(*common, "--checkpoint", where, "--resume", "--steps", STEPS + 4)
+    assert more["steps"] == STEPS + 4
+    assert more["loss"]["first"] == first["loss"]["first"]
+    assert names(where) == [f"step-{STEPS + 4}", f"step-{STEPS}"]
+
+
+def test_what_killed_saves_leave_is_removed_and_never_taken(common: list[Any], tmp_path: Path) -> None:
+    where = tmp_path / "steps"
+    for name in (".step-99.partial", ".step-7.old", "step-99", "notes"):
+        (where / name).mkdir(parents=True)
+    summary = finished(*common, "--checkpoint", where, "--keep-checkpoints", 1, "--checkpoint-every", 2, "--resume")
+    assert summary["steps"] == STEPS
+    assert names(where) == ["notes", f"step-{STEPS}", "step-99"]
+
+
+def test_a_save_that_fails_ends_the_run_and_leaves_the_checkpoint_before(
+    common: list[Any], expected: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, output = tmp_path / "steps", tmp_path / "out"
+    arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", 2]
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        during_step(patch, 4, lambda: patch.setattr(os, "fsync", full))
+        assert refusal(*arguments) == f"{where}/step-4 cannot be written: [Errno 28] No space left on device"
+    assert names(where) == ["step-2"]
+    expected(output, where, finished(*arguments, "--resume"))
+    assert issubclass(CheckpointError, RuntimeError)
