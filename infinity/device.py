@@ -4,12 +4,16 @@
 On the CPU each thread that calls a large torch operator gets a team of OpenMP threads of its own. With a second team there are
 more of them than CPUs, and from then on libgomp lets every team sleep where it used to spin between two operators: the model
 then waits for a wake-up at each of its thousands of operators. So threads of the engine call no operator that wants a team;
-`copy_alone` and `zero_alone` take its place.
+`copy_alone` and `zero_alone` take its place. Threads that run the model in turns (`infinity.modules.vertical`) give their team
+back, with `end_team`, before another one's turn.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import mmap
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +22,7 @@ import torch
 from infinity.errors import ConfigError
 
 HUGE_PAGE = 2 << 20
+_SOFT = 1  # omp_pause_soft
 ALONE_ELEMENTS = 32768  # up to here (at::internal::GRAIN_SIZE) torch's operators run on the thread that calls them
 
 
@@ -51,6 +56,13 @@ def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
 def zero_alone(target: torch.Tensor) -> None:
     """`target.zero_()` on this thread alone, for a contiguous host tensor (n,)."""
     target.view(torch.uint8).numpy().fill(0)
+
+
+def end_team() -> None:
+    """End the OpenMP threads of the calling thread, if it has any; the next large operator starts them again (about 100 us)."""
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)  # of OpenMP 5.0
+    if pause is not None:
+        pause(_SOFT)
 
 
 class HostMemory:
@@ -98,6 +110,40 @@ class ComputeDevice:
         if self.shares_host:
             return self.host_memory(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+
+    def random_state(self) -> list[torch.Tensor]:
+        """The states of torch's default generators: of the CPU, and of this device."""
+        states = [torch.get_rng_state()]
+        return states if self.shares_host else [*states, torch.cuda.get_rng_state(self.torch)]
+
+    def set_random_state(self, states: list[torch.Tensor]) -> None:
+        """Go on drawing from what `random_state` gave."""
+        torch.set_rng_state(states[0])
+        if not self.shares_host:
+            torch.cuda.set_rng_state(states[1], self.torch)
+
+    def fork_random_state(self, count: int) -> list[list[torch.Tensor]]:
+        """`count` states: the one that there is, which stays, and others that depend on it and on their number alone."""
+        states = [self.random_state()]
+        for number in range(1, count):
+            digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8)
+            for state in states[0]:
+                digest.update(state.numpy().tobytes())
+            seed = int.from_bytes(digest.digest(), "little")
+            torch.default_generator.manual_seed(seed)
+            if not self.shares_host:
+                with torch.cuda.device(self.torch):
+                    torch.cuda.manual_seed(seed)
+            states.append(self.random_state())
+        self.set_random_state(states[0])
+        return states
+
+    def follow(self) -> Callable[[], None]:
+        """What makes another thread queue its work on the stream that is the caller's now."""
+        if self.shares_host:
+            return lambda: None
+        stream = torch.cuda.current_stream(self.torch)
+        return lambda: torch.cuda.set_stream(stream)
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy host `source` to compute `target` (same dtype and shape) and return when it is there."""

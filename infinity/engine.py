@@ -23,6 +23,7 @@ from infinity.modules.grouping import find_owners, find_users, group_parameters
 from infinity.modules.hooks import Hooks
 from infinity.modules.init import put_back, replace_meta
 from infinity.modules.load import fill_units, open_weights, persistent_buffers
+from infinity.modules.vertical import Weave
 from infinity.observe import Recorder, Report
 from infinity.optim.kernels import Kernels
 from infinity.optim.step import Surroundings, Updater
@@ -167,6 +168,10 @@ class Engine:
         place = unit.layout.places[unit.position(parameter)]
         gradient = unit.gather(Kind.GRAD)[place.offset : place.end].view(place.shape).clone()
         return gradient if unit.loss_scale == 1.0 else gradient.float() / unit.loss_scale
+
+    def weave(self) -> Weave:
+        """What runs micro-batches together; for `infinity.accumulate`."""
+        return Weave(self._hooks, self._runtime.trace, self._device, self._updater)
 
     # Weights
 

@@ -18,7 +18,7 @@ LAYERS = """\
 4 plan
 5 optim
 6 modules
-7 infinity: __init__ engine
+7 infinity: __init__ accumulation engine
 8 cli
 9 infinity: __main__
 """
@@ -41,6 +41,7 @@ PUBLIC = [
     "SGD",
     "ShardedParameterError",
     "WeightsError",
+    "accumulate",
     "adapt",
     "engine",
     "gathered",
