@@ -71,6 +71,8 @@ def accumulate(
             if autocast:
                 torch.clear_autocast_cache()  # what was cast without autograd is of no use to a recomputation
             total.backward()
+        if autocast:
+            torch.clear_autocast_cache()
 
     works = [functools.partial(run, index) for index in range(len(batches))]
     weave.run(works, order == "vertical")

@@ -170,7 +170,8 @@ class Engine:
         return gradient if unit.loss_scale == 1.0 else gradient.float() / unit.loss_scale
 
     def weave(self) -> Weave:
-        """What runs micro-batches together; for `infinity.accumulate`."""
+        """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward, or what another one runs."""
+        self._hooks.refuse_inside("infinity.accumulate")
         return Weave(self._hooks, self._runtime.trace, self._device, self._updater)
 
     # Weights

@@ -80,7 +80,7 @@ class Weaver(Protocol):
     """Who runs several flows, one at a time (`infinity.modules.vertical`)."""
 
     def cross(self, unit: Unit) -> None:
-        """The flow that runs is about to use `unit`; others may run before this returns."""
+        """The flow that runs is about to use `unit`, or to have a gradient of it; others may run before this returns."""
 
     def collect(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """The flow that runs has the gradient of parameter `index`, for `unit.collect`."""
@@ -163,10 +163,20 @@ class Hooks:
         self.settle()
         self._runtime.begin(True)
         self._weaver = weaver
+        # Before a gradient is accumulated, not after: autograd locks the parameter's node for that, and others could not use it.
+        borders = [
+            parameter.register_hook(lambda _, unit=unit: self._before_gradient(unit))
+            for unit in self._units
+            if unit.trains
+            for parameter in unit.parameters
+            if parameter.requires_grad
+        ]
         try:
             yield
         finally:
             self._weaver = None
+            for border in borders:
+                border.remove()
             self._after_backward()
 
     def refuse_inside(self, what: str) -> None:
@@ -354,6 +364,11 @@ class Hooks:
         return view if saved.kind in (torch.Tensor, nn.Parameter) else _as(saved.kind, view)
 
     # Backward
+
+    def _before_gradient(self, unit: Unit) -> None:
+        if self._weaver is not None:
+            self._end_other_node()
+            self._weaver.cross(unit)
 
     def _collector(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:

@@ -117,10 +117,8 @@ class Weave:
         """Run each of `works` as a strand, together if `vertical`, else one after the other on the calling thread.
 
         Each draws random numbers from a state of its own, the first one from the caller's, who goes on from the last one that
-        drew any. Raises what the first one raised that failed, or the caller's interrupt, when every strand has ended;
-        `RuntimeError` inside of a forward, a backward or another `run`.
+        drew any. Raises what the first one raised that failed, or the caller's interrupt, when every strand has ended.
         """
-        self._hooks.refuse_inside("infinity.accumulate")
         together = vertical and len(works) > 1
         randoms = self.device.fork_random_state(len(works))
         strands = [Strand(index, *each, not together) for index, each in enumerate(zip(works, randoms, strict=True))]
@@ -212,7 +210,7 @@ class Weave:
     # Whose turn it is
 
     def cross(self, unit: Unit) -> None:
-        """The strand that runs is about to use `unit`: let others use what is there first."""
+        """The strand that runs is about to use `unit`, or to have a gradient of it: let others use what is there first."""
         strand = self._running
         if not torch.is_grad_enabled() and not in_backward():
             strand.use_hidden(unit)
