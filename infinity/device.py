@@ -4,13 +4,15 @@
 On the CPU each thread that calls a large torch operator gets a team of OpenMP threads of its own. With a second team there are
 more of them than CPUs, and from then on libgomp lets every team sleep where it used to spin between two operators: the model
 then waits for a wake-up at each of its thousands of operators. So threads of the engine call no operator that wants a team;
-`copy_alone` and `zero_alone` take its place. Threads that run the model in turns (`infinity.modules.vertical`) give their team
-back, with `end_team`, before another one's turn.
+`copy_alone` and `zero_alone` take its place.
+
+Threads that run the model in turns (`infinity.modules.vertical`) cannot avoid it, and pay some 70 us for each operator that wants
+a team: nothing beside operators that are worth offloading, twice the time with very small ones. Ending a team with each turn
+(`omp_pause_resource_all`) is no way out: the threads of the next one took 4 to 8 ms to find a CPU on a machine with four.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import mmap
 from collections.abc import Callable
@@ -22,7 +24,6 @@ import torch
 from infinity.errors import ConfigError
 
 HUGE_PAGE = 2 << 20
-_SOFT = 1  # omp_pause_soft
 ALONE_ELEMENTS = 32768  # up to here (at::internal::GRAIN_SIZE) torch's operators run on the thread that calls them
 
 
@@ -56,13 +57,6 @@ def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
 def zero_alone(target: torch.Tensor) -> None:
     """`target.zero_()` on this thread alone, for a contiguous host tensor (n,)."""
     target.view(torch.uint8).numpy().fill(0)
-
-
-def end_team() -> None:
-    """End the OpenMP threads of the calling thread, if it has any; the next large operator starts them again (about 100 us)."""
-    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)  # of OpenMP 5.0
-    if pause is not None:
-        pause(_SOFT)
 
 
 class HostMemory:

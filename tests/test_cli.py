@@ -227,7 +227,7 @@ def test_the_options_are_frozen() -> None:
         {"parameters", "optimizer", "gradients", "precision", "update", "io_engine", "steps", "batch_size", "accumulate", "lr"},
         {"gradient_precision", "moment_precision", "skip_nonfinite"},
         {"weight_decay", "warmup", "max_grad_norm", "eval_every", "eval_batches", "output", "overwrite", "report"},
-        {"cache", "as_json", "debug"},
+        {"cache", "accumulation_order", "as_json", "debug"},
     )
     assert names == set().union(*lists)
 

@@ -29,6 +29,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
+from typer.testing import CliRunner
 
 import infinity
 from infinity.tiers.block import Kind
@@ -539,41 +540,6 @@ def test_modes_devices_saved_tensors_and_context_reach_the_threads(tmp_path: Pat
     assert {each[2] for each in seen[3:]} == {f"infinity-micro-batch-{number}" for number in range(3)}
 
 
-TEAMS = """
-import os, sys, threading
-import torch
-from torch import nn
-import infinity
-
-def tasks():
-    return len(os.listdir("/proc/self/task"))
-
-torch.set_num_threads(3)
-most = 0
-def look(*_):
-    global most
-    torch.zeros(1 << 20).fill_(1.0)
-    most = max(most, tasks())
-model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-for each in model:
-    each.register_forward_hook(look)
-states = dict.fromkeys(("parameters", "optimizer", "gradients"), "cpu")
-config = infinity.Config(device="cpu", threads=1, gpu_memory=1 << 20, cpu_memory=1 << 26, **states)
-model = infinity.wrap(model, config)
-x = torch.ones(512, 256)
-infinity.accumulate(model, [x] * 4, lambda y, _: y.sum(), order="horizontal")
-alone, most = most, 0
-infinity.accumulate(model, [x] * 4, lambda y, _: y.sum(), order="vertical")
-print(most - alone)
-"""
-
-
-def test_one_team_of_threads_at_a_time() -> None:
-    """With a team for each micro-batch there would be more OpenMP threads than CPUs, and all of them would sleep."""
-    result = subprocess.run([sys.executable, "-c", TEAMS], **CHILD, capture_output=True, timeout=120, check=True)
-    assert int(result.stdout) == 4, "more than the threads of four micro-batches"
-
-
 # Ranks and the command line
 
 
@@ -618,6 +584,27 @@ def test_ranks_take_the_same_order(tmp_path: Path) -> None:
     assert found[0]["vertical"] == found[0]["horizontal"]
     assert found[1]["vertical"] == found[1]["horizontal"]
     assert found[0]["vertical"][1] == found[1]["vertical"][1]
+
+
+def test_the_command_line_moves_less_and_learns_the_same(tmp_path: Path) -> None:
+    from infinity.cli.main import app
+
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+
+    def finetune(order: str, gpu_memory: str) -> Any:
+        options = {
+            "--nvme": tmp_path, "--data": tmp_path / "text.txt", "--sequence-length": 16, "--batch-size": 1, "--steps": 4,
+            "--accumulate": 3, "--accumulation-order": order, "--eval-batches": 1, "--cache": 0, "--update": "exact",
+            "--gpu-memory": gpu_memory,
+        }  # fmt: skip
+        return CliRunner().invoke(app, ["finetune", "--json", *(str(word) for option in options.items() for word in option)])
+
+    smallest = re.search(r"smallest gpu_memory that works is (\d+)", finetune("vertical", "1").stderr)
+    assert smallest is not None
+    vertical, horizontal = (json.loads(finetune(order, smallest[1]).stdout) for order in ("vertical", "horizontal"))
+    assert vertical["loss"] == horizontal["loss"]
+    read = [run["nvme_bytes_per_parameter_per_step"]["read"]["measured"] for run in (vertical, horizontal)]
+    assert read[0] < read[1] - 3
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ autograd may bring one, too, when it is recomputed (re-entrant checkpointing), a
 
 [Note: what a thread has of its own]
 Besides what torch keeps per thread (`_carry`), each strand has its own state of the random number generators, so that what it
-draws does not depend on the others; and it ends its team of OpenMP threads with its turn (see `infinity.device`).
+draws does not depend on the others. On the CPU it also has a team of OpenMP threads of its own: see `infinity.device`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-from infinity.device import ComputeDevice, end_team
+from infinity.device import ComputeDevice
 from infinity.errors import InfinityError
 from infinity.modules.hooks import Hooks, fresh_flow, in_backward
 from infinity.optim.scaler import Scaled
@@ -145,7 +145,6 @@ class Weave:
                     self._strands.append(strand)
             except BaseException as error:  # no more threads: those that there are end at once
                 self._stop(error)
-            self._end_team()
             if self._strands:
                 self._strands[0].turn.release()
                 self._await_end()
@@ -195,17 +194,12 @@ class Weave:
         strand.flow = self._hooks.exchange(self._idle)
         strand.random = self.device.random_state()
         strand.loss_scale, self._scaled.loss_scale = self._scaled.loss_scale, 1.0
-        self._end_team()
 
     def _resume(self, strand: Strand) -> None:
         self._idle = self._hooks.exchange(strand.flow)
         self.device.set_random_state(strand.random)
         self._scaled.loss_scale = strand.loss_scale
         self._running = strand
-
-    def _end_team(self) -> None:
-        if self.device.shares_host:
-            end_team()
 
     # Whose turn it is
 
