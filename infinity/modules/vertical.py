@@ -55,7 +55,7 @@ class Strand:
 
     def __init__(self, index: int, work: Callable[[Strand], None], random: RandomState, alone: bool) -> None:
         self.index, self.work, self.random, self._alone = index, work, random, alone
-        self.turn = threading.Semaphore(0)
+        self.turn = _closed()
         self.wanted: int | None = None
         """The unit that it is about to use; None before the first."""
         self.flow = fresh_flow()
@@ -111,7 +111,7 @@ class Weave:
         self._last: dict[int, int] = {}  # the strand whose gradient a parameter took last
         self._errors: list[BaseException] = []
         self._stopping = False
-        self._over = threading.Semaphore(0)
+        self._over = _closed()
 
     def run(self, works: Sequence[Callable[[Strand], None]], vertical: bool) -> None:
         """Run each of `works` as a strand, together if `vertical`, else one after the other on the calling thread.
@@ -262,6 +262,13 @@ class Weave:
                 self._scaled.loss_scale = now
         if not kept:
             del self._kept[parameter]
+
+
+def _closed() -> threading.Lock:
+    """A lock that whoever acquires it waits for another thread to release."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
 
 
 def _leaves(loss: torch.Tensor) -> frozenset[int]:
