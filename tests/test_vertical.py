@@ -9,6 +9,7 @@ import contextvars
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -32,6 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import infinity
+from infinity.modules.vertical import Weave
 from infinity.tiers.block import Kind
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
@@ -222,7 +224,7 @@ def test_micro_batches_that_take_different_ways(name: str, reentrant: bool | Non
     assert_same(*(train(lambda: Flow(reentrant), flows(*FLOWS[name]), way, steps=3) for way in ways))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     ways=st.lists(st.lists(st.integers(0, 4), max_size=5), min_size=2, max_size=5),
     reentrant=st.sampled_from([None, False, True]),
@@ -331,7 +333,7 @@ def test_gradients_on_nvme_are_written_once_for_all_micro_batches(room: int, tmp
     assert runs[1]["written"] == once["written"] + 3 * once["gradients"]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(count=st.integers(1, 6), room=st.integers(1, 4), precision=st.sampled_from(["bf16", "fp32"]))
 def test_traffic_does_not_depend_on_the_number_of_micro_batches(count: int, room: int, precision: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -357,6 +359,24 @@ def test_every_unit_is_visited_by_all_micro_batches_before_the_next_one(build: B
         assert backward == [number for number in (3, 2, 1, 0) for _ in range(count)]
         assert engine._runtime.accumulation == 0
         assert len(engine._runtime.trace.train_order()) == len(set(engine._runtime.trace.train_order())) * 2 - 1
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_no_gradient_is_kept_where_all_micro_batches_take_the_same_way(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, batch = MODELS[name]
+    model, deliver, kept = wrap(build(), tmp_path, precision="fp32"), Weave._deliver, []
+
+    def delivering(weave: Weave, parameter: int) -> None:
+        deliver(weave, parameter)
+        kept.append(len(weave._kept))
+
+    monkeypatch.setattr(Weave, "_deliver", delivering)
+    with infinity.engine(model):
+        infinity.accumulate(model, [batch(number) for number in range(3)])
+    assert kept and not any(kept)
 
 
 # Faults
@@ -411,14 +431,18 @@ def test_an_exception_ends_all_micro_batches_and_the_engine_goes_on(
 def test_ctrl_c_ends_all_micro_batches(where: str, tmp_path: Path, footprint: Callable[[], Any]) -> None:
     model = wrap(transformer(), tmp_path, precision="fp32")
     with infinity.engine(model) as engine:
-        before, interrupted = footprint().python_threads, threading.Event()
+        before, weave, noticed = footprint().python_threads, engine.weave(), threading.Event()
+        stop = weave._stop
+
+        def noticing(error: BaseException) -> None:
+            stop(error)
+            noticed.set()
 
         def interrupt() -> None:
-            os.kill(os.getpid(), 2)
-            while not weave._stopping:  # the caller's thread has to see it first
-                interrupted.wait(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert noticed.wait(30)  # by the caller's thread
 
-        weave = engine.weave()
+        weave._stop = noticing  # type: ignore[method-assign]
         engine.weave = lambda: weave  # type: ignore[method-assign]
         handle = fail_in(model, where, 1, interrupt)
         with pytest.raises(KeyboardInterrupt):
