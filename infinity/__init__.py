@@ -1,6 +1,7 @@
 """infinity: train models larger than GPU memory, and larger than RAM, with their states on GPU, host memory and NVMe."""
 
 from infinity import nvme
+from infinity.accumulation import accumulate
 from infinity.config import Config
 from infinity.engine import Engine, engine, wrap
 from infinity.errors import (
@@ -43,6 +44,7 @@ __all__ = [
     "PathInUseError",
     "ShardedParameterError",
     "WeightsError",
+    "accumulate",
     "adapt",
     "engine",
     "gathered",

@@ -5,15 +5,20 @@ On the CPU each thread that calls a large torch operator gets a team of OpenMP t
 more of them than CPUs, and from then on libgomp lets every team sleep where it used to spin between two operators: the model
 then waits for a wake-up at each of its thousands of operators. So threads of the engine call no operator that wants a team;
 `copy_alone` and `zero_alone` take its place.
+
+Threads that run the model in turns (`infinity.modules.vertical`) cannot avoid it, and pay some 70 us for each operator that wants
+a team: nothing beside operators that are worth offloading, twice the time with very small ones. Ending a team with each turn
+(`omp_pause_resource_all`) is no way out: the threads of the next one took 4 to 8 ms to find a CPU on a machine with four.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import mmap
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,6 +134,40 @@ class ComputeDevice:
         if self.shares_host:
             return self.host_memory(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+
+    def random_state(self) -> list[torch.Tensor]:
+        """The states of torch's default generators: of the CPU, and of this device."""
+        states = [torch.get_rng_state()]
+        return states if self.shares_host else [*states, torch.cuda.get_rng_state(self.torch)]
+
+    def set_random_state(self, states: list[torch.Tensor]) -> None:
+        """Go on drawing from what `random_state` gave."""
+        torch.set_rng_state(states[0])
+        if not self.shares_host:
+            torch.cuda.set_rng_state(states[1], self.torch)
+
+    def fork_random_state(self, count: int) -> list[list[torch.Tensor]]:
+        """`count` states: the one that there is, which stays, and others that depend on it and on their number alone."""
+        states = [self.random_state()]
+        for number in range(1, count):
+            digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8)
+            for state in states[0]:
+                digest.update(state.numpy().tobytes())
+            seed = int.from_bytes(digest.digest(), "little")
+            torch.default_generator.manual_seed(seed)
+            if not self.shares_host:
+                with torch.cuda.device(self.torch):
+                    torch.cuda.manual_seed(seed)
+            states.append(self.random_state())
+        self.set_random_state(states[0])
+        return states
+
+    def follow(self) -> Callable[[], None]:
+        """What makes another thread queue its work on the stream that is the caller's now."""
+        if self.shares_host:
+            return lambda: None
+        stream = torch.cuda.current_stream(self.torch)
+        return lambda: torch.cuda.set_stream(stream)
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy host `source` to compute `target` (same dtype and shape) and return when it is there."""

@@ -27,6 +27,7 @@ from infinity.modules.grouping import find_owners, find_users, group_parameters
 from infinity.modules.hooks import Hooks
 from infinity.modules.init import put_back, replace_meta
 from infinity.modules.load import fill_units, open_weights, persistent_buffers
+from infinity.modules.vertical import Weave
 from infinity.observe import Recorder, Report
 from infinity.optim.kernels import Kernels
 from infinity.optim.optimizer import Optimizer
@@ -177,6 +178,11 @@ class Engine:
         place = unit.layout.places[unit.position(parameter)]
         gradient = unit.gather(Kind.GRAD)[place.offset : place.end].view(place.shape).clone()
         return gradient if unit.loss_scale == 1.0 else gradient.float() / unit.loss_scale
+
+    def weave(self) -> Weave:
+        """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward, or what another one runs."""
+        self._hooks.refuse_inside("infinity.accumulate")
+        return Weave(self._hooks, self._runtime.trace, self._device, self._updater)
 
     # Weights
 

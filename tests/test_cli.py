@@ -236,7 +236,7 @@ def test_the_options_are_frozen() -> None:
         {"parameters", "optimizer", "gradients", "precision", "update", "io_engine", "steps", "batch_size", "accumulate", "lr"},
         {"gradient_precision", "moment_precision", "skip_nonfinite"},
         {"weight_decay", "warmup", "max_grad_norm", "eval_every", "eval_batches", "output", "overwrite", "report"},
-        {"nvme_shares", "cache", "delayed_after", "as_json", "debug"},
+        {"nvme_shares", "accumulation_order", "cache", "delayed_after", "as_json", "debug"},
         {"checkpoint", "checkpoint_every", "keep_checkpoints", "resume"},
     )
     assert names == set().union(*lists)

@@ -35,6 +35,7 @@ def finetune(
     steps: o.Steps = 100,
     batch_size: o.BatchSize = 4,
     accumulate: o.Accumulate = 1,
+    accumulation_order: o.AccumulationOrder = "horizontal",
     lr: o.LearningRate = 3e-4,
     weight_decay: o.WeightDecay = 0.1,
     warmup: o.Warmup = None,

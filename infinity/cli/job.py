@@ -61,6 +61,7 @@ class Job:
     steps: int
     batch_size: int
     accumulate: int
+    accumulation_order: Any
     lr: float
     weight_decay: float
     warmup: int
@@ -104,7 +105,15 @@ class Job:
 
     def schedule(self) -> Schedule:
         """Length and portions of the training."""
-        return Schedule(self.steps, self.batch_size, self.accumulate, self.warmup, self.eval_every, self.eval_batches)
+        return Schedule(
+            self.steps,
+            self.batch_size,
+            self.accumulate,
+            self.warmup,
+            self.eval_every,
+            self.eval_batches,
+            vertical=self.accumulation_order == "vertical",
+        )
 
     def run(self, display: Display) -> dict[str, Any]:
         """Train and write the output; returns the summary (see `summarize`).

@@ -124,6 +124,14 @@ IoEngine = Annotated[
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps.", rich_help_panel=_TRAINING)]
 BatchSize = Annotated[int, typer.Option(min=1, help="Windows per forward pass.", rich_help_panel=_TRAINING)]
 Accumulate = Annotated[int, typer.Option(min=1, help="Forward passes per optimizer step.", rich_help_panel=_TRAINING)]
+AccumulationOrder = Annotated[
+    Literal["horizontal", "vertical"],
+    typer.Option(
+        help="vertical: all forward passes of a step go through a unit before the next one, so that parameters move once per "
+        "step, and activations of all of them are kept at once.",
+        rich_help_panel=_TRAINING,
+    ),
+]
 LearningRate = Annotated[float, typer.Option("--lr", min=0.0, help="Highest learning rate.", rich_help_panel=_TRAINING)]
 WeightDecay = Annotated[float, typer.Option(min=0.0, help="Decoupled weight decay.", rich_help_panel=_TRAINING)]
 Warmup = Annotated[

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from infinity.accumulation import accumulate
 from infinity.cli.checkpoints import Checkpoints, Saver
 from infinity.cli.data import Windows
 from infinity.cli.history import History, Step, Validation
@@ -58,6 +59,8 @@ class Schedule:
     eval_every: int
     """Validate after every so many steps; 0: only at the end."""
     eval_batches: int
+    vertical: bool = False
+    """Whether the batches of a step go through the model together, see `infinity.accumulate`."""
 
 
 def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
@@ -166,13 +169,8 @@ class Trainer:
     def _step(self, number: int, batches: list[Any]) -> Step:
         start = time.perf_counter()
         rate = float(self.optimizer.param_groups[0]["lr"])
-        total = 0.0
         scaler = getattr(self.optimizer, "loss_scaler", None)
-        for batch in batches:
-            loss: Any = self._loss(batch)
-            part = loss / len(batches)
-            (part if scaler is None else self.optimizer.scale(part)).backward()  # type: ignore[attr-defined]
-            total += loss.item() / len(batches)
+        total = sum(loss.item() / len(batches) for loss in self._backward(batches, scaler is not None))
         if not math.isfinite(total):
             raise InfinityError(
                 f"the loss became {total} at step {number}; try a lower --lr than {self.optimizer.defaults['lr']:g}, "
@@ -184,9 +182,24 @@ class Trainer:
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
         return Step(number, total, rate, norm, start, time.perf_counter(), None if scaler is None else scaler.scale)
 
-    def _loss(self, batch: Any) -> torch.Tensor:
+    def _backward(self, batches: list[Any], scaled: bool) -> Iterator[torch.Tensor]:
+        """Accumulate the gradients of the mean loss; gives the loss of each batch."""
+        scale: Any = getattr(self.optimizer, "scale", None) if scaled else None
+        if self.schedule.vertical:
+            yield from accumulate(self.model, [self._arguments(batch) for batch in batches], scale=scale)
+            return
+        for batch in batches:
+            loss = self._loss(batch)
+            part = loss / len(batches)
+            (part if scale is None else scale(part)).backward()
+            yield loss.detach()
+
+    def _arguments(self, batch: Any) -> dict[str, Any]:
         ids = torch.from_numpy(batch).to(self.device)
-        loss: torch.Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+    def _loss(self, batch: Any) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**self._arguments(batch)).loss
         return loss
 
     def _validate(self, step: int, interrupt: Interrupt, watcher: Watcher) -> None:

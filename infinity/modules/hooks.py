@@ -27,8 +27,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -63,6 +64,26 @@ class _Call(NamedTuple):
     start: float
     frame: FrameType | None  # what runs it
     lent: list[Unit]  # entered on top of the module's own, until it ends
+
+
+Flow = dict[str, Any]
+"""A forward or backward under way: what `Hooks` keeps of it, by attribute."""
+
+
+def fresh_flow() -> Flow:
+    """A flow of which nothing is under way."""
+    nothing: Flow = {"_calls": [], "_saving": None, "_held": {}, "_node": None, "_node_units": [], "_backward": False}
+    return nothing | {"_backward_since": 0.0, "_forward_since": 0.0, "_forward_waited": 0.0}
+
+
+class Weaver(Protocol):
+    """Who runs several flows, one at a time (`infinity.modules.vertical`)."""
+
+    def cross(self, unit: Unit) -> None:
+        """The flow that runs is about to use `unit`, or to have a gradient of it; others may run before this returns."""
+
+    def collect(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
+        """The flow that runs has the gradient of parameter `index`, for `unit.collect`."""
 
 
 def in_backward() -> bool:
@@ -101,6 +122,7 @@ class Hooks:
         self._backward_since = self._forward_since = self._forward_waited = 0.0
         self.forward_seconds = 0.0
         """Seconds of all forwards since the start, without the waits for units."""
+        self._weaver: Weaver | None = None
         self._handles: list[Any] = []
         for module in units_of:
             # First, for other pre-hooks may use the parameters: torch.nn.utils.weight_norm computes the weight in one.
@@ -133,6 +155,49 @@ class Hooks:
         if not self._calls:
             self._end_backward()
 
+    # Several flows
+
+    @contextmanager
+    def woven(self, weaver: Weaver) -> Iterator[None]:
+        """Inside, `weaver` decides which of several flows goes on, and all of them are one cycle of the trace. Not nested."""
+        self.settle()
+        self._runtime.begin(True)
+        self._weaver = weaver
+        # Before a gradient is accumulated, not after: autograd locks the parameter's node for that, and others could not use it.
+        borders = [
+            parameter.register_hook(lambda _, unit=unit: self._before_gradient(unit))
+            for unit in self._units
+            if unit.trains
+            for parameter in unit.parameters
+            if parameter.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            self._weaver = None
+            for border in borders:
+                border.remove()
+            self._after_backward()
+
+    def refuse_inside(self, what: str) -> None:
+        """Raise `RuntimeError` inside of a forward, a backward or `woven`."""
+        self._unwind()
+        if self._weaver is not None or self._calls or in_backward():
+            raise RuntimeError(f"{what} cannot be called inside of itself, nor of a forward or backward of its model")
+
+    def exchange(self, flow: Flow) -> Flow:
+        """Leave the flow that runs for another one; returns the one that was left."""
+        now = time.perf_counter()
+        if self._backward:
+            self._recorder.add("model", "backward", self._backward_since, now)
+        elif self._calls:
+            self._count_forward(now)
+        left = {name: vars(self)[name] for name in flow}
+        vars(self).update(flow)
+        self._forward_since = self._backward_since = now
+        self._forward_waited = self._runtime.waited
+        return left
+
     # Forward
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -142,7 +207,7 @@ class Hooks:
         if not recomputing and not self._calls:
             self._end_backward()  # one that was cut off by an exception
             self._forward_since, self._forward_waited = time.perf_counter(), self._runtime.waited
-            if module is self._model() or self._runtime.stale:
+            if self._weaver is None and (module is self._model() or self._runtime.stale):
                 self._runtime.begin(torch.is_grad_enabled())
             self._saving = self._packing(), threading.get_ident()
             self._saving[0].__enter__()
@@ -187,8 +252,7 @@ class Hooks:
         if not self._calls:
             self._stop_saving()
             if not call.recomputing:
-                self._recorder.add("model", "forward", self._forward_since, now)
-                self.forward_seconds += now - self._forward_since - (self._runtime.waited - self._forward_waited)
+                self._count_forward(now)
                 for unit in shown:
                     if unit.state is UnitState.SHARDED and not unit.blocks[Kind.PARAM].permanent:
                         raise ShardedParameterError(
@@ -201,7 +265,13 @@ class Hooks:
                 "`with infinity.gathered(model, write=True):` (or gathered(parameter, write=True))"
             )
 
+    def _count_forward(self, now: float) -> None:
+        self._recorder.add("model", "forward", self._forward_since, now)
+        self.forward_seconds += now - self._forward_since - (self._runtime.waited - self._forward_waited)
+
     def _enter(self, unit: Unit) -> None:
+        if self._weaver is not None:
+            self._weaver.cross(unit)
         fresh = unit.state is UnitState.SHARDED  # else gathered(write=True) may hold it, where changes are welcome
         unit.unshard(self._runtime.enter(unit))
         if fresh:
@@ -278,6 +348,8 @@ class Hooks:
             )
         self._watch_backward()
         self._end_other_node()
+        if self._weaver is not None:
+            self._weaver.cross(saved.unit)
         flat = self._runtime.enter(saved.unit)
         self._node_units.append(saved.unit)
         offset = (flat.storage_offset() * flat.itemsize + saved.offset) // saved.dtype.itemsize
@@ -293,12 +365,20 @@ class Hooks:
 
     # Backward
 
+    def _before_gradient(self, unit: Unit) -> None:
+        if self._weaver is not None:
+            self._end_other_node()
+            self._weaver.cross(unit)
+
     def _collector(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
             with torch._C.DisableTorchFunctionSubclass():  # the guard hides .grad while the engine holds a gradient
                 gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
-                unit.collect(index, gradient)
+                if self._weaver is None:
+                    unit.collect(index, gradient)
+                else:
+                    self._weaver.collect(unit, index, gradient)
                 self._watch_backward()
 
         return collect
@@ -346,7 +426,8 @@ class Hooks:
         if self._backward:
             self._backward = False
             self._recorder.add("model", "backward", self._backward_since, time.perf_counter())
-            self._after_backward()
+            if self._weaver is None:
+                self._after_backward()
 
 
 def _runs(frame: FrameType | None) -> bool:

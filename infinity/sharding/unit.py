@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
@@ -64,7 +64,8 @@ class GradientBuffer:
 
     Needed with several ranks, and where the gradient's home cannot be addressed from the compute device. A unit that asks
     while another holds it makes the other reduce what it has, and so does a parameter that comes a second time (re-entrant
-    checkpointing of a module used twice): gradients are then added in the same order as without a buffer (invariant I8).
+    checkpointing of a module used twice, micro-batches that pass the unit one after the other) where other ranks' gradients, or
+    earlier ones at home, have to be added first: gradients are added in the same order as without a buffer (invariant I8).
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -72,21 +73,27 @@ class GradientBuffer:
         self._holder: Unit | None = None
         self._collected: set[int] = set()
 
-    def take(self, unit: Unit, index: int) -> torch.Tensor:
-        """The buffer for `unit`, (numel,) in its `gradient_dtype`, for the gradient of its parameter `index`; zeros at first."""
+    def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
+        """Collect `gradient`, of the parameter `index` of `unit`."""
         flat = self._flat(unit)
-        if self._holder is not unit or index in self._collected:
+        again = self._holder is unit and index in self._collected
+        if self._holder is not unit or (again and (unit.ranks.number > 1 or index in unit.reduced)):
             self.flush()
-            self._holder, self._collected = unit, set()
+            self._holder, self._collected, again = unit, set(), False
             flat.zero_()
         self._collected.add(index)
-        return flat
+        place = unit.layout.places[index]
+        part = flat[place.offset : place.end].view(place.shape)
+        if again:
+            part.add_(gradient)
+        else:
+            part.copy_(gradient)
 
     def flush(self) -> None:
         """Reduce what the holder has collected, and free the buffer."""
         holder, self._holder = self._holder, None
         if holder is not None:
-            holder.reduce(self._flat(holder))
+            holder.reduce(self._flat(holder), self._collected)
 
     def _flat(self, unit: Unit) -> torch.Tensor:
         return self._memory[: unit.gradient_nbytes].view(unit.gradient_dtype)
@@ -143,7 +150,9 @@ class Unit:
         self.grad_scale = self.loss_scale = 1.0
         """What the gradients of the step under way are multiplied by in the update: the clip factor; and what they were
         multiplied by, with the loss, in the backward."""
-        self._started = self._is_reduced = False
+        self._is_mean = False  # where gradients are reduced late: whether those of the step under way have been
+        self.reduced: set[int] = set()
+        """The parameters whose gradients of the step under way have passed a `GradientBuffer`."""
         self._plain = [type(p) for p in self.parameters]
         self._guard = guard_for(self)
         self._positions = {id(p): i for i, p in enumerate(self.parameters)}
@@ -308,7 +317,7 @@ class Unit:
             gradient = gradient * (self.loss_scale / scale)
         place = self.layout.places[index]
         if self._buffer is not None:
-            self._buffer.take(self, index)[place.offset : place.end].view(place.shape).copy_(gradient)
+            self._buffer.add(self, index, gradient)
             self.accumulated[index] = True
             self.collected += 1
             return
@@ -316,11 +325,11 @@ class Unit:
         if home is None:
             raise RuntimeError(f"the gradients of {self.name} have no home in memory")
         flat = home.tensor.view(self.gradient_dtype)
-        if self._is_reduced:  # one more backward after all: what is the mean already counts once for every rank
+        if self._is_mean:  # one more backward after all: what is the mean already counts once for every rank
             mean = self.shard_of(flat) * self.layout.ranks
             flat.zero_()
             self.shard_of(flat).copy_(mean)
-            self.accumulated, self._is_reduced = [True] * len(self.accumulated), False
+            self.accumulated, self._is_mean = [True] * len(self.accumulated), False
         target = flat[place.offset : place.end].view(place.shape)
         if self.accumulated[index]:
             target.add_(gradient)
@@ -331,10 +340,10 @@ class Unit:
         if not self.reduces_late:
             self._begin_early()
 
-    def reduce(self, full: torch.Tensor) -> None:
-        """Average `full` (numel,) over the ranks and add this rank's part to the gradient block."""
+    def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> None:
+        """Average `full` (numel,), gradients of the parameters `collected`, over the ranks; add this rank's part to its block."""
         shard = self._reduced(full)
-        block, first = self.blocks[Kind.GRAD], not self._started
+        block, first = self.blocks[Kind.GRAD], not self.reduced
         for begin in self.chunks():
             (chunk,) = self.store.check_out([(block, not first)], begin)
             try:
@@ -349,7 +358,7 @@ class Unit:
             finally:
                 chunk.release()
         self.store.end_update([block])
-        self._started = True
+        self.reduced.update(collected)
         self._begin_early()
 
     def _reduced(self, full: torch.Tensor) -> torch.Tensor:
@@ -387,14 +396,14 @@ class Unit:
         if not any(self.accumulated):
             return False
         home = self.blocks[Kind.GRAD].home
-        if self._buffer is None and home is not None and not self._is_reduced:
+        if self._buffer is None and home is not None and not self._is_mean:
             flat = home.tensor.view(self.gradient_dtype)
             for place, present in zip(self.layout.places, self.accumulated, strict=True):
                 if not present:
                     flat[place.offset : place.end].zero_()
             if self.reduces_late:
                 self._reduced(flat)
-                self._is_reduced = True
+                self._is_mean = True
         return True
 
     def zero_gradients(self) -> None:
@@ -402,7 +411,8 @@ class Unit:
         self._withdraw()
         self.collected = 0
         self.accumulated = [False] * len(self.parameters)
-        self.spent = self._started = self._is_reduced = False
+        self.spent = self._is_mean = False
+        self.reduced.clear()
         self.grad_scale = self.loss_scale = 1.0
         if self._buffer is not None:
             self._buffer.discard(self)

@@ -1,0 +1,95 @@
+"""Gradients of several micro-batches for one optimizer step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from infinity.engine import engine
+from infinity.errors import ConfigError
+from infinity.modules.vertical import Strand
+
+
+def accumulate(
+    model: nn.Module,
+    micro_batches: Iterable[Any],
+    loss: Callable[[Any, Any], torch.Tensor] | None = None,
+    *,
+    order: Literal["vertical", "horizontal"] = "vertical",
+    reduction: Literal["mean", "sum"] = "mean",
+    scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Run forward and backward of every micro-batch; returns their losses (0-dimensional, detached, not divided).
+
+    `model` is wrapped. A micro-batch is passed to it as `model(**batch)` when it is a mapping, as `model(*batch)` when it is a
+    tuple or a list, and else as `model(batch)`; `loss(outputs, batch)` makes a loss of what it returns (default: its `.loss`).
+    With `reduction="mean"` each loss is divided by the number of micro-batches before its backward. `scale` is applied last:
+    `optimizer.scale`, or that of a `torch.amp.GradScaler`. Forward and loss run under the autocast that is on around the call,
+    backward outside of it.
+
+    order="horizontal" runs one micro-batch after the other. order="vertical" takes all of them through a unit before the next
+    one, so that parameters, and gradients that are on NVMe, move once per call and not once per micro-batch. Losses, gradients
+    and weights are bitwise the same; so they are as in a loop of your own, unless the model draws random numbers: here each
+    micro-batch draws from a state of its own, the first one from the one that there is. In vertical order the model's code runs
+    on several threads, one at a time, and the activations of all micro-batches are alive at once: with activation checkpointing
+    one hidden state per checkpoint and micro-batch. What a module remembers from one forward to the next (running
+    statistics) it sees unit by unit. Of several errors the first one is raised.
+
+    Raises `ConfigError` for values that cannot be, under `torch.no_grad()`, and when `model` is not wrapped; `RuntimeError`
+    inside of a forward or backward of the model, or of another call.
+    """
+    weave, batches = engine(model).weave(), list(micro_batches)
+    _check("order", order, ("vertical", "horizontal"))
+    _check("reduction", reduction, ("mean", "sum"))
+    if not batches:
+        raise ConfigError("there are no micro-batches to accumulate")
+    if not torch.is_grad_enabled():
+        raise ConfigError("infinity.accumulate runs backward; call it outside of torch.no_grad() and torch.inference_mode()")
+    losses: list[torch.Tensor] = [torch.empty(0)] * len(batches)
+    autocast = [_autocast_of(kind) for kind in dict.fromkeys(("cpu", weave.device.torch.type)) if torch.is_autocast_enabled(kind)]
+
+    def run(index: int, strand: Strand) -> None:
+        batch = batches[index]
+        with ExitStack() as stack:
+            for kind, options in autocast:
+                stack.enter_context(torch.autocast(kind, **options))
+            outputs = _call(model, batch)
+            value = outputs.loss if loss is None else loss(outputs, batch)
+            del outputs
+        losses[index] = value.detach()
+        total = value / len(batches) if reduction == "mean" else value
+        total = total if scale is None else scale(total)
+        strand.begin_backward(total)
+        with ExitStack() as stack:
+            for kind, _ in autocast:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            if autocast:
+                torch.clear_autocast_cache()  # what was cast without autograd is of no use to a recomputation
+            total.backward()
+        if autocast:
+            torch.clear_autocast_cache()
+
+    works = [functools.partial(run, index) for index in range(len(batches))]
+    weave.run(works, order == "vertical")
+    return losses
+
+
+def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"infinity.accumulate: {name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _autocast_of(kind: str) -> tuple[str, dict[str, Any]]:
+    """The autocast that is on for this kind of device, as arguments of `torch.autocast`."""
+    return kind, {"dtype": torch.get_autocast_dtype(kind), "cache_enabled": torch.is_autocast_cache_enabled()}

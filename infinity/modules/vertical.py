@@ -1,0 +1,308 @@
+"""Micro-batches that pass a unit one after the other, before any of them goes on to the next unit.
+
+[Note: one strand at a time]
+A model is unmodified code, so what runs it cannot be cut in two at a unit's border except by stopping a thread there. Each
+micro-batch runs its forward and backward on a thread of its own, a *strand*, and exactly one strand runs at a time: at the use of
+another unit than the one that is there, it hands the turn on, to a strand that is about to use the same unit as long as there is
+one. So a unit is brought once for all micro-batches, forward, and backward (autograd runs on the strand's thread). The trace sees
+one cycle with each use once, and the planner needs to know nothing.
+
+Whose turn it is depends on what the strands want and on the trace, never on time: it is the same in every run, and on every
+rank. Strands want the same units in the same order as a rule; one that skips a block waits for the others where the trace says
+that they will come, or else runs ahead, which costs a fetch and nothing else.
+
+[Note: the order of gradients]
+Sums of floating-point numbers depend on their order. A parameter takes the gradients of the first micro-batch first, then those
+of the second, as it would if one ran after the other. A gradient that comes before its turn is kept until no earlier strand
+owes one to the same parameter. What a strand owes is read from its autograd graph when its backward begins; a use without
+autograd may bring one, too, when it is recomputed (re-entrant checkpointing), and is counted until the strand ends.
+
+[Note: what a thread has of its own]
+Besides what torch keeps per thread (`_carry`), each strand has its own state of the random number generators, so that what it
+draws does not depend on the others. On the CPU it also has a team of OpenMP threads of its own: see `infinity.device`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.overrides import _push_mode as _push_function_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
+
+from infinity.device import ComputeDevice
+from infinity.errors import InfinityError
+from infinity.modules.hooks import Hooks, fresh_flow, in_backward
+from infinity.optim.scaler import Scaled
+from infinity.plan.trace import Trace
+from infinity.sharding.unit import Unit
+
+RandomState = list[torch.Tensor]
+
+
+class _Stopped(BaseException):
+    """Ends a strand from inside, as Ctrl-C would; another one failed, or the caller was interrupted."""
+
+
+class Strand:
+    """One micro-batch, and what is under way of it. Used by the thread whose turn it is."""
+
+    def __init__(self, index: int, work: Callable[[Strand], None], random: RandomState, alone: bool) -> None:
+        self.index, self.work, self.random, self._alone = index, work, random, alone
+        self.turn = _closed()
+        self.wanted: int | None = None
+        """The unit that it is about to use; None before the first."""
+        self.flow = fresh_flow()
+        self.loss_scale = 1.0
+        self.ended = False
+        self._reached: frozenset[int] | None = None  # ids of the parameters that its backward reaches; None before
+        self._hidden: Counter[int] = Counter()  # uses of each unit that autograd did not see
+        self._brought: Counter[int] = Counter()  # gradients of each parameter, by id
+
+    def begin_backward(self, loss: torch.Tensor) -> None:
+        """The backward of `loss` is next."""
+        if not self._alone:
+            self._reached = _leaves(loss)
+
+    def use_hidden(self, unit: Unit) -> None:
+        """A forward without autograd uses `unit`: its recomputation may bring gradients that the graph does not show."""
+        self._hidden[unit.index] += 1
+
+    def bring(self, parameter: int) -> None:
+        """It has a gradient of the parameter with this id."""
+        self._brought[parameter] += 1
+
+    def owes(self, unit: Unit, parameter: int) -> bool:
+        """Whether a gradient of the parameter of `unit` with this id may still come."""
+        if self.ended or self._reached is None:
+            return not self.ended
+        return self._brought[parameter] < (parameter in self._reached) + self._hidden[unit.index]
+
+
+class _Kept(NamedTuple):
+    """A gradient that came before its turn."""
+
+    strand: Strand
+    unit: Unit
+    position: int
+    gradient: torch.Tensor
+    loss_scale: float
+
+
+class Weave:
+    """Runs strands, each until it is about to use another unit than the one that is there. Lives for one `run`.
+
+    Everything is done by the thread whose turn it is; the caller's only waits, and may be interrupted. `device` is the engine's.
+    """
+
+    def __init__(self, hooks: Hooks, trace: Trace, device: ComputeDevice, scaled: Scaled) -> None:
+        self._hooks, self._trace, self.device, self._scaled = hooks, trace, device, scaled
+        self._strands: list[Strand] = []
+        self._running: Strand
+        self._at: int | None = None  # the unit that is there
+        self._idle = fresh_flow()  # the caller's, which has nothing under way
+        self._kept: dict[int, list[_Kept]] = {}  # by id of the parameter, in the order of the strands
+        self._last: dict[int, int] = {}  # the strand whose gradient a parameter took last
+        self._errors: list[BaseException] = []
+        self._stopping = False
+        self._over = _closed()
+
+    def run(self, works: Sequence[Callable[[Strand], None]], vertical: bool) -> None:
+        """Run each of `works` as a strand, together if `vertical`, else one after the other on the calling thread.
+
+        Each draws random numbers from a state of its own, the first one from the caller's, who goes on from the last one that
+        drew any. Raises what the first one raised that failed, or the caller's interrupt, when every strand has ended.
+        """
+        together = vertical and len(works) > 1
+        randoms = self.device.fork_random_state(len(works))
+        strands = [Strand(index, *each, not together) for index, each in enumerate(zip(works, randoms, strict=True))]
+        if together:
+            self._run_together(strands)
+        else:
+            for strand in strands:
+                self.device.set_random_state(strand.random)
+                strand.work(strand)
+                strand.random = self.device.random_state()
+        drawn = [s.random for s, begun in zip(strands, randoms, strict=True) if not all(map(torch.equal, s.random, begun))]
+        self.device.set_random_state([*randoms[:1], *drawn][-1])
+
+    def _run_together(self, strands: Sequence[Strand]) -> None:
+        with self._hooks.woven(self):
+            carry, threads = _carry(self.device), []
+            try:
+                for strand in strands:
+                    context = contextvars.copy_context()
+                    name = f"infinity-micro-batch-{strand.index}"
+                    thread = threading.Thread(target=context.run, args=(self._live, strand, carry), name=name)
+                    thread.start()
+                    threads.append(thread)
+                    self._strands.append(strand)
+            except BaseException as error:  # no more threads: those that there are end at once
+                self._stop(error)
+            if self._strands:
+                self._strands[0].turn.release()
+                self._await_end()
+            for thread in threads:
+                thread.join()
+        if self._errors:
+            raise self._errors[0]
+
+    def _await_end(self) -> None:
+        while True:
+            try:
+                self._over.acquire()
+            except BaseException as interrupt:
+                self._stop(interrupt)
+            else:
+                return
+
+    def _stop(self, error: BaseException) -> None:
+        self._errors.append(error)
+        self._stopping = True
+
+    # The life of a strand
+
+    def _live(self, strand: Strand, carry: Callable[[], None]) -> None:
+        strand.turn.acquire()
+        try:
+            self._resume(strand)
+            if not self._stopping:
+                carry()
+                strand.work(strand)
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self._stop(error)
+        try:
+            strand.ended = True
+            self._hooks.settle()  # what is left of it when it was cut off
+            for parameter in () if self._stopping else list(self._kept):
+                self._deliver(parameter)
+        except BaseException as error:
+            self._stop(error)
+        following = self._choose()
+        self._leave(strand)
+        (self._over if following is None else following.turn).release()
+
+    def _leave(self, strand: Strand) -> None:
+        strand.flow = self._hooks.exchange(self._idle)
+        strand.random = self.device.random_state()
+        strand.loss_scale, self._scaled.loss_scale = self._scaled.loss_scale, 1.0
+
+    def _resume(self, strand: Strand) -> None:
+        self._idle = self._hooks.exchange(strand.flow)
+        self.device.set_random_state(strand.random)
+        self._scaled.loss_scale = strand.loss_scale
+        self._running = strand
+
+    # Whose turn it is
+
+    def cross(self, unit: Unit) -> None:
+        """The strand that runs is about to use `unit`, or to have a gradient of it: let others use what is there first."""
+        strand = self._running
+        if not torch.is_grad_enabled() and not in_backward():
+            strand.use_hidden(unit)
+        strand.wanted = unit.index
+        following = self._choose()
+        if following is not None and following is not strand:
+            self._leave(strand)
+            following.turn.release()
+            strand.turn.acquire()
+            self._resume(strand)
+        if self._stopping:
+            raise _Stopped
+
+    def _choose(self) -> Strand | None:
+        """Who runs next: the first strand that uses what is there, or else one that uses what the trace says comes next.
+
+        Where the trace does not know, the unit that most strands want comes first. None when all have ended.
+        """
+        strands = [strand for strand in self._strands if not strand.ended]
+        for strand in strands:
+            if strand.wanted in (None, self._at):
+                return strand
+        wanted = Counter(strand.wanted for strand in strands)
+        if not wanted:
+            return None
+        self._at = min(wanted, key=lambda unit: (self._trace.next_use(unit or 0), -wanted[unit]))
+        return next(strand for strand in strands if strand.wanted == self._at)
+
+    # Gradients
+
+    def collect(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
+        """The strand that runs has the gradient of parameter `index` of `unit`: add it when its turn has come."""
+        strand, parameter = self._running, id(unit.parameters[index])
+        if self._last.get(parameter, 0) > strand.index:
+            raise InfinityError(
+                f"{unit.names[index]} got a gradient of micro-batch {strand.index} after one of a later micro-batch, which sums "
+                'them in another order than one after the other; use infinity.accumulate(..., order="horizontal")'
+            )
+        strand.bring(parameter)
+        kept = self._kept.setdefault(parameter, [])
+        kept.append(_Kept(strand, unit, index, gradient, self._scaled.loss_scale))
+        kept.sort(key=lambda each: each.strand.index)
+        self._deliver(parameter)
+
+    def _deliver(self, parameter: int) -> None:
+        """Add what is kept for the parameter with this id, as far as no earlier strand owes it a gradient."""
+        kept = self._kept[parameter]
+        while kept and not any(s.owes(kept[0].unit, parameter) for s in self._strands[: kept[0].strand.index]):
+            first = kept.pop(0)
+            self._last[parameter] = first.strand.index
+            now, self._scaled.loss_scale = self._scaled.loss_scale, first.loss_scale
+            try:
+                first.unit.collect(first.position, first.gradient)
+            finally:
+                self._scaled.loss_scale = now
+        if not kept:
+            del self._kept[parameter]
+
+
+def _closed() -> threading.Lock:
+    """A lock that whoever acquires it waits for another thread to release."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _leaves(loss: torch.Tensor) -> frozenset[int]:
+    """The ids of the leaves that the backward of `loss` reaches."""
+    pending, seen, found = [loss.grad_fn], set(), set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found.add(id(leaf))
+        pending += [following for following, _ in node.next_functions]
+    return frozenset(found)
+
+
+def _carry(device: ComputeDevice) -> Callable[[], None]:
+    """What torch keeps per thread, as the caller has it; the result puts the thread that calls it into the same, for good.
+
+    Autocast is not in it: it begins and ends with a forward (see `infinity.accumulate`).
+    """
+    function_modes, dispatch_modes = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+    saving: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    follow = device.follow()
+
+    def carry() -> None:
+        torch._C._set_multithreading_enabled(False)  # backward runs here, also on a GPU
+        follow()
+        for mode in function_modes:
+            _push_function_mode(mode)
+        if saving is not None:
+            torch._C._autograd._push_saved_tensors_default_hooks(*saving)
+        for mode in dispatch_modes:
+            _push_dispatch_mode(mode)
+
+    return carry
