@@ -227,7 +227,7 @@ class Engine:
 
     def load_checkpoint(self, directory: str | Path, optimizer: Optimizer | Sequence[Optimizer] = ()) -> dict[str, Any]:
         """Go on where `save_checkpoint` was called: with any number of ranks, placement and format; returns what was `extra`
-        (that of the first rank, when the number of ranks is another one).
+        (that of the first rank, when the number of ranks is another one; replicas get that of the first of them).
 
         Bits are the same, but for moments in a narrower format than they were saved in, which are rounded to nearest. Without
         `optimizer` the weights alone are loaded. Gradients are forgotten. All ranks call it.

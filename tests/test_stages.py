@@ -100,14 +100,21 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
             optimizer.zero_grad()
             norms.append(optimizer.grad_norm)
         in_last_step = dict(calls)
-        states = optimizer.state_dict()["state"]
+        saved = directory.parent / f"saved {directory.name.rpartition(' ')[0]}"  # the same for all ranks
+        engine.save_checkpoint(saved, optimizer)
         trainable, frozen = (sum(u.layout.numel for u in engine.units if u.trainable is trains) for trains in (True, False))
         return {
             "losses": losses, "norms": norms, "weights": engine.state_dict(),
-            "states": {f"{number} {name}": value for number, state in states.items() for name, value in state.items()},
+            "states": flat(optimizer), "saved": str(saved),
             "calls": in_last_step, "units": (len(engine.units), sum(unit.trainable for unit in engine.units)),
             "used": used, "formula": bytes_on_tiers(trainable, config, shards, frozen),
         }  # fmt: skip
+
+
+def flat(optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
+    """The states of all parameters."""
+    states = optimizer.state_dict()["state"]
+    return {f"{number} {name}": value for number, state in states.items() for name, value in state.items()}
 
 
 def count_collectives(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> None:
@@ -210,6 +217,17 @@ def test_collectives_are_those_of_the_stage(results: list[dict[str, Any]]) -> No
                 assert gathers == (0 if stage == 0 else trained), (
                     "once per step where all fits; what is frozen was gathered before"
                 )
+
+
+def test_checkpoints_of_every_stage_are_read_by_one_rank(results: list[dict[str, Any]]) -> None:
+    """Replicas save once; every rank waits until all is there."""
+    where = Path(results[0]["ZeRO-3"]["saved"]).parent
+    for name, found in results[0].items():
+        model = infinity.wrap(Model(), infinity.Config(gpu_memory="8MiB", cpu_memory="8MiB", precision="fp32", **GPU))
+        with infinity.engine(model) as engine:
+            optimizer = infinity.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
+            engine.load_checkpoint(where / f"saved {name}", optimizer)
+            assert same({"weights": engine.state_dict(), "states": flat(optimizer)}, found, "weights", "states"), name
 
 
 def test_memory_is_that_of_the_formula(results: list[dict[str, Any]]) -> None:

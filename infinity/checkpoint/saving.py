@@ -34,10 +34,24 @@ from infinity.sharding.unit import Unit
 
 
 def save(state: State, directory: Path, extra: Mapping[str, Any]) -> None:
-    """Write `state` and this rank's `extra` to `directory`; all ranks call it.
+    """Write `state` and this rank's `extra` to `directory`; all ranks call it. Of replicas the first one writes.
 
     Raises `CheckpointError`; what was in `directory` is then as it was.
     """
+    replicas, failure = state.units[0].ranks.replicas, None
+    if collectives.rank(replicas) == 0:
+        try:
+            _save(state, directory, extra)
+        except CheckpointError as error:
+            failure = error
+    failures = collectives.all_reduce_sum([float(failure is not None)], [] if replicas is None else [replicas])
+    if failure is not None:
+        raise failure
+    if failures[0]:
+        raise CheckpointError(f"{directory}: the first replica, which saves for all, could not; its error says why")
+
+
+def _save(state: State, directory: Path, extra: Mapping[str, Any]) -> None:
     checksums = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
