@@ -22,6 +22,7 @@ from torch import nn
 
 import infinity
 from infinity.tiers.block import Kind
+from infinity.tiers.budget import STAGED_SETS
 
 PAGE, MIB = 4096, 1 << 20
 PRECISIONS = ("bf16", "fp32")
@@ -50,6 +51,28 @@ def check_traffic(model: nn.Module, accumulation: int = 1) -> None:
     assert round(report.written_per_parameter * count) == plan.update_written
     assert round(report.planned_read_per_parameter * count) == plan.read
     assert round(report.planned_written_per_parameter * count) == plan.update_written
+
+
+def test_states_that_are_read_ahead_wait_for_the_copy_of_their_parameter(
+    tmp_path: Path, smallest: Callable[..., dict[str, int]]
+) -> None:
+    """The first unit is so large that its copy comes last in backward: read ahead of it, its parameter would be read twice."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(128, 4096), nn.Linear(4096, 128), *(nn.Linear(128, 128) for _ in range(6)))
+
+    config: dict[str, Any] = {"nvme": tmp_path, "precision": "fp32", "update": "exact"}
+    budgets = smallest(build(), **config) | {"cpu_memory": 256 * MIB, "cache": 0}
+    model = infinity.wrap(build(), infinity.Config(**config, **budgets))
+    with infinity.engine(model) as engine:
+        optimizer = infinity.AdamW(model.parameters())
+        assert engine._store.staged_sets > STAGED_SETS
+        for number in range(STEADY + 1):
+            model(torch.randn(4, 128, generator=torch.Generator().manual_seed(number))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        check_traffic(model)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -219,7 +219,7 @@ class Pipeline:
             self._hurries -= 1
 
     def poke(self) -> None:
-        """A unit got its place on the compute device."""
+        """A unit got its place, or its copy, on the compute device."""
         with self._changed:
             self._changed.notify_all()
 
@@ -304,9 +304,16 @@ class Pipeline:
         may_hold = len(held) < self._store.staged_sets - STAGED_SETS
 
         def able(job: Job) -> bool:
-            return may_hold if job.state is JobState.AWAITED else ready and job.may_update(job.chunks[0]) and self._has_place(job)
+            if job.state is JobState.AWAITED:
+                return may_hold and self._is_at_hand(job)
+            return ready and job.may_update(job.chunks[0]) and self._has_place(job)
 
         return min((job for job in self._jobs if job.chunks and able(job)), key=lambda job: job.place, default=None)
+
+    def _is_at_hand(self, job: Job) -> bool:
+        """Whether what the update reads of the parameter is on the compute device, as it is in backward, or not on NVMe."""
+        block = job.unit.blocks[Kind.PARAM]
+        return not block.moved_bytes or not _needed(job.unit, Kind.PARAM) or self._store.is_resident(block)
 
     def _has_place(self, job: Job) -> bool:
         """Whether what the update of `job` makes can be put where it is used, or need not wait for that."""

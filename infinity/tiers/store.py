@@ -75,7 +75,7 @@ class Store:
         self.next_use: Callable[[int], float] = lambda unit: math.inf
         """How far away the next use of a unit's parameters is; set by whoever knows the trace."""
         self.on_place: Callable[[], None] = lambda: None
-        """Called when a block that is UPDATING got a place on the compute device; set by whoever updates."""
+        """Called when a copy is on the compute device, or the place of one whose block is UPDATING; set by whoever updates."""
 
     # Declaration and budgets
 
@@ -188,6 +188,11 @@ class Store:
         """Whether a copy is on the compute device, or on its way, or has its place there already."""
         with self._changed:
             return block.lease is not None
+
+    def is_resident(self, block: Block) -> bool:
+        """Whether the content of `block` is on the compute device."""
+        with self._changed:
+            return block.state is BlockState.RESIDENT
 
     def prefetch(self, block: Block, beyond: float) -> bool:
         """Start bringing `block` to the compute device if that evicts only what is needed later than `beyond`.
@@ -354,6 +359,7 @@ class Store:
                 else:
                     block.to_failed()
                 self._changed.notify_all()
+        self.on_place()
 
     # Chunks of blocks on the host
 
