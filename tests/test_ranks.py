@@ -355,6 +355,7 @@ def assert_like_one_rank(results: list[dict[str, Any]], tmp_path: Path, task: Ta
         pytest.param({"reentrant": True, "accumulation": 2}, id="blocks-used-again-in-reentrant-checkpoints"),
         pytest.param({"reentrant": False}, id="blocks-used-again-in-checkpoints"),
         pytest.param({"reload": True}, id="state-dict"),
+        pytest.param({"config": {"update": "delayed", "delayed_after": 2}, "max_grad_norm": 0.3}, id="one-step-late"),
         pytest.param({"adapted": True, "ungated": 1, "max_grad_norm": 0.3}, id="an-optimizer-of-torch"),
         pytest.param({"scaled": True, "accumulation": 2, "ungated": 1}, id="scaled-loss"),
         pytest.param({"scaled": True, "spoils": 1, "max_grad_norm": 0.5}, id="a-step-skipped-by-all-for-one"),
