@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import itertools
 import os
 import pickle
@@ -25,6 +26,7 @@ from models import Transformer, rounded, text_batch, transformer
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -772,3 +774,20 @@ def test_a_flipped_bit_is_never_silent(start: Start, tmp_path: Path) -> None:
             assert "is damaged in" in str(closed)
             ended.add(True)
     assert True in ended
+
+
+class ByName:
+    """Pickled as Python before 3.11.4 pickles members of an enumeration."""
+
+    def __init__(self, kind: Any, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.kind, self.name)
+
+
+def test_metadata_of_older_pythons_are_read() -> None:
+    found = loading.Unpickler(io.BytesIO(pickle.dumps(ByName(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")))).load()
+    assert found is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    with pytest.raises(pickle.UnpicklingError, match="is no enumeration"):
+        loading.Unpickler(io.BytesIO(pickle.dumps(ByName(torch.Size, "__init__")))).load()

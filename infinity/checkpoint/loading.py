@@ -7,6 +7,7 @@ optimizers. Damage inside of a file shows when its piece is read, by a checksum,
 
 from __future__ import annotations
 
+import enum
 import functools
 import io
 import pickle
@@ -55,6 +56,8 @@ class Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The type `name`; raises `UnpicklingError` for all others."""
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         found = None
         if module in ("torch", "torch.serialization", metadata.__name__, filesystem.__name__, "pathlib", "pathlib._local"):
             found = super().find_class(module, name)
@@ -63,6 +66,13 @@ class Unpickler(pickle.Unpickler):
         if isinstance(found, type) and module not in ("torch", "torch.serialization"):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+
+
+def _member(kind: Any, name: str) -> Any:
+    """What stands for `getattr`, by which Python before 3.11.4 pickles members of an enumeration."""
+    if isinstance(kind, enum.EnumMeta):
+        return kind[name]
+    raise pickle.UnpicklingError(f"{kind!r} is no enumeration")
 
 
 class Reader(FileSystemReader):
