@@ -417,6 +417,44 @@ def test_a_foreground_request_passes_background_ones(kind: str, file: Any) -> No
 
 
 @each_engine
+def test_a_promoted_request_is_taken_in_order(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, depth=1, threads=1, request_bytes=BLOCK)
+    engine.set_faults(bytes_per_second=1 << 20)
+    data, urgent = memory(noise(32 * BLOCK)), memory(noise(BLOCK, 1))
+    first = engine.write(file, data.size, urgent.ctypes.data, urgent.size)
+    slow = engine.write(file, 0, data.ctypes.data, data.size, background=True)
+    other = aio.Engine(kind, depth=1)
+    other.promote(slow)  # not its own
+    engine.promote(first)
+    engine.promote(slow)
+    engine.promote(slow)
+    last = write(engine, file, data.size + BLOCK, urgent)
+    assert last.wait() == (0, BLOCK, BLOCK)
+    assert slow.done()
+    assert slow.wait() == (0, data.size, data.size)
+    engine.promote(slow)
+    assert Path(file.path).read_bytes() == data.tobytes() + 2 * urgent.tobytes()
+
+
+@each_engine
+def test_a_promoted_request_that_fails_in_part_ends_once(kind: str, file: Any) -> None:
+    engine = aio.Engine(kind, depth=2, threads=1, request_bytes=BLOCK)
+    engine.set_faults(bytes_per_second=1 << 20, fail_write_at=3)
+    data, urgent = memory(noise(32 * BLOCK)), memory(noise(BLOCK, 1))
+    slow = engine.write(file, 0, data.ctypes.data, data.size, background=True)
+    engine.set_faults(bytes_per_second=1 << 20)
+    while engine.counters()["device_requests"] == 0:  # a part of it is cut, and goes on as what it was cut as
+        pass
+    foreground = [write(engine, file, (32 + i) * BLOCK, urgent) for i in range(2)]
+    engine.promote(slow)
+    code, asked, done = slow.wait()
+    assert (code, asked) == (5, data.size) and done <= 3 * BLOCK
+    assert [ticket.wait() for ticket in foreground] == 2 * [(0, BLOCK, BLOCK)]
+    engine.drain()
+    assert engine.counters()["device_requests"] < 12  # what is left of it was not started
+
+
+@each_engine
 @pytest.mark.parametrize("depth", [1, 4])
 def test_background_requests_end_while_the_foreground_never_rests(kind: str, file: Any, depth: int) -> None:
     engine = aio.Engine(kind, depth=depth, threads=1, request_bytes=BLOCK)

@@ -15,7 +15,8 @@ from torch import nn
 
 import infinity
 from infinity.plan.planner import Foresight
-from infinity.tiers.block import Kind
+from infinity.tiers.block import Block, Kind
+from infinity.tiers.store import Store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -328,29 +329,76 @@ def test_replayed_updates_are_counted_twice(wrap: Callable[..., infinity.Engine]
     assert engine.report().seconds["adam"] > 0
 
 
-def test_nobody_waits_for_what_is_ahead_so_its_writes_let_reads_go_first(
+def test_what_is_ahead_goes_to_the_copy_that_the_next_forward_uses(
     wrap: Callable[..., infinity.Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    priorities: list[tuple[int, bool]] = []
-    engine = wrap("speculative")
+    placed: list[dict[Block, bool]] = []
+    plain = Store.renew
+
+    def renew(store: Store, block: Block, *rest: Any) -> bool:
+        placed[-1][block] = plain(store, block, *rest)
+        return placed[-1][block]
+
+    monkeypatch.setattr(Store, "renew", renew)
+    engine = wrap("speculative", gpu_memory="64MiB")  # for a copy of every unit
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for number in range(4):
+        placed.append({})
+        backward(engine.model, number)
+        until(engine, lambda: all(job.written for job in engine._updater._early.values()))
+        optimizer.step()
+        optimizer.zero_grad()
+    plan = engine.plan()
+    assert plan.fetched == 0
+    # An update that ended while backward still used its unit has found no place.
+    again = sum(block.nbytes for block, found in placed[-2].items() if not found)
+    assert again < plan.update_written / 6
+    assert engine._traffic_last == (plan.read + again, plan.update_written)
+    assert counts(engine) == (3 * len(engine.units), 0)
+
+
+def test_states_are_read_ahead_for_what_backward_comes_to_first(wrap: Callable[..., infinity.Engine]) -> None:
+    engine = wrap("speculative", lambda: transformer(width=96), precision="fp32", gpu_memory="8MiB", cpu_memory="32MiB")
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for number in range(2):
+        backward(engine.model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = engine.model(**text_batch(2)).loss
+    expected = engine._updater._early
+    assert list(expected) and set(expected) == set(engine._updater._order[:2])
+    until(engine, lambda: all(job.in_flight > 0 for job in expected.values()))
+    jobs = dict(expected)
+    loss.backward()
+    assert all(engine._updater._early[unit] is job for unit, job in jobs.items())
+    optimizer.step()
+    assert counts(engine) == (2 * len(engine.units), 0)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_writes_that_the_next_forward_does_not_wait_for_let_reads_go_first(
+    copies: bool, wrap: Callable[..., infinity.Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priorities: list[list[bool]] = []
+    engine = wrap("speculative", gpu_memory="64MiB" if copies else "200KiB")
     optimizer = infinity.AdamW(engine.model.parameters())
     plain = engine._store._nvme.write
 
     def write(*args: Any) -> Any:
-        priorities.append((engine._updater.posted_steps, args[-1]))
+        priorities[-1].append(args[-1])
         return plain(*args)
 
     monkeypatch.setattr(engine._store._nvme, "write", write)
     for number in range(2):
+        priorities.append([])
         backward(engine.model, number)
         until(engine, lambda: all(job.written for job in engine._updater._early.values()))
         optimizer.step()
         optimizer.zero_grad()
         engine.drain()
-    # The first step has nothing to guess by; in the second all is written in the background before it is known to be right.
-    assert {background for _, background in priorities} == {False, True}
-    assert [background for _, background in priorities] == sorted(background for _, background in priorities)
-    assert {step for step, background in priorities if background} == {1}
+    # The first step has nothing to guess by: of what it has no copy, the forward waits for the writes, and reads it again.
+    assert all(priorities[0]) is copies
+    assert all(priorities[1])
 
 
 def test_the_updater_of_a_collected_optimizer_guesses_nothing(wrap: Callable[..., infinity.Engine]) -> None:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -565,6 +566,73 @@ def test_during_an_update_the_old_version_stays_on_the_drive(tmp_path):
             assert which.version == new
             assert torch.equal(on_drive(which, new), filled(which, 3))
             assert torch.equal(get(store, which), filled(which, 3))
+
+
+def param_of_two_chunks(store: Store) -> Block:
+    elements = 2 * CHUNK_ELEMENTS
+    return store.add(Block(0, Kind.PARAM, elements, Format("byte", 1, 1), "nvme", span=elements, at=0, name="weight"))
+
+
+def renew(store: Store, block: Block, data: torch.Tensor) -> list[bool]:
+    starts = chunks(store, block)
+    return [store.renew(block, begin, data[begin:][:CHUNK_ELEMENTS]) for begin in starts]
+
+
+def test_what_an_update_made_is_used_before_it_is_written(tmp_path):
+    store = make_store(tmp_path)
+    block = param_of_two_chunks(store)
+    with opened(store, concurrent=block.span):
+        old, new = content(block.nbytes, 1), content(block.nbytes, 2)
+        put(store, block, old)
+        assert torch.equal(fetched(store, block), old)
+        store.begin_update(block, keep=True)
+        assert store.renew(block, 0, new[:CHUNK_ELEMENTS])
+        store.start(block)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(store.wait, block)
+            assert store.renew(block, CHUNK_ELEMENTS, new[CHUNK_ELEMENTS:])
+            assert torch.equal(waiting.result(PATIENCE), new)
+        assert block.state is BlockState.UPDATING
+        store.release(block)
+        write_chunks(store, block, new)
+        read = store.meter.read
+        store.end_update([block])
+        assert torch.equal(fetched(store, block), new)
+        assert store.meter.read == read
+
+
+def test_a_guess_lies_in_the_place_of_the_copy_until_somebody_uses_it(tmp_path):
+    store = make_store(tmp_path)
+    block = param_of_two_chunks(store)
+    with opened(store, concurrent=block.span):
+        old, new = content(block.nbytes, 1), content(block.nbytes, 2)
+        put(store, block, old)
+        store.start(block)
+        store.wait(block)
+        assert renew(store, block, new) == [False, False]  # somebody reads it
+        store.release(block)
+
+        assert renew(store, block, new) == [True, True]
+        assert torch.equal(get(store, block), old)
+        (chunk,) = store.check_out([(block, True)], 0, update=True)  # which may be a copy of what lies on the compute device
+        chunk.wait()
+        assert torch.equal(chunk.tensor, old[:CHUNK_ELEMENTS])
+        chunk.release()
+        assert torch.equal(fetched(store, block), old)
+
+        assert renew(store, block, new) == [True, True]
+        store.take_back(block)
+        assert store.has_copy(block) and not store.is_resident(block)
+        assert torch.equal(fetched(store, block), old)
+
+        assert store.renew(block, 0, new[:CHUNK_ELEMENTS])
+        store.begin_update(block, keep=True)
+        assert store.renew(block, CHUNK_ELEMENTS, new[CHUNK_ELEMENTS:])
+        write_chunks(store, block, new)
+        read = store.meter.read
+        store.end_update([block])
+        assert torch.equal(fetched(store, block), new)
+        assert store.meter.read == read
 
 
 def test_without_copy_on_write_a_block_takes_its_space_once(tmp_path):

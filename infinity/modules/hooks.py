@@ -246,6 +246,9 @@ class Hooks:
                 self._calls[-1].lent.append(unit)  # the module returned a view of its parameter
             else:
                 self._leave(unit)
+        if not call.recomputing and torch.is_grad_enabled():
+            for unit in self._units_of[module]:
+                unit.pass_forward()
         now = time.perf_counter()
         if self._units_of[module]:
             self._recorder.add("compute", f"forward {self._units_of[module][0].name}", call.start, now)

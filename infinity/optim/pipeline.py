@@ -18,7 +18,12 @@ as a whole takes part in this order, and fills the time in which I/O is waited f
 [Note: an update waits for its place]
 Once a step is fixed, a unit's update runs when the unit has its place on the compute device: when it is used next but few. What
 it makes is put there (see the store), where an update that ran sooner would have it read back. As many units as have a place
-are enough ahead of the forward to hide behind it. Who waits for all updates (`drain`) does not wait for places.
+are enough ahead of the forward to hide behind it. Who waits for all updates (`drain`) does not wait for places. What is made
+AHEAD is put into the copy that the backward has just left.
+
+[Note: nobody waits for writes]
+The forward needs a unit's copy and not what is written of it, so writes go behind reads, and the forward goes on while they are
+under way. It waits for them only where it has to read the unit again, for there was no place for what was made AHEAD.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +103,8 @@ class Job:
         self.in_flight = 0
         """Chunks that are checked out."""
         self.meter = Meter()
+        self.placed = True
+        """Whether all that went through and was updated is where the next forward looks for it."""
 
     @property
     def is_final(self) -> bool:
@@ -119,13 +126,16 @@ class Job:
         self.in_memory.clear()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Chunk:
-    """One chunk of one unit in the pipeline."""
+    """One chunk of one unit in the pipeline: `updated`, `placed` where the next forward looks, and `awaited` by it."""
 
     job: Job
     begin: int
     outs: dict[Kind, Checkout]
+    updated: bool = False
+    placed: bool = False
+    awaited: bool = False
 
     def may_go_on(self) -> bool:
         """Whether the update may be made, or never will be."""
@@ -242,11 +252,13 @@ class Pipeline:
 
     def _work(self) -> None:
         """Take chunks through until there are none."""
-        reading: deque[_Chunk] = deque()
+        reading: list[_Chunk] = []
         writing: list[_Chunk] = []
         held: list[_Chunk] = []  # that may not go on yet
         try:
             while True:
+                for chunk in writing:
+                    self._look_after(chunk)
                 for chunk in [chunk for chunk in writing if chunk.committed()]:
                     self._retire(chunk)
                     writing.remove(chunk)
@@ -254,25 +266,27 @@ class Pipeline:
                     held.remove(chunk)
                     reading.append(chunk)
                 coming = [chunk for chunk in (*reading, *held) if not chunk.arrived()]
-                ready = len(reading) < READING and len(writing) < WRITING
-                found = self._check_out(held, ready, wait=False) if len(coming) < READING else None
-                arrived = bool(reading) and len(writing) < WRITING and reading[0].arrived()
+                may_write = len(writing) < WRITING
+                found = self._check_out(held, may_write and len(reading) < READING, wait=False) if len(coming) < READING else None
+                first = _needed_first(reading)
+                arrived = first is not None and first.arrived()
                 if found is not None:
                     (reading if found.may_go_on() else held).append(found)
-                elif (here := self._take_in_memory(before=reading[0].job.place if arrived else math.inf)) is not None:
-                    reading.appendleft(here)
+                elif (here := self._take_in_memory(before=first.job.place if first and arrived else math.inf)) is not None:
+                    reading.append(here)
                     self._update(here)
-                    self._retire(reading.popleft())
-                elif reading and len(writing) < WRITING:
-                    self._update(reading[0])
-                    writing.append(reading.popleft())
-                elif writing:
-                    needed_first = min(writing, key=lambda chunk: chunk.job.place)
+                    self._retire(here)
+                    reading.remove(here)
+                elif first is not None and (arrived or may_write):
+                    reading.remove(first)
+                    writing.append(first)
+                    self._update(first)
+                elif (needed_first := _needed_first(writing)) is not None:
                     self._retire(needed_first)
                     writing.remove(needed_first)
                 elif coming:
                     coming[0].wait()
-                elif (found := self._check_out(held, ready, wait=True)) is not None:  # another thread held the slots it needs
+                elif (found := self._check_out(held, True, wait=True)) is not None:  # another thread held the slots it needs
                     held.append(found)
                 elif held:
                     self._await_change(held)
@@ -311,8 +325,11 @@ class Pipeline:
         return min((job for job in self._jobs if job.chunks and able(job)), key=lambda job: job.place, default=None)
 
     def _is_at_hand(self, job: Job) -> bool:
-        """Whether what the update reads of the parameter is on the compute device, as it is in backward, or not on NVMe."""
+        """Whether all that the update reads exists, and what it reads of the parameter is not on NVMe: in backward it is on the
+        compute device."""
         block = job.unit.blocks[Kind.PARAM]
+        if self._store.is_updating(block):
+            return False
         return not block.moved_bytes or not _needed(job.unit, Kind.PARAM) or self._store.is_resident(block)
 
     def _has_place(self, job: Job) -> bool:
@@ -392,14 +409,33 @@ class Pipeline:
             if begin < end:
                 self._kernels.update(states, begin, end, segment.hyper, update.grad_scale)
         self._recorder.add("adam", update.unit.name, start, time.perf_counter())
-        awaited = chunk.job.state is JobState.CONFIRMED
+        chunk.updated = True
+        self._place(chunk)
+        chunk.awaited = self._is_awaited(chunk)
         for kind, out in chunk.outs.items():
             if kind is not Kind.GRAD:
-                out.commit(background=not awaited)
-        if awaited:
-            self._store.renew(update.unit.blocks[Kind.PARAM], chunk.begin, chunk.outs[Kind.PARAM].tensor)
+                out.commit(background=not chunk.awaited)
+
+    def _place(self, chunk: _Chunk) -> None:
+        """Put what an update made where the next forward looks for it, if its unit has a place there by now."""
+        if chunk.updated and not chunk.placed and chunk.job.state in (JobState.AHEAD, JobState.CONFIRMED):
+            chunk.placed = self._store.renew(chunk.job.unit.blocks[Kind.PARAM], chunk.begin, chunk.outs[Kind.PARAM].tensor)
+
+    def _is_awaited(self, chunk: _Chunk) -> bool:
+        """Whether the next forward waits for what is written: when it has to read it, or another chunk of the unit, again."""
+        return chunk.job.state is JobState.CONFIRMED and not (chunk.placed and chunk.job.placed)
+
+    def _look_after(self, chunk: _Chunk) -> None:
+        """Do what could not be done when a chunk in `writing` was updated: its place was in use, or its step was not fixed."""
+        self._place(chunk)
+        if chunk.updated and not chunk.awaited and self._is_awaited(chunk):
+            chunk.awaited = True
+            for out in chunk.outs.values():
+                out.promote()
 
     def _retire(self, chunk: _Chunk) -> None:
+        self._place(chunk)
+        chunk.job.placed &= chunk.placed
         for out in chunk.outs.values():
             out.release()
         self._leave(chunk.job)
@@ -417,6 +453,10 @@ class Pipeline:
             self._jobs.remove(job)
             self._store.end_update([block for kind, block in job.unit.blocks.items() if kind is not Kind.GRAD])
             self._changed.notify_all()
+
+
+def _needed_first(chunks: Iterable[_Chunk]) -> _Chunk | None:
+    return min(chunks, key=lambda chunk: chunk.job.place, default=None)
 
 
 def _needed(unit: Unit, kind: Kind) -> bool:

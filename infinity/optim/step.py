@@ -99,8 +99,8 @@ class Updater:
         self._foresight = foresight
         self._early: dict[Unit, Job] = {}
         self._withdrawn: list[Job] = []
-        self._following: dict[Unit, Unit] = {}  # whose gradients were final next, in the last step
-        self._final: Unit | None = None  # whose gradients were final last
+        self._order: list[Unit] = []  # in which gradients became final, in the last step
+        self._final: dict[Unit, None] = {}  # whose gradients are, in this step; in order
         self._pipeline = Pipeline(store, kernels, recorder)
         self._seconds_before = 0.0
         self._delay_after = delay_after
@@ -124,28 +124,34 @@ class Updater:
     def begin_early(self, unit: Unit) -> None:
         """Begin the update that the next step will ask for if it clips nothing, where that is worth it and can be taken back;
         and read ahead for the units that come next."""
-        owner = self._owners.get(unit)
-        optimizer = None if owner is None else owner()
-        if optimizer is None or not optimizer.by_kernels or self._delayed:
+        optimizer = self._may_begin(unit)
+        if optimizer is None:
             return
         places = self._places()
         if self._foresight.early and unit.copy_on_write:
             job = self._early.setdefault(unit, Job(unit, places[unit]))
             self._pipeline.begin(job, UnitUpdate(unit, optimizer.segments(unit), unit.factor))
-        if self._final is not None:
-            self._following[self._final] = unit
-        self._final = following = unit
-        for _ in range(UNITS_AHEAD):
-            if following not in self._following:
-                break
-            following = self._following[following]
+        self._final[unit] = None
+        turn = self._order.index(unit) + 1 if unit in self._order else len(self._order)
+        for following in self._order[turn : turn + UNITS_AHEAD]:
             # An exact step updates what the next forward needs first when all gradients are there, and reads that ahead alone.
             if self._foresight.early or places[following] == 0:
                 self._expect(following, places[following])
 
+    def pass_forward(self, unit: Unit) -> None:
+        """A training forward has used `unit`: if its gradients will be among the first to come, read ahead for it."""
+        if unit in self._order[:UNITS_AHEAD] and self._foresight.early and self._may_begin(unit) is not None:
+            self._expect(unit, self._places()[unit])
+
+    def _may_begin(self, unit: Unit) -> Optimizer | None:
+        """Who updates `unit`, if anything of that may happen before its step."""
+        owner = self._owners.get(unit)
+        optimizer = None if owner is None else owner()
+        return optimizer if optimizer is not None and optimizer.by_kernels and not self._delayed else None
+
     def _expect(self, unit: Unit, place: int) -> None:
         in_place = not self._store.needs_staging(unit.blocks[Kind.GRAD])
-        if in_place and unit not in self._early and not unit.spent and not self._store.is_updating(unit.blocks[Kind.PARAM]):
+        if in_place and unit not in self._early and unit not in self._final and not unit.spent:
             job = self._early[unit] = Job(unit, place)
             self._pipeline.expect(job)
 
@@ -170,6 +176,7 @@ class Updater:
         job = self._early.pop(unit, None)
         if job is not None:
             self._pipeline.cancel(job)
+            self._store.take_back(unit.blocks[Kind.PARAM])
             self._withdrawn.append(job)
 
     def settle(self, units: Sequence[Unit]) -> None:
@@ -304,7 +311,7 @@ class Updater:
         self._foresight.learn(busy, self._surroundings.forward_seconds(), held=unclipped and not replayed)
         self.meters = [job.meter for job in (*jobs, *self._withdrawn)]
         self._withdrawn.clear()
-        self._final = None
+        self._order, self._final = list(self._final), {}
         self.norms, self._norms_now = self._norms_now, 0
 
     def _places(self, backwards: bool = False) -> dict[Unit, int]:

@@ -46,6 +46,9 @@ class Updates(Protocol):
     def begin_early(self, unit: Unit) -> None:
         """`unit` has as many gradients as it had in the last step: they may be final."""
 
+    def pass_forward(self, unit: Unit) -> None:
+        """A training forward has used `unit`."""
+
     def withdraw(self, unit: Unit) -> None:
         """What an early update of `unit` was begun with changes; return when nothing of it is in flight."""
 
@@ -372,6 +375,11 @@ class Unit:
     def _begin_early(self) -> None:
         if self.collected == self.expected and self.updater is not None:
             self.updater.begin_early(self)
+
+    def pass_forward(self) -> None:
+        """A training forward has used the unit."""
+        if self.updater is not None:
+            self.updater.pass_forward(self)
 
     def _withdraw(self) -> None:
         if self.updater is not None:

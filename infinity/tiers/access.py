@@ -102,6 +102,12 @@ class Checkout:
         if self._write is not None:
             self._writing = self._write(background)
 
+    def promote(self) -> None:
+        """Somebody waits for what is being written."""
+        writing = self._writing
+        if writing is not None:
+            writing.promote()
+
     def committed(self) -> bool:
         """Whether `release` would return at once."""
         return self._writing is None or self._writing.done()

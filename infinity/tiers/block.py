@@ -103,7 +103,8 @@ class Block:
     outdated: bool = False
     """Whether the lease of a block that is UPDATING holds its old content, where not `renewed`."""
     renewed: set[int] = field(default_factory=set)
-    """First elements of the chunks of which the lease of a block that is UPDATING holds the new content."""
+    """First elements of the chunks of which the lease holds what an update made: the new content of a block that is UPDATING, or
+    of one that is RESIDENT, and that nobody uses, what its next update will make if that is not taken back."""
 
     @property
     def nbytes(self) -> int:
@@ -191,6 +192,12 @@ class Block:
             self.to_home()
         self.state, self.outdated = BlockState.UPDATING, keep and resident
         self.updates += 1
+
+    def to_taken_back(self) -> None:
+        """RESIDENT -> HOME, for what is `renewed` will not be; the lease stays, as in `to_failed`."""
+        self._expect(BlockState.RESIDENT)
+        self.state = BlockState.HOME
+        self._settle()
 
     def drop(self) -> None:
         """The store was closed: somebody may keep the block, but not what it held."""

@@ -40,8 +40,9 @@ class Extent(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One native request: its ticket and what an error message needs."""
+    """One native request: its ticket, whose it is, and what an error message needs."""
 
+    engine: Any
     ticket: Any
     path: str
     offset: int
@@ -62,6 +63,11 @@ class Transfer:
         """Whether `wait` would return at once."""
         return all(request.ticket.done() for request in self._requests)
 
+    def promote(self) -> None:
+        """Somebody waits for it now: what was submitted in the background goes on in the foreground."""
+        for request in self._requests:
+            request.engine.promote(request.ticket)
+
     def wait(self) -> None:
         """Block until every byte has moved; raises `NvmeError` with path, offset, errno, asked and done."""
         self._finish()
@@ -71,7 +77,7 @@ class Transfer:
     def _finish(self) -> None:
         """Wait for every request, for the memory may be reused after that, and let go of the tickets: they keep files open."""
         failed = None
-        for ticket, path, offset in self._requests:
+        for _, ticket, path, offset in self._requests:
             code, asked, done = ticket.wait()
             if code != 0 and failed is None:
                 failed = path, offset, max(code, 0), asked, done
@@ -277,8 +283,9 @@ class NvmeTier:
             raise ValueError(f"bytes {begin}..{begin + nbytes} are not in an extent of {extent.nbytes}")
         requests = []
         for number, offset, length in self._stripes.pieces(extent.start + begin, nbytes):
-            file, submit = self._files[number], getattr(self.engines[number], operation)
-            requests.append(Request(submit(file, offset, address, length, background), file.path, offset))
+            engine, file = self.engines[number], self._files[number]
+            submit = engine.read if operation == "read" else engine.write
+            requests.append(Request(engine, submit(file, offset, address, length, background), file.path, offset))
             address += length
         return Transfer(operation, name, requests, self._recorder)
 

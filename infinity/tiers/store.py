@@ -11,7 +11,8 @@ staging slots. Chunks do not cross the border between the two. Both see placemen
 The copy of a parameter block that is on the compute device when the step comes is what the update reads, if it reads the
 parameter at all, and the new content goes to NVMe and into the same place. A place that the next forward takes while the
 update is still to come is filled the same way. So a parameter moves once for a forward, once for its backward and once for
-its update, and none of these twice.
+its update, and none of these twice. An update that begins before its step puts what it makes there, too, once backward has left
+the unit; who uses the unit before the step is fixed, or takes the update back, fetches the old content again (`take_back`).
 
 [Note: nobody starves]
 Staging slots are taken all at once for a chunk or not at all, and only by threads that can give back what they hold, so
@@ -213,7 +214,7 @@ class Store:
             raise
 
     def wait(self, block: Block) -> torch.Tensor:
-        """The span of a pinned `block` on the compute device (uint8); waits for updates, I/O and room.
+        """The span of a pinned `block` on the compute device (uint8), whole and up to date; waits for updates, I/O and room.
 
         Raises `BudgetError` when the units in use leave no room, `NvmeError` when reading fails, `EngineClosedError` after a
         failed update.
@@ -226,6 +227,8 @@ class Store:
                 if fetch is None:
                     self._check()
                     if block.state is BlockState.UPDATING and block.lease is not None:
+                        if not self._missing(block) and not block.copying:  # the update is there, and being written
+                            return block.lease.tensor
                         self._changed.wait()
                         continue
             if fetch is not None:
@@ -273,6 +276,7 @@ class Store:
         gather a unit when they fetch it, must choose alike (invariant I6), and the planner states the reads of this choice.
         So a copy that is still on its way is not spared but waited for.
         """
+        self.take_back(block)
         while True:
             with self._changed:
                 pending = None
@@ -453,7 +457,7 @@ class Store:
             write: Callable[[bool], Transfer | None] = functools.partial(self._write_home, home, tensor)
         else:
             place = at - block.kept_bytes
-            if load and update and self._copy_back(block, at, tensor):
+            if load and update and self._copy_back(block, begin, tensor):
                 arrive = None
             elif load and block.written:
                 arrive = self._nvme.read(block.extents[block.version], place, nbytes, slot.address, name, meter)
@@ -462,35 +466,47 @@ class Store:
             write = functools.partial(self._nvme.write, block.extents[block.target], place, nbytes, slot.address, name, meter)
         return Checkout(tensor, arrive, write, functools.partial(self._end_slot, slot))
 
-    def _copy_back(self, block: Block, at: int, tensor: torch.Tensor) -> bool:
-        """Fill `tensor` with the current bytes of `block` from `at` on if they are on the compute device."""
+    def _copy_back(self, block: Block, begin: int, tensor: torch.Tensor) -> bool:
+        """Fill `tensor` with the current bytes of the chunk of `block` from `begin` on if they are on the compute device."""
         with self._changed:
-            if block.lease is None or not (block.outdated or block.state is BlockState.RESIDENT):
+            there = (block.outdated or block.state is BlockState.RESIDENT) and begin not in block.renewed
+            if block.lease is None or not there:
                 return False
             block.copying += 1
-            source = block.lease.tensor[block.at + at :][: tensor.numel()]
+            source = block.lease.tensor[block.at + block.format.bytes_of(begin) :][: tensor.numel()]
         try:
             self._device.download(tensor, source)
         finally:
             self._copied(block)
         return True
 
-    def renew(self, block: Block, begin: int, content: torch.Tensor) -> None:
-        """`content` is the new one of a chunk of `block`, which is UPDATING: put it where the block has a place already.
+    def renew(self, block: Block, begin: int, content: torch.Tensor) -> bool:
+        """`content` is what an update made of a chunk of `block`: put it where the block has a place already, if it has one.
 
-        So what an update makes is there for the next forward without being read.
+        So it is there for the next forward without being read. Before `begin_update` that is a guess, and the place is free for
+        it only while nobody uses the block; see `take_back`.
         """
         with self._changed:
-            if block.state is not BlockState.UPDATING or block.lease is None or block.permanent:
-                return
+            free = block.state is BlockState.UPDATING or (block.state is BlockState.RESIDENT and not block.pins)
+            if not free or block.lease is None or block.permanent:
+                return False
             block.copying += 1
+            block.renewed.add(begin)
             target = block.lease.tensor[block.at + block.format.bytes_of(begin) :][: content.numel()]
         try:
             self._device.upload(target, content)
-            with self._changed:
-                block.renewed.add(begin)
         finally:
             self._copied(block)
+        return True
+
+    def take_back(self, block: Block) -> None:
+        """The copy of `block` is not to be what `renew` made of it before an update began: whoever uses it next fetches it."""
+        with self._changed:
+            while block.state is BlockState.RESIDENT and block.renewed:
+                if not block.copying:
+                    block.to_taken_back()
+                else:
+                    self._changed.wait()
 
     def _copied(self, block: Block) -> None:
         with self._changed:

@@ -41,7 +41,8 @@ constexpr int kTries = 64;                // then a device request that makes no
 enum class Operation { read, write };
 
 // Background requests are cut into device requests when no foreground request is queued, and once in a while (one device
-// request in 32) when there always is one, so that they end too. They use at most half of the slots and buffers.
+// request in 32) when there always is one, so that they end too. They use at most half of the slots and buffers. When somebody
+// waits for one after all: Engine::promote().
 enum class Priority { foreground, background };
 
 // One part of a batch.
@@ -116,7 +117,8 @@ class File {
   bool direct_ = false;
 };
 
-class Transfer;  // internal: the state of one ticket
+class Transfer;     // internal: the state of one ticket
+class QueueEngine;  // internal: who reads it
 
 // One request in flight; copyable, all copies name the same request.
 class Ticket {
@@ -127,6 +129,7 @@ class Ticket {
   explicit Ticket(std::shared_ptr<Transfer> state) : state_(std::move(state)) {}
 
  private:
+  friend class QueueEngine;
   std::shared_ptr<Transfer> state_;
 };
 
@@ -140,6 +143,9 @@ class Engine {
                         Priority priority = Priority::foreground) = 0;
   virtual Ticket submit(Operation operation, File& file, std::vector<Part> parts,
                         Priority priority = Priority::foreground) = 0;
+  // A background request of this engine goes on as a foreground one, after those that are queued; does not block, and does
+  // nothing for any other.
+  virtual void promote(const Ticket& ticket) = 0;
   // io_uring: pins [memory, memory + bytes) until it is forgotten, so that requests inside need not do so each time.
   // The caller forgets memory before unmapping it. Throws std::system_error, with nothing registered, when the kernel refuses
   // (ENOMEM: RLIMIT_MEMLOCK; EINVAL: a kernel before 5.19), std::invalid_argument when it overlaps registered memory.

@@ -106,6 +106,7 @@ Result Ticket::wait() const { return state_ ? state_->wait() : Result{}; }
 
 void Request::assign(std::shared_ptr<Transfer> of, std::uint64_t to, char* buffer) {
   transfer = std::move(of);
+  priority = transfer->priority;
   bounce = buffer;
   begin = transfer->cursor();
   end = to;
@@ -241,6 +242,22 @@ Ticket QueueEngine::submit(Operation operation, File& file, std::vector<Part> pa
     if (queue.transfers.size() == 1) wake();
   }
   return Ticket(std::move(transfer));
+}
+
+bool QueueEngine::Queue::remove(const std::shared_ptr<Transfer>& transfer) {
+  const auto found = std::find(transfers.begin(), transfers.end(), transfer);
+  if (found == transfers.end()) return false;
+  transfers.erase(found);
+  room.notify_one();
+  return true;
+}
+
+void QueueEngine::promote(const Ticket& ticket) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!queue(Priority::background).remove(ticket.state_)) return;
+  ticket.state_->priority = Priority::foreground;
+  queue(Priority::foreground).transfers.push_back(ticket.state_);
+  wake();
 }
 
 Counters QueueEngine::counters() const {
@@ -389,17 +406,14 @@ void QueueEngine::settle(Request* request, Progress progress) {
   }
   if (progress != Progress::finished) request->give_up(dead_);
   const std::shared_ptr<Transfer> transfer = std::move(request->transfer);
-  Queue& queue = this->queue(transfer->priority);
+  Queue& queue = this->queue(request->priority);
   if (request->bounce) bounce_free_[request->covers() <= kBouncePools[0].bytes ? 0 : 1].push_back(request->bounce);
   --queue.slots;
   queue.bytes -= request->covers();
   free_.push_back(request);
   if (request->error != 0) transfer->fail(request->mark + (request->done_until - request->begin), request->error);
   --transfer->in_flight;
-  if (transfer->failed() && !queue.transfers.empty() && queue.transfers.front() == transfer) {
-    queue.transfers.pop_front();  // what is left of a failed transfer is not started
-    queue.room.notify_one();
-  }
+  if (transfer->failed()) this->queue(transfer->priority).remove(transfer);  // what is left of it is not started
   if (transfer->settled()) finish(transfer);
 }
 

@@ -70,7 +70,7 @@ class Transfer {
   Result wait();
 
   const Operation operation;
-  const Priority priority;
+  Priority priority;
   const std::shared_ptr<const Descriptor> descriptor;
   const bool direct;
   const std::shared_ptr<FaultPlan> faults;  // null: none
@@ -119,6 +119,7 @@ class Request {
   void give_up(int code);              // instead of the result of a call that never came, or is not to be made
 
   std::shared_ptr<Transfer> transfer;  // null: the slot is free
+  Priority priority;                   // of the queue that it was cut from, whose slots and bytes it counts among
   std::uint64_t begin = 0, end = 0;    // the caller's bytes that this slot moves
   std::uint64_t mark = 0;              // of `begin`
   char* bounce = nullptr;              // null: straight from or to the caller's memory
@@ -149,6 +150,7 @@ class QueueEngine : public Engine {
   Ticket submit(Operation operation, File& file, std::uint64_t offset, void* memory, std::size_t bytes,
                 Priority priority) final;
   Ticket submit(Operation operation, File& file, std::vector<Part> parts, Priority priority) final;
+  void promote(const Ticket& ticket) final;
   Counters counters() const final;
   void set_faults(const Faults& faults) final;
   void drain() final;
@@ -181,9 +183,10 @@ class QueueEngine : public Engine {
 
  private:
   struct Queue {
-    std::deque<std::shared_ptr<Transfer>> transfers;  // at most options_.depth; only the front is partly cut
+    std::deque<std::shared_ptr<Transfer>> transfers;  // at most options_.depth, and what was promoted
     std::condition_variable room;
     std::size_t slots = 0, bytes = 0;                 // in use by its requests
+    bool remove(const std::shared_ptr<Transfer>& transfer);  // false: it is not there
   };
 
   Queue& queue(Priority priority) { return queues_[static_cast<int>(priority)]; }

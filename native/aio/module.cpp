@@ -95,6 +95,7 @@ class PyTicket {
     if (owner_ && !owner_.is_none() && process_ == ::getpid()) settle();
   }
 
+  const Ticket& native() const { return ticket_; }
   bool done() const { return ticket_.done(); }
   py::tuple wait() {
     if (process_ != ::getpid() && !ticket_.done()) throw py::value_error(kForked);
@@ -227,6 +228,11 @@ PYBIND11_MODULE(_aio, module) {
            "Asked and done count the parts one after the other; what is left after a failure is not started.")
       .def("write_batch", &submit_batch<Operation::write>, "file"_a, "offsets"_a, "addresses"_a, "sizes"_a,
            "background"_a = false, "owner"_a = py::none(), "Many writes as one request; the rest is as for read_batch().")
+      .def("promote",
+           [](const PyEngine& self, const PyTicket& ticket) { self.get()->promote(ticket.native()); },
+           "ticket"_a,
+           "A background request of this engine goes on as a foreground one, after those that are queued; does nothing for "
+           "any other.")
       .def("register_memory",
            [](const PyEngine& self, std::uintptr_t address, std::size_t bytes) {
              const auto engine = self.get();

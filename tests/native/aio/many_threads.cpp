@@ -60,6 +60,7 @@ struct Worker {
     const Ticket ticket = list.size() == 1
                               ? engine.submit(operation, file, list[0].offset, list[0].memory, list[0].bytes, priority)
                               : engine.submit(operation, file, list, priority);
+    if (below(2)) engine.promote(ticket);
     const Result result = ticket.wait();
     CHECK(result.error == 0 && result.asked == asked && result.done == asked);
     for (const Part& part : list)
