@@ -225,16 +225,15 @@ class NvmeTier:
 
     def _check_room(self, stripes: int) -> None:
         """Raise `BudgetError` where it is plain that the directories cannot hold `stripes`, before each is filled to its end."""
-        free = sum({at.stat().st_dev: _free_bytes(at) for at in self._directories}.values())
-        if len(self._files) == 1 or free + sum(file.size() for file in self._files) < stripes * STRIPE_BYTES:
-            raise self._refusal(stripes)
+        room = sum({at.stat().st_dev: _free_bytes(at) for at in self._directories}.values())
+        room += sum(file.size() for file in self._files)
+        if len(self._files) == 1 or room < stripes * STRIPE_BYTES:
+            raise self._refusal(stripes, room)
 
-    def _refusal(self, stripes: int, room: int | None = None) -> BudgetError:
-        """`room`: the bytes that could be had, None for those that are free."""
+    def _refusal(self, stripes: int, room: int) -> BudgetError:
+        """`room`: the bytes that could be had."""
         for file in self._files:
             file.truncate(0)
-        if room is None:
-            room = sum({at.stat().st_dev: _free_bytes(at) for at in self._directories}.values())
         need, names = stripes * STRIPE_BYTES, " and ".join(map(str, self._directories))
         alone = len(self._directories) == 1
         return BudgetError(

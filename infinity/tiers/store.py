@@ -53,7 +53,8 @@ class Store:
 
     def __init__(self, config: Config, device: ComputeDevice, recorder: Recorder) -> None:
         self._config, self._device, self._recorder = config, device, recorder
-        self._delayed = config.update == "delayed"
+        # A delayed update writes new parameters while the old ones are in use: they have two places each, and so none in the cache.
+        self._twice = {Kind.PARAM} if config.update == "delayed" else set()
         self._nvme = NvmeTier(config.nvme, config.io_engine, config.nvme_memory, recorder, config.nvme_shares)
         self._changed = threading.Condition()
         self._blocks: list[Block] = []
@@ -152,12 +153,12 @@ class Store:
         return sum(round_up(b.home_bytes, ALIGNMENT) * self._homes_of(b) for b in self._blocks if b.tier == tier)
 
     def _homes_of(self, block: Block) -> int:
-        """How many homes a block in memory has: a delayed update writes new parameters while the old ones are in use."""
-        return 2 if self._delayed and block.kind is Kind.PARAM and not block.frozen else 1
+        """How many homes a block in memory has."""
+        return 2 if block.kind in self._twice and not block.frozen else 1
 
     def _may_keep(self, block: Block) -> bool:
         """Whether a part of `block` may stay in host memory although it is at home on NVMe."""
-        return block.tier == "nvme" and not (self._delayed and block.kind is Kind.PARAM)
+        return block.tier == "nvme" and block.kind not in self._twice
 
     def _divide_host(self, available: int, home: int) -> HostPlan:
         """The plan for `available` bytes beside the `home` bytes of states; raises `BudgetError` when there is none."""
@@ -178,8 +179,7 @@ class Store:
     def _keep(self, cache_bytes: int, resident: float) -> None:
         """Decide what of the blocks on NVMe is at home in host memory; `resident` of the parameters fit on the compute device."""
         early = self._config.copy_on_write and self._config.update in ("auto", "speculative")
-        never = {Kind.PARAM} if self._delayed else ()
-        for block, kept in choose(self._blocks, cache_bytes, self._granule, early, resident, never).items():
+        for block, kept in choose(self._blocks, cache_bytes, self._granule, early, resident, never=self._twice).items():
             block.kept = kept
             self._cuts.setdefault(block.unit, set()).add(kept)
 
