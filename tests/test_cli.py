@@ -67,7 +67,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """Put `StandIn` in the place of the real engine; the list gets the engines made."""
     made: list[StandIn] = []
 
-    def assemble(it: job.Job, source: models.ModelSource, config: Any) -> Any:
+    def assemble(it: job.Job, source: models.ModelSource, config: Any, world: Any) -> Any:
         model = source.build()
         if source.directory is not None:
             model.load_state_dict(load_file(source.directory / "model.safetensors"))
@@ -236,7 +236,7 @@ def test_the_options_are_frozen() -> None:
         {"parameters", "optimizer", "gradients", "precision", "update", "io_engine", "steps", "batch_size", "accumulate", "lr"},
         {"gradient_precision", "moment_precision", "skip_nonfinite"},
         {"weight_decay", "warmup", "max_grad_norm", "eval_every", "eval_batches", "output", "overwrite", "report"},
-        {"nvme_shares", "accumulation_order", "cache", "delayed_after", "as_json", "debug"},
+        {"nvme_memory", "nvme_shares", "accumulation_order", "cache", "delayed_after", "as_json", "debug"},
         {"checkpoint", "checkpoint_every", "keep_checkpoints", "resume"},
     )
     assert names == set().union(*lists)

@@ -21,11 +21,12 @@ class Saver(Protocol):
 class Checkpoints:
     """The folders `step-<number>` in `directory`. One job at a time writes there.
 
-    A checkpoint is due `every` so many steps; the last `keep` of them are kept.
+    A checkpoint is due `every` so many steps; the last `keep` of them are kept. Of several ranks all save, and the one that
+    `prunes` removes.
     """
 
-    def __init__(self, directory: Path, every: int, keep: int) -> None:
-        self.directory, self._every, self._keep = directory, every, keep
+    def __init__(self, directory: Path, every: int, keep: int, prunes: bool = True) -> None:
+        self.directory, self._every, self._keep, self._prunes = directory, every, keep, prunes
 
     def prepare(self, resume: bool) -> Path | None:
         """Create `directory`; returns the last checkpoint in it, if there is any.
@@ -51,6 +52,8 @@ class Checkpoints:
     def save(self, engine: Saver, optimizer: Any, number: int, extra: dict[str, Any]) -> None:
         """Save the state after step `number`, and remove what is too old, or was left by a save that was killed."""
         engine.save_checkpoint(self.directory / f"step-{number}", optimizer, extra)
+        if not self._prunes:
+            return
         leftovers = [path for path in self.directory.iterdir() if _LEFTOVER.fullmatch(path.name)]
         for path in self._whole()[: -self._keep] + leftovers:
             shutil.rmtree(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
@@ -25,18 +25,23 @@ def sentence(error: BaseException) -> str:
     return " ".join(text.split())
 
 
+def say(text: str) -> None:
+    """Write a line to stderr, in the name of the program."""
+    typer.echo(f"infinity: {text}", err=True)
+
+
 @contextmanager
-def plain_failures(debug: bool) -> Iterator[None]:
-    """Turn an expected failure inside into one line on stderr and exit status 1; with `debug` let it pass as it is."""
+def plain_failures(debug: bool, say: Callable[[str], None] = say) -> Iterator[None]:
+    """Turn an expected failure inside into one line, by `say`, and exit status 1; with `debug` let it pass as it is."""
     try:
         yield
     except KeyboardInterrupt as error:
-        typer.echo("infinity: interrupted", err=True)
+        say("interrupted")
         raise typer.Exit(128 + error.args[0] if error.args else INTERRUPTED) from None
     except (InfinityError, ValueError, OSError) as error:
         if debug:
             raise
-        typer.echo(f"infinity: {sentence(error)}", err=True)
+        say(sentence(error))
         raise typer.Exit(1) from None
 
 

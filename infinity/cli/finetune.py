@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import typer
 
 from infinity.cli import options as o
-from infinity.cli.failure import plain_failures, require_extras
-from infinity.cli.progress import Progress, print_summary
+from infinity.cli.failure import require_extras
+from infinity.cli.progress import Progress, Silence, print_summary
+from infinity.cli.ranks import joined
 
 
 def finetune(
@@ -21,6 +23,7 @@ def finetune(
     nvme: o.Nvme = None,
     gpu_memory: o.GpuMemory = 1 << 30,
     cpu_memory: o.CpuMemory = 2 << 30,
+    nvme_memory: o.NvmeMemory = None,
     nvme_shares: o.NvmeShares = "measured",
     cache: o.Cache = "auto",
     parameters: o.Parameters = "nvme",
@@ -53,21 +56,26 @@ def finetune(
     as_json: o.AsJson = False,
     debug: o.Debug = False,
 ) -> None:
-    """Fine-tune a causal language model with parameters and optimizer states on NVMe, CPU or GPU."""
+    """Fine-tune a causal language model with parameters and optimizer states on NVMe, CPU or GPU.
+
+    On many ranks: torchrun --nproc-per-node N -m infinity finetune ... shards the model over them. The batch size is that of all
+    ranks together, host memory and NVMe are those of a node, and each rank works in a directory of its own below every --nvme.
+    """
     values: dict[str, Any] = {**locals()}
     for name in ("as_json", "debug"):
         del values[name]
     values |= {"nvme": tuple(nvme or ()), "warmup": steps // 10 if warmup is None else warmup}
-    with plain_failures(debug):
+    with joined(debug) as world:
         require_extras("transformers", *(["matplotlib"] if output and report else []))
         from infinity.cli.job import Job
 
         job = Job(**values)
-        with Progress(steps) as progress:
-            summary = job.run(progress)
-        if as_json:
+        with Progress(steps, "" if world.size == 1 else "rank 0: ") if world.is_first else nullcontext(Silence()) as progress:
+            summary = job.run(progress, world)
+        if world.is_first and as_json:
             typer.echo(json.dumps(summary, allow_nan=False))
-        else:
+        elif world.is_first:
             print_summary(summary)
+        world.wait()  # an exit status other than 0 makes torchrun end the other ranks, the one that writes among them
         if summary["signal"] is not None:
             raise typer.Exit(128 + summary["signal"])

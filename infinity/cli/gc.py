@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -12,12 +13,14 @@ import typer
 
 from infinity.cli.bench.workspace import leftovers, remove
 from infinity.cli.failure import plain_failures
+from infinity.cli.ranks import rank_directories
 from infinity.tiers.nvme import LOCK_NAME, STATES_NAME, lock_directory
 from infinity.units import format_bytes
 
 
 def collect(directory: Path) -> dict[str, int]:
-    """Remove the leftovers of a dead run from `directory`; returns the removed paths with their bytes on disk.
+    """Remove the leftovers of a dead run from `directory`, and from those of its ranks there; returns the removed paths with
+    their bytes on disk.
 
     Raises `PathInUseError` while a live process trains or measures there, `ConfigError` when the folder of a benchmark holds
     something else, and `NotADirectoryError` for a path that is none.
@@ -29,15 +32,20 @@ def collect(directory: Path) -> dict[str, int]:
         raise ValueError(f"{lock} is a link, which no run makes; remove it yourself")
     benchmark = leftovers(directory)
     found = {str(path): path.lstat().st_blocks * 512 for path in (states, *benchmark, lock) if os.path.lexists(path)}
-    if not found:
-        return {}
-    descriptor = lock_directory(directory)
-    try:
-        states.unlink(missing_ok=True)
-        remove(benchmark)
-        lock.unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
+    if found:
+        descriptor = lock_directory(directory)
+        try:
+            states.unlink(missing_ok=True)
+            remove(benchmark)
+            lock.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+    for own in rank_directories(directory):
+        left = collect(own)
+        found |= left
+        if left:
+            with contextlib.suppress(OSError):  # somebody else's files are in it
+                own.rmdir()
     return found
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,14 +82,64 @@ def limits(report: Report) -> dict[str, int]:
     return limited
 
 
-def summarize(model: str, history: History, report: Report, output: Path | None, files: dict[str, str]) -> dict[str, Any]:
-    """The run in one JSON-ready object; times in seconds, sizes in bytes. `files` names what was written beside."""
+def budget_of_a_rank(summary: dict[str, Any], tier: str) -> int | None:
+    """What one rank may use of `tier`, in bytes, by a summary; None without a limit."""
+    budget: int | None = summary["memory"][tier]["budget"]
+    return budget and budget // shared_by(tier, summary["ranks_per_node"])
+
+
+def budget_text(summary: dict[str, Any], tier: str, before: str) -> str:
+    """The budget of a rank on `tier`, after `before`, and if it is a part, of what; nothing when there is no budget.
+
+    With 1 GiB of host memory for two ranks: " of 512 MiB (1 GiB for the 2 ranks of a node)".
+    """
+    budget, own, sharing = summary["memory"][tier]["budget"], budget_of_a_rank(summary, tier), summary["ranks_per_node"]
+    if not own:
+        return ""
+    whole = f" ({format_bytes(budget)} for the {sharing} ranks of a node)" if own != budget else ""
+    return f"{before}{format_bytes(own)}{whole}"
+
+
+def shared_by(tier: str, per_node: int) -> int:
+    """How many of `per_node` ranks share the budget of `tier`: each has a compute device of its own."""
+    return 1 if tier == "gpu" else per_node
+
+
+def combine(reports: Sequence[Report], per_node: int) -> Report:
+    """What all ranks did, given the report of each, in the order of the ranks: bytes moved and kept are summed, a peak is the
+    highest of any rank, a budget is that of a node with `per_node` ranks, and times and counts are those of the first rank.
+    """
+    if len(reports) == 1:
+        return reports[0]
+    first = reports[0]
+    sums = ("read_per_parameter", "written_per_parameter", "planned_read_per_parameter", "planned_written_per_parameter")
+    summed = {name: sum(getattr(report, name) for report in reports) for name in (*sums, "cached", "on_nvme")}
+    peaks = {tier: max(report.peaks[tier] for report in reports) for tier in first.peaks}
+    budgets = {tier: budget * shared_by(tier, per_node) for tier, budget in limits(first).items()}
+    return replace(first, peaks=peaks, budgets=budgets, **summed)
+
+
+def summarize(
+    model: str,
+    history: History,
+    report: Report,
+    output: Path | None,
+    files: dict[str, str],
+    ranks: int = 1,
+    per_node: int = 1,
+) -> dict[str, Any]:
+    """The run of `ranks` ranks, `per_node` of them on each node, in one JSON-ready object; times in seconds, sizes in bytes.
+
+    `files` names what was written beside. A peak is that of a rank, a budget that of the ranks that share it (`shared_by`).
+    """
     worst = sorted(report.waits.items(), key=lambda item: -item[1])[:WORST_WAITS]
     budgets = limits(report)
     last = history.validations[-1] if history.validations else None
     return {
         "model": model,
         "parameters": report.parameters,
+        "ranks": ranks,
+        "ranks_per_node": per_node,
         "steps": len(history.steps),
         "steps_skipped": report.skipped_steps,
         "loss_scale": history.steps[-1].loss_scale if history.steps else None,

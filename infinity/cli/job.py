@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,13 +12,15 @@ import torch
 
 from infinity.cli.checkpoints import Checkpoints
 from infinity.cli.data import load_windows
-from infinity.cli.history import History, summarize
+from infinity.cli.history import History, combine, summarize
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.models import ModelSource, find_model
 from infinity.cli.output import prepare_output, save_model
+from infinity.cli.ranks import ALONE, World
 from infinity.cli.tokenizer import Tokenizer, load_tokenizer
 from infinity.cli.training import Engine, Schedule, Trainer, Watcher
 from infinity.config import Config, Tier
+from infinity.errors import BudgetError
 
 log = logging.getLogger("infinity")
 
@@ -37,7 +40,7 @@ class Display(Watcher, Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """The options of one run, as `infinity finetune` takes them; sizes in bytes."""
+    """The options of one run, as `infinity finetune` takes them; sizes in bytes. All ranks have the same."""
 
     model: str
     checkpoint_activations: bool
@@ -47,6 +50,7 @@ class Job:
     nvme: tuple[Path, ...]
     gpu_memory: int
     cpu_memory: int
+    nvme_memory: int | None
     nvme_shares: Any
     cache: Any
     parameters: Tier
@@ -77,8 +81,8 @@ class Job:
     overwrite: bool
     report: bool
 
-    def config(self) -> Config:
-        """The engine's configuration; raises `ValueError` when a state is on nvme and no directory is given."""
+    def config(self, world: World = ALONE) -> Config:
+        """The configuration of this rank's engine; raises `ValueError` when a state is on nvme and no directory is given."""
         states = ("parameters", "optimizer", "gradients")
         on_nvme = [state for state in states if getattr(self, state) == "nvme"]
         if on_nvme and not self.nvme:
@@ -87,9 +91,10 @@ class Job:
                 f"or keep them in memory with {' '.join(f'--{state} cpu' for state in on_nvme)}"
             )
         return Config(
-            nvme=self.nvme,
+            nvme=world.directories(self.nvme),
             gpu_memory=self.gpu_memory,
-            cpu_memory=self.cpu_memory,
+            cpu_memory=world.share(self.cpu_memory),
+            nvme_memory=None if self.nvme_memory is None else world.share(self.nvme_memory),
             nvme_shares=self.nvme_shares,
             cache=self.cache,
             parameters=self.parameters,
@@ -101,6 +106,7 @@ class Job:
             update=self.update,
             delayed_after=self.delayed_after,
             io_engine=self.io_engine,
+            threads=world.threads(),
         )
 
     def schedule(self) -> Schedule:
@@ -115,60 +121,68 @@ class Job:
             vertical=self.accumulation_order == "vertical",
         )
 
-    def run(self, display: Display) -> dict[str, Any]:
-        """Train and write the output; returns the summary (see `summarize`).
+    def run(self, display: Display, world: World = ALONE) -> dict[str, Any]:
+        """Train and write the output; returns the summary (see `summarize`). Every rank of `world` runs it, the first one writes.
 
         Everything that can be refused is refused before the model is built.
         """
-        config = self.config()
+        world.check_batch(self.batch_size)
+        config = self.config(world)
         if self.data is not None and not self.data.exists():
             raise FileNotFoundError(f"--data {self.data} does not exist")
-        checkpoints, last = self._checkpoints(display)
+        checkpoints, last = self._checkpoints(display, world)
         display.phase("model")
         source = find_model(self.model, self.precision)
         source.check_length(self.sequence_length)
         if self.output is not None:
-            prepare_output(self.output, source.directory, self.overwrite or last is not None)  # our own, cut off
+            output, overwrite = self.output, self.overwrite or last is not None  # our own, cut off
+            world.from_first(lambda: prepare_output(output, source.directory, overwrite))
         display.phase("data")
         tokenizer = load_tokenizer(source.directory, source.config.vocab_size)
         windows = load_windows(self.data, tokenizer, self.sequence_length, self.seed)
         display.phase("weights")
-        torch.manual_seed(self.seed)
-        model, engine, optimizer, device = assemble(self, source, config)
-        try:
-            display.attach(engine)
-            parts = Parts(model, engine, optimizer, device)
-            trainer = Trainer(model, engine, optimizer, windows, self.schedule(), device, checkpoints)
-            if last is not None:
-                trainer.resume(last)
-            return self._train(display, tokenizer, trainer, parts)
-        finally:
-            engine.close()
+        with world.made(self.nvme):
+            torch.manual_seed(self.seed)
+            model, engine, optimizer, device = assemble(self, source, config, world)
+            try:
+                display.attach(engine)
+                world.seed(self.seed)
+                parts = Parts(model, engine, optimizer, device)
+                trainer = Trainer(model, engine, optimizer, windows, self.schedule(), device, checkpoints, world)
+                if last is not None:
+                    trainer.resume(last)
+                return self._train(display, tokenizer, trainer, parts, world)
+            finally:
+                engine.close()
 
-    def _checkpoints(self, display: Display) -> tuple[Checkpoints | None, Path | None]:
+    def _checkpoints(self, display: Display, world: World) -> tuple[Checkpoints | None, Path | None]:
         """Where to save, and what to go on from."""
         if self.checkpoint is None:
             if self.resume:
                 raise ValueError("--resume needs --checkpoint DIR, the directory of the run that it goes on with")
             return None, None
-        checkpoints = Checkpoints(self.checkpoint, self.checkpoint_every, self.keep_checkpoints)
-        last = checkpoints.prepare(self.resume)
+        checkpoints = Checkpoints(self.checkpoint, self.checkpoint_every, self.keep_checkpoints, prunes=world.is_first)
+        last = world.from_first(lambda: checkpoints.prepare(self.resume))
         if last is not None:
             display.note(f"going on from {last}")
         elif self.resume:
             display.note(f"no checkpoint in {self.checkpoint} yet: training starts from the beginning")
         return checkpoints, last
 
-    def _train(self, display: Display, tokenizer: Tokenizer, trainer: Trainer, parts: Parts) -> dict[str, Any]:
+    def _train(self, display: Display, tokenizer: Tokenizer, trainer: Trainer, parts: Parts, world: World) -> dict[str, Any]:
         with Interrupt() as interrupt:
             display.phase("training")
             history = trainer.train(interrupt, display)
-            report = parts.engine.report()
+            report = combine(world.gather(parts.engine.report()), world.local_size)
             if self.output is not None:
                 display.phase("saving")
-                save_model(self.output, parts.model, parts.engine.weights(), tokenizer)
-        summary = summarize(self.model, history, report, self.output, {})
-        if self.output is not None and self.report:
+                weights = parts.engine.weights()
+                if world.is_first:
+                    save_model(self.output, parts.model, weights, tokenizer)
+                else:
+                    deque(weights, maxlen=0)  # brings this rank's parts
+        summary = summarize(self.model, history, report, self.output, {}, world.size, world.local_size)
+        if self.output is not None and self.report and world.is_first:
             display.phase("report")
             summary |= self._write_report(self.output, history, parts.engine, summary)
         return summary
@@ -195,7 +209,7 @@ class Parts:
 
 
 def assemble(
-    job: Job, source: ModelSource, config: Config
+    job: Job, source: ModelSource, config: Config, world: World
 ) -> tuple[torch.nn.Module, Engine, torch.optim.Optimizer, torch.device]:
     """Build the model without memory, stream its weights into the tiers, and give it an optimizer."""
     import infinity
@@ -203,13 +217,21 @@ def assemble(
     with infinity.init():
         model = source.build(job.checkpoint_activations)
     try:
-        model = infinity.wrap(model, config, weights=source.directory, seed=job.seed)
+        model = infinity.wrap(model, config, weights=source.directory, seed=job.seed, group=world.group)
     except infinity.WeightsError:  # another model, or files of an older layout, which transformers converts as it loads them
         whole = source.load_whole(job.checkpoint_activations)
         if whole is None:
             raise
         log.warning("%s is of an older layout: it is loaded whole into host memory before it moves to its tiers", source.name)
-        model = infinity.wrap(whole, config)
+        model = infinity.wrap(whole, config, group=world.group)
+    except BudgetError as error:
+        shared = [option for option in ("cpu_memory", "nvme_memory") if str(error).startswith(option)]
+        if world.local_size == 1 or not shared:
+            raise
+        option = f"--{shared[0].replace('_', '-')}"
+        raise BudgetError(
+            f"{error}; that is of one rank, and {option} is divided among the {world.local_size} of a node"
+        ) from None
     engine: Engine = infinity.engine(model)
     try:
         optimizer = infinity.AdamW(

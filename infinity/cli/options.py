@@ -65,13 +65,29 @@ GpuMemory = Annotated[
         parser=parse_size,
         metavar="BYTES",
         show_default="1GiB",
-        help="Budget on the compute device (RAM where there is no GPU).",
+        help="Budget on the compute device of each rank (RAM where there is no GPU).",
         rich_help_panel=_TIERS,
     ),
 ]
 CpuMemory = Annotated[
     int,
-    typer.Option(parser=parse_size, metavar="BYTES", show_default="2GiB", help="Budget in host memory.", rich_help_panel=_TIERS),
+    typer.Option(
+        parser=parse_size,
+        metavar="BYTES",
+        show_default="2GiB",
+        help="Budget in host memory, of all ranks of a node together.",
+        rich_help_panel=_TIERS,
+    ),
+]
+NvmeMemory = Annotated[
+    int | None,
+    typer.Option(
+        parser=parse_size,
+        metavar="BYTES",
+        show_default="what is free",
+        help="Budget on NVMe, over all --nvme, of all ranks of a node together.",
+        rich_help_panel=_TIERS,
+    ),
 ]
 NvmeShares = Annotated[
     Any,
@@ -122,7 +138,9 @@ IoEngine = Annotated[
 ]
 
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps.", rich_help_panel=_TRAINING)]
-BatchSize = Annotated[int, typer.Option(min=1, help="Windows per forward pass.", rich_help_panel=_TRAINING)]
+BatchSize = Annotated[
+    int, typer.Option(min=1, help="Windows per forward pass, of all ranks together.", rich_help_panel=_TRAINING)
+]
 Accumulate = Annotated[int, typer.Option(min=1, help="Forward passes per optimizer step.", rich_help_panel=_TRAINING)]
 AccumulationOrder = Annotated[
     Literal["horizontal", "vertical"],

@@ -10,7 +10,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
-from infinity.cli.history import TIERS, History, cached_text, format_seconds, limits
+from infinity.cli.history import TIERS, History, budget_text, cached_text, format_seconds, limits
 from infinity.units import format_bytes
 
 if TYPE_CHECKING:
@@ -21,10 +21,11 @@ LINES = 20
 
 
 class Progress:
-    """A progress bar with loss, speed and the three tiers; plain lines where stderr is not a terminal."""
+    """A progress bar with loss, speed and the three tiers (`whose` they are, if not all); plain lines where stderr is not a
+    terminal."""
 
-    def __init__(self, steps: int) -> None:
-        self._console = Console(stderr=True)
+    def __init__(self, steps: int, whose: str = "") -> None:
+        self._console, self._whose = Console(stderr=True), whose
         self._steps = steps
         self._engine: Engine | None = None
         self._budgets: dict[str, int] = {}
@@ -77,11 +78,30 @@ class Progress:
         if self._engine is None:
             return ""
         used, budgets = self._engine.memory(), self._budgets
-        return "  ".join(
+        return self._whose + "  ".join(
             f"{tier} {format_bytes(used[tier])}" + (f"/{format_bytes(budgets[tier])}" if budgets.get(tier) else "")
             for tier in TIERS
             if tier in used
         )
+
+
+class Silence:
+    """What the ranks show that do not speak."""
+
+    def phase(self, text: str) -> None:
+        """Nothing."""
+
+    def attach(self, engine: Engine) -> None:
+        """Nothing."""
+
+    def stepped(self, history: History) -> None:
+        """Nothing."""
+
+    def validated(self, history: History) -> None:
+        """Nothing."""
+
+    def note(self, text: str) -> None:
+        """Nothing."""
 
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -91,8 +111,10 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         return "-" if value is None else format(value, form)
 
     loss, nvme, seconds = summary["loss"], summary["nvme_bytes_per_parameter_per_step"], summary["seconds"]
+    ranks = summary["ranks"]
     rows = [
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters"),
+        *([("ranks", f"{ranks}; bytes moved are of all, a peak is that of one rank, times are of rank 0")] if ranks > 1 else []),
         ("steps", str(summary["steps"]) + (" (interrupted)" if summary["signal"] is not None else "")),
         ("loss, first to last", f"{number(loss['first'])} to {number(loss['last'])}"),
         ("validation loss", number(loss["validation"])),
@@ -109,8 +131,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     rows += [(f"time: {cause}", format_seconds(spent)) for cause, spent in seconds.items()]
     rows += [(f"waited for {wait['unit']}", format_seconds(wait["seconds"])) for wait in summary["worst_waits"]]
     for tier, memory in summary["memory"].items():
-        budget = f" of {format_bytes(memory['budget'])}" if memory["budget"] else ""
-        rows.append((f"peak {tier}", f"{format_bytes(memory['peak'])}{budget}"))
+        rows.append((f"peak {tier}", format_bytes(memory["peak"]) + budget_text(summary, tier, " of ")))
     if summary["cached"]["of"]:
         rows.append(("cached in host memory", cached_text(summary["cached"])))
     rows += [(name, summary[name]) for name in ("output", "report", "trace") if summary.get(name)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.figures import loss_figure, tiers_figure, timeline_figure
-from infinity.cli.history import History, cached_text, format_seconds
+from infinity.cli.history import History, budget_of_a_rank, budget_text, cached_text, format_seconds
 from infinity.cli.output import write_file
 from infinity.cli.page import card, page, section
 from infinity.observe import Span
@@ -35,8 +35,9 @@ def _cards(summary: dict[str, Any]) -> str:
     ]
     peaks = []
     for tier, memory in summary["memory"].items():
-        budget = f"budget {format_bytes(memory['budget'])}" if memory["budget"] else "no limit was set"
-        peaks.append(card(f"Peak on {tier}", format_bytes(memory["peak"]), budget))
+        of = ", the highest of a rank" if summary["ranks"] > 1 else ""
+        budget = budget_text(summary, tier, "budget ") or "no limit was set"
+        peaks.append(card(f"Peak on {tier}{of}", format_bytes(memory["peak"]), budget))
     if summary["cached"]["of"]:
         peaks.append(card("Cached in host memory", cached_text(summary["cached"]), "of what lives on NVMe: it never moves"))
     return "".join(f'<div class="cards">{"".join(row)}</div>' for row in (cards, peaks) if row)
@@ -58,12 +59,14 @@ def render_report(summary: dict[str, Any], history: History, spans: Sequence[Spa
     count = summary["steps"]
     steps = f"{count} step{'' if count == 1 else 's'}"
     ended = '<p class="warn">The run was interrupted; this is its state at the last finished step.</p>'
-    budgets = {tier: memory["budget"] for tier, memory in summary["memory"].items() if memory["budget"]}
+    ranks = summary["ranks"]
+    many = f" on {ranks} ranks; what follows over time is that of rank 0" if ranks > 1 else ""
+    budgets = {tier: budget for tier in summary["memory"] if (budget := budget_of_a_rank(summary, tier))}
     time_table = _bars(summary["seconds"].items())
     waits = _bars((wait["unit"], wait["seconds"]) for wait in summary["worst_waits"]) if summary["worst_waits"] else ""
     parts = [
         f"<header><h1>{escape(summary['model'])}</h1><p>{summary['parameters']:,} parameters, {steps} of "
-        f"{history.tokens_per_step:,} tokens</p>{ended if summary['signal'] is not None else ''}</header>",
+        f"{history.tokens_per_step:,} tokens{many}</p>{ended if summary['signal'] is not None else ''}</header>",
         _cards(summary),
         section("Loss and learning rate", "", loss_figure(history)),
         section(

@@ -17,6 +17,7 @@ from infinity.cli.checkpoints import Checkpoints, Saver
 from infinity.cli.data import Windows
 from infinity.cli.history import History, Step, Validation
 from infinity.cli.interrupt import Interrupt
+from infinity.cli.ranks import ALONE, World
 from infinity.cli.sampler import Sampler
 from infinity.errors import InfinityError
 from infinity.observe import Recorder, Report
@@ -54,6 +55,7 @@ class Schedule:
 
     steps: int
     batch_size: int
+    """Windows per forward pass, of all ranks together."""
     accumulate: int
     warmup: int
     eval_every: int
@@ -72,7 +74,10 @@ def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
 
 
 class Trainer:
-    """Trains `model` on `windows`; owns the `History` of the run and nothing else. One thread."""
+    """Trains `model` on `windows`; owns the `History` of the run and nothing else. One thread.
+
+    Of several ranks each trains on its part of every batch, and all have the same losses.
+    """
 
     def __init__(
         self,
@@ -83,6 +88,7 @@ class Trainer:
         schedule: Schedule,
         device: torch.device,
         checkpoints: Checkpoints | None = None,
+        world: World = ALONE,
     ) -> None:
         self.model, self.engine, self.optimizer = model, engine, optimizer
         self.windows, self.schedule, self.device = windows, schedule, device
@@ -91,7 +97,7 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, schedule.steps, schedule.warmup)
         )
-        self._checkpoints = checkpoints
+        self._checkpoints, self._world = checkpoints, world
 
     def train(self, interrupt: Interrupt, watcher: Watcher) -> History:
         """Run the schedule, or until `interrupt` has noted a signal; returns the history.
@@ -110,13 +116,15 @@ class Trainer:
             self.history.steps.append(self._step(number, list(itertools.islice(batches, plan.accumulate))))
             self.scheduler.step()
             watcher.stepped(self.history)
-            last = number == plan.steps
-            if interrupt.signal is None and (last or (plan.eval_every and number % plan.eval_every == 0)):
+            last, signal = number == plan.steps, self._world.agree(interrupt.signal)
+            if signal is None and (last or (plan.eval_every and number % plan.eval_every == 0)):
                 self._validate(number, interrupt, watcher)
-            if self._checkpoints is not None and (last or interrupt.signal is not None or self._checkpoints.is_due(number)):
+                signal = self._world.agree(interrupt.signal)
+            if self._checkpoints is not None and (last or signal is not None or self._checkpoints.is_due(number)):
                 self._checkpoints.save(self.engine, self.optimizer, number, self._state())
-            if interrupt.signal is not None:
-                self.history.signal = interrupt.signal
+                signal = self._world.agree(interrupt.signal)
+            if signal is not None:
+                self.history.signal = signal
                 break
 
     def resume(self, checkpoint: Path) -> None:
@@ -132,9 +140,12 @@ class Trainer:
                     "start anew with another --checkpoint"
                 )
         self.scheduler.load_state_dict(state["scheduler"])
-        torch.set_rng_state(state["rng"])
-        if self.device.type != "cpu":
-            torch.get_device_module(self.device).set_rng_state(state["device_rng"], self.device)
+        if state.get("rank", 0) != self._world.rank:  # the number of ranks was another one: that of the first is all there is
+            self._world.seed(self.windows.seed, len(state["steps"]))
+        else:
+            torch.set_rng_state(state["rng"])
+            if self.device.type != "cpu":
+                torch.get_device_module(self.device).set_rng_state(state["device_rng"], self.device)
         self.history.validations = [Validation(*values) for values in state["validations"]]
         steps = [Step(*values) for values in state["steps"]]
         shift = time.perf_counter() - steps[-1].end  # as if they had just been made
@@ -145,6 +156,7 @@ class Trainer:
         state = {
             "fixed": self._fixed(),
             "scheduler": self.scheduler.state_dict(),
+            "rank": self._world.rank,
             "rng": torch.get_rng_state(),
             "steps": [tuple(step) for step in self.history.steps],
             "validations": [tuple(validation) for validation in self.history.validations],
@@ -170,7 +182,8 @@ class Trainer:
         start = time.perf_counter()
         rate = float(self.optimizer.param_groups[0]["lr"])
         scaler = getattr(self.optimizer, "loss_scaler", None)
-        total = sum(loss.item() / len(batches) for loss in self._backward(batches, scaler is not None))
+        parts = [self._world.part(batch) for batch in batches]
+        total = self._world.mean(sum(loss.item() / len(parts) for loss in self._backward(parts, scaler is not None)))
         if not math.isfinite(total):
             raise InfinityError(
                 f"the loss became {total} at step {number}; try a lower --lr than {self.optimizer.defaults['lr']:g}, "
@@ -207,11 +220,14 @@ class Trainer:
         total = tokens = 0.0
         with torch.no_grad():
             for batch in self.windows.validation_batches(self.schedule.batch_size, self.schedule.eval_batches):
-                if interrupt.signal is not None:
+                if self._world.agree(interrupt.signal) is not None:
                     break
-                total += self._loss(batch).item() * batch.size
-                tokens += batch.size
+                part = self._world.part(batch)
+                loss = self._loss(part if len(part) else batch[:1]).item()  # all run the model, for all hold parts of it
+                total += loss * part.size
+                tokens += part.size
         self.model.train()
-        if interrupt.signal is None:
+        if self._world.agree(interrupt.signal) is None:
+            total, tokens = (math.fsum(values) for values in zip(*self._world.gather((total, tokens)), strict=True))
             self.history.validations.append(Validation(step, total / tokens))
             watcher.validated(self.history)
