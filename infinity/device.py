@@ -18,7 +18,8 @@ import hashlib
 import mmap
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,6 +90,18 @@ def zero_alone(target: torch.Tensor) -> None:
     target.view(torch.uint8).numpy().fill(0)
 
 
+def add_alone(target: torch.Tensor, source: torch.Tensor) -> None:
+    """`target.add_(source)` on this thread alone, for contiguous host tensors (n,) of one dtype; the same bits."""
+    for part, values in zip(target.split(ALONE_ELEMENTS), source.split(ALONE_ELEMENTS), strict=True):
+        part.add_(values)
+
+
+def divide_alone(target: torch.Tensor, divisor: int) -> None:
+    """`target.div_(divisor)` for a contiguous tensor (n,), on this thread alone where it is on the host; the same bits."""
+    for part in target.split(ALONE_ELEMENTS) if target.device.type == "cpu" else (target,):
+        part.div_(divisor)
+
+
 class HostMemory:
     """`nbytes` of host memory on huge pages where the kernel gives them, touched once so that no page fault comes later.
 
@@ -121,7 +134,7 @@ class ComputeDevice:
         self.torch = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
         self.shares_host = not use_cuda
         self._host: list[HostMemory] = []
-        self._streams: list[Any] = [torch.cuda.Stream(self.torch) for _ in range(2)] if use_cuda else []
+        self._streams: list[Any] = [torch.cuda.Stream(self.torch) for _ in range(3)] if use_cuda else []
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of host memory, pinned when the device is not the CPU; freed by `close`."""
@@ -168,6 +181,22 @@ class ComputeDevice:
             return lambda: None
         stream = torch.cuda.current_stream(self.torch)
         return lambda: torch.cuda.set_stream(stream)
+
+    def mark(self) -> Any:
+        """The end of what is queued on the caller's stream now, for `aside`; None where nothing is ever queued."""
+        return None if self.shares_host else torch.cuda.current_stream(self.torch).record_event()
+
+    @contextmanager
+    def aside(self, after: Any) -> Iterator[None]:
+        """Queue what is inside on the stream of collectives, after the mark `after`; return when all of it has ended."""
+        if self.shares_host:
+            yield
+            return
+        stream = self._streams[2]
+        with torch.cuda.device(self.torch), torch.cuda.stream(stream):
+            stream.wait_event(after)
+            yield
+            stream.synchronize()
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy host `source` to compute `target` (same dtype and shape) and return when it is there."""

@@ -35,6 +35,7 @@ from infinity.optim.step import Surroundings, Updater
 from infinity.plan.planner import Foresight, Traffic, UnitCost, predict
 from infinity.plan.runtime import Runtime
 from infinity.sharding import collectives
+from infinity.sharding.exchange import Exchange
 from infinity.sharding.ranks import Ranks, find_ranks
 from infinity.sharding.unit import GradientBuffer, Unit
 from infinity.tiers.block import Kind
@@ -85,6 +86,8 @@ class Engine:
             self._store = Store(config, self._device, self.recorder)
             undo.callback(self._store.close)
             self._open_store(model, users, ranks)
+            if self._exchange is not None:
+                undo.callback(self._exchange.close)
             fill_units(model, self._units, {id(m._parameters[name]) for m, name, _ in replaced}, values, seed)
             undo.pop_all()
         for module in model.modules():
@@ -120,11 +123,15 @@ class Engine:
         through_buffer = ranks.number > 1 or self.config.gradients == "nvme" or not self._device.shares_host
         through_buffer &= not self._units[0].reduces_late  # the gradients' home is the whole buffer
         buffer_bytes = max((u.gradient_nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
-        self._store.open(_concurrent_bytes(model, users), buffer_bytes)
-        self._buffer = GradientBuffer(self._store.reserve("gpu", buffer_bytes).tensor) if buffer_bytes else None
-        calls = collectives.Calls()
+        concurrent = _concurrent_bytes(model, users)
+        # A second buffer is collected into while the first one is reduced; a budget that has no room for it works without.
+        buffers = 2 if ranks.number > 1 and self._store.fits(concurrent, 2 * buffer_bytes) else 1
+        self._store.open(concurrent, buffers * buffer_bytes)
+        memory = self._store.reserve("gpu", buffers * buffer_bytes).tensor if buffer_bytes else None
+        self._buffer = None if memory is None else GradientBuffer(memory, buffers)
+        self._exchange = Exchange(ranks, self._device, self._store, self.recorder) if ranks.number > 1 else None
         for unit in self._units:
-            unit.bind(self._device.torch, self._buffer, calls)
+            unit.bind(self._device.torch, self._buffer, self._exchange)
 
     def _locate(self, address: int) -> tuple[Unit, int] | None:
         found = self._store.block_at(address)
@@ -241,7 +248,13 @@ class Engine:
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         if not all(isinstance(each, Optimizer) and each.updater is self._updater for each in optimizers):
             raise ConfigError("a checkpoint takes optimizers of infinity for the parameters of this model")
-        return State(self._units, dict(persistent_buffers(self.model)), optimizers, self._updater.drain)
+        return State(self._units, dict(persistent_buffers(self.model)), optimizers, self._rest)
+
+    def _rest(self) -> None:
+        """Return when nothing is under way, so that others may read and write states and join collectives."""
+        self._updater.drain()
+        if self._exchange is not None:
+            self._exchange.rest()
 
     # Observation and the end
 
@@ -306,6 +319,9 @@ class Engine:
         waits = self.recorder.seconds("wait nvme")
         for_adam = sum(self.recorder.seconds("wait adam").values())
         model = sum(self.recorder.seconds("model").values())
+        for_ranks = {}
+        if self._exchange is not None:
+            for_ranks = {lane: sum(self.recorder.seconds(lane).values()) for lane in ("wait collective", "collective")}
         config, counters = self.config, self.recorder.counters()
         cached, on_nvme = self._store.cached()
         return Report(
@@ -316,11 +332,12 @@ class Engine:
             planned_read_per_parameter=planned.read / count,
             planned_written_per_parameter=planned.update_written / count,
             seconds={
-                "compute": model - sum(waits.values()) - for_adam,
+                "compute": model - sum(waits.values()) - for_adam - for_ranks.get("wait collective", 0.0),
                 "wait nvme": sum(waits.values()),
                 "wait adam": for_adam,
                 "adam": sum(self.recorder.seconds("adam").values()),
-            },
+            }
+            | for_ranks,
             updates_kept=counters.get("updates kept", 0),
             updates_replayed=counters.get("updates replayed", 0),
             skipped_steps=self._updater.skipped_steps,
@@ -382,6 +399,8 @@ def _shut_down(process: int, hooks: Hooks, updater: Updater, store: Store, units
         stack.callback(store.close)
         for unit in units:
             stack.callback(unit.close)
+        if units[0].exchange is not None:  # may be in the middle of a gather, into memory of the store
+            stack.callback(units[0].exchange.close)
         stack.callback(hooks.close)
         stack.callback(updater.close)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-LANES = ("model", "compute", "wait nvme", "wait adam", "nvme read", "nvme write", "adam")
+LANES = ("model", "compute", "wait nvme", "wait adam", "wait collective", "nvme read", "nvme write", "adam", "collective")
 MOST_SPANS = 200_000
 
 
@@ -95,7 +95,8 @@ class Report:
     """What the planner states for the same step."""
     planned_written_per_parameter: float
     seconds: dict[str, float]
-    """Total per cause: "compute", "wait nvme", "wait adam", "adam" (the last runs beside the others)."""
+    """Total per cause: "compute", "wait nvme", "wait adam", "adam" (the last runs beside the others); with several ranks also
+    "wait collective" (for the other ranks, when this one's shard was there) and "collective" (beside the others)."""
     updates_kept: int
     """Unit updates that began in backward and were what their step asked for, since the start."""
     updates_replayed: int

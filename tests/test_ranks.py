@@ -210,14 +210,14 @@ def serve(directory: Path, rank: int) -> None:
 class Group:
     """The processes of all ranks, and a queue of what each says; `close` ends them however they are."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, program: str = __file__) -> None:
         environment = os.environ | {"PYTHONPATH": str(Path(infinity.__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
         self.said: list[queue.SimpleQueue[str]] = [queue.SimpleQueue() for _ in range(RANKS)]
         self.processes: list[subprocess.Popen[str]] = []
         self.listeners: list[threading.Thread] = []
         for rank in range(RANKS):
             with (directory / f"errors{rank}.txt").open("w") as errors:
-                command = [sys.executable, __file__, str(directory), str(rank)]
+                command = [sys.executable, program, str(directory), str(rank)]
                 process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
                 )
@@ -244,10 +244,12 @@ class Group:
                 found.append("hangs")
         return found
 
-    def do(self, task: Task, where: Path) -> list[str]:
+    def do(self, task: Any, where: Path) -> list[str]:
         for process in self.processes:
             assert process.stdin is not None
-            process.stdin.write(json.dumps([str(where), dataclasses.asdict(task)]) + "\n")
+            process.stdin.write(
+                json.dumps([str(where), dataclasses.asdict(task) if dataclasses.is_dataclass(task) else task]) + "\n"
+            )
             process.stdin.flush()
         return self.answers()
 

@@ -18,7 +18,8 @@ _LABEL_SHARE = 0.05
 _BUDGET_SHARE = 0.2
 """A budget is drawn where at least this share of it is in use; else it would flatten the curve."""
 _LANE_COLORS = {
-    "compute": BLUE, "wait nvme": RED, "wait adam": BROWN, "nvme read": TEAL, "nvme write": ORANGE, "adam": PURPLE,
+    "compute": BLUE, "wait nvme": RED, "wait adam": BROWN, "wait collective": GREY, "nvme read": TEAL, "nvme write": ORANGE,
+    "adam": PURPLE, "collective": INK,
 }  # fmt: skip
 _TIER_COLORS = {"gpu": BLUE, "cpu": PURPLE, "nvme": TEAL}
 

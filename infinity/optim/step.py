@@ -25,15 +25,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
-from torch.distributed import ProcessGroup
-
 from infinity.errors import ConfigError, InfinityError
 from infinity.observe import Meter, Recorder
 from infinity.optim.kernels import Kernels, Segment, nonfinite_gradients, squared_gradient_norm
 from infinity.optim.pipeline import Job, Pipeline, UnitUpdate
 from infinity.plan.planner import Foresight
 from infinity.sharding import collectives
-from infinity.sharding.unit import ALONE, MOMENTS, Unit
+from infinity.sharding.unit import MOMENTS, Unit
 from infinity.tiers.block import Kind
 from infinity.tiers.store import Store
 
@@ -183,11 +181,11 @@ class Updater:
         """Make the gradients of this step final: agreed on by all ranks, zeros where there are none."""
         self._await_updates()
         self._surroundings.settled()
-        ranks = units[0].ranks if units else ALONE
-        if ranks.number > 1:
+        exchange = self._units[0].exchange
+        if exchange is not None and units:
             mine = [float(flag) for unit in units for flag in unit.accumulated]
-            *flags, total, squares = collectives.all_reduce_sum([*mine, *units[0].calls.terms()], ranks.groups())
-            if not collectives.agree(total, squares, ranks.number):
+            *flags, total, squares = exchange.sum([*mine, *exchange.terms()], "of gradients that there are")
+            if not collectives.agree(total, squares, units[0].ranks.number):
                 error = InfinityError(
                     "the ranks used the units of the model in different orders, so that what they gathered and reduced since the "
                     "last step is mixed up; every rank must run the same modules in the same order (invariant I6)"
@@ -207,7 +205,7 @@ class Updater:
         """
         self._norms_now += 1
         total = sum(unit.factor**2 * squared_gradient_norm(unit, self._store, self._kernels) for unit in _having(units))
-        return math.sqrt(collectives.all_reduce_sum([total], self._among_shards())[0])
+        return math.sqrt(self._sum_over_shards([total], "of squared gradients")[0])
 
     def clip(self, max_norm: float, units: Sequence[Unit]) -> float:
         """Scale the settled gradients of `units` so that their common L2 norm is at most `max_norm`; returns the norm before.
@@ -223,12 +221,13 @@ class Updater:
         """The name of the first parameter with a settled gradient that is not finite; "" when all are. All ranks must ask."""
         names = [name for unit in units for name in unit.names]
         bad = [float(flag) for unit in units for flag in nonfinite_gradients(unit)]
-        everywhere = collectives.all_reduce_sum(bad, self._among_shards())
+        everywhere = self._sum_over_shards(bad, "of gradients that are not finite")
         return next((name for name, flag in zip(names, everywhere, strict=True) if flag), "")
 
-    def _among_shards(self) -> list[ProcessGroup]:
-        """Over whom to sum what each rank knows of its own shards; replicas know the same."""
-        return [unit.group for unit in self._units[:1] if unit.group is not None]
+    def _sum_over_shards(self, values: list[float], what: str) -> list[float]:
+        """Over whom each rank's shards are divided among; replicas know the same."""
+        exchange = self._units[0].exchange
+        return values if exchange is None else exchange.sum(values, what, everywhere=False)
 
     def warn_nonfinite(self, norm: float, units: Sequence[Unit]) -> None:
         """Log that the settled gradients of `units` have the norm `norm`, and whose fault that is. All ranks must call it."""

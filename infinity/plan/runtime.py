@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -59,24 +60,43 @@ class Runtime:
         try:
             if new:
                 self.look_ahead()
-            state, start = unit.blocks[Kind.PARAM].state, time.perf_counter()
+            state, gathered, start = unit.blocks[Kind.PARAM].state, unit.gathered(), time.perf_counter()
             flat = unit.wait()
         except BaseException:
             unit.release()
             raise
-        if state is not BlockState.RESIDENT:
-            lane, end = "wait adam" if state is BlockState.UPDATING else "wait nvme", time.perf_counter()
-            self._recorder.add(lane, unit.name, start, end)
-            self.waited += end - start
+        if state is not BlockState.RESIDENT or not gathered:
+            self._count_wait(unit, state, start, time.perf_counter())
         return flat
+
+    def _count_wait(self, unit: Unit, state: BlockState, start: float, end: float) -> None:
+        """`enter` waited for `unit`, whose block was in `state`: until it was there, and then until it was gathered."""
+        arrived = end if unit.gather_posted is None else min(max(unit.gather_posted.arrived, start), end)
+        if state is not BlockState.RESIDENT:
+            self._recorder.add("wait adam" if state is BlockState.UPDATING else "wait nvme", unit.name, start, arrived)
+        if arrived < end:
+            self._recorder.add("wait collective", unit.name, arrived, end)
+        self.waited += end - start
 
     def leave(self, unit: Unit) -> None:
         """End one `enter`."""
         unit.release()
 
     def look_ahead(self) -> None:
-        """Start bringing what will be used next, as far as there is room."""
+        """Start bringing what will be used next, as far as there is room, and have it gathered in this order."""
         look_ahead(self.trace, self._has_copy, self._bring)
+        if self._units[0].shared:
+            self._gather_ahead()
+
+    def _gather_ahead(self) -> None:
+        """Not what an optimizer step will update before its next use: that will be gathered then."""
+        left = math.inf if self._cycles < max(self.accumulation, 1) else self.trace.left
+        for index, distance in self.trace.upcoming():
+            unit = self._units[index]
+            if not self._has_copy(index):
+                return
+            if distance < left or not unit.trainable:
+                unit.gather_ahead()
 
     def _has_copy(self, unit: int) -> bool:
         return self._store.has_copy(self._units[unit].blocks[Kind.PARAM])

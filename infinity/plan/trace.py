@@ -67,6 +67,11 @@ class Trace:
         self.position = 0
 
     @property
+    def left(self) -> int:
+        """How many uses this cycle will still have, as far as it is predicted."""
+        return len(self.predicted.order) - self.position
+
+    @property
     def current(self) -> int | None:
         """The unit of the last use in this cycle."""
         return self._recording[-1] if self._recording else None

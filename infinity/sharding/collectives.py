@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
+from infinity.device import divide_alone
+
 Group = dist.ProcessGroup | None
 
 # Their names from torch 2.13 on; the older ones then warn.
@@ -16,7 +18,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Calls:
-    """The gathers and reductions of one rank in their order, as a hash that the ranks compare (invariant I6).
+    """The collectives that one rank has posted, in their order, as a hash that the ranks compare (invariant I6).
 
     Units are often of one size, so ranks that run different modules would take each other's data for their own.
     """
@@ -24,8 +26,8 @@ class Calls:
     def __init__(self) -> None:
         self._hash = 0
 
-    def note(self, operation: str, unit: int) -> None:
-        """This rank joins a collective on a unit."""
+    def note(self, operation: str, unit: str) -> None:
+        """This rank will join a collective on a unit, after those it noted before."""
         self._hash = zlib.crc32(f"{operation} {unit}".encode(), self._hash)
 
     def terms(self) -> tuple[float, float]:
@@ -61,14 +63,14 @@ def reduce_scatter_mean(shard: torch.Tensor, full: torch.Tensor, group: Group) -
     Overwrites `full`, and needs no other memory.
     """
     if group is not None:
-        full.div_(dist.get_world_size(group))
+        divide_alone(full, dist.get_world_size(group))
         _reduce_scatter(shard, full, group=group)
 
 
 def all_reduce_mean(values: torch.Tensor, group: Group) -> None:
     """The mean over ranks of `values` (n,), in place."""
     if group is not None:
-        values.div_(dist.get_world_size(group))
+        divide_alone(values, dist.get_world_size(group))
         dist.all_reduce(values, group=group)
 
 

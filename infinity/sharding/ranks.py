@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,6 +36,30 @@ class Ranks(NamedTuple):
     def groups(self) -> list[dist.ProcessGroup]:
         """A sum over each of these in turn is one over all ranks."""
         return [group for group in self if group is not None]
+
+    def copy(self) -> Ranks:
+        """The same ranks in process groups of their own; all of them must call it. `end` ends the copies."""
+        return Ranks(*(None if group is None else _copy(group) for group in self))
+
+    def end(self) -> None:
+        """Give up groups that `copy` made. Those of a part of all processes stay until torch.distributed ends: torch names them
+        after their members, and the next one of the same name would meet the addresses of the last."""
+        for group in self.groups():
+            with suppress(ValueError, RuntimeError, AssertionError):  # the user may have ended all of torch.distributed before
+                if dist.get_world_size(group) == dist.get_world_size():
+                    dist.destroy_process_group(group)
+
+
+def _copy(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    ranks = dist.get_process_group_ranks(group)
+    copy: dist.ProcessGroup = dist.new_group(
+        ranks,
+        timeout=getattr(getattr(group._get_backend(device), "options", None), "_timeout", None),  # None is torch's default
+        backend=dist.get_backend(group),
+        use_local_synchronization=len(ranks) < dist.get_world_size(),  # only those that are in it
+    )
+    return copy
 
 
 def find_ranks(group: Group | DeviceMesh, stage: int) -> Ranks:

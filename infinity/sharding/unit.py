@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import functools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
@@ -11,7 +13,9 @@ import torch
 from torch import nn
 
 from infinity.config import Config, Tier
+from infinity.device import add_alone, copy_alone
 from infinity.sharding import codec, collectives
+from infinity.sharding.exchange import Collective, Exchange
 from infinity.sharding.layout import Layout
 from infinity.sharding.parameter import guard_for
 from infinity.sharding.ranks import Ranks
@@ -63,30 +67,35 @@ class Updates(Protocol):
 
 
 class GradientBuffer:
-    """One compute buffer as large as the largest unit, in which a unit's gradients are collected before they are reduced.
+    """Compute buffers as large as the largest unit, in which a unit's gradients are collected before they are reduced.
 
     Needed with several ranks, and where the gradient's home cannot be addressed from the compute device. A unit that asks
-    while another holds it makes the other reduce what it has, and so does a parameter that comes a second time (re-entrant
+    while another holds one makes the other reduce what it has, and so does a parameter that comes a second time (re-entrant
     checkpointing of a module used twice, micro-batches that pass the unit one after the other) where other ranks' gradients, or
     earlier ones at home, have to be added first: gradients are added in the same order as without a buffer (invariant I8).
+
+    With two `parts` of `memory` (uint8) one is collected into while the other is reduced.
     """
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, parts: int) -> None:
         self._memory = memory
+        self._free = deque(memory.chunk(parts))  # the first one is collected into, and is not free while there is a holder
+        self._posted: deque[tuple[Collective, torch.Tensor, Unit, int]] = deque()  # reductions; how much was collected
         self._holder: Unit | None = None
         self._collected: set[int] = set()
 
     def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """Collect `gradient`, of the parameter `index` of `unit`."""
-        flat = self._flat(unit)
         again = self._holder is unit and index in self._collected
         if self._holder is not unit or (again and (unit.ranks.number > 1 or index in unit.reduced)):
             self.flush()
+            while self._posted and (not self._free or self._posted[0][0].ended()):
+                self._end_first()
             self._holder, self._collected, again = unit, set(), False
-            flat.zero_()
+            self._flat(unit).zero_()
         self._collected.add(index)
         place = unit.layout.places[index]
-        part = flat[place.offset : place.end].view(place.shape)
+        part = self._flat(unit)[place.offset : place.end].view(place.shape)
         if again:
             part.add_(gradient)
         else:
@@ -95,20 +104,37 @@ class GradientBuffer:
     def flush(self) -> None:
         """Reduce what the holder has collected, and free the buffer."""
         holder, self._holder = self._holder, None
-        if holder is not None:
-            holder.reduce(self._flat(holder), self._collected)
+        if holder is None:
+            return
+        posted = holder.reduce(self._flat(holder), self._collected)
+        if posted is not None:
+            self._posted.append((posted, self._free.popleft(), holder, holder.collected))
+
+    def settle(self) -> None:
+        """Block until everything that was flushed has been added to the gradients of its unit."""
+        while self._posted:
+            self._end_first()
+
+    def _end_first(self) -> None:
+        posted, part, unit, collected = self._posted.popleft()
+        self._free.append(part)
+        posted.wait()
+        unit.end_reduction(collected)
 
     def _flat(self, unit: Unit) -> torch.Tensor:
-        return self._memory[: unit.gradient_nbytes].view(unit.gradient_dtype)
+        return self._free[0][: unit.gradient_nbytes].view(unit.gradient_dtype)
 
     def discard(self, unit: Unit) -> None:
         """Forget what `unit` has collected and not reduced."""
         if self._holder is unit:
             self._holder = None
+        self.settle()
 
     def close(self) -> None:
         """Give the memory back."""
         self._memory, self._holder = self._memory[:0].clone(), None
+        self._free.clear()
+        self._posted.clear()
 
 
 class Unit:
@@ -159,7 +185,11 @@ class Unit:
         self._plain = [type(p) for p in self.parameters]
         self._guard = guard_for(self)
         self._positions = {id(p): i for i, p in enumerate(self.parameters)}
-        self._gathered_lease: object = None
+        self.exchange: Exchange | None = None
+        """Who joins the collectives of this unit; None with one rank."""
+        self.gather_posted: Collective | None = None
+        """The last gather into the place on the compute device, or the one that is on its way."""
+        self._gathered_lease: object = None  # where that went; None when the content has changed since
 
     # Declaration
 
@@ -167,6 +197,11 @@ class Unit:
     def nbytes(self) -> int:
         """Bytes of the gathered unit."""
         return self.layout.numel * self.dtype.itemsize
+
+    @property
+    def shared(self) -> bool:
+        """Whether this rank has a part of the unit only, so that it has to be gathered."""
+        return self.group is not None
 
     @property
     def gradient_nbytes(self) -> int:
@@ -239,16 +274,41 @@ class Unit:
     def start(self) -> None:
         """Pin the unit and start bringing it to the compute device; paired with a `release`."""
         self.store.start(self.blocks[Kind.PARAM])
+        self.gather_ahead()
+
+    def gather_ahead(self) -> None:
+        """Have the unit gathered when its shard is there, if it has a place, and that has not been done."""
+        block, exchange = self.blocks[Kind.PARAM], self.exchange
+        if exchange is None or not self.shared or block.lease is None or self._gathered_lease is block.lease:
+            return
+        flat = block.lease.tensor.view(self.dtype)
+        shard = self.shard_of(flat)
+
+        def join() -> None:
+            collectives.all_gather(flat, shard, exchange.ranks.shards)
+
+        arrive = functools.partial(self.store.wait, block)
+        self.gather_posted = exchange.post("gather", self.name, join, self._sent(shard), arrive)
+        self._gathered_lease = block.lease
+        self.store.gather(block, self.gather_posted)
+
+    def gathered(self) -> bool:
+        """Whether `wait`, after `start`, would not wait for other ranks."""
+        if not self.shared or self.gather_posted is None:
+            return not self.shared
+        return self._gathered_lease is self.blocks[Kind.PARAM].lease and self.gather_posted.ended()
 
     def wait(self) -> torch.Tensor:
         """The whole unit on the compute device, after `start`: (numel,) in the unit's dtype."""
-        flat = self.store.wait(self.blocks[Kind.PARAM]).view(self.dtype)
-        lease = self.blocks[Kind.PARAM].lease
-        if self.group is not None and self._gathered_lease is not lease:
-            self.calls.note("gather", self.index)
-            collectives.all_gather(flat, self.shard_of(flat), self.group)
-            self._gathered_lease = lease
-        return flat
+        block = self.blocks[Kind.PARAM]
+        if not self.shared:
+            return self.store.wait(block).view(self.dtype)
+        self.store.place(block)
+        self.gather_ahead()
+        if self.gather_posted is None or block.lease is None:
+            raise RuntimeError(f"{self.name} has no place to be gathered into")
+        self.gather_posted.wait()
+        return block.lease.tensor.view(self.dtype)
 
     def release(self) -> None:
         """End one `start`: the unit may be evicted."""
@@ -287,13 +347,11 @@ class Unit:
 
     # Gradients
 
-    def bind(self, device: torch.device, buffer: GradientBuffer | None, calls: collectives.Calls) -> None:
-        """The compute device, and how gradients travel: through `buffer`, or straight into their home when it is None.
-
-        `calls` notes the collectives of all units of this rank.
-        """
+    def bind(self, device: torch.device, buffer: GradientBuffer | None, exchange: Exchange | None) -> None:
+        """The compute device, how gradients travel (through `buffer`, or straight into their home when it is None), and the
+        exchange of all units of this rank; None when there are no others."""
         self._placeholder = self._placeholder.to(device)
-        self._buffer, self.calls = buffer, calls
+        self._buffer, self.exchange = buffer, exchange
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
         """Whether the engine holds a gradient of `parameter`."""
@@ -343,34 +401,62 @@ class Unit:
         if not self.reduces_late:
             self._begin_early()
 
-    def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> None:
-        """Average `full` (numel,), gradients of the parameters `collected`, over the ranks; add this rank's part to its block."""
-        shard = self._reduced(full)
-        block, first = self.blocks[Kind.GRAD], not self.reduced
+    def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Collective | None:
+        """Average `full` (numel,), gradients of the parameters `collected`, over the ranks; add this rank's part to its block.
+
+        With several ranks returns at once what has to end before either is used again, and then `end_reduction` called.
+        """
+        first = not self.reduced
+        self.reduced.update(collected)
+        if self.exchange is None:
+            self._add_up(full, first)
+            self._begin_early()
+            return None
+        return self._post_reduction(lambda: self._add_up(self._reduced(full), first))
+
+    def end_reduction(self, collected: int) -> None:
+        """The reduction that was posted when the step had brought as many gradients as `collected` has ended."""
+        if self.collected == collected:
+            self._begin_early()
+
+    def _add_up(self, shard: torch.Tensor, first: bool) -> None:
+        """Add `shard` (shard_numel,) to the gradient block, or replace that by it if it is the `first` of the step."""
+        block, alone = self.blocks[Kind.GRAD], self.exchange is not None
         for begin in self.chunks():
             (chunk,) = self.store.check_out([(block, not first)], begin)
             try:
                 chunk.wait()
                 home = chunk.tensor.view(self.gradient_dtype)
-                part = shard[begin : begin + home.numel()]
-                if first:
+                part = shard[begin : begin + home.numel()].to(home.device)
+                if alone and home.device.type == "cpu":
+                    (copy_alone if first else add_alone)(home, part)
+                elif first:
                     home.copy_(part)
                 else:
-                    home.add_(part.to(home.device))
+                    home.add_(part)
                 chunk.commit()
             finally:
                 chunk.release()
         self.store.end_update([block])
-        self.reduced.update(collected)
-        self._begin_early()
+
+    def _post_reduction(self, join: Callable[[], object]) -> Collective:
+        if self.exchange is None:
+            raise RuntimeError(f"there is nobody to reduce {self.name} with")
+        nbytes = self.layout.shard_numel * self.gradient_dtype.itemsize
+        replicas = collectives.size(self.ranks.replicas)
+        sent = nbytes * (self.layout.ranks - 1 + 2 * (replicas - 1) / replicas)
+        return self.exchange.post("reduce", self.name, join, sent)
 
     def _reduced(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the mean of `full` (numel,) over all ranks, in the same memory."""
-        self.calls.note("reduce", self.index)
-        shard = self.shard_of(full)
-        collectives.reduce_scatter_mean(shard, full, self.group)
-        collectives.all_reduce_mean(shard, self.ranks.replicas)
+        """This rank's part of the mean of `full` (numel,) over all ranks, in the same memory. On the thread of the exchange."""
+        shard, ranks = self.shard_of(full), ALONE if self.exchange is None else self.exchange.ranks
+        collectives.reduce_scatter_mean(shard, full, ranks.shards)
+        collectives.all_reduce_mean(shard, ranks.replicas)
         return shard
+
+    def _sent(self, shard: torch.Tensor) -> int:
+        """Bytes that this rank sends when its `shard` is gathered by all."""
+        return shard.nbytes * (self.layout.ranks - 1)
 
     def _begin_early(self) -> None:
         if self.collected == self.expected and self.updater is not None:
@@ -401,6 +487,8 @@ class Unit:
 
     def settle_gradients(self) -> bool:
         """Make the gradient block final: zeros where this step brought nothing. Returns whether it brought anything."""
+        if self._buffer is not None:
+            self._buffer.settle()
         if not any(self.accumulated):
             return False
         home = self.blocks[Kind.GRAD].home
@@ -410,7 +498,7 @@ class Unit:
                 if not present:
                     flat[place.offset : place.end].zero_()
             if self.reduces_late:
-                self._reduced(flat)
+                self._post_reduction(lambda: self._reduced(flat)).wait()
                 self._is_mean = True
         return True
 
@@ -456,6 +544,8 @@ class Unit:
     def read_chunk(self, kind: Kind, begin: int, values: torch.Tensor) -> None:
         """Fill `values`, of the dtype that `read` gives, with the chunk of `kind` from element `begin` on."""
         block = self.blocks[kind]
+        if kind is Kind.GRAD and self._buffer is not None:
+            self._buffer.settle()
         if kind is Kind.MASTER and not block.written:
             param = torch.empty_like(values, dtype=self.dtype)
             self.read_chunk(Kind.PARAM, begin, param)
@@ -524,10 +614,12 @@ class Unit:
     def gather(self, kind: Kind) -> torch.Tensor:
         """Like `read`, but the whole unit (numel,) from all ranks; every rank must call it."""
         shard = self.read(kind)
-        if self.group is None:
+        exchange = self.exchange
+        if exchange is None or not self.shared:
             return shard
         full = torch.empty(self.layout.numel, dtype=shard.dtype)
-        collectives.all_gather(full, shard, self.group)
+        join = functools.partial(collectives.all_gather, full, shard, exchange.ranks.shards)
+        exchange.post(f"gather {kind.value} of", self.name, join, self._sent(shard)).wait()
         return full
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,23 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from infinity.tiers.nvme import Transfer
 
 log = logging.getLogger("infinity")
+
+
+class Pending(Protocol):
+    """A collective into a lease."""
+
+    def ended(self) -> bool:
+        """Whether it does not any more."""
+
+    def settle(self) -> None:
+        """Block until it has ended, well or not."""
 
 
 class Fetch:

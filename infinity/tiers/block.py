@@ -11,7 +11,7 @@ from infinity.config import Tier
 if TYPE_CHECKING:
     import torch
 
-    from infinity.tiers.access import Fetch
+    from infinity.tiers.access import Fetch, Pending
     from infinity.tiers.arena import Lease
     from infinity.tiers.nvme import Extent
 
@@ -97,6 +97,8 @@ class Block:
     version: int = 0
     lease: Lease | None = None
     fetch: Fetch | None = None
+    gathering: Pending | None = None
+    """What fills the rest of the span from other ranks, or has; until then the lease may neither end nor get other content."""
     pins: int = 0
     copying: int = 0
     """Copies from or to the lease that are under way; it may not end meanwhile."""
@@ -147,6 +149,11 @@ class Block:
     def permanent(self) -> bool:
         """Whether the compute copy is the block itself and never leaves."""
         return self.kind is Kind.PARAM and self.tier == "gpu" and self.home_bytes == self.span
+
+    @property
+    def pending(self) -> Pending | Fetch | None:
+        """What has to end before the lease may."""
+        return self.gathering if self.gathering is not None and not self.gathering.ended() else self.fetch
 
     def to_fetching(self, fetch: Fetch) -> None:
         """HOME or UPDATING -> FETCHING, with the lease that `fetch` fills."""
@@ -201,7 +208,7 @@ class Block:
 
     def drop(self) -> None:
         """The store was closed: somebody may keep the block, but not what it held."""
-        self.lease = self.fetch = self.cached = None
+        self.lease = self.fetch = self.gathering = self.cached = None
         self.homes = ()
 
     def _expect(self, *states: BlockState) -> None:

@@ -36,7 +36,7 @@ from infinity.config import Config, Tier
 from infinity.device import ComputeDevice, copy_alone, zero_alone
 from infinity.errors import BudgetError, EngineClosedError
 from infinity.observe import Meter, Recorder
-from infinity.tiers.access import Checkout, Fetch, Mover
+from infinity.tiers.access import Checkout, Fetch, Mover, Pending
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, BlockState, Kind
 from infinity.tiers.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT, HostPlan, Staged, divide
@@ -60,7 +60,7 @@ class Store:
         self._blocks: list[Block] = []
         self._arenas: dict[str, Arena] = {}
         self._mover: Mover | None = None
-        self._failure: BaseException | None = None
+        self._failure: tuple[BaseException, str] | None = None  # and what failed
         self._closed = False
         self._tokens = itertools.count()
         self.meter = Meter()
@@ -87,6 +87,13 @@ class Store:
         self._blocks.append(block)
         return block
 
+    def fits(self, concurrent: int, reserve: int) -> bool:
+        """Whether `open` would find enough memory on the compute device."""
+        return self._home_bytes("gpu") + (concurrent if self._travelling() else 0) + reserve <= self._config.gpu_memory
+
+    def _travelling(self) -> list[Block]:
+        return [b for b in self._blocks if b.kind is Kind.PARAM and not b.permanent]
+
     def open(self, concurrent: int, reserve: int = 0) -> None:
         """Check the budgets (I10), then allocate everything; raises `BudgetError` before anything is changed.
 
@@ -95,9 +102,9 @@ class Store:
         """
         budget = self._config
         device_home, host_home = self._home_bytes("gpu"), self._home_bytes("cpu")
-        travelling = [b for b in self._blocks if b.kind is Kind.PARAM and not b.permanent]
+        travelling = self._travelling()
         least = (concurrent if travelling else 0) + reserve
-        if device_home + least > budget.gpu_memory:
+        if not self.fits(concurrent, reserve):
             raise BudgetError(
                 f"gpu_memory={format_bytes(budget.gpu_memory)} is too small: states at home there take "
                 f"{format_bytes(device_home)}, the units in use at once and the next one {format_bytes(least)}; the smallest "
@@ -243,6 +250,16 @@ class Store:
             elif not self._bring(block, beyond=-1):
                 raise self._no_room(block)
 
+    def place(self, block: Block) -> None:
+        """Give a pinned `block` its place, for who waits for it elsewhere; raises `BudgetError` like `wait`."""
+        if not self._bring(block, beyond=-1):
+            raise self._no_room(block)
+
+    def gather(self, block: Block, pending: Pending) -> None:
+        """`pending` will fill the rest of the span, when the content of `block`, which has its place, is there."""
+        with self._changed:
+            block.gathering = pending
+
     def release(self, block: Block) -> None:
         """Unpin: the copy stays until something needed sooner takes its place."""
         with self._changed:
@@ -288,7 +305,7 @@ class Store:
                     if any(victim.copying for victim in victims):
                         self._changed.wait()
                         continue
-                    pending = next((victim.fetch for victim in victims if victim.fetch is not None), None)
+                    pending = next((victim.pending for victim in victims if victim.pending is not None), None)
                     if pending is None:
                         for victim in victims:
                             victim.give_up_lease()
@@ -527,7 +544,7 @@ class Store:
         """Announce new content: whoever fetches `block` waits until `end_update`. With `keep` a copy stays, to be renewed."""
         while True:
             with self._changed:
-                pending = block.fetch
+                pending = block.pending
                 if pending is None:
                     if block.pins:
                         raise RuntimeError(f"{block.name} is in use and cannot be updated (invariant I7)")
@@ -573,21 +590,28 @@ class Store:
             if block.cached is not None:
                 block.cached.zero_()
 
-    def fail(self, error: BaseException) -> None:
-        """An update failed: whoever waits for it, now or later, gets `EngineClosedError` from `error`."""
+    def fail(self, error: BaseException, what: str = "an update") -> EngineClosedError:
+        """`what` failed: whoever waits for it, now or later, gets `EngineClosedError` from `error`; returned is one like it."""
         with self._changed:
-            self._failure = self._failure or error
+            self._failure = self._failure or (error, what)
             self._changed.notify_all()
+            return self._closed_by_failure()
 
     def check(self) -> None:
-        """Raise `EngineClosedError` when an update failed or the store was closed."""
+        """Raise `EngineClosedError` when something failed or the store was closed."""
         with self._changed:
             self._check()
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise EngineClosedError(f"an update failed and the engine cannot go on: {self._failure}") from self._failure
+            raise self._closed_by_failure()
         self._check_open()
+
+    def _closed_by_failure(self) -> EngineClosedError:
+        cause, what = self._failure or (None, "")
+        error = EngineClosedError(f"{what} failed and the engine cannot go on: {cause}")
+        error.__cause__ = cause
+        return error
 
     def _check_open(self) -> None:
         if self._closed:
