@@ -1,7 +1,8 @@
 """What ranks send each other and read from their drives in a step, to the byte, at two, three and four ranks.
 
-Units have sizes that every number of ranks divides without padding, so that the formulas hold exactly. This file is also what
-each rank runs. The losses of the same runs, after many steps, are those of one rank on the whole batch.
+Units have sizes that every number of ranks divides without padding, so that the formulas hold exactly, and each its own, by which
+a collective is known. This file is also what each rank runs. The losses of the same runs, after 20 steps, are those of one rank
+on the whole batch.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from torch.nn import functional
 
 import infinity
 from infinity.sharding import collectives
-from infinity.tiers.block import Kind
 
 WIDTH, WORDS, ROWS, STEPS, MAX_GRAD_NORM = 64, 384, 12, 20, 1.2
-SMALLEST_UNIT = WIDTH * WORDS  # 12 * 2048 elements
+SIZES = [4 * WIDTH * WORDS * count for count in (1, 2, 4, 6, 8, 3)]
+"""Bytes of the units in their order; WIDTH * WORDS is 12 * 2048 elements, and shards are padded to 2048."""
 CPU = dict.fromkeys(("parameters", "gradients", "optimizer"), "cpu")
 CASES: dict[str, dict[str, Any]] = {
     "data parallel": {"stage": 0} | dict.fromkeys(CPU, "gpu"),
@@ -44,32 +45,30 @@ COLLECTIVES = [
 
 
 class Call(NamedTuple):
-    """A collective: its name, the bytes of the whole tensor, the pass that it belongs to, and the unit that it moves or -1."""
+    """A collective: its name, and the bytes of the whole tensor."""
 
     name: str
     nbytes: int
-    when: str
-    unit: int
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, factor: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WORDS, bias=False), nn.Linear(WORDS, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, factor * WORDS, bias=False), nn.Linear(factor * WORDS, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(functional.gelu(self.up(x)))
 
 
 class Model(nn.Module):
-    """Units are the embedding, each block, which is twice as large, and the head."""
+    """Units are the embedding, each block and the head."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.blocks = nn.ModuleList(Block(factor) for factor in (1, 2, 3, 4))
+        self.head = nn.Linear(WIDTH, 3 * WORDS, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.words(ids)
@@ -78,33 +77,34 @@ class Model(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), ((ids * 3 + 1) % WORDS).flatten())
 
 
-class Log:
-    """Every collective of torch.distributed that this rank calls, from `infinity.sharding.collectives` or from anywhere else."""
+def log_collectives(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Every collective of torch.distributed from now on, called by `infinity.sharding.collectives` or by anything else."""
+    calls: list[Call] = []
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[Call] = []
-        self.when, self._unit = "", -1
-        for name in COLLECTIVES:
-            if hasattr(dist, name):
-                monkeypatch.setattr(dist, name, self._counted(name, getattr(dist, name)))
-        monkeypatch.setattr(collectives, "_gather", self._counted("gather of shards", collectives._gather))
-        monkeypatch.setattr(collectives, "_reduce_scatter", self._counted("reduce-scatter", collectives._reduce_scatter))
-        note = collectives.Calls.note
-
-        def noted(calls: collectives.Calls, operation: str, unit: int) -> None:
-            self._unit = unit
-            note(calls, operation, unit)
-
-        monkeypatch.setattr(collectives.Calls, "note", noted)
-
-    def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*values: Any, **options: Any) -> Any:
-            nbytes = max((value.nbytes for value in values if isinstance(value, torch.Tensor)), default=0)
-            self.calls.append(Call(name, nbytes, self.when, self._unit))
-            self._unit = -1
+    def logged(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*values: Any, **options: Any) -> Any:
+            calls.append(Call(name, max((value.nbytes for value in values if isinstance(value, torch.Tensor)), default=0)))
             return call(*values, **options)
 
-        return counted
+        return run
+
+    for name in COLLECTIVES:
+        if hasattr(dist, name):
+            monkeypatch.setattr(dist, name, logged(name, getattr(dist, name)))
+    for name in ("_gather", "_reduce_scatter"):
+        monkeypatch.setattr(collectives, name, logged(name, getattr(collectives, name)))
+    return calls
+
+
+def named(calls: list[Call], name: str) -> list[int]:
+    """The bytes of the collectives of this name, in their order."""
+    return [call.nbytes for call in calls if call.name == name]
+
+
+def gathered_once(calls: list[Call]) -> list[int]:
+    """The bytes of the units that are gathered in the forward and are still there when the backward needs them."""
+    gathers = named(calls, "_gather")
+    return [size for size in SIZES if gathers.count(size) == 1]
 
 
 def sent(calls: list[Call], ranks: int) -> float:
@@ -128,27 +128,22 @@ def train(case: dict[str, Any], directory: Path, rank: int, group: dist.ProcessG
     model = infinity.wrap(Model(), infinity.Config(**config), group=group)
     with infinity.engine(model) as engine, pytest.MonkeyPatch.context() as monkeypatch:
         optimizer = infinity.AdamW(model.parameters(), lr=3e-3, eps=1e-6, max_grad_norm=MAX_GRAD_NORM)
-        log, losses, norms = Log(monkeypatch), [], []
+        assert [unit.nbytes for unit in engine.units] == SIZES
+        log, losses, norms = log_collectives(monkeypatch), [], []
         for step in range(STEPS):
-            log.calls.clear()
+            log.clear()
             ids = torch.randint(0, WORDS, (ROWS, 8), generator=torch.Generator().manual_seed(step % 4))
-            log.when = "forward"
             loss = model(ids if group is None else ids.chunk(dist.get_world_size())[rank])
-            shards = [(unit.blocks[Kind.PARAM].lease, unit) for unit in engine.units]
-            stayed = [unit.index for lease, unit in shards if lease is not None and unit._gathered_lease is lease]
-            log.when = "backward"
             loss.backward()
-            log.when = "step"
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
             norms.append(optimizer.grad_norm)
-        calls = [tuple(call) for call in log.calls]
+        calls = [tuple(call) for call in log]
         report, count = engine.report(), sum(parameter.numel() for parameter in model.parameters())
         planned = round(report.planned_read_per_parameter * count), round(report.planned_written_per_parameter * count)
         return {
-            "losses": losses, "norms": norms, "calls": calls, "stayed": stayed,
-            "units": [unit.nbytes for unit in engine.units], "parameters": count,
+            "losses": losses, "norms": norms, "calls": calls, "gpu_memory": config["gpu_memory"],
             "moved": (round(report.read_per_parameter * count), round(report.written_per_parameter * count)), "planned": planned,
         }  # fmt: skip
 
@@ -208,64 +203,47 @@ def test_ranks_lose_what_one_rank_does(results: list[dict[str, Any]], alone: dic
 def test_units_are_gathered_once_per_pass_and_reduced_once(results: list[dict[str, Any]]) -> None:
     for result in results:
         for name in STREAMED:
-            found = result[name]
-            sizes, units = found["units"], range(len(found["units"]))
-            assert len(sizes) == 6 and set(sizes) == {4 * SMALLEST_UNIT, 8 * SMALLEST_UNIT}, "nothing is padded"
-            # What is still there when the forward ends is used where it is; of six units the smallest budget holds three at most.
-            stayed = found["stayed"]
-            assert {1, 2, 3}.isdisjoint(stayed), name
-            expected = [Call("gather of shards", sizes[unit], "forward", unit) for unit in units]
-            assert [call for call in found["calls"] if call.when == "forward"] == expected, name
-            backward = [call for call in found["calls"] if call.when == "backward"]
-            gathers = [call for call in backward if call.name == "gather of shards"]
-            expected = [Call("gather of shards", sizes[unit], "backward", unit) for unit in reversed(units) if unit not in stayed]
-            assert gathers == expected, name
-            expected = [Call("reduce-scatter", sizes[unit], "backward", unit) for unit in reversed(units)]
-            assert [call for call in backward if call not in gathers] == expected, name
+            calls, stayed = result[name]["calls"], gathered_once(result[name]["calls"])
+            assert len(stayed) <= 3 and sum(stayed) <= result[name]["gpu_memory"], "the smallest budget holds no more"
+            assert named(calls, "_gather") == SIZES + [size for size in reversed(SIZES) if size not in stayed], name
+            assert named(calls, "_reduce_scatter") == SIZES[::-1], name
 
 
 def test_units_that_stay_are_gathered_once(results: list[dict[str, Any]]) -> None:
     for result in results:
-        found = result["room for all"]
-        units = range(len(found["units"]))
-        assert [(call.when, call.unit) for call in found["calls"] if call.name == "gather of shards"] == [
-            ("forward", unit) for unit in units
-        ]
+        assert named(result["room for all"]["calls"], "_gather") == SIZES
+        assert named(result["room for all"]["calls"], "_reduce_scatter") == SIZES[::-1]
 
 
 def test_a_step_sends_nothing_else_of_any_size(results: list[dict[str, Any]]) -> None:
-    """Which gradients there are, the order of calls (two numbers), and the norm, as fp64."""
-    tensors = len(list(Model().parameters()))
+    """Only which gradients there are, the order of calls (two numbers), and the norm, as fp64; no broadcast, no barrier."""
+    flags = 8 * (len(list(Model().parameters())) + 2)
     for result in results:
         for name, found in result.items():
-            small = [Call("all_reduce", 8 * (tensors + 2), "step", -1), Call("all_reduce", 8, "step", -1)]
-            if name == "data parallel":
-                del small[1]  # every rank has all gradients, and their norm
-                sizes = found["units"]
-                reductions = [Call("all_reduce", sizes[unit], "backward", unit) for unit in reversed(range(len(sizes)))]
-                assert found["calls"] == reductions + small
+            if name == "data parallel":  # every rank has all gradients, and so their norm
+                assert {call.name for call in found["calls"]} == {"all_reduce"}
+                assert named(found["calls"], "all_reduce") == [*SIZES[::-1], flags]
             else:
-                assert [call for call in found["calls"] if call.unit < 0] == small, name
-                names = {call.name for call in found["calls"] if call.unit >= 0}
-                assert names == {"gather of shards", "reduce-scatter"}, name
+                assert {call.name for call in found["calls"]} == {"_gather", "_reduce_scatter", "all_reduce"}, name
+                assert named(found["calls"], "all_reduce") == [flags, 8], name
 
 
 def test_bytes_sent_are_one_and_a_half_times_those_of_data_parallel(results: list[dict[str, Any]]) -> None:
-    """ZeRO, 1910.02054, section 7: 3 (N-1)/N for the 2 (N-1)/N of data parallel; less what stayed, or 2 where all stays."""
+    """ZeRO, 1910.02054, section 7: 3 (N-1)/N for the 2 (N-1)/N of data parallel; less what stays, 2 (N-1)/N where all does."""
     ranks = len(results)
+    share = (ranks - 1) / ranks
     for result in results:
-        moved = {name: sent([call for call in found["calls"] if call.unit >= 0], ranks) for name, found in result.items()}
-        nbytes = 4 * result["data parallel"]["parameters"]
-        assert moved["data parallel"] == 2 * (ranks - 1) / ranks * nbytes
-        assert moved["room for all"] == moved["data parallel"]
+        moved = {name: sent([c for c in found["calls"] if c.nbytes in SIZES], ranks) for name, found in result.items()}
+        assert moved["data parallel"] == pytest.approx(2 * share * sum(SIZES), rel=1e-12)
+        assert moved["room for all"] == pytest.approx(moved["data parallel"], rel=1e-12)
         for name in STREAMED:
-            stayed = sum(result[name]["units"][unit] for unit in result[name]["stayed"]) * (ranks - 1) / ranks
-            assert moved[name] == 1.5 * moved["data parallel"] - stayed, name
+            stayed = sum(gathered_once(result[name]["calls"])) * share
+            assert moved[name] == pytest.approx(1.5 * moved["data parallel"] - stayed, rel=1e-12), name
 
 
 def test_every_rank_reads_and_writes_its_share_of_nvme(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     read, written = alone["nvme"]["moved"]
-    assert read > 0 and written == 12 * alone["nvme"]["parameters"]
+    assert read > 2 * sum(SIZES) and written == 3 * sum(SIZES), "parameters, and two moments"
     for result in results:
         assert result["nvme"]["moved"] == result["nvme"]["planned"] == (read // len(results), written // len(results))
         for name in ("cpu", "room for all", "data parallel"):
