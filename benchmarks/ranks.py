@@ -290,7 +290,7 @@ def show(facts: dict[str, Any]) -> None:
     ways, ranks, threads = facts["ways"], facts["ranks"], facts["machine"]["threads"]
     title = f"{facts['parameters'] / 1e6:.1f}M parameters, {ranks} ranks of {threads} threads, {facts['rounds']} rounds"
     table = Table(title=f"{title}; median (least, most)")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for way in ways:
         table.add_column(way, justify="right", no_wrap=True)
 
@@ -315,7 +315,7 @@ def show(facts: dict[str, Any]) -> None:
     line("NVMe read per parameter, bytes", "read_per_parameter", "{:.2f}".format)
     line("NVMe written", "written_per_parameter", "{:.2f}".format)
     line("losses differ from ddp's by", "loss_differs_from_ddp_by", "{:.1e}".format)
-    Console(width=170).print(table)
+    Console(width=200).print(table)
     part = (ranks - 1) / ranks * facts["parameters"] * 2 / 1e6
     print(f"theory, MB sent by each rank in a step: data parallel 2(N-1)/N: {2 * part:.1f}; ZeRO-3 3(N-1)/N: {3 * part:.1f} "
           f"(over gloo 4(N-1)/N: {4 * part:.1f})")  # fmt: skip
