@@ -38,9 +38,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-MODELS = {"98M": (12, 768), "316M": (24, 1024)}
+MODELS = {"34M": (8, 512), "98M": (12, 768), "316M": (24, 1024)}
 """Layers and width."""
-BUDGETS = {"98M": ("64MiB", "420MiB"), "316M": ("96MiB", "1280MiB")}
+BUDGETS = {"34M": ("32MiB", "96MiB"), "98M": ("64MiB", "420MiB"), "316M": ("96MiB", "1280MiB")}
 """gpu_memory and cpu_memory of infinity-nvme: the process then takes 0.3 of the memory that DeepSpeed does."""
 WAYS = ("plain", "deepspeed-cpu", "deepspeed-nvme", "infinity-memory", "infinity-cpu", "infinity-nvme")
 VOCABULARY, BATCH, SEQUENCE, CLIP = 8192, 2, 256, 1.0
@@ -193,8 +193,9 @@ class Infinity:
         budgets = {"gpu_memory": gpu, "cpu_memory": cpu if options.child == "infinity-nvme" else "8GiB"}
         with infinity.init():
             model = LlamaForCausalLM(config_of(options.model))
-        config = infinity.Config(precision="bf16", device="cpu", update=options.update, **(budgets | placement))
-        self._model = infinity.wrap(model, config, weights=options.weights)
+        common: dict[str, Any] = {"precision": "bf16", "device": "cpu", "threads": options.threads, "update": options.update}
+        config = infinity.Config(**(common | budgets | placement))
+        self._model = infinity.wrap(model, config, weights=options.weights, group=getattr(options, "group", None))
         self._engine = infinity.engine(self._model)
         self._optimizer = infinity.AdamW(self._model.parameters(), max_grad_norm=CLIP, **ADAM)
         self.count = sum(p.numel() for p in self._model.parameters())
@@ -482,7 +483,7 @@ def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
 def main() -> None:
     """Measure and print; a child measures one run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["98M", "316M"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--deepspeed-python", type=Path, help="a python that has DeepSpeed; without it those ways are left out")
     parser.add_argument("--nvme", type=Path, help="directory on the drive (default: the one for temporary files)")

@@ -1,0 +1,254 @@
+"""What ranks send each other and read from their drives in a step, to the byte, at two, three and four ranks.
+
+Units have sizes that every number of ranks divides without padding, so that the formulas hold exactly, and each its own, by which
+a collective is known. This file is also what each rank runs. The losses of the same runs, after 20 steps, are those of one rank
+on the whole batch.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import CHILD
+from torch import nn
+from torch.nn import functional
+
+import infinity
+from infinity.sharding import collectives
+
+WIDTH, WORDS, ROWS, STEPS, MAX_GRAD_NORM = 64, 384, 12, 20, 1.2
+SIZES = [4 * WIDTH * WORDS * count for count in (1, 2, 4, 6, 8, 3)]
+"""Bytes of the units in their order; WIDTH * WORDS is 12 * 2048 elements, and shards are padded to 2048."""
+CPU = dict.fromkeys(("parameters", "gradients", "optimizer"), "cpu")
+CASES: dict[str, dict[str, Any]] = {
+    "data parallel": {"stage": 0} | dict.fromkeys(CPU, "gpu"),
+    "room for all": CPU,
+    "cpu": CPU | {"gpu_memory": 0},  # 0: the smallest that works
+    "nvme": {"gpu_memory": 0},
+}
+STREAMED = ("cpu", "nvme")
+COLLECTIVES = [
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast",
+    "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce",
+    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
+]  # fmt: skip
+
+
+class Call(NamedTuple):
+    """A collective: its name, and the bytes of the whole tensor."""
+
+    name: str
+    nbytes: int
+
+
+class Block(nn.Module):
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, factor * WORDS, bias=False), nn.Linear(factor * WORDS, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Units are the embedding, each block and the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block(factor) for factor in (1, 2, 3, 4))
+        self.head = nn.Linear(WIDTH, 3 * WORDS, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), ((ids * 3 + 1) % WORDS).flatten())
+
+
+def log_collectives(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Every collective of torch.distributed from now on, called by `infinity.sharding.collectives` or by anything else."""
+    calls: list[Call] = []
+
+    def logged(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*values: Any, **options: Any) -> Any:
+            calls.append(Call(name, max((value.nbytes for value in values if isinstance(value, torch.Tensor)), default=0)))
+            return call(*values, **options)
+
+        return run
+
+    for name in COLLECTIVES:
+        if hasattr(dist, name):
+            monkeypatch.setattr(dist, name, logged(name, getattr(dist, name)))
+    for name in ("_gather", "_reduce_scatter"):
+        monkeypatch.setattr(collectives, name, logged(name, getattr(collectives, name)))
+    return calls
+
+
+def named(calls: list[Call], name: str) -> list[int]:
+    """The bytes of the collectives of this name, in their order."""
+    return [call.nbytes for call in calls if call.name == name]
+
+
+def gathered_once(calls: list[Call]) -> list[int]:
+    """The bytes of the units that are gathered in the forward and are still there when the backward needs them."""
+    gathers = named(calls, "_gather")
+    return [size for size in SIZES if gathers.count(size) == 1]
+
+
+def sent(calls: list[Call], ranks: int) -> float:
+    """Bytes that each of `ranks` ranks sends in `calls`, in rings: an all-reduce is a reduce-scatter and a gather."""
+    return sum(call.nbytes * (2 if call.name == "all_reduce" else 1) for call in calls) * (ranks - 1) / ranks
+
+
+def smallest_gpu_memory(config: dict[str, Any], group: dist.ProcessGroup | None) -> int:
+    with pytest.raises(infinity.BudgetError) as refusal:
+        infinity.wrap(Model(), infinity.Config(**config), group=group)
+    return int(re.findall(r"that works is (\d+)", str(refusal.value))[0])
+
+
+def train(case: dict[str, Any], directory: Path, rank: int, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Train as `rank` of `group` on its rows of every batch: losses of all steps, and what the last step moved."""
+    directory.mkdir()
+    config = {"nvme": directory, "gpu_memory": "16MiB", "cpu_memory": "16MiB", "cache": 0, "precision": "fp32", "device": "cpu"}
+    config |= {"threads": 1, "copy_on_write": False, "update": "exact"} | case
+    if config["gpu_memory"] == 0:
+        config["gpu_memory"] = smallest_gpu_memory(config, group)
+    model = infinity.wrap(Model(), infinity.Config(**config), group=group)
+    with infinity.engine(model) as engine, pytest.MonkeyPatch.context() as monkeypatch:
+        optimizer = infinity.AdamW(model.parameters(), lr=3e-3, eps=1e-6, max_grad_norm=MAX_GRAD_NORM)
+        assert [unit.nbytes for unit in engine.units] == SIZES
+        log, losses, norms = log_collectives(monkeypatch), [], []
+        for step in range(STEPS):
+            log.clear()
+            ids = torch.randint(0, WORDS, (ROWS, 8), generator=torch.Generator().manual_seed(step % 4))
+            loss = model(ids if group is None else ids.chunk(dist.get_world_size())[rank])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            norms.append(optimizer.grad_norm)
+        calls = [tuple(call) for call in log]
+        report, count = engine.report(), sum(parameter.numel() for parameter in model.parameters())
+        planned = round(report.planned_read_per_parameter * count), round(report.planned_written_per_parameter * count)
+        return {
+            "losses": losses, "norms": norms, "calls": calls, "gpu_memory": config["gpu_memory"],
+            "moved": (round(report.read_per_parameter * count), round(report.written_per_parameter * count)), "planned": planned,
+        }  # fmt: skip
+
+
+def serve(directory: Path, rank: int, ranks: int) -> None:
+    """One rank, from start to end."""
+    torch.set_num_threads(1)
+    meeting = f"file://{directory}/rendezvous"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    results = {name: train(case, directory / f"{name} {rank}", rank, dist.group.WORLD) for name, case in CASES.items()}
+    torch.save(results, directory / f"results{rank}.pt")
+    dist.destroy_process_group()
+
+
+# This side
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank, then by case."""
+    directory, ranks = tmp_path_factory.mktemp(f"ranks{request.param}"), request.param
+    options = CHILD | {"env": CHILD["env"] | {"GLOO_SOCKET_IFNAME": "lo"}}
+    command = [sys.executable, __file__, str(directory)]
+    processes = [subprocess.Popen([*command, str(rank), str(ranks)], stderr=subprocess.PIPE, **options) for rank in range(ranks)]
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
+    found = [torch.load(directory / f"results{rank}.pt", weights_only=True) for rank in range(ranks)]
+    for result in found:
+        for case in result.values():
+            case["calls"] = [Call(*call) for call in case["calls"]]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One rank, by case."""
+    directory, before = tmp_path_factory.mktemp("alone"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {name: train(case, directory / name, 0) for name, case in CASES.items()}
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_ranks_lose_what_one_rank_does(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    expected = alone["data parallel"]
+    assert expected["losses"][-1] < 0.9 * expected["losses"][0]
+    assert min(expected["norms"]) < MAX_GRAD_NORM < max(expected["norms"]), "some steps are clipped"
+    for name in CASES:
+        assert alone[name]["losses"] == expected["losses"], name
+        means = [sum(values) / len(results) for values in zip(*(result[name]["losses"] for result in results), strict=True)]
+        assert means == pytest.approx(expected["losses"], rel=1e-5), name
+        assert results[0][name]["norms"] == pytest.approx(expected["norms"], rel=1e-5), name
+        assert len({tuple(result[name]["losses"]) for result in results}) == len(results), "the ranks had different data"
+
+
+def test_units_are_gathered_once_per_pass_and_reduced_once(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        for name in STREAMED:
+            calls, stayed = result[name]["calls"], gathered_once(result[name]["calls"])
+            assert len(stayed) <= 3 and sum(stayed) <= result[name]["gpu_memory"], "the smallest budget holds no more"
+            assert named(calls, "_gather") == SIZES + [size for size in reversed(SIZES) if size not in stayed], name
+            assert named(calls, "_reduce_scatter") == SIZES[::-1], name
+
+
+def test_units_that_stay_are_gathered_once(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert named(result["room for all"]["calls"], "_gather") == SIZES
+        assert named(result["room for all"]["calls"], "_reduce_scatter") == SIZES[::-1]
+
+
+def test_a_step_sends_nothing_else_of_any_size(results: list[dict[str, Any]]) -> None:
+    """Only which gradients there are, the order of calls (two numbers), and the norm, as fp64; no broadcast, no barrier."""
+    flags = 8 * (len(list(Model().parameters())) + 2)
+    for result in results:
+        for name, found in result.items():
+            if name == "data parallel":  # every rank has all gradients, and so their norm
+                assert {call.name for call in found["calls"]} == {"all_reduce"}
+                assert named(found["calls"], "all_reduce") == [*SIZES[::-1], flags]
+            else:
+                assert {call.name for call in found["calls"]} == {"_gather", "_reduce_scatter", "all_reduce"}, name
+                assert named(found["calls"], "all_reduce") == [flags, 8], name
+
+
+def test_bytes_sent_are_one_and_a_half_times_those_of_data_parallel(results: list[dict[str, Any]]) -> None:
+    """ZeRO, 1910.02054, section 7: 3 (N-1)/N for the 2 (N-1)/N of data parallel; less what stays, 2 (N-1)/N where all does."""
+    ranks = len(results)
+    share = (ranks - 1) / ranks
+    for result in results:
+        moved = {name: sent([c for c in found["calls"] if c.nbytes in SIZES], ranks) for name, found in result.items()}
+        assert moved["data parallel"] == pytest.approx(2 * share * sum(SIZES), rel=1e-12)
+        assert moved["room for all"] == pytest.approx(moved["data parallel"], rel=1e-12)
+        for name in STREAMED:
+            stayed = sum(gathered_once(result[name]["calls"])) * share
+            assert moved[name] == pytest.approx(1.5 * moved["data parallel"] - stayed, rel=1e-12), name
+
+
+def test_every_rank_reads_and_writes_its_share_of_nvme(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    read, written = alone["nvme"]["moved"]
+    assert read > 2 * sum(SIZES) and written == 3 * sum(SIZES), "parameters, and two moments"
+    for result in results:
+        assert result["nvme"]["moved"] == result["nvme"]["planned"] == (read // len(results), written // len(results))
+        for name in ("cpu", "room for all", "data parallel"):
+            assert result[name]["moved"] == (0, 0), name
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
