@@ -93,6 +93,8 @@ class Task:
     alike: bool = False
     """Whether all ranks get the first part of the batch."""
     least: bool = False
+    peeks: bool = False
+    """Whether the model is evaluated between backward and step, when all that was begun early has been written."""
     reload: bool = False
     """Whether the second half is trained by a new optimizer that takes over the states of the first."""
 
@@ -158,6 +160,14 @@ def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGrou
                     spoilt = math.inf if part == task.spoils and step == 1 else 1.0
                     optimizer.scale(value * spoilt / (len(parts) if rank is None else 1)).backward()
                     loss += value.item() / (len(parts) if rank is None else 1)
+            if task.peeks:
+                early, changed = engine._updater._early, engine._updater._pipeline._changed
+                with changed:
+                    assert changed.wait_for(
+                        lambda early=early: all(job.written for job in early.values() if job.update), PATIENCE / 3
+                    )
+                with torch.no_grad():
+                    losses.append(model(shares(step, 0)[rank or 0], True, None, None).item())
             optimizer.step()
             losses.append(loss)
             norm = optimizer.grad_norm or 0.0
@@ -453,3 +463,8 @@ def test_when_a_rank_dies_the_others_fail_and_clean_up(attempt: Attempt, tmp_pat
 
 if __name__ == "__main__":
     serve(Path(sys.argv[1]), int(sys.argv[2]))
+
+
+def test_ranks_see_nothing_of_an_update_before_its_step(run: Run) -> None:
+    outcomes = [run(peeks=True, config={"update": update}) for update in ("plain", "speculative")]
+    assert_equal_bitwise(*outcomes)

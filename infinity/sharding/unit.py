@@ -308,7 +308,7 @@ class Unit:
         if self.gather_posted is None or block.lease is None:
             raise RuntimeError(f"{self.name} has no place to be gathered into")
         self.gather_posted.wait()
-        return block.lease.tensor.view(self.dtype)
+        return self.store.wait(block).view(self.dtype)  # this rank's part may have been fetched again since (`Store.take_back`)
 
     def release(self) -> None:
         """End one `start`: the unit may be evicted."""

@@ -504,7 +504,8 @@ class Store:
         it only while nobody uses the block; see `take_back`.
         """
         with self._changed:
-            free = block.state is BlockState.UPDATING or (block.state is BlockState.RESIDENT and not block.pins)
+            unused = not block.pins and (block.gathering is None or block.gathering.ended())
+            free = block.state is BlockState.UPDATING or (block.state is BlockState.RESIDENT and unused)
             if not free or block.lease is None or block.permanent:
                 return False
             block.copying += 1
