@@ -102,7 +102,8 @@ class Config(BaseModel):
     io_engine: Literal["auto", "io_uring", "posix"] = "auto"
     instruction_set: Literal["auto", "scalar", "avx2", "avx512"] = "auto"
     threads: int | None = None
-    """Threads of the CPU optimizer; None takes every CPU this process may run on, whatever OMP_NUM_THREADS says."""
+    """Threads of the CPU optimizer; None takes every CPU this process may run on, divided by the LOCAL_WORLD_SIZE that torchrun
+    sets, whatever OMP_NUM_THREADS says."""
 
     def __init__(self, **values: Any) -> None:
         for key in values:

@@ -57,6 +57,7 @@ import torch
 from infinity import native, safetensors
 from infinity.device import HUGE_PAGE, HostMemory, huge_pages
 from infinity.errors import NvmeError, WeightsError
+from infinity.files import make_durable
 from infinity.safetensors import BLOCK, Entry
 from infinity.transfer import Files, InFlight, Part, Ticket, allocate, check, memory_of
 from infinity.units import round_up
@@ -467,11 +468,7 @@ def _replacing(target: Path) -> Iterator[Path]:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    make_durable(target.parent)
 
 
 def _tensor_at(memory: torch.Tensor, at: int, entry: Entry) -> torch.Tensor:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from conftest import CHILD
 
 PROGRAM = """
@@ -15,13 +16,15 @@ print(torch.get_num_threads(), Kernels("auto", None).threads, Kernels("auto", 3)
 """
 
 
-def test_omp_num_threads_does_not_set_the_threads_of_the_optimizer() -> None:
-    """torchrun sets OMP_NUM_THREADS=1."""
+@pytest.mark.parametrize("ranks", [None, 2, 1000])
+def test_omp_num_threads_does_not_set_the_threads_of_the_optimizer(ranks: int | None) -> None:
+    """torchrun sets OMP_NUM_THREADS=1, and says how many ranks the CPUs are for."""
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | ({"LOCAL_WORLD_SIZE": str(ranks)} if ranks else {}),
+        capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
-    assert result.stdout.split() == ["1", str(len(os.sched_getaffinity(0))), "3"]
+    assert result.stdout.split() == ["1", str(max(1, len(os.sched_getaffinity(0)) // (ranks or 1))), "3"]
 
 
 TEAMS = """

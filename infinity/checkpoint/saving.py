@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import io
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -28,6 +27,7 @@ from torch.futures import Future
 
 from infinity.checkpoint.state import HEADER, METADATA, Piece, Reblocked, Series, State, in_words, one_error, sibling
 from infinity.errors import CheckpointError
+from infinity.files import make_durable
 from infinity.optim.foreign import Adapted
 from infinity.sharding import collectives
 from infinity.sharding.unit import Unit
@@ -202,21 +202,13 @@ class Writer(FileSystemWriter):
         """On the first rank, when all have written: complete the checkpoint and put it in its place."""
         with in_words(f"{self._directory} cannot be written"):
             super().finish(metadata, results)
-            _sync(self._partial)
+            make_durable(self._partial)
             if self._directory.exists():
                 self._directory.rename(self._old)
             self._partial.rename(self._directory)
-            _sync(self._directory.parent)
+            make_durable(self._directory.parent)
             shutil.rmtree(self._old, ignore_errors=True)  # else the next save does it
 
 
 def _is_empty(directory: Path) -> bool:
     return directory.is_dir() and not any(directory.iterdir())
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -106,7 +106,6 @@ class Job:
             update=self.update,
             delayed_after=self.delayed_after,
             io_engine=self.io_engine,
-            threads=world.threads(),
         )
 
     def schedule(self) -> Schedule:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity.cli.tokenizer import Tokenizer
+from infinity.files import make_durable
 from infinity.modules.load import INDEX, SINGLE
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def write_weights(directory: Path, weights: Iterable[tuple[str, torch.Tensor]], 
     if count > 1:
         where = {name: path.name for path, shard_names in zip(final, names, strict=True) for name in shard_names}
         write_file(directory / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
-    _sync(directory)
+    make_durable(directory)
     return final
 
 
@@ -140,7 +140,7 @@ def _write_shard(path: Path, shard: dict[str, torch.Tensor]) -> None:
     mode = path.stat().st_mode  # what the umask gives; safetensors makes files for the owner alone
     save_file(shard, path, metadata={"format": "pt"})
     path.chmod(mode)
-    _sync(path)
+    make_durable(path)
 
 
 def write_file(path: Path, text: str) -> None:
@@ -148,17 +148,9 @@ def write_file(path: Path, text: str) -> None:
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(text, encoding="utf-8")
-        _sync(partial)
+        make_durable(partial)
         partial.rename(path)
     except BaseException:
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -85,10 +85,6 @@ class World:
         """This rank's part of `budget`, bytes that all ranks of a node have together."""
         return budget // self.local_size
 
-    def threads(self) -> int | None:
-        """Threads of the CPU optimizer: this rank's part of the CPUs of the node; None for one rank, which has them all."""
-        return max(1, len(os.sched_getaffinity(0)) // self.local_size) if self.local_size > 1 else None
-
     def seed(self, seed: int, step: int = 0) -> None:
         """Seed what draws during training (dropout) from `step` on; not on the first rank, which goes on as one alone would."""
         if self.rank:
@@ -188,8 +184,9 @@ def joined(debug: bool) -> Iterator[World]:
             raise
         except BaseException as error:
             voice.claim()
-            if _is_lost_partner(error):
-                reason = str(error).partition("\n")[0].partition(". ")[0]  # the rest is general advice
+            lost = next((each for each in (error, error.__cause__) if _is_lost_partner(each)), None)
+            if lost is not None:
+                reason = str(lost).partition("\n")[0].partition(". ")[0]  # the rest is general advice
                 raise InfinityError(f"another rank is gone, or cannot be reached: {reason}") from None
             raise
         finally:
@@ -224,7 +221,7 @@ def _backend(world: World) -> str:
     return "cpu:gloo,cuda:nccl"
 
 
-def _is_lost_partner(error: BaseException) -> bool:
+def _is_lost_partner(error: BaseException | None) -> bool:
     """Whether a collective failed for what happened to another rank: gloo says so in a `RuntimeError` that names its source."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
 

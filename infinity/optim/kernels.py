@@ -48,7 +48,8 @@ class States(NamedTuple):
 class Kernels:
     """The CPU kernels with one instruction set and one pool of `threads` threads.
 
-    None takes every CPU this process may run on: launchers set OMP_NUM_THREADS=1, which would starve the update.
+    None takes every CPU this process may run on, or its part of them where torchrun says that there are several on this node.
+    Not what OMP_NUM_THREADS says: launchers set it to 1, which would starve the update.
     """
 
     def __init__(self, instruction_set: str, threads: int | None) -> None:
@@ -57,7 +58,8 @@ class Kernels:
         if instruction_set != "auto" and not self._module.has_isa(instruction_set):
             raise ConfigError(f"instruction_set={instruction_set!r} is not one that this CPU has; 'auto' is {best!r} here")
         self.isa = best if instruction_set == "auto" else instruction_set
-        self.threads = threads or len(os.sched_getaffinity(0))
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        self.threads = threads or max(1, len(os.sched_getaffinity(0)) // ranks)
         self._pool = self._module.Pool(self.threads)
 
     def update(self, states: States, begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:

@@ -53,7 +53,7 @@ class Store:
 
     def __init__(self, config: Config, device: ComputeDevice, recorder: Recorder) -> None:
         self._config, self._device, self._recorder = config, device, recorder
-        # A delayed update writes new parameters while the old ones are in use: they have two places each, and so none in the cache.
+        # A delayed update writes new parameters while the old ones are in use: they have two places each, not one in the cache.
         self._twice = {Kind.PARAM} if config.update == "delayed" else set()
         self._nvme = NvmeTier(config.nvme, config.io_engine, config.nvme_memory, recorder, config.nvme_shares)
         self._changed = threading.Condition()
