@@ -63,9 +63,9 @@ class Run:
         self.sent = 0.0
         post = self.exchange.post
 
-        def counted(operation: str, unit: str, join: object, sent: float = 0, *others: object) -> object:
+        def counted(operation: str, unit: str, join: object, sent: float = 0, *others: object, **named: object) -> object:
             self.sent += sent
-            return post(operation, unit, join, sent, *others)
+            return post(operation, unit, join, sent, *others, **named)
 
         self.exchange.post = counted
 
