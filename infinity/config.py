@@ -95,6 +95,9 @@ class Config(BaseModel):
     space for them; what `infinity.adapt` made is never late."""
     delayed_after: Annotated[int, Field(ge=0)] = 40
     """With update="delayed": how many steps come first that are not delayed, for while training begins a delay costs most."""
+    collective_timeout: Annotated[float, Field(gt=0, lt=1e6)] = 600.0
+    """With several ranks: seconds that a rank waits for the others in a gather or a reduction before it raises an error that says
+    what each of them is at. More than a rank may compute between two units while others wait."""
     poison: bool = False
     """Debug: fill a slot with NaN when its lease ends, so that a use after release is seen at once."""
 

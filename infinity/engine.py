@@ -129,7 +129,9 @@ class Engine:
         self._store.open(concurrent, buffers * buffer_bytes)
         memory = self._store.reserve("gpu", buffers * buffer_bytes).tensor if buffer_bytes else None
         self._buffer = None if memory is None else GradientBuffer(memory, buffers)
-        self._exchange = Exchange(ranks, self._device, self._store, self.recorder) if ranks.number > 1 else None
+        self._exchange: Exchange | None = None
+        if ranks.number > 1:
+            self._exchange = Exchange(ranks, self._device, self._store, self.recorder, self.config.collective_timeout)
         for unit in self._units:
             unit.bind(self._device.torch, self._buffer, self._exchange)
 

@@ -16,7 +16,8 @@ from infinity.units import format_bytes, parse_bytes, round_up
 
 KEYS = (
     "nvme, gpu_memory, cpu_memory, nvme_memory, nvme_shares, cache, parameters, optimizer, gradients, stage, precision, "
-    "algorithm, gradient_precision, split_master, moment_precision, copy_on_write, update, delayed_after, poison, device, "
+    "algorithm, gradient_precision, split_master, moment_precision, copy_on_write, update, delayed_after, "
+    "collective_timeout, poison, device, "
     "io_engine, instruction_set, threads"
 )
 NOT_SHARES = "is neither 'measured' nor 'equal' nor a positive number for each directory"

@@ -11,6 +11,7 @@ import functools
 import gc
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -246,7 +247,8 @@ def an_error_reaches_the_next_call(directory: Path, rank: int) -> None:
                     model(torch.randn(4, WIDTH))
         with pytest.raises(infinity.EngineClosedError, match="the cable was pulled") as caught:
             engine.drain()
-        assert isinstance(caught.value.__cause__, OSError)
+        assert caught.value.__cause__ is not None
+        assert isinstance(caught.value.__cause__.__cause__, OSError)
         thread = engine._exchange._thread
     assert not thread.is_alive()
 
@@ -291,6 +293,63 @@ def the_first_rank_dies(directory: Path, rank: int) -> None:
     engine.close()
     assert time.monotonic() - start < PATIENCE / 3
     assert list((directory / f"nvme{rank}").iterdir()) == []
+
+
+STUCK = {"collective_timeout": 3.0}
+
+
+def a_rank_sleeps(directory: Path, rank: int) -> None:
+    """The second one, in the forward of the third block, until the first has given up on it."""
+    model, optimizer = wrap(directory, rank, gpu_memory="112KiB", **STUCK)
+    train(model, optimizer, 2)
+    given_up = directory / "given up"
+
+    def sleep(number: int) -> None:
+        until = time.monotonic() + PATIENCE
+        while number == 2 and rank == 1 and not given_up.exists() and time.monotonic() < until:
+            threading.Event().wait(0.05)  # which nobody sets
+
+    model[2].during = sleep
+    start = time.monotonic()
+    with pytest.raises(infinity.EngineClosedError) as caught:
+        train(model, optimizer, 3)
+    given_up.touch()
+    text = str(caught.value)
+    if rank == 0:
+        assert 3.0 <= time.monotonic() - start < 3.0 + PATIENCE / 6, text
+        assert re.match(
+            r"(gather|reduce|sum) .* failed and the engine cannot go on: rank 0 waited \d+ s .*collective \d+; ", text
+        )
+        assert "; rank 1 waits for no collective: it computes" in text
+        assert "Config(collective_timeout=3)" in text
+    else:
+        assert "rank 0 gave up in collective" in text
+    infinity.engine(model).close()
+
+
+def a_rank_skips_a_unit(directory: Path, rank: int) -> None:
+    model, optimizer = wrap(directory, rank, gpu_memory="112KiB", **STUCK)
+    train(model, optimizer, 2)
+    start = time.monotonic()
+    with pytest.raises(infinity.InfinityError) as caught:
+        blocks = [block for number, block in enumerate(model) if rank == 0 or number != 2]
+        x = torch.randn(4, WIDTH)
+        for _ in range(2):
+            y = x
+            for block in blocks:
+                y = block(y)
+            y.pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert time.monotonic() - start < PATIENCE / 3
+    text = str(caught.value)
+    found = re.search(r"collective \d+ is (\w+ \d) on rank (\d) \(after (.*)\), and (\w+ \d) on rank (\d) \(after (.*)\); ", text)
+    assert found is not None, text
+    assert found[1] != found[4]
+    assert {found[2], found[5]} == {"0", "1"}
+    assert found[3] == found[6], "up to there they are the same"
+    assert "I6" in text
+    infinity.engine(model).close()
 
 
 # The other side
@@ -365,6 +424,11 @@ def test_ranks_join_the_same_collectives_in_the_same_order(attempt: Attempt, tmp
 
 def test_a_rank_that_dies(attempt: Attempt) -> None:
     assert attempt(the_first_rank_dies) == ["gone", "done"]
+
+
+@pytest.mark.parametrize("work", [a_rank_sleeps, a_rank_skips_a_unit])
+def test_ranks_that_are_stuck_are_told_why(work: Callable[[Path, int], None], attempt: Attempt) -> None:
+    assert attempt(work) == ["done"] * RANKS
 
 
 def test_one_rank_has_no_thread_for_collectives(tmp_path: Path) -> None:

@@ -30,15 +30,10 @@ class Calls:
         """This rank will join a collective on a unit, after those it noted before."""
         self._hash = zlib.crc32(f"{operation} {unit}".encode(), self._hash)
 
-    def terms(self) -> tuple[float, float]:
-        """What to sum over the ranks for `agree`: 20 bits of the hash and their square, exact in double precision."""
-        value = self._hash & 0xFFFFF
-        return float(value), float(value * value)
-
-
-def agree(total: float, squares: float, ranks: int) -> bool:
-    """Whether all `ranks` have the same `Calls`, given the sums of their terms: only equal values have no variance."""
-    return ranks * int(squares) == int(total) ** 2
+    @property
+    def value(self) -> int:
+        """32 bits."""
+        return self._hash
 
 
 def size(group: Group) -> int:
@@ -65,6 +60,14 @@ def reduce_scatter_mean(shard: torch.Tensor, full: torch.Tensor, group: Group) -
     if group is not None:
         divide_alone(full, dist.get_world_size(group))
         _reduce_scatter(shard, full, group=group)
+
+
+def same(value: int, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks of `group` call this with the same `value`, of less than 64 bits."""
+    both = torch.tensor([value, -value], device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    most, minus_least = both.tolist()
+    return bool(most == -minus_least)
 
 
 def all_reduce_mean(values: torch.Tensor, group: Group) -> None:

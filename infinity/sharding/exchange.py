@@ -4,7 +4,9 @@
 All ranks must join the same collectives in the same order (invariant I6). They are posted by the thread that runs the model, at
 points that follow from the uses of units alone, and joined first come, first served. So the first one in the queue waits for
 what this rank brings to it, a shard that is still being read or updated, even if a later one could go on at once: what has
-arrived here is no reason to go on, for it need not have arrived elsewhere.
+arrived here is no reason to go on, for it need not have arrived elsewhere. Before each one the ranks compare what they have
+posted so far, a few bytes: units are often of one size, so ranks that run different modules would take each other's data for
+their own, and where sizes differ gloo ends the process.
 
 [Note: groups of its own]
 They run in copies of the process groups that the engine was given. In the groups themselves the user's code, or a checkpoint,
@@ -15,6 +17,11 @@ A gather is posted when the unit has its place, ahead of its use. Until it has e
 nor rewritten by an update: who wants to waits (`Block.gathering`). Not to evict it would be a choice that depends on time.
 An update whose gather is posted must be able to end without the thread that waits: it is posted after all that
 `Store.begin_update` may have to wait for.
+
+[Note: ranks that are stuck]
+Who waits for a collective looks now and then at what the other ranks have noted (`infinity.sharding.watch`). It gives up when
+the first one in the queue has waited for the others for `Config.collective_timeout`, when another rank gave up, and when the
+orders differ. torch's own call goes on in this thread meanwhile, and ends by its own timeout, which is a little longer.
 """
 
 from __future__ import annotations
@@ -24,14 +31,18 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.distributed import ProcessGroup
+
 from infinity.device import ComputeDevice
-from infinity.errors import EngineClosedError
+from infinity.errors import EngineClosedError, InfinityError
 from infinity.observe import Recorder
 from infinity.sharding import collectives
 from infinity.sharding.ranks import Ranks
+from infinity.sharding.watch import RECENT, Note, Watch, diverged, state_of
 from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")
@@ -40,23 +51,29 @@ CLOSING_SECONDS = 30.0
 """How long `Exchange.close` waits for the other ranks to join what was posted."""
 
 
+Look = tuple[float, Callable[[], None]]
+"""What who waits does now and then, and how often: every so many seconds."""
+
+
 class Collective:
-    """One collective on its way: `operation` on `unit` (a name). Any thread may wait for it."""
+    """One collective on its way, number `number` of its engine, called `name`. Any thread may wait for it."""
 
     def __init__(
-        self, operation: str, unit: str, join: Callable[[], Any], sent: float, arrive: Callable[[], object], after: Any
+        self, number: int, name: str, join: Callable[[], Any], sent: float, arrive: Callable[[], object], watch: Look
     ) -> None:
-        self.operation, self.unit, self.join, self.sent, self.arrive, self.after = operation, unit, join, sent, arrive, after
+        self.number, self.name, self.join, self.sent, self.arrive = number, name, join, sent, arrive
+        self.after: Any = None
+        """The work of a stream device that it comes after, as `ComputeDevice.mark`."""
+        self.order = 0
+        """`Calls.value` with this one."""
+        self.groups: Sequence[ProcessGroup] = ()
+        """Among whom it is joined, one after the other."""
+        self._watch = watch
         self.arrived = math.inf
         """When what this rank brings was there, in seconds of `time.perf_counter`."""
         self._ended = threading.Event()
         self._result: Any = None
         self._error: EngineClosedError | None = None
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return f"{self.operation} {self.unit}"
 
     def ended(self) -> bool:
         """Whether `wait` would not wait."""
@@ -70,11 +87,13 @@ class Collective:
 
     def settle(self) -> None:
         """Block until it has ended, well or not."""
-        self._ended.wait()
+        pause, look = self._watch
+        while not self._ended.wait(pause):
+            look()
 
     def wait(self) -> Any:
         """Block until it has ended; its result. Raises `EngineClosedError` when it, or one before it, failed."""
-        self._ended.wait()
+        self.settle()
         if self._error is not None:
             raise EngineClosedError(str(self._error)) from self._error.__cause__
         return self._result
@@ -82,13 +101,17 @@ class Collective:
 
 class Exchange:
     """The collectives among `ranks`, which are copied: every rank must make one. Methods are for the thread that runs the model.
+    `timeout` is `Config.collective_timeout`, in seconds.
 
     An error is told to the store, so that it reaches the user's next call, and nothing is joined any more.
     """
 
-    def __init__(self, ranks: Ranks, device: ComputeDevice, store: Store, recorder: Recorder) -> None:
+    def __init__(self, ranks: Ranks, device: ComputeDevice, store: Store, recorder: Recorder, timeout: float) -> None:
         self._device, self._store, self._recorder = device, store, recorder
-        self.ranks = ranks.copy()
+        self.ranks = ranks.copy(1.25 * timeout + 1)
+        self._watch = Watch(self.ranks, timeout)
+        self._recent: deque[str] = deque(maxlen=RECENT)
+        self._count = 0  # how many were posted
         self.bytes_per_second: float | None = None
         """For tests and benchmarks: every collective takes at least as long as sending at this rate what this rank sends."""
         self._calls = collectives.Calls()
@@ -101,15 +124,27 @@ class Exchange:
         self._thread.start()
 
     def post(
-        self, operation: str, unit: str, join: Callable[[], Any], sent: float = 0, arrive: Callable[[], object] = lambda: None
+        self,
+        operation: str,
+        unit: str,
+        join: Callable[[], Any],
+        sent: float = 0,
+        arrive: Callable[[], object] = lambda: None,
+        everywhere: bool = True,
     ) -> Collective:
         """Have `join` called after all that was posted before, and when `arrive` has returned.
 
-        On a stream device it runs after what the caller has queued so far. This rank sends `sent` bytes in it.
+        Among all ranks if `everywhere`, else among those that the shards are divided among. On a stream device it runs after what
+        the caller has queued so far. This rank sends `sent` bytes in it.
         """
-        collective = Collective(operation, unit, join, sent, arrive, self._device.mark())
+        look = self._watch.pause, self._look
+        collective = Collective(self._count, f"{operation} {unit}", join, sent, arrive, look)
+        collective.after, collective.groups = self._device.mark(), self._groups(everywhere)
         with self._lock:
             self._calls.note(operation, unit)
+            collective.order = self._calls.value
+            self._recent.append(collective.name)
+            self._count += 1
             if self._closing.is_set() or self._error is not None:
                 collective.end(error=self._error or EngineClosedError("the engine was closed"))
             else:
@@ -117,15 +152,16 @@ class Exchange:
                 self._posted.put(collective)
         return collective
 
-    def terms(self) -> tuple[float, float]:
-        """What was posted so far, as `Calls.terms`."""
-        return self._calls.terms()
-
     def sum(self, values: Sequence[float], what: str, everywhere: bool = True) -> list[float]:
         """The sums of `values` over all ranks, or over those that the shards are divided among; for `what` says a report."""
-        groups = self.ranks.groups() if everywhere else [group for group in (self.ranks.shards,) if group is not None]
-        found: list[float] = self.post("sum", what, lambda: collectives.all_reduce_sum(values, groups)).wait()
+        groups = self._groups(everywhere)
+        found: list[float] = self.post(
+            "sum", what, lambda: collectives.all_reduce_sum(values, groups), everywhere=everywhere
+        ).wait()
         return found
+
+    def _groups(self, everywhere: bool) -> list[ProcessGroup]:
+        return self.ranks.groups() if everywhere else [group for group in (self.ranks.shards,) if group is not None]
 
     def rest(self) -> None:
         """Block until everything that was posted has ended."""
@@ -160,6 +196,43 @@ class Exchange:
             ranks, self.ranks = self.ranks, Ranks()
             ranks.end()
 
+    # When it takes long
+
+    def _note(self, going: Collective, failed: bool = False) -> Note:
+        with self._lock:
+            return Note(going.number, going.name, going.arrived < math.inf, failed, self._count, list(self._recent))
+
+    def _look(self) -> None:
+        """Somebody waits: say so to the other ranks, and give up where that has no end."""
+        with self._lock:
+            going = next(iter(self._open), None)
+        if going is None:
+            return
+        mine = self._note(going)
+        self._watch.write(mine)
+        others = self._watch.others()
+        waited = time.perf_counter() - going.arrived  # less than none while this rank's own part is not there
+        reason = diverged(self._watch.rank, mine, others)
+        if not reason and any(note is not None and note.failed for note in others.values()):
+            reason = f"rank {self._watch.rank} waits in collective {mine.number} in vain; {state_of(others)}"
+        elif not reason and waited > self._watch.timeout:
+            reason = (
+                f"rank {self._watch.rank} waited {waited:.0f} s for the others in collective {mine.number}; {state_of(others)}. "
+                "See what they do (py-spy dump --pid ...); if a rank may compute for longer than that, raise "
+                f"Config(collective_timeout={self._watch.timeout:g})"
+            )
+        if reason:
+            self.fail(self._store.fail(InfinityError(reason), going.name))
+            self._watch.write(mine._replace(failed=True))  # for good: after `fail` the thread takes no note back
+
+    def _explain(self, collective: Collective, error: BaseException) -> BaseException:
+        """What torch raised, with what the other ranks are at, which they may have yet to find out."""
+        mine = self._note(collective, failed=True)
+        others = self._watch.others(patience=2 * self._watch.pause)
+        explained = InfinityError(diverged(self._watch.rank, mine, others) or f"{error} ({state_of(others)})")
+        explained.__cause__ = error
+        return explained
+
     # On the thread
 
     def _run(self) -> None:
@@ -172,16 +245,23 @@ class Exchange:
             collective.arrive()
             collective.arrived = start = time.perf_counter()
             with self._device.aside(collective.after):
+                if not all(collectives.same(collective.order, group) for group in collective.groups):
+                    raise InfinityError("the ranks have posted different collectives")
                 result = collective.join()
             if self.bytes_per_second is not None:
                 self._closing.wait(start + collective.sent / self.bytes_per_second - time.perf_counter())
             self._recorder.add("collective", collective.name, start, time.perf_counter())
         except BaseException as error:
-            failed = error if isinstance(error, EngineClosedError) else self._store.fail(error, collective.name)
-            self.fail(failed)
+            if not collective.ended():  # else somebody has given up on it
+                self._watch.write(self._note(collective, failed=True))
+                if collective.arrived < math.inf:  # it may be the other ranks' doing
+                    error = self._explain(collective, error)
+                self.fail(error if isinstance(error, EngineClosedError) else self._store.fail(error, collective.name))
             return
         with self._lock:
             going = collective in self._open  # else `fail` has ended it meanwhile
             self._open.pop(collective, None)
         if going:
+            if self._watch.noted:
+                self._watch.write(None)
             collective.end(result)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from datetime import timedelta
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -37,9 +37,10 @@ class Ranks(NamedTuple):
         """A sum over each of these in turn is one over all ranks."""
         return [group for group in self if group is not None]
 
-    def copy(self) -> Ranks:
-        """The same ranks in process groups of their own; all of them must call it. `end` ends the copies."""
-        return Ranks(*(None if group is None else _copy(group) for group in self))
+    def copy(self, timeout: float) -> Ranks:
+        """The same ranks in process groups of their own, in which a collective fails after `timeout` seconds; all of them must
+        call it. `end` ends the copies."""
+        return Ranks(*(None if group is None else _copy(group, timedelta(seconds=timeout)) for group in self))
 
     def end(self) -> None:
         """Give up groups that `copy` made. Those of a part of all processes stay until torch.distributed ends: torch names them
@@ -50,12 +51,11 @@ class Ranks(NamedTuple):
                     dist.destroy_process_group(group)
 
 
-def _copy(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+def _copy(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     copy: dist.ProcessGroup = dist.new_group(
         ranks,
-        timeout=getattr(getattr(group._get_backend(device), "options", None), "_timeout", None),  # None is torch's default
+        timeout=timeout,
         backend=dist.get_backend(group),
         use_local_synchronization=len(ranks) < dist.get_world_size(),  # only those that are in it
     )

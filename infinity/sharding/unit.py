@@ -288,7 +288,7 @@ class Unit:
             collectives.all_gather(flat, shard, exchange.ranks.shards)
 
         arrive = functools.partial(self.store.wait, block)
-        self.gather_posted = exchange.post("gather", self.name, join, self._sent(shard), arrive)
+        self.gather_posted = exchange.post("gather", self.name, join, self._sent(shard), arrive, everywhere=False)
         self._gathered_lease = block.lease
         self.store.gather(block, self.gather_posted)
 
@@ -619,7 +619,7 @@ class Unit:
             return shard
         full = torch.empty(self.layout.numel, dtype=shard.dtype)
         join = functools.partial(collectives.all_gather, full, shard, exchange.ranks.shards)
-        exchange.post(f"gather {kind.value} of", self.name, join, self._sent(shard)).wait()
+        exchange.post(f"gather {kind.value} of", self.name, join, self._sent(shard), everywhere=False).wait()
         return full
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
