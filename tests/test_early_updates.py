@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -367,8 +368,9 @@ def test_states_are_read_ahead_for_what_backward_comes_to_first(wrap: Callable[.
     loss = engine.model(**text_batch(2)).loss
     expected = engine._updater._early
     assert list(expected) and set(expected) == set(engine._updater._order[:2])
-    until(engine, lambda: all(job.in_flight > 0 for job in expected.values()))
-    jobs = dict(expected)
+    jobs, deadline = dict(expected), time.monotonic() + 60
+    while not all(job.in_flight > 0 for job in jobs.values()):
+        assert time.monotonic() < deadline
     loss.backward()
     assert all(engine._updater._early[unit] is job for unit, job in jobs.items())
     optimizer.step()
