@@ -184,7 +184,9 @@ def joined(debug: bool) -> Iterator[World]:
             raise
         except BaseException as error:
             voice.claim()
-            lost = next((each for each in (error, error.__cause__) if _is_lost_partner(each)), None)
+            lost: BaseException | None = error
+            while lost is not None and not _is_lost_partner(lost):
+                lost = lost.__cause__
             if lost is not None:
                 reason = str(lost).partition("\n")[0].partition(". ")[0]  # the rest is general advice
                 raise InfinityError(f"another rank is gone, or cannot be reached: {reason}") from None
@@ -221,7 +223,7 @@ def _backend(world: World) -> str:
     return "cpu:gloo,cuda:nccl"
 
 
-def _is_lost_partner(error: BaseException | None) -> bool:
+def _is_lost_partner(error: BaseException) -> bool:
     """Whether a collective failed for what happened to another rank: gloo says so in a `RuntimeError` that names its source."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error).lower())
 
