@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -262,6 +263,20 @@ def a_dropped_model_ends_the_thread(directory: Path, rank: int) -> None:
     assert "infinity-exchange" not in [thread.name for thread in threading.enumerate()]
 
 
+def a_closed_engine_keeps_no_group(directory: Path, rank: int) -> None:
+    model, optimizer = wrap(directory, rank)
+    engine = infinity.engine(model)
+    train(model, optimizer, 2)
+    engine._rest()
+    before = sys.getrefcount(dist.group.WORLD)
+    assert engine._exchange is not None
+    copy = weakref.ref(engine._exchange.ranks.shards)
+    engine.close()
+    gc.collect()
+    assert copy() is None
+    assert sys.getrefcount(dist.group.WORLD) < before
+
+
 def the_users_own_collectives_do_not_mix_with_ours(directory: Path, rank: int) -> None:
     """On the very group that was given, from the thread of the model, while others are under way."""
     model, optimizer = wrap(directory, rank)
@@ -409,6 +424,7 @@ def attempt(groups: list[Group], tmp_path_factory: pytest.TempPathFactory, tmp_p
         a_place_is_not_taken_while_its_gather_is_queued,
         an_error_reaches_the_next_call,
         a_dropped_model_ends_the_thread,
+        a_closed_engine_keeps_no_group,
         the_users_own_collectives_do_not_mix_with_ours,
     ],
 )

@@ -81,7 +81,7 @@ class Collective:
 
     def end(self, result: Any = None, error: EngineClosedError | None = None) -> None:
         """It was joined and gave `result`, or never will be. What it holds is let go."""
-        self._result, self._error = result, error
+        self._result, self._error, self.groups = result, error, ()
         self.join = self.arrive = lambda: None
         self._ended.set()
 

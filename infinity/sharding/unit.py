@@ -518,6 +518,8 @@ class Unit:
         if self._buffer is not None:
             self._buffer.close()
         self.tier, self._gathered_lease = "", None
+        # A gloo group that lives until the interpreter ends may abort the process there (torch 2.13).
+        self.ranks, self.group = ALONE, None
         self.guard()
 
     # Whole content on the host
