@@ -23,22 +23,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from overlap import Block
 from torch import nn
 
 import infinity
 
 RANKS = 2
-
-
-class Block(nn.Module):
-    """A residual MLP: compute proportional to the batch, parameters to the width squared."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Run:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from overlap import Block
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -27,17 +28,6 @@ from infinity.tiers.block import Kind
 from infinity.units import parse_bytes, round_up
 
 ORDERS = ("horizontal", "vertical")
-
-
-class Block(nn.Module):
-    """A residual MLP: compute proportional to the batch, parameters to the width squared."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Stack(nn.Module):

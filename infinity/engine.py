@@ -99,7 +99,7 @@ class Engine:
         foresight = Foresight(self._update_mode())
         delay = config.delayed_after if config.update == "delayed" else math.inf
         self._updater = Updater(self._store, self._units, kernels, foresight, surroundings, self.recorder, delay)
-        self._runtime.before_evaluation = self._updater.look if delay < math.inf else lambda: None
+        self._runtime.before_evaluation = self._updater.look if config.update == "delayed" else lambda: None
         self._hooks = Hooks(model, users, self._units, self._runtime, self._locate, self._after_backward, self.recorder)
         self._fetched_before = (0, 0)
         self._traffic_last = (0, 0)  # bytes read and written

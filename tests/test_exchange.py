@@ -15,18 +15,16 @@ import re
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_ranks import PATIENCE, RANKS, Group
+from test_ranks import PATIENCE, RANKS, Group, serve
 from torch import nn
 
 import infinity
@@ -370,20 +368,8 @@ def a_rank_skips_a_unit(directory: Path, rank: int) -> None:
 # The other side
 
 
-def serve(directory: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=PATIENCE / 2)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=RANKS, timeout=timeout)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        where, name = json.loads(line)
-        try:
-            globals()[name](Path(where), rank)
-            print("done", flush=True)
-        except BaseException as error:
-            traceback.print_exc()
-            print(f"failed {type(error).__name__}: {error}".replace("\n", " "), flush=True)
-    dist.destroy_process_group()
+def work(name: str, where: Path, rank: int) -> None:
+    globals()[name](where, rank)
 
 
 # This side
@@ -457,4 +443,4 @@ def test_one_rank_has_no_thread_for_collectives(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]))
+    serve(Path(sys.argv[1]), int(sys.argv[2]), work)

@@ -196,8 +196,9 @@ def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGrou
 # The other side: a rank
 
 
-def serve(directory: Path, rank: int) -> None:
-    """A process that joins the group, and does one task per line of its input; says "ready", then "done" or "failed ..."."""
+def serve(directory: Path, rank: int, work: Callable[[Any, Path, int], object]) -> None:
+    """A process that joins the group, and calls `work(task, where, rank)` for each line of its input, a task and a directory;
+    says "ready", then "done" or "failed ..."."""
     torch.set_num_threads(1)
     timeout = timedelta(seconds=PATIENCE / 2)
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=RANKS, timeout=timeout)
@@ -205,13 +206,16 @@ def serve(directory: Path, rank: int) -> None:
     for line in sys.stdin:
         where, task = json.loads(line)
         try:
-            result = train(Task(**task), Path(where), rank, dist.group.WORLD)
-            torch.save(result, Path(where) / f"result{rank}.pt")
+            work(task, Path(where), rank)
             print("done", flush=True)
         except BaseException as error:
             traceback.print_exc()
             print(f"failed {type(error).__name__}: {error}".replace("\n", " "), flush=True)
     dist.destroy_process_group()
+
+
+def work(task: dict[str, Any], where: Path, rank: int) -> None:
+    torch.save(train(Task(**task), where, rank, dist.group.WORLD), where / f"result{rank}.pt")
 
 
 # This side
@@ -461,10 +465,10 @@ def test_when_a_rank_dies_the_others_fail_and_clean_up(attempt: Attempt, tmp_pat
     assert list((tmp_path / "nvme0").iterdir()) == [], "the engine of the rank that lives was closed"
 
 
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]))
-
-
 def test_ranks_see_nothing_of_an_update_before_its_step(run: Run) -> None:
     outcomes = [run(peeks=True, config={"update": update}) for update in ("plain", "speculative")]
     assert_equal_bitwise(*outcomes)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), int(sys.argv[2]), work)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from test_ranks import RANKS, Group
+from test_ranks import RANKS, Group, serve
 from torch import nn
 
 import infinity
@@ -61,7 +59,7 @@ def parts(step: int) -> list[torch.Tensor]:
 
 def train(directory: Path, rank: int | None, group: dist.ProcessGroup | None, **config: Any) -> dict[str, Any]:
     """All parts of every batch alone, or one of them as `rank`."""
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     values = {"nvme": directory, "precision": "fp32", "device": "cpu", "threads": 1, "cache": 0, "poison": True}
     values |= {"gpu_memory": "256KiB", "cpu_memory": "8MiB"} | config
     model = infinity.wrap(Model(), infinity.Config(**values), group=group, units=[Experts])
@@ -80,17 +78,9 @@ def train(directory: Path, rank: int | None, group: dist.ProcessGroup | None, **
         return {"losses": losses, "used": used, "weights": engine.state_dict()}
 
 
-def serve(directory: Path, rank: int) -> None:
-    torch.set_num_threads(1)
-    meeting = f"file://{directory}/rendezvous"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS, timeout=timedelta(seconds=45))
-    print("ready", flush=True)
-    for number, line in enumerate(sys.stdin):
-        config = json.loads(line)[1]
-        result = train(directory / f"nvme{rank}.{number}", rank, dist.group.WORLD, **config)
-        torch.save(result, directory / f"result{rank}.pt")
-        print("done", flush=True)
-    dist.destroy_process_group()
+def work(config: dict[str, Any], where: Path, rank: int) -> None:
+    result = train(where / f"nvme{rank}", rank, dist.group.WORLD, **config)
+    torch.save(result, where / f"result{rank}.pt")
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -113,4 +103,4 @@ def test_ranks_that_use_different_experts_are_one_rank(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]))
+    serve(Path(sys.argv[1]), int(sys.argv[2]), work)

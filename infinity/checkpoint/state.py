@@ -99,7 +99,7 @@ class State(NamedTuple):
     @property
     def group(self) -> collectives.Group:
         """The ranks that save or load together."""
-        return self.units[0].group
+        return self.units[0].ranks.shards
 
     @property
     def rank(self) -> int:

@@ -217,7 +217,7 @@ class Updater:
         return next((name for name, flag in zip(names, everywhere, strict=True) if flag), "")
 
     def _sum_over_shards(self, values: list[float], what: str) -> list[float]:
-        """Over whom each rank's shards are divided among; replicas know the same."""
+        """The sums of `values` over the ranks among which units are cut up; replicas would add the same again."""
         exchange = self._units[0].exchange
         return values if exchange is None else exchange.sum(values, what, everywhere=False)
 

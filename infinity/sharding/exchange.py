@@ -26,6 +26,7 @@ orders differ. torch's own call goes on in this thread meanwhile, and ends by it
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import queue
@@ -154,14 +155,12 @@ class Exchange:
 
     def sum(self, values: Sequence[float], what: str, everywhere: bool = True) -> list[float]:
         """The sums of `values` over all ranks, or over those that the shards are divided among; for `what` says a report."""
-        groups = self._groups(everywhere)
-        found: list[float] = self.post(
-            "sum", what, lambda: collectives.all_reduce_sum(values, groups), everywhere=everywhere
-        ).wait()
+        join = functools.partial(collectives.all_reduce_sum, values, self._groups(everywhere))
+        found: list[float] = self.post("sum", what, join, everywhere=everywhere).wait()
         return found
 
     def _groups(self, everywhere: bool) -> list[ProcessGroup]:
-        return self.ranks.groups() if everywhere else [group for group in (self.ranks.shards,) if group is not None]
+        return (self.ranks if everywhere else Ranks(self.ranks.shards)).groups()
 
     def rest(self) -> None:
         """Block until everything that was posted has ended."""

@@ -51,6 +51,9 @@ class Ranks(NamedTuple):
                     dist.destroy_process_group(group)
 
 
+ALONE = Ranks()
+
+
 def _copy(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     copy: dist.ProcessGroup = dist.new_group(

@@ -18,11 +18,10 @@ from infinity.sharding import codec, collectives
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.sharding.layout import Layout
 from infinity.sharding.parameter import guard_for
-from infinity.sharding.ranks import Ranks
+from infinity.sharding.ranks import ALONE, Ranks
 from infinity.tiers.block import BF16, FP32, INT8, SPLIT, Block, Format, Kind
 from infinity.tiers.store import Store
 
-ALONE = Ranks()
 _MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
 MOMENTS: dict[str, tuple[Kind, ...]] = {
     "adam": (Kind.EXP_AVG, Kind.EXP_AVG_SQ), "adagrad": (Kind.EXP_AVG_SQ,), "lion": (Kind.EXP_AVG,),
@@ -151,7 +150,7 @@ class Unit:
         dtype: torch.dtype,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.index, self.name, self.dtype, self.ranks, self.group = index, name, dtype, ranks, ranks.shards
+        self.index, self.name, self.dtype, self.ranks = index, name, dtype, ranks
         self.gradient_dtype = dtype
         """What gradients are kept and accumulated in; fixed by `declare`."""
         self.names = [n for n, _ in named]
@@ -201,7 +200,7 @@ class Unit:
     @property
     def shared(self) -> bool:
         """Whether this rank has a part of the unit only, so that it has to be gathered."""
-        return self.group is not None
+        return self.ranks.shards is not None
 
     @property
     def gradient_nbytes(self) -> int:
@@ -221,8 +220,8 @@ class Unit:
             self.blocks[kind] = store.add(block)
 
         # With stages 1 and 2 parameters stay gathered, and with stage 1 gradients stay whole until they are settled.
-        self.reduces_late = self.group is not None and config.stage == 1
-        add(Kind.PARAM, _plain(self.dtype), config.parameters, self.nbytes, whole=self.group is not None and config.stage < 3)
+        self.reduces_late = self.shared and config.stage == 1
+        add(Kind.PARAM, _plain(self.dtype), config.parameters, self.nbytes, whole=self.shared and config.stage < 3)
         if self.trainable:
             self.gradient_dtype = torch.float32 if config.gradient_precision == "fp32" else self.dtype
             form = _plain(self.gradient_dtype)
@@ -519,7 +518,7 @@ class Unit:
             self._buffer.close()
         self.tier, self._gathered_lease = "", None
         # A gloo group that lives until the interpreter ends may abort the process there (torch 2.13).
-        self.ranks, self.group = ALONE, None
+        self.ranks = ALONE
         self.guard()
 
     # Whole content on the host
