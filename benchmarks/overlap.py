@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.33, 1.0, 3.0], help="I/O time over compute time")
     parser.add_argument("--update", default="auto", choices=["auto", "speculative", "exact", "plain"])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -108,10 +108,10 @@ def main() -> None:
             moved[cache], fetched[cache] = traffic.read + traffic.update_written, traffic.fetched
         rows = {(share, cache): [] for share in options.shares for cache in runs}
         for _ in range(options.rounds):
-            compute, forward, backward = memory.steps(options.steps)
+            before = memory.steps(options.steps)
             for share, cache in rows:
                 run = runs[cache]
-                rate = moved[options.caches[0]] / (share * compute)
+                rate = moved[options.caches[0]] / (share * before[0])
                 io, in_backward = moved[cache] / rate, fetched[cache] / 2 / rate  # at most: a turn finds some of it resident
                 if run.engine.io is not None:
                     run.engine.io.set_faults(bytes_per_second=rate)
@@ -120,6 +120,9 @@ def main() -> None:
                 run.engine.drain()
                 if run.engine.io is not None:
                     run.engine.io.set_faults()
+                after_it = memory.steps(options.steps)  # a shared machine is not as fast now as it was a moment ago
+                compute, forward, backward = (statistics.mean(pair) for pair in zip(before, after_it, strict=True))
+                before = after_it
                 bound = max(forward, io - in_backward) + max(backward, in_backward)
                 after = (compute + io) / max(compute, io)
                 rows[share, cache].append((step / max(compute, io), after, step / bound, compute, step, step / compute))

@@ -28,6 +28,27 @@ class Meter:
             self.written += written
 
 
+class Stopwatch:
+    """Adds up the seconds between each `start` and its `stop`, by one thread; any thread may read `seconds` at any time."""
+
+    def __init__(self) -> None:
+        self._state: tuple[float, float | None] = 0.0, None  # in all stretches that have ended, and when another one began
+
+    @property
+    def seconds(self) -> float:
+        """In all stretches so far, that which has not ended included."""
+        ended, since = self._state
+        return ended if since is None else ended + time.perf_counter() - since
+
+    def start(self) -> None:
+        """A stretch begins."""
+        self._state = self._state[0], time.perf_counter()
+
+    def stop(self) -> None:
+        """It ends."""
+        self._state = self.seconds, None
+
+
 class Span(NamedTuple):
     """Something that took time: `start` and `end` are seconds of `time.perf_counter`."""
 

@@ -446,3 +446,21 @@ def test_when_early_updates_pay() -> None:
         for held in (False, True, False):
             forced.learn(2.0, 1.0, held)
             assert (forced.early, forced.waits) == (early, waits)
+
+
+def test_how_long_updates_took_is_told_as_of_the_step(wrap: Callable[..., infinity.Engine], monkeypatch: Any) -> None:
+    """Also where the updater goes on from one step to the next without a pause."""
+    engine = wrap("speculative")
+    told: list[tuple[float, float]] = []
+    monkeypatch.setattr(engine._updater._foresight, "learn", lambda busy, *_, **__: told.append((busy, time.perf_counter())))
+    optimizer = infinity.AdamW(engine.model.parameters())
+    begun = time.perf_counter()
+    for number in range(8):
+        engine.io.set_faults(bytes_per_second=0 if number < 2 else 40e6)
+        backward(engine.model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(told) == 8
+    for number, (busy, at) in enumerate(told):
+        assert busy > 0 or number == 0
+        assert sum(earlier for earlier, _ in told[: number + 1]) <= at - begun

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import torch
 
 from infinity.device import copy_alone
-from infinity.observe import Meter, Recorder
+from infinity.observe import Meter, Recorder, Stopwatch
 from infinity.optim.kernels import Kernels, Segment, States
 from infinity.sharding import codec
 from infinity.sharding.unit import Unit
@@ -160,7 +160,7 @@ class _Chunk:
 
 
 class Pipeline:
-    """Runs jobs on a thread of its own. Methods may be called by any thread; `seconds` is how long it had something to do."""
+    """Runs jobs on a thread of its own. Methods may be called by any thread."""
 
     def __init__(self, store: Store, kernels: Kernels, recorder: Recorder) -> None:
         self._store, self._kernels, self._recorder = store, kernels, recorder
@@ -169,9 +169,14 @@ class Pipeline:
         self._closed = self._failed = False
         self._hurries = 0  # how many wait for all that is CONFIRMED
         store.on_place = self.poke
-        self.seconds = 0.0
+        self._busy = Stopwatch()
         self._thread = threading.Thread(target=self._run, name="infinity-updater", daemon=True)
         self._thread.start()
+
+    @property
+    def seconds(self) -> float:
+        """How long it has had something to do so far."""
+        return self._busy.seconds
 
     def expect(self, job: Job) -> None:
         """Start reading for `job`, AWAITED. Its gradients need no staging, or else what is read of them is not final."""
@@ -246,9 +251,9 @@ class Pipeline:
                 self._changed.wait_for(lambda: self._closed or self._has_work(()))
                 if not self._has_work(()):
                     return
-            start = time.perf_counter()
+            self._busy.start()
             self._work()
-            self.seconds += time.perf_counter() - start
+            self._busy.stop()
 
     def _work(self) -> None:
         """Take chunks through until there are none."""
@@ -347,10 +352,10 @@ class Pipeline:
 
     def _await_change(self, held: Sequence[_Chunk]) -> None:
         """Block until a chunk of those that are held may go on, or there is another one."""
-        start = time.perf_counter()
+        self._busy.stop()
         with self._changed:
             self._changed.wait_for(lambda: any(chunk.may_go_on() for chunk in held) or self._has_work(held))
-        self.seconds -= time.perf_counter() - start
+        self._busy.start()
 
     def _check_out(self, held: Sequence[_Chunk], ready: bool, wait: bool) -> _Chunk | None:
         """The next chunk to read, or None: there is none, or (without `wait`) no slots for it.
