@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import mmap
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from infinity.errors import ConfigError
+from infinity.observe import Meter
 
 HUGE_PAGE = 2 << 20
 _MPOL_INTERLEAVE = 3
@@ -77,11 +79,15 @@ def _interleave(address: int, nbytes: int, nodes: Sequence[int]) -> None:
 
 
 def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`target.copy_(source)` on this thread alone, for contiguous host tensors (n,); see [Note: one team of threads]."""
+    """`target.copy_(source)` for contiguous tensors (n,), on this thread alone where they are on the host; see [Note: one team of
+    threads]."""
+    if target.device.type != "cpu":
+        target.copy_(source)
+        return
     if target.dtype == source.dtype:
         np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
         return
-    for part, values in zip(target.split(ALONE_ELEMENTS), source.split(ALONE_ELEMENTS), strict=True):
+    for part, values in zip(_pieces(target), _pieces(source), strict=True):
         part.copy_(values)
 
 
@@ -91,15 +97,20 @@ def zero_alone(target: torch.Tensor) -> None:
 
 
 def add_alone(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`target.add_(source)` on this thread alone, for contiguous host tensors (n,) of one dtype; the same bits."""
-    for part, values in zip(target.split(ALONE_ELEMENTS), source.split(ALONE_ELEMENTS), strict=True):
+    """`target.add_(source)` for contiguous tensors (n,) of one dtype, alone like `copy_alone`; the same bits."""
+    for part, values in zip(_pieces(target), _pieces(source), strict=True):
         part.add_(values)
 
 
 def divide_alone(target: torch.Tensor, divisor: int) -> None:
     """`target.div_(divisor)` for a contiguous tensor (n,), on this thread alone where it is on the host; the same bits."""
-    for part in target.split(ALONE_ELEMENTS) if target.device.type == "cpu" else (target,):
+    for part in _pieces(target):
         part.div_(divisor)
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Parts for which torch's operators start no team of threads."""
+    return tensor.split(ALONE_ELEMENTS) if tensor.device.type == "cpu" else (tensor,)
 
 
 class HostMemory:
@@ -124,8 +135,19 @@ class HostMemory:
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
 
+class Mark(NamedTuple):
+    """A point in what a thread has queued on its stream; of two marks of one stream the later one has the higher `number`."""
+
+    number: int
+    event: Any
+
+
 class ComputeDevice:
-    """Where the model runs. With `shares_host`, its memory is host memory: NVMe reads land in it without a further copy."""
+    """Where the model runs. With `shares_host`, its memory is host memory: NVMe reads land in it without a further copy.
+
+    Copies run on a stream of their own for each direction. What they must not overtake is told them as a `Mark`; they wait for
+    nothing else, least of all for what the model has queued since. Who asks for one sleeps until it has ended.
+    """
 
     def __init__(self, kind: Literal["auto", "cpu", "cuda"]) -> None:
         if kind == "cuda" and not torch.cuda.is_available():
@@ -134,7 +156,11 @@ class ComputeDevice:
         self.torch = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
         self.shares_host = not use_cuda
         self._host: list[HostMemory] = []
-        self._streams: list[Any] = [torch.cuda.Stream(self.torch) for _ in range(3)] if use_cuda else []
+        streams: list[Any] = [torch.cuda.Stream(self.torch) if use_cuda else None for _ in range(3)]
+        self._up, self._down, self._aside = streams
+        self._marks = itertools.count()
+        self.copied = Meter()
+        """Bytes that were copied to its memory (`written`) and from it (`read`)."""
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of host memory, pinned when the device is not the CPU; freed by `close`."""
@@ -182,39 +208,45 @@ class ComputeDevice:
         stream = torch.cuda.current_stream(self.torch)
         return lambda: torch.cuda.set_stream(stream)
 
-    def mark(self) -> Any:
-        """The end of what is queued on the caller's stream now, for `aside`; None where nothing is ever queued."""
-        return None if self.shares_host else torch.cuda.current_stream(self.torch).record_event()
+    def mark(self) -> Mark | None:
+        """The end of what is queued on the caller's stream now; None where nothing is ever queued."""
+        return None if self.shares_host else Mark(next(self._marks), torch.cuda.current_stream(self.torch).record_event())
 
     @contextmanager
-    def aside(self, after: Any) -> Iterator[None]:
-        """Queue what is inside on the stream of collectives, after the mark `after`; return when all of it has ended."""
+    def aside(self, after: Mark | None) -> Iterator[None]:
+        """Queue what is inside on a stream of its own, after the mark `after`; return when all of it has ended."""
         if self.shares_host:
             yield
             return
-        stream = self._streams[2]
-        with torch.cuda.device(self.torch), torch.cuda.stream(stream):
-            stream.wait_event(after)
+        with self._queued_on(self._aside, after):
             yield
-            stream.synchronize()
 
-    def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy host `source` to compute `target` (same dtype and shape) and return when it is there."""
-        self._copy(target, source, 0)
+    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> None:
+        """Copy host `source` to compute `target` (same dtype and shape), after the mark `after`; return when it is there."""
+        self._copy(target, source, self._up, after)
+        self.copied.add(written=source.nbytes)
 
-    def download(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy compute `source` to host `target` after the work queued on the caller's stream; return when it is there."""
-        self._copy(target, source, 1)
+    def download(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> None:
+        """Copy compute `source` to host `target`, after the mark `after`; return when it is there."""
+        self._copy(target, source, self._down, after)
+        self.copied.add(read=source.nbytes)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> None:
         if self.shares_host:
             copy_alone(target, source)
             return
-        copies = self._streams[stream]
-        copies.wait_stream(torch.cuda.current_stream(self.torch))
-        with torch.cuda.stream(copies):
+        with self._queued_on(stream, after):
             target.copy_(source, non_blocking=True)
-        copies.synchronize()
+
+    @contextmanager
+    def _queued_on(self, stream: Any, after: Mark | None) -> Iterator[None]:
+        with torch.cuda.device(self.torch), torch.cuda.stream(stream):
+            if after is not None:
+                stream.wait_event(after.event)
+            yield
+            done = torch.cuda.Event(blocking=True)  # sleeps: a thread that spins would keep a CPU from Adam
+            done.record(stream)
+        done.synchronize()
 
     def close(self) -> None:
         """Give back the host memory."""

@@ -120,17 +120,18 @@ class Engine:
     def _open_store(self, model: nn.Module, users: dict[nn.Module, list[Unit]], ranks: Ranks) -> None:
         for unit in self._units:
             unit.declare(self._store, self.config)
-        through_buffer = ranks.number > 1 or self.config.gradients == "nvme" or not self._device.shares_host
+        aside = ranks.number > 1 or not self._device.shares_host  # whether gradients go home beside the model
+        through_buffer = aside or self.config.gradients == "nvme"
         through_buffer &= not self._units[0].reduces_late  # the gradients' home is the whole buffer
         buffer_bytes = max((u.gradient_nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
         concurrent = _concurrent_bytes(model, users)
         # A second buffer is collected into while the first one is reduced; a budget that has no room for it works without.
-        buffers = 2 if ranks.number > 1 and self._store.fits(concurrent, 2 * buffer_bytes) else 1
+        buffers = 2 if aside and self._store.fits(concurrent, 2 * buffer_bytes) else 1
         self._store.open(concurrent, buffers * buffer_bytes)
         memory = self._store.reserve("gpu", buffers * buffer_bytes).tensor if buffer_bytes else None
         self._buffer = None if memory is None else GradientBuffer(memory, buffers)
         self._exchange: Exchange | None = None
-        if ranks.number > 1:
+        if aside:
             self._exchange = Exchange(ranks, self._device, self._store, self.recorder, self.config.collective_timeout)
         for unit in self._units:
             unit.bind(self._device.torch, self._buffer, self._exchange)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import come_to_rest
+from far import FarDevice
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import text_batch, transformer
 from torch import nn
 
 import infinity
-from infinity.device import ComputeDevice
 from infinity.observe import Recorder
 from infinity.tiers.block import BF16, FP32, SPLIT, Block, Format, Kind
 from infinity.tiers.budget import CHUNK_ELEMENTS, FULL_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS, STAGED_SETS, Staged, divide
@@ -537,28 +537,12 @@ def test_staging_grows_with_what_is_left_for_it(wrap: Wrap) -> None:
     assert 2 * MIB < limited.report().cached <= 3 * MIB and limited._store.staged_sets > STAGED_SETS
 
 
-class FarDevice(ComputeDevice):
-    """A compute device whose memory the drive cannot reach, played by host memory."""
-
-    def host_memory(self, nbytes: int) -> torch.Tensor:
-        self.shares_host = True  # nothing is pinned for it
-        memory = super().host_memory(nbytes)
-        self.shares_host = False
-        return memory
-
-    def compute_memory(self, nbytes: int) -> torch.Tensor:
-        return self.host_memory(nbytes)
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
-        target.copy_(source)
-
-
 @pytest.mark.parametrize("kept", [0, 1, 2, 3])
 def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_path: Path) -> None:
     elements = 2 * CHUNK_ELEMENTS + 2048
     cache = 1 << 30 if kept == 3 else kept * CHUNK_ELEMENTS * 2
     config = infinity.Config(nvme=tmp_path, gpu_memory=MIB, cpu_memory=2 * MIB, cache=cache, poison=True)
-    store = Store(config, FarDevice("cpu"), Recorder())
+    store = Store(config, FarDevice(), Recorder())
     block = store.add(Block(0, Kind.PARAM, elements, BF16, "nvme", 2 * elements, 0, "param"))
     store.open(concurrent=block.span)
     try:

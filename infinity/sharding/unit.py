@@ -420,22 +420,12 @@ class Unit:
 
     def _add_up(self, shard: torch.Tensor, first: bool) -> None:
         """Add `shard` (shard_numel,) to the gradient block, or replace that by it if it is the `first` of the step."""
-        block, alone = self.blocks[Kind.GRAD], self.exchange is not None
-        for begin in self.chunks():
-            (chunk,) = self.store.check_out([(block, not first)], begin)
-            try:
-                chunk.wait()
-                home = chunk.tensor.view(self.gradient_dtype)
-                part = shard[begin : begin + home.numel()].to(home.device)
-                if alone and home.device.type == "cpu":
+        block = self.blocks[Kind.GRAD]
+        for begin, values in self._pieces(shard):
+            with self.store.bring_home(block, begin, values.view(torch.uint8), add=not first) as (chunk, brought):
+                if chunk is not brought:
+                    home, part = chunk.view(self.gradient_dtype), brought.view(self.gradient_dtype)
                     (copy_alone if first else add_alone)(home, part)
-                elif first:
-                    home.copy_(part)
-                else:
-                    home.add_(part)
-                chunk.commit()
-            finally:
-                chunk.release()
         self.store.end_update([block])
 
     def _post_reduction(self, join: Callable[[], object]) -> Collective:

@@ -57,12 +57,15 @@ class Watch:
         self.timeout = timeout
         self.pause = min(timeout / 8, _PAUSE)
         """Seconds to wait before the first note, and between looks at others."""
-        self.rank = dist.get_rank()
+        groups = ranks.groups()
+        self.rank = dist.get_rank() if groups else 0
         self.noted = False
-        store = distributed_c10d._get_default_store()
         self._groups = [
-            (distributed_c10d.PrefixStore(f"infinity/{group.group_name}", store), dist.get_process_group_ranks(group))
-            for group in ranks.groups()
+            (
+                distributed_c10d.PrefixStore(f"infinity/{group.group_name}", distributed_c10d._get_default_store()),
+                dist.get_process_group_ranks(group),
+            )
+            for group in groups
         ]
 
     def write(self, note: Note | None) -> None:

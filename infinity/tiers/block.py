@@ -11,6 +11,7 @@ from infinity.config import Tier
 if TYPE_CHECKING:
     import torch
 
+    from infinity.device import Mark
     from infinity.tiers.access import Fetch, Pending
     from infinity.tiers.arena import Lease
     from infinity.tiers.nvme import Extent
@@ -100,6 +101,8 @@ class Block:
     gathering: Pending | None = None
     """What fills the rest of the span from other ranks, or has; until then the lease may neither end nor get other content."""
     pins: int = 0
+    used: Mark | None = None
+    """After what the lease may be filled: the model's last use of it, or of what had its place before. None: at once."""
     copying: int = 0
     """Copies from or to the lease that are under way; it may not end meanwhile."""
     outdated: bool = False

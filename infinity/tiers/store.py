@@ -14,6 +14,11 @@ update is still to come is filled the same way. So a parameter moves once for a 
 its update, and none of these twice. An update that begins before its step puts what it makes there, too, once backward has left
 the unit; who uses the unit before the step is fixed, or takes the update back, fetches the old content again (`take_back`).
 
+[Note: what a place may be filled after]
+On a stream device the model's work is queued, and long after `release` a kernel may still read the copy. So each `release` marks
+where the model's stream is (`Block.used`), and what is copied into the place, for this block or for the one that gets the place
+next, comes after that mark, and waits for nothing that is queued later.
+
 [Note: nobody starves]
 Staging slots are taken all at once for a chunk or not at all, and only by threads that can give back what they hold, so
 there is always one that can go on. In the compute arena a demand fetch may evict every unpinned copy; a prefetch only those
@@ -26,14 +31,15 @@ import functools
 import itertools
 import math
 import threading
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from infinity.config import Config, Tier
-from infinity.device import ComputeDevice, copy_alone, zero_alone
+from infinity.device import ComputeDevice, Mark, copy_alone, zero_alone
 from infinity.errors import BudgetError, EngineClosedError
 from infinity.observe import Meter, Recorder
 from infinity.tiers.access import Checkout, Fetch, Mover, Pending
@@ -43,6 +49,9 @@ from infinity.tiers.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT, HostPlan, Stag
 from infinity.tiers.cache import choose
 from infinity.tiers.nvme import ALIGNMENT, NvmeTier, Transfer
 from infinity.units import format_bytes, round_up
+
+FILLING = 4
+"""Chunks on their way to a compute device that the drive cannot reach: one is copied, the others are read."""
 
 
 class Store:
@@ -60,6 +69,7 @@ class Store:
         self._blocks: list[Block] = []
         self._arenas: dict[str, Arena] = {}
         self._mover: Mover | None = None
+        self._left: Mark | None = None  # the last use of a place on the compute device by whoever lost it
         self._failure: tuple[BaseException, str] | None = None  # and what failed
         self._closed = False
         self._tokens = itertools.count()
@@ -171,6 +181,8 @@ class Store:
         """The plan for `available` bytes beside the `home` bytes of states; raises `BudgetError` when there is none."""
         on_nvme = [b for b in self._blocks if self._may_keep(b)]
         others = {b.kind for b in self._blocks if not self._may_keep(b) and self.needs_staging(b)}
+        if not self._device.shares_host:
+            others.add(Kind.GRAD)  # what has to be added to gradients passes through a slot, too
         kinds, longest = others | {b.kind for b in on_nvme}, max((b.elements for b in self._blocks), default=0)
         elements = sum(b.elements for b in self._blocks if b.kind is Kind.PARAM)
         staged = Staged(len(kinds), len(others), self._granule, longest, elements, sum(b.nbytes for b in on_nvme))
@@ -244,7 +256,7 @@ class Store:
                 except BaseException:
                     with self._changed:
                         if block.state is BlockState.HOME:  # told to the caller: the place is not kept for a retry
-                            block.to_home()
+                            self._end_lease(block, block.to_home)
                             self._changed.notify_all()
                     raise
             elif not self._bring(block, beyond=-1):
@@ -264,6 +276,7 @@ class Store:
         """Unpin: the copy stays until something needed sooner takes its place."""
         with self._changed:
             block.pins -= 1
+            block.used = self._device.mark()
 
     def block_at(self, address: int) -> tuple[Block, int] | None:
         """The block whose compute copy holds `address`, and the byte offset in its span; None outside of all copies."""
@@ -308,8 +321,8 @@ class Store:
                     pending = next((victim.pending for victim in victims if victim.pending is not None), None)
                     if pending is None:
                         for victim in victims:
-                            victim.give_up_lease()
-                        block.lease = self._arenas["gpu"].lease(block, block.span, found[0])
+                            self._end_lease(victim, victim.give_up_lease)
+                        block.lease, block.used = self._arenas["gpu"].lease(block, block.span, found[0]), self._left
                 if pending is None and block.state is BlockState.HOME:
                     self._start(block)
                 placed = pending is None and block.state is BlockState.UPDATING
@@ -318,6 +331,13 @@ class Store:
             if pending is None:
                 return True
             pending.settle()
+
+    def _end_lease(self, block: Block, end: Callable[[], None]) -> None:
+        """`end` ends the lease of `block`: whoever gets its place may fill it after what the model, or poison, did there."""
+        end()
+        used = self._device.mark() if self._config.poison else block.used
+        if used is not None:
+            self._left = used if self._left is None else max(self._left, used, key=lambda mark: mark.number)
 
     def _next_use_of(self, owner: Hashable) -> float | None:
         """How far away the next use of a copy is; None for what may not be evicted."""
@@ -347,7 +367,7 @@ class Store:
         at, nbytes = block.format.bytes_of(begin), block.format.bytes_of(end - begin)
         part, memory = target[at : at + nbytes], self._memory_of(block, begin)
         if memory is not None:
-            return functools.partial(self._device.upload, part, memory[at : at + nbytes])
+            return functools.partial(self._device.upload, part, memory[at : at + nbytes], block.used)
         if not self._device.shares_host:
             return functools.partial(self._fill_through_staging, block, part, begin, end)
         at -= block.kept_bytes
@@ -360,17 +380,27 @@ class Store:
         return block.cached if begin < block.kept else None
 
     def _fill_through_staging(self, block: Block, part: torch.Tensor, begin: int, end: int) -> None:
+        """While one chunk is copied the next ones are read, as far as there are slots that nobody else holds."""
+        coming = deque(first for first in self.chunks(block) if begin <= first < end)
+        reading: deque[Checkout] = deque()
         at = 0
-        for first in self.chunks(block):
-            if not begin <= first < end:
-                continue
-            (chunk,) = self.check_out([(block, True)], first)
-            try:
-                chunk.wait()
-                self._device.upload(part[at : at + chunk.tensor.numel()], chunk.tensor)
-                at += chunk.tensor.numel()
-            finally:
-                chunk.release()
+        try:
+            while coming or reading:
+                while coming and len(reading) < FILLING:
+                    chunks = self._stage([(block, True)], coming[0], None, False, wait=not reading)
+                    if chunks is None:
+                        break
+                    coming.popleft()
+                    reading += chunks
+                reading[0].wait()
+                content = reading[0].tensor
+                self._device.upload(part[at : at + content.numel()], content, block.used)
+                at += content.numel()
+                reading.popleft().release()
+        finally:
+            with ExitStack() as stack:
+                for chunk in reading:
+                    stack.callback(chunk.release)
 
     def _land(self, block: Block, fetch: Fetch, arrived: bool) -> None:
         with self._changed:
@@ -427,10 +457,36 @@ class Store:
         """Like `check_out`, but None when there are not enough free staging slots for all of `wants`."""
         return self._stage(wants, begin, meter, update, wait=False)
 
+    @contextmanager
+    def bring_home(
+        self, block: Block, begin: int, content: torch.Tensor, add: bool
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The chunk of `block` from element `begin` on, and beside it `content` (uint8, of its size, on the compute device), on
+        one device; or the chunk twice where it holds `content` already, as may be without `add`. What is left there stays.
+        """
+        if block.memory is not None and block.tier == "gpu":
+            yield block.memory[block.format.bytes_of(begin) :][: content.numel()], content
+            return
+        far = not self._device.shares_host
+        chunks = self._stage([(block, add)], begin, None, update=False, wait=True, spare=content.numel() if far and add else 0)
+        if chunks is None:
+            raise RuntimeError("a check-out that waits came back without its chunks")
+        try:
+            chunks[0].wait()
+            if far:
+                self._device.download(chunks[-1].tensor, content, self._device.mark())
+            yield chunks[0].tensor, chunks[-1].tensor if far else content
+            chunks[0].commit()
+        finally:
+            with ExitStack() as stack:
+                for chunk in chunks:
+                    stack.callback(chunk.release)
+
     def _stage(
-        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None, update: bool, wait: bool
+        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None, update: bool, wait: bool, spare: int = 0
     ) -> list[Checkout] | None:
-        staged = [begin >= self.in_memory_until(block) for block, _ in wants]
+        """With `spare` one check-out more, of so many bytes of nobody's."""
+        staged = [*(begin >= self.in_memory_until(block) for block, _ in wants), *([True] if spare else ())]
         with self._changed:
             self._check_open()
             staging = self._arenas["staging"]
@@ -443,8 +499,10 @@ class Store:
             slots = [staging.lease(next(self._tokens), staging.slot_bytes) if s else None for s in staged]
         chunks: list[Checkout] = []
         try:
-            for (block, load), slot in zip(wants, slots, strict=True):
+            for (block, load), slot in zip(wants, slots, strict=False):
                 chunks.append(self._chunk(block, load, begin, slot, meter or self.meter, update))
+            if spare and slots[-1] is not None:
+                chunks.append(Checkout(slots[-1].tensor[:spare], end=functools.partial(self._end_slot, slots[-1])))
         except BaseException:
             for chunk in chunks:
                 chunk.release()
@@ -471,7 +529,7 @@ class Store:
             home = block.memory[at : at + nbytes]
             if load:
                 arrive = functools.partial(self._device.download, tensor, home)
-            write: Callable[[bool], Transfer | None] = functools.partial(self._write_home, home, tensor)
+            write: Callable[[bool], Transfer | None] = functools.partial(self._write_home, home, tensor, block.used)
         else:
             place = at - block.kept_bytes
             if load and update and self._copy_back(block, begin, tensor):
@@ -512,7 +570,7 @@ class Store:
             block.renewed.add(begin)
             target = block.lease.tensor[block.at + block.format.bytes_of(begin) :][: content.numel()]
         try:
-            self._device.upload(target, content)
+            self._device.upload(target, content, block.used)
         finally:
             self._copied(block)
         return True
@@ -531,8 +589,8 @@ class Store:
             block.copying -= 1
             self._changed.notify_all()
 
-    def _write_home(self, home: torch.Tensor, tensor: torch.Tensor, background: bool) -> None:
-        self._device.upload(home, tensor)
+    def _write_home(self, home: torch.Tensor, tensor: torch.Tensor, used: Mark | None, background: bool) -> None:
+        self._device.upload(home, tensor, used)
 
     def _end_slot(self, slot: Lease) -> None:
         with self._changed:
@@ -549,7 +607,10 @@ class Store:
                 if pending is None:
                     if block.pins:
                         raise RuntimeError(f"{block.name} is in use and cannot be updated (invariant I7)")
-                    block.to_updating(keep)
+                    if keep:
+                        block.to_updating(keep)
+                    else:
+                        self._end_lease(block, functools.partial(block.to_updating, keep))
                     return
             pending.settle()
 

@@ -1,0 +1,59 @@
+"""A compute device whose memory the drive cannot reach, and whose work is queued, as a GPU's: played by host memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from infinity.device import ComputeDevice, Mark, copy_alone
+
+
+class FarDevice(ComputeDevice):
+    """What the model queues runs at once here, so a copy may come too early without a wrong number; `on_upload(target, after)` is
+    told of each one that goes to this device, and what it comes after."""
+
+    def __init__(self, kind: Any = "cpu") -> None:
+        super().__init__("cpu")
+        self.shares_host = False
+        self.numbers = itertools.count()
+        self.on_upload: Callable[[torch.Tensor, Mark | None], None] = lambda target, after: None
+
+    @contextmanager
+    def _near(self) -> Iterator[None]:
+        self.shares_host = True  # nothing is pinned, and there are no generators but the CPU's
+        yield
+        self.shares_host = False
+
+    def host_memory(self, nbytes: int) -> torch.Tensor:
+        with self._near():
+            return super().host_memory(nbytes)
+
+    def compute_memory(self, nbytes: int) -> torch.Tensor:
+        return self.host_memory(nbytes)
+
+    def random_state(self) -> list[torch.Tensor]:
+        with self._near():
+            return super().random_state()
+
+    def set_random_state(self, states: list[torch.Tensor]) -> None:
+        with self._near():
+            super().set_random_state(states)
+
+    def mark(self) -> Mark:
+        return Mark(next(self.numbers), None)
+
+    @contextmanager
+    def aside(self, after: Mark | None) -> Iterator[None]:
+        assert after is not None
+        yield
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> None:
+        self.on_upload(target, after)
+        super().upload(target, source, after)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> None:
+        copy_alone(target, source)

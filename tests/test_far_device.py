@@ -1,0 +1,137 @@
+"""The whole engine on a compute device with memory of its own (`far.FarDevice`): the same numbers, and copies in their order."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from far import FarDevice
+from models import text_batch, transformer
+
+import infinity
+from infinity.device import Mark
+from infinity.tiers.block import Block
+from infinity.tiers.store import Store
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 6
+LEAST: dict[str, Any] = {"gpu_memory": 0, "cpu_memory": "2MiB", "cache": 0, "poison": True}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "nvme": {"update": "speculative"},
+    "exact": {"update": "exact"},
+    "cached": {"cpu_memory": "16MiB", "cache": "auto"},
+    "gradients on nvme": {"gradients": "nvme"},
+    "states in host memory": {"parameters": "cpu", "optimizer": "cpu", "cpu_memory": "16MiB"},
+    "states offloaded": {"parameters": "gpu", "optimizer": "cpu", "cpu_memory": "16MiB"},
+    "all on the device": {"parameters": "gpu", "gradients": "gpu", "optimizer": "gpu"},
+}
+
+
+class Places:
+    """Until when the model may use each byte of the compute device: a copy there comes after that."""
+
+    def __init__(self, device: FarDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.device, self.lock, self.uploads = device, threading.Lock(), 0
+        self.used: dict[tuple[int, int], int | None] = {}  # None: it is in use now
+        real_wait, real_release = Store.wait, Store.release
+        device.on_upload = self.check
+
+        def wait(store: Store, block: Block) -> torch.Tensor:
+            tensor = real_wait(store, block)
+            with self.lock:
+                self.used[tensor.data_ptr(), tensor.data_ptr() + tensor.numel()] = None
+            return tensor
+
+        def release(store: Store, block: Block) -> None:
+            last = block.pins == 1 and block.lease is not None
+            real_release(store, block)
+            if last and block.lease is not None:
+                begin = block.lease.tensor.data_ptr()
+                with self.lock:
+                    self.used[begin, begin + block.lease.tensor.numel()] = device.mark().number
+
+        monkeypatch.setattr(Store, "wait", wait)
+        monkeypatch.setattr(Store, "release", release)
+
+    def check(self, target: torch.Tensor, after: Mark | None) -> None:
+        begin, end = target.data_ptr(), target.data_ptr() + target.numel()
+        self.uploads += 1
+        with self.lock:
+            for (first, last), number in self.used.items():
+                if begin < last and first < end:
+                    assert number is not None, "a copy into what the model uses"
+                    # `release` marks before the test does, which no work comes between.
+                    assert after is not None and after.number >= number - 1, "a copy that may overtake the model"
+
+
+Wrap = Callable[..., infinity.Engine]
+
+
+@pytest.fixture
+def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
+    """`wrap(far, **config)`: an engine on a far device, or on one that shares the host."""
+    engines: list[tuple[Any, infinity.Engine]] = []
+
+    def make(far: bool = True, **options: Any) -> infinity.Engine:
+        folder = tmp_path / str(len(engines))
+        folder.mkdir()
+        config = LEAST | {"nvme": folder, "device": "cpu"} | options
+        with monkeypatch.context() as patch:
+            if far:
+                patch.setattr(sys.modules["infinity.engine"], "ComputeDevice", FarDevice)
+            try:
+                model = infinity.wrap(transformer(), infinity.Config(**config))
+            except infinity.BudgetError as error:  # the least memory of the compute device that works
+                least = int(re.findall(r"smallest gpu_memory that works is (\d+)", str(error))[0])
+                model = infinity.wrap(transformer(), infinity.Config(**(config | {"gpu_memory": least})))
+        engines.append((model, infinity.engine(model)))
+        return infinity.engine(model)
+
+    yield make
+    for _, engine in engines:
+        engine.close()
+
+
+def train(engine: infinity.Engine, accumulation: int = 1) -> dict[str, Any]:
+    optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    losses, norms = [], []
+    for step in range(STEPS):
+        for micro_batch in range(accumulation):
+            loss = engine.model(**text_batch(accumulation * step + micro_batch)).loss
+            (loss / accumulation).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    states = optimizer.state_dict()["state"]
+    tensors = {f"{number}.{name}": value for number, state in states.items() for name, value in state.items()}
+    return {"losses": losses, "norms": norms, **engine.state_dict(), **tensors}
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_numbers_are_those_of_a_device_that_shares_the_host(placement: str, accumulation: int, wrap: Wrap) -> None:
+    precision = "bf16" if accumulation == 1 else "fp32"
+    expected = train(wrap(far=False, precision=precision), accumulation)
+    assert_equal(train(wrap(precision=precision, **PLACEMENTS[placement]), accumulation), expected)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_no_copy_overtakes_the_model(placement: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = wrap(**PLACEMENTS[placement])
+    places = Places(engine._device, monkeypatch)
+    train(engine)
+    assert places.uploads > 0
