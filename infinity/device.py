@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from infinity import native
 from infinity.errors import ConfigError
 from infinity.observe import Meter
 
@@ -113,6 +114,11 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return tensor.split(ALONE_ELEMENTS) if tensor.device.type == "cpu" else (tensor,)
 
 
+def stream_of(tensor: torch.Tensor) -> int:
+    """The stream that the caller's work on a tensor of a CUDA device is queued on, as the kernels take it."""
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
+
+
 class HostMemory:
     """`nbytes` of host memory on huge pages where the kernel gives them, touched once so that no page fault comes later.
 
@@ -156,8 +162,10 @@ class ComputeDevice:
         self.torch = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
         self.shares_host = not use_cuda
         self._host: list[HostMemory] = []
-        streams: list[Any] = [torch.cuda.Stream(self.torch) if use_cuda else None for _ in range(3)]
-        self._up, self._down, self._aside = streams
+        streams: list[Any] = [torch.cuda.Stream(self.torch) if use_cuda else None for _ in range(4)]
+        self._up, self._down, self._aside, self._updates = streams
+        self.has_kernels = use_cuda and (cuda := native.cuda()) is not None and not cuda.unavailable_reason()
+        """Whether the kernels of `native/cuda` can work on its memory."""
         self._marks = itertools.count()
         self.copied = Meter()
         """Bytes that were copied to its memory (`written`) and from it (`read`)."""
@@ -219,6 +227,12 @@ class ComputeDevice:
             yield
             return
         with self._queued_on(self._aside, after):
+            yield
+
+    @contextmanager
+    def updating(self, after: Mark | None) -> Iterator[None]:
+        """Like `aside`, for updates of what lies in the memory of a device that has kernels."""
+        with self._queued_on(self._updates, after):
             yield
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> None:

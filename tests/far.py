@@ -14,13 +14,15 @@ from infinity.device import ComputeDevice, Mark, copy_alone
 
 class FarDevice(ComputeDevice):
     """What the model queues runs at once here, so a copy may come too early without a wrong number; `on_upload(target, after)` is
-    told of each one that goes to this device, and what it comes after."""
+    told of each one that goes to this device, and what it comes after, and `on_update(after)` of updates in its memory."""
 
     def __init__(self, kind: Any = "cpu") -> None:
         super().__init__("cpu")
         self.shares_host = False
+        self.has_kernels = True  # those of the CPU
         self.numbers = itertools.count()
         self.on_upload: Callable[[torch.Tensor, Mark | None], None] = lambda target, after: None
+        self.on_update: Callable[[Mark | None], None] = lambda after: None
 
     @contextmanager
     def _near(self) -> Iterator[None]:
@@ -49,6 +51,11 @@ class FarDevice(ComputeDevice):
     @contextmanager
     def aside(self, after: Mark | None) -> Iterator[None]:
         assert after is not None
+        yield
+
+    @contextmanager
+    def updating(self, after: Mark | None) -> Iterator[None]:
+        self.on_update(after)
         yield
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> None:

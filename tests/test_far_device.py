@@ -41,7 +41,8 @@ class Places:
         self.device, self.lock, self.uploads = device, threading.Lock(), 0
         self.used: dict[tuple[int, int], int | None] = {}  # None: it is in use now
         real_wait, real_release = Store.wait, Store.release
-        device.on_upload = self.check
+        device.on_upload, device.on_update = self.check, self.check_update
+        self.updates = 0
 
         def wait(store: Store, block: Block) -> torch.Tensor:
             tensor = real_wait(store, block)
@@ -69,6 +70,10 @@ class Places:
                     assert number is not None, "a copy into what the model uses"
                     # `release` marks before the test does, which no work comes between.
                     assert after is not None and after.number >= number - 1, "a copy that may overtake the model"
+
+    def check_update(self, after: Mark | None) -> None:
+        assert after is not None
+        self.updates += 1
 
 
 Wrap = Callable[..., infinity.Engine]
@@ -129,9 +134,22 @@ def test_numbers_are_those_of_a_device_that_shares_the_host(placement: str, accu
     assert_equal(train(wrap(precision=precision, **PLACEMENTS[placement]), accumulation), expected)
 
 
+def test_without_kernels_for_the_device_states_are_updated_on_the_host(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train(wrap(far=False))
+    engine = wrap(**PLACEMENTS["all on the device"])
+    engine._device.has_kernels = False
+    assert_equal(train(engine), expected)
+    assert engine._device.copied.read > STEPS * 10 * sum(unit.layout.numel for unit in engine.units)
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_no_copy_overtakes_the_model(placement: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = wrap(**PLACEMENTS[placement])
     places = Places(engine._device, monkeypatch)
     train(engine)
-    assert places.uploads > 0
+    if placement == "all on the device":
+        assert places.uploads == 0
+        assert engine._device.copied.read <= 14 * sum(unit.layout.numel for unit in engine.units), "what train reads last"
+        assert places.updates == STEPS * sum(len(unit.chunks()) for unit in engine.units)
+    else:
+        assert places.uploads > 0 and places.updates == 0

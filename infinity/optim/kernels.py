@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from infinity import native
+from infinity.device import stream_of
 from infinity.errors import ConfigError
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Format, Kind
@@ -46,7 +47,8 @@ class States(NamedTuple):
 
 
 class Kernels:
-    """The CPU kernels with one instruction set and one pool of `threads` threads.
+    """The kernels of `native/cpu_adam` with one instruction set and one pool of `threads` threads, and those of `native/cuda` for
+    what lies on a GPU, with the same bits.
 
     None takes every CPU this process may run on, or its part of them where torchrun says that there are several on this node.
     Not what OMP_NUM_THREADS says: launchers set it to 1, which would starve the update.
@@ -73,11 +75,14 @@ class Kernels:
             return tensors[kind].data_ptr() if kind in tensors else 0
 
         moments = {formats[kind].name for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ) if kind in tensors}
-        self._module.update(
+        on_gpu = tensors[Kind.PARAM].is_cuda
+        module: Any = native.cuda() if on_gpu else self._module
+        where = {"stream": stream_of(tensors[Kind.PARAM])} if on_gpu else {"isa": self.isa, "pool": self._pool}
+        module.update(
             hyper.rule, at(Kind.GRAD), _NAMES[tensors[Kind.GRAD].dtype], at(Kind.PARAM), _NAMES[tensors[Kind.PARAM].dtype],
             at(Kind.MASTER), formats[Kind.MASTER].name if Kind.MASTER in tensors else "none",
             at(Kind.EXP_AVG), at(Kind.EXP_AVG_SQ), moments.pop() if moments else "fp32", begin, end, position=states.position,
-            key=states.unit << 32 | hyper.step, grad_scale=grad_scale, isa=self.isa, pool=self._pool, **hyper.values,
+            key=states.unit << 32 | hyper.step, grad_scale=grad_scale, **where, **hyper.values,
         )  # fmt: skip
 
     def close(self) -> None:
@@ -85,7 +90,16 @@ class Kernels:
         self._pool = None
 
     def squared_norm(self, values: torch.Tensor, carry: float) -> float:
-        """`carry` plus the sum of squares of `values`, in double precision and in a fixed order."""
+        """`carry` plus the sum of squares of `values`, in double precision and in a fixed order, on the device where they are."""
+        if values.is_cuda:
+            cuda: Any = native.cuda()
+            total = torch.full((1,), carry, dtype=torch.float64, device=values.device)
+            sums = total.new_empty(cuda.norm_blocks(values.numel()))
+            cuda.squared_norm(
+                values.data_ptr(), _NAMES[values.dtype], values.numel(), block_sums=sums.data_ptr(), total=total.data_ptr(),
+                stream=stream_of(values),
+            )  # fmt: skip
+            return float(total)
         return float(
             self._module.squared_norm(values.data_ptr(), _NAMES[values.dtype], values.numel(), carry, self.isa, self._pool)
         )
@@ -114,7 +128,7 @@ def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels) -> float:
     """The sum of squares of this rank's shard of the unit's gradients, in double precision and independent of placement."""
     total = 0.0
     for begin in unit.chunks():
-        (chunk,) = store.check_out([(unit.blocks[Kind.GRAD], True)], begin)
+        (chunk,) = store.check_out([(unit.blocks[Kind.GRAD], True)], begin, near=True)
         try:
             chunk.wait()
             total = kernels.squared_norm(chunk.tensor.view(unit.gradient_dtype), total)

@@ -387,7 +387,7 @@ class Pipeline:
         outs = None
         try:
             check_out = self._store.check_out if wait else self._store.try_check_out
-            outs = check_out(wants, begin, job.meter, update=True)
+            outs = check_out(wants, begin, job.meter, update=True, near=job.unit.near)
         finally:
             if outs is None:
                 with self._changed:
@@ -401,25 +401,30 @@ class Pipeline:
         update = chunk.job.update
         if update is None or chunk.job.state is JobState.ENDED:
             return
-        start, states = time.perf_counter(), chunk.states()
-        param = states.tensors[Kind.PARAM]
-        if update.unit.is_rounded:
-            master = states.tensors[Kind.MASTER].view(torch.float32)
-            if not update.unit.blocks[Kind.MASTER].written:
-                copy_alone(master, param)
-            elif not _covers(update.segments, chunk.begin, chunk.begin + param.numel()):
-                codec.round_to(param, master)
-        for segment in update.segments:
-            begin, end = max(segment.begin - chunk.begin, 0), min(segment.end - chunk.begin, param.numel())
-            if begin < end:
-                self._kernels.update(states, begin, end, segment.hyper, update.grad_scale)
-        self._recorder.add("adam", update.unit.name, start, time.perf_counter())
+        start, unit = time.perf_counter(), update.unit
+        with self._store.updating(unit.blocks[Kind.PARAM]) if unit.near else contextlib.nullcontext():
+            self._apply(update, chunk.states(), chunk.begin)
+        self._recorder.add("adam", unit.name, start, time.perf_counter())
         chunk.updated = True
         self._place(chunk)
         chunk.awaited = self._is_awaited(chunk)
         for kind, out in chunk.outs.items():
             if kind is not Kind.GRAD:
                 out.commit(background=not chunk.awaited)
+
+    def _apply(self, update: UnitUpdate, states: States, at: int) -> None:
+        """Do what `update` does to `states`, the chunk from element `at` of the shard on."""
+        param = states.tensors[Kind.PARAM]
+        if update.unit.is_rounded:
+            master = states.tensors[Kind.MASTER].view(torch.float32)
+            if not update.unit.blocks[Kind.MASTER].written:
+                copy_alone(master, param)
+            elif not _covers(update.segments, at, at + param.numel()):
+                codec.round_to(param, master)
+        for segment in update.segments:
+            begin, end = max(segment.begin - at, 0), min(segment.end - at, param.numel())
+            if begin < end:
+                self._kernels.update(states, begin, end, segment.hyper, update.grad_scale)
 
     def _place(self, chunk: _Chunk) -> None:
         """Put what an update made where the next forward looks for it, if its unit has a place there by now."""

@@ -251,7 +251,12 @@ class Unit:
     @property
     def in_memory_until(self) -> int:
         """The first element of this rank's shard of which something has to be copied for an update: what is before is not."""
-        return min(self.store.in_memory_until(block) for block in self.blocks.values())
+        return min(self.store.in_memory_until(block, self.near) for block in self.blocks.values())
+
+    @property
+    def near(self) -> bool:
+        """Whether all of it is at home where the kernels of the compute device update it."""
+        return all(self.store.is_near(block) for block in self.blocks.values())
 
     @property
     def rewritten_in_place_until(self) -> int:

@@ -33,7 +33,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -427,35 +427,55 @@ class Store:
         full = (begin // self.chunk_elements + 1) * self.chunk_elements
         return min(full, block.elements, *(cut for cut in self._cuts.get(block.unit, ()) if cut > begin))
 
-    def in_memory_until(self, block: Block) -> int:
-        """The first element of which a chunk is a copy in a staging slot; chunks before it are a part of the home itself."""
+    def in_memory_until(self, block: Block, near: bool = False) -> int:
+        """The first element of which a chunk is a copy in a staging slot; chunks before it are a part of the home itself. With
+        `near`, for who has kernels for memory of the compute device."""
         if block.tier == "nvme":
             return block.kept
-        return 0 if block.tier == "gpu" and not self._device.shares_host else block.elements
+        far = block.tier == "gpu" and not self._device.shares_host and not (near and self._device.has_kernels)
+        return 0 if far else block.elements
+
+    def is_near(self, block: Block) -> bool:
+        """Whether `block` is at home on a compute device with memory of its own, and there are kernels for that."""
+        return block.tier == "gpu" and not self._device.shares_host and self._device.has_kernels
+
+    def updating(self, block: Block) -> AbstractContextManager[None]:
+        """For an update of the `near` chunks of a unit whose parameters are `block`: after what the model does with them."""
+        return self._device.updating(block.used)
 
     def needs_staging(self, block: Block) -> bool:
         """Whether a chunk of `block` may be a copy in a staging slot."""
         return self.in_memory_until(block) < block.elements
 
     def check_out(
-        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None, update: bool = False
+        self,
+        wants: Sequence[tuple[Block, bool]],
+        begin: int,
+        meter: Meter | None = None,
+        update: bool = False,
+        near: bool = False,
     ) -> list[Checkout]:
         """The chunk from element `begin` on of every block in `wants`, with its content where the flag says so.
 
         Waits for staging slots; only for threads that hold no check-out. `meter` counts what it moves. With `update` the chunk
         will be rewritten, and what lies on the compute device is copied from there and not read from NVMe: for who knows that
-        nobody wrote to it.
+        nobody wrote to it. With `near`, what is at home on a compute device that has kernels stays there.
         """
-        chunks = self._stage(wants, begin, meter, update, wait=True)
+        chunks = self._stage(wants, begin, meter, update, wait=True, near=near)
         if chunks is None:
             raise RuntimeError("a check-out that waits came back without its chunks")
         return chunks
 
     def try_check_out(
-        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None = None, update: bool = False
+        self,
+        wants: Sequence[tuple[Block, bool]],
+        begin: int,
+        meter: Meter | None = None,
+        update: bool = False,
+        near: bool = False,
     ) -> list[Checkout] | None:
         """Like `check_out`, but None when there are not enough free staging slots for all of `wants`."""
-        return self._stage(wants, begin, meter, update, wait=False)
+        return self._stage(wants, begin, meter, update, wait=False, near=near)
 
     @contextmanager
     def bring_home(
@@ -483,10 +503,17 @@ class Store:
                     stack.callback(chunk.release)
 
     def _stage(
-        self, wants: Sequence[tuple[Block, bool]], begin: int, meter: Meter | None, update: bool, wait: bool, spare: int = 0
+        self,
+        wants: Sequence[tuple[Block, bool]],
+        begin: int,
+        meter: Meter | None,
+        update: bool,
+        wait: bool,
+        near: bool = False,
+        spare: int = 0,
     ) -> list[Checkout] | None:
         """With `spare` one check-out more, of so many bytes of nobody's."""
-        staged = [*(begin >= self.in_memory_until(block) for block, _ in wants), *([True] if spare else ())]
+        staged = [*(begin >= self.in_memory_until(block, near) for block, _ in wants), *([True] if spare else ())]
         with self._changed:
             self._check_open()
             staging = self._arenas["staging"]
