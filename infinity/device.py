@@ -148,6 +148,22 @@ class Mark(NamedTuple):
     event: Any
 
 
+class Copy:
+    """A copy that was queued, and ends with `event`; None: it has ended."""
+
+    def __init__(self, event: Any = None) -> None:
+        self._event = event
+
+    def done(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Block until it has ended."""
+        if self._event is not None:
+            self._event.synchronize()  # sleeps: a thread that spins would keep a CPU from Adam
+
+
 class ComputeDevice:
     """Where the model runs. With `shares_host`, its memory is host memory: NVMe reads land in it without a further copy.
 
@@ -226,41 +242,50 @@ class ComputeDevice:
         if self.shares_host:
             yield
             return
-        with self._queued_on(self._aside, after):
+        with self._queued_on(self._aside, after) as end:
             yield
+        Copy(end).wait()
 
     @contextmanager
     def updating(self, after: Mark | None) -> Iterator[None]:
         """Like `aside`, for updates of what lies in the memory of a device that has kernels."""
-        with self._queued_on(self._updates, after):
+        with self._queued_on(self._updates, after) as end:
             yield
+        Copy(end).wait()
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> None:
         """Copy host `source` to compute `target` (same dtype and shape), after the mark `after`; return when it is there."""
-        self._copy(target, source, self._up, after)
+        self.begin_upload(target, source, after).wait()
+
+    def begin_upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
+        """Like `upload`, but return at once: `source` must stay as it is until the copy has ended."""
         self.copied.add(written=source.nbytes)
+        return self._copy(target, source, self._up, after)
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> None:
         """Copy compute `source` to host `target`, after the mark `after`; return when it is there."""
-        self._copy(target, source, self._down, after)
         self.copied.add(read=source.nbytes)
+        self._copy(target, source, self._down, after).wait()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> None:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> Copy:
         if self.shares_host:
             copy_alone(target, source)
-            return
-        with self._queued_on(stream, after):
+            return Copy()
+        with self._queued_on(stream, after) as end:
             target.copy_(source, non_blocking=True)
+            return Copy(end)
 
     @contextmanager
-    def _queued_on(self, stream: Any, after: Mark | None) -> Iterator[None]:
+    def _queued_on(self, stream: Any, after: Mark | None) -> Iterator[Any]:
+        """Queue what is inside on `stream`, after the mark `after`; gives the event that is recorded at its end."""
+        end = torch.cuda.Event(blocking=True)
         with torch.cuda.device(self.torch), torch.cuda.stream(stream):
             if after is not None:
                 stream.wait_event(after.event)
-            yield
-            done = torch.cuda.Event(blocking=True)  # sleeps: a thread that spins would keep a CPU from Adam
-            done.record(stream)
-        done.synchronize()
+            try:
+                yield end
+            finally:
+                end.record(stream)
 
     def close(self) -> None:
         """Give back the host memory."""

@@ -9,7 +9,27 @@ from typing import Any
 
 import torch
 
-from infinity.device import ComputeDevice, Mark, copy_alone
+from infinity.device import ComputeDevice, Copy, Mark, copy_alone
+
+
+class _Late(Copy):
+    """A copy that is made when somebody waits for it, or has asked for the third time; until then the target is not a number."""
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        super().__init__()
+        self._target, self._source, self._asked = target, source, 0
+        target.view(torch.uint8).fill_(0xFF)
+
+    def done(self) -> bool:
+        self._asked += 1
+        if self._asked == 3:
+            self.wait()
+        return self._asked >= 3
+
+    def wait(self) -> None:
+        if self._asked <= 3:
+            copy_alone(self._target, self._source)
+            self._asked = 4
 
 
 class FarDevice(ComputeDevice):
@@ -58,9 +78,9 @@ class FarDevice(ComputeDevice):
         self.on_update(after)
         yield
 
-    def upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> None:
+    def begin_upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
         self.on_upload(target, after)
-        super().upload(target, source, after)
+        return super().begin_upload(target, source, after)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> None:
-        copy_alone(target, source)
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> Copy:
+        return _Late(target, source)

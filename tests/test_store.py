@@ -575,7 +575,14 @@ def param_of_two_chunks(store: Store) -> Block:
 
 def renew(store: Store, block: Block, data: torch.Tensor) -> list[bool]:
     starts = chunks(store, block)
-    return [store.renew(block, begin, data[begin:][:CHUNK_ELEMENTS]) for begin in starts]
+    return [renew_chunk(store, block, begin, data) for begin in starts]
+
+
+def renew_chunk(store: Store, block: Block, begin: int, data: torch.Tensor) -> bool:
+    placing = store.renew(block, begin, data[begin:][:CHUNK_ELEMENTS])
+    if placing is not None:
+        placing.finish()
+    return placing is not None
 
 
 def test_what_an_update_made_is_used_before_it_is_written(tmp_path):
@@ -586,11 +593,11 @@ def test_what_an_update_made_is_used_before_it_is_written(tmp_path):
         put(store, block, old)
         assert torch.equal(fetched(store, block), old)
         store.begin_update(block, keep=True)
-        assert store.renew(block, 0, new[:CHUNK_ELEMENTS])
+        assert renew_chunk(store, block, 0, new)
         store.start(block)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(store.wait, block)
-            assert store.renew(block, CHUNK_ELEMENTS, new[CHUNK_ELEMENTS:])
+            assert renew_chunk(store, block, CHUNK_ELEMENTS, new)
             assert torch.equal(waiting.result(PATIENCE), new)
         assert block.state is BlockState.UPDATING
         store.release(block)
@@ -625,9 +632,9 @@ def test_a_guess_lies_in_the_place_of_the_copy_until_somebody_uses_it(tmp_path):
         assert store.has_copy(block) and not store.is_resident(block)
         assert torch.equal(fetched(store, block), old)
 
-        assert store.renew(block, 0, new[:CHUNK_ELEMENTS])
+        assert renew_chunk(store, block, 0, new)
         store.begin_update(block, keep=True)
-        assert store.renew(block, CHUNK_ELEMENTS, new[CHUNK_ELEMENTS:])
+        assert renew_chunk(store, block, CHUNK_ELEMENTS, new)
         write_chunks(store, block, new)
         read = store.meter.read
         store.end_update([block])

@@ -45,13 +45,15 @@ from infinity.observe import Meter, Recorder, Stopwatch
 from infinity.optim.kernels import Kernels, Segment, States
 from infinity.sharding import codec
 from infinity.sharding.unit import Unit
-from infinity.tiers.access import Checkout
+from infinity.tiers.access import Checkout, Placing
 from infinity.tiers.block import Kind
 from infinity.tiers.budget import STAGED_SETS
 from infinity.tiers.store import Store
 
 READING, WRITING = 2, STAGED_SETS - 2
 """Chunks in flight each way: more would only make what comes after them wait longer."""
+PLACING = 4
+"""Chunks of states in memory of which what an update made is on its way to a compute device with memory of its own."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +130,13 @@ class Job:
 
 @dataclass(eq=False)
 class _Chunk:
-    """One chunk of one unit in the pipeline: `updated`, `placed` where the next forward looks, and `awaited` by it."""
+    """One chunk of one unit in the pipeline: `updated`, `placing` what came of it for the next forward, and `awaited` by that."""
 
     job: Job
     begin: int
     outs: dict[Kind, Checkout]
     updated: bool = False
-    placed: bool = False
+    placing: Placing | None = None
     awaited: bool = False
 
     def may_go_on(self) -> bool:
@@ -149,7 +151,12 @@ class _Chunk:
             out.wait()
 
     def committed(self) -> bool:
-        return all(out.committed() for out in self.outs.values())
+        placed = self.placing is None or self.placing.ended()
+        return placed and all(out.committed() for out in self.outs.values())
+
+    def finish_placing(self) -> None:
+        if self.placing is not None:
+            self.placing.finish()
 
     def states(self) -> States:
         unit = self.job.unit
@@ -260,13 +267,15 @@ class Pipeline:
         reading: list[_Chunk] = []
         writing: list[_Chunk] = []
         held: list[_Chunk] = []  # that may not go on yet
+        placing: list[_Chunk] = []  # that need no I/O
         try:
             while True:
                 for chunk in writing:
                     self._look_after(chunk)
-                for chunk in [chunk for chunk in writing if chunk.committed()]:
-                    self._retire(chunk)
-                    writing.remove(chunk)
+                for going in (writing, placing):
+                    for chunk in [chunk for chunk in going if chunk.committed()]:
+                        self._retire(chunk)
+                        going.remove(chunk)
                 for chunk in [chunk for chunk in held if chunk.may_go_on()]:
                     held.remove(chunk)
                     reading.append(chunk)
@@ -277,11 +286,13 @@ class Pipeline:
                 arrived = first is not None and first.arrived()
                 if found is not None:
                     (reading if found.may_go_on() else held).append(found)
+                elif len(placing) == PLACING:
+                    placing[0].finish_placing()
                 elif (here := self._take_in_memory(before=first.job.place if first and arrived else math.inf)) is not None:
-                    reading.append(here)
+                    placing.append(here)
                     self._update(here)
-                    self._retire(here)
-                    reading.remove(here)
+                elif not arrived and self._finish_placing((*writing, *placing)):
+                    continue
                 elif first is not None and (arrived or may_write):
                     reading.remove(first)
                     writing.append(first)
@@ -298,13 +309,20 @@ class Pipeline:
                 else:
                     return
         except BaseException as error:
-            self._abandon((*reading, *writing, *held))
+            self._abandon((*reading, *writing, *held, *placing))
             self._store.fail(error)  # reaches the user's next call
             with self._changed:
                 for job in self._jobs:
                     job.state = JobState.ENDED
                 self._jobs.clear()
                 self._changed.notify_all()
+
+    def _finish_placing(self, chunks: Sequence[_Chunk]) -> bool:
+        """Before anything else is waited for: the forward may wait for these copies, and they take no time. False: none go on."""
+        going = [chunk.placing for chunk in chunks if chunk.placing is not None and not chunk.placing.ended()]
+        for placing in going:
+            placing.finish()
+        return bool(going)
 
     def _abandon(self, chunks: Sequence[_Chunk]) -> None:
         """After an error: every slot goes back, and what is not written yet never will be."""
@@ -313,6 +331,8 @@ class Pipeline:
             for job in self._jobs:
                 job.drop()
         for chunk in chunks:
+            with contextlib.suppress(RuntimeError):
+                chunk.finish_placing()
             for out in chunk.outs.values():
                 with contextlib.suppress(OSError):  # the first error is the one to tell
                     out.release()
@@ -428,12 +448,12 @@ class Pipeline:
 
     def _place(self, chunk: _Chunk) -> None:
         """Put what an update made where the next forward looks for it, if its unit has a place there by now."""
-        if chunk.updated and not chunk.placed and chunk.job.state in (JobState.AHEAD, JobState.CONFIRMED):
-            chunk.placed = self._store.renew(chunk.job.unit.blocks[Kind.PARAM], chunk.begin, chunk.outs[Kind.PARAM].tensor)
+        if chunk.updated and chunk.placing is None and chunk.job.state in (JobState.AHEAD, JobState.CONFIRMED):
+            chunk.placing = self._store.renew(chunk.job.unit.blocks[Kind.PARAM], chunk.begin, chunk.outs[Kind.PARAM].tensor)
 
     def _is_awaited(self, chunk: _Chunk) -> bool:
         """Whether the next forward waits for what is written: when it has to read it, or another chunk of the unit, again."""
-        return chunk.job.state is JobState.CONFIRMED and not (chunk.placed and chunk.job.placed)
+        return chunk.job.state is JobState.CONFIRMED and (chunk.placing is None or not chunk.job.placed)
 
     def _look_after(self, chunk: _Chunk) -> None:
         """Do what could not be done when a chunk in `writing` was updated: its place was in use, or its step was not fixed."""
@@ -445,7 +465,8 @@ class Pipeline:
 
     def _retire(self, chunk: _Chunk) -> None:
         self._place(chunk)
-        chunk.job.placed &= chunk.placed
+        chunk.finish_placing()
+        chunk.job.placed &= chunk.placing is not None
         for out in chunk.outs.values():
             out.release()
         self._leave(chunk.job)

@@ -6,7 +6,7 @@ import enum
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from typing import Protocol
 
 import torch
@@ -426,11 +426,9 @@ class Unit:
     def _add_up(self, shard: torch.Tensor, first: bool) -> None:
         """Add `shard` (shard_numel,) to the gradient block, or replace that by it if it is the `first` of the step."""
         block = self.blocks[Kind.GRAD]
-        for begin, values in self._pieces(shard):
-            with self.store.bring_home(block, begin, values.view(torch.uint8), add=not first) as (chunk, brought):
-                if chunk is not brought:
-                    home, part = chunk.view(self.gradient_dtype), brought.view(self.gradient_dtype)
-                    (copy_alone if first else add_alone)(home, part)
+        with closing(self.store.bring_home(block, shard.view(torch.uint8), add=not first)) as parts:
+            for home, part in parts:
+                (copy_alone if first else add_alone)(home.view(self.gradient_dtype), part.view(self.gradient_dtype))
         self.store.end_update([block])
 
     def _post_reduction(self, join: Callable[[], object]) -> Collective:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from infinity.device import Copy
 from infinity.tiers.nvme import Transfer
 
 log = logging.getLogger("infinity")
@@ -55,6 +56,29 @@ class Fetch:
             self.finish()
         except Exception as error:
             log.debug("a prefetch failed: %s", error)
+
+
+class Placing:
+    """What an update made, on its way to its place on the compute device. Used by one thread, which calls `finish` in the end."""
+
+    def __init__(self, copy: Copy, end: Callable[[], None]) -> None:
+        self._copy, self._end = copy, end
+        self._finished = False
+
+    def ended(self) -> bool:
+        """Whether it is there; whoever waits for that is told."""
+        if not self._finished and self._copy.done():
+            self.finish()
+        return self._finished
+
+    def finish(self) -> None:
+        """Block until it is there. May be called often."""
+        if not self._finished:
+            self._finished = True
+            try:
+                self._copy.wait()
+            finally:
+                self._end()
 
 
 class Mover:

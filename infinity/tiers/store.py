@@ -32,8 +32,8 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from infinity.config import Config, Tier
 from infinity.device import ComputeDevice, Mark, copy_alone, zero_alone
 from infinity.errors import BudgetError, EngineClosedError
 from infinity.observe import Meter, Recorder
-from infinity.tiers.access import Checkout, Fetch, Mover, Pending
+from infinity.tiers.access import Checkout, Fetch, Mover, Pending, Placing
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, BlockState, Kind
 from infinity.tiers.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT, HostPlan, Staged, divide
@@ -477,30 +477,35 @@ class Store:
         """Like `check_out`, but None when there are not enough free staging slots for all of `wants`."""
         return self._stage(wants, begin, meter, update, wait=False, near=near)
 
-    @contextmanager
     def bring_home(
-        self, block: Block, begin: int, content: torch.Tensor, add: bool
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The chunk of `block` from element `begin` on, and beside it `content` (uint8, of its size, on the compute device), on
-        one device; or the chunk twice where it holds `content` already, as may be without `add`. What is left there stays.
+        self, block: Block, content: torch.Tensor, add: bool
+    ) -> Generator[tuple[torch.Tensor, torch.Tensor], None, None]:
+        """Parts of `block`, and beside them those of `content` (uint8, of its size, on the compute device), for the caller to put
+        the second into the first, or with `add` to add it; parts that hold `content` already are left out. To be iterated to its
+        end, or closed.
         """
-        if block.memory is not None and block.tier == "gpu":
-            yield block.memory[block.format.bytes_of(begin) :][: content.numel()], content
-            return
-        far = not self._device.shares_host
-        chunks = self._stage([(block, add)], begin, None, update=False, wait=True, spare=content.numel() if far and add else 0)
-        if chunks is None:
-            raise RuntimeError("a check-out that waits came back without its chunks")
-        try:
-            chunks[0].wait()
+        far = not self._device.shares_host and block.tier != "gpu"
+        if block.memory is not None and not (far and add):
             if far:
-                self._device.download(chunks[-1].tensor, content, self._device.mark())
-            yield chunks[0].tensor, chunks[-1].tensor if far else content
-            chunks[0].commit()
-        finally:
+                self._device.download(block.memory, content, self._device.mark())
+            else:
+                yield block.memory, content
+            return
+        for begin in self.chunks(block):
+            at = block.format.bytes_of(begin)
+            part = content[at : at + block.format.bytes_of(self._end_of_chunk(block, begin) - begin)]
+            chunks = self._stage([(block, add)], begin, None, update=False, wait=True, spare=part.numel() if far and add else 0)
+            if chunks is None:
+                raise RuntimeError("a check-out that waits came back without its chunks")
             with ExitStack() as stack:
                 for chunk in chunks:
                     stack.callback(chunk.release)
+                chunks[0].wait()
+                if far:
+                    self._device.download(chunks[-1].tensor, part, self._device.mark())
+                if add or not far:
+                    yield chunks[0].tensor, chunks[-1].tensor if far else part
+                chunks[0].commit()
 
     def _stage(
         self,
@@ -582,8 +587,9 @@ class Store:
             self._copied(block)
         return True
 
-    def renew(self, block: Block, begin: int, content: torch.Tensor) -> bool:
-        """`content` is what an update made of a chunk of `block`: put it where the block has a place already, if it has one.
+    def renew(self, block: Block, begin: int, content: torch.Tensor) -> Placing | None:
+        """`content` is what an update made of a chunk of `block`: start putting it where the block has a place already. None
+        where it has none; else `content` must stay as it is until the result has ended.
 
         So it is there for the next forward without being read. Before `begin_update` that is a guess, and the place is free for
         it only while nobody uses the block; see `take_back`.
@@ -592,15 +598,16 @@ class Store:
             unused = not block.pins and (block.gathering is None or block.gathering.ended())
             free = block.state is BlockState.UPDATING or (block.state is BlockState.RESIDENT and unused)
             if not free or block.lease is None or block.permanent:
-                return False
+                return None
             block.copying += 1
             block.renewed.add(begin)
             target = block.lease.tensor[block.at + block.format.bytes_of(begin) :][: content.numel()]
         try:
-            self._device.upload(target, content, block.used)
-        finally:
+            copy = self._device.begin_upload(target, content, block.used)
+        except BaseException:
             self._copied(block)
-        return True
+            raise
+        return Placing(copy, functools.partial(self._copied, block))
 
     def take_back(self, block: Block) -> None:
         """The copy of `block` is not to be what `renew` made of it before an update began: whoever uses it next fetches it."""
