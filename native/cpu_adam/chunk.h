@@ -31,7 +31,8 @@ INFINITY_EVERYWHERE T* offset(T* from, std::size_t bytes) {
 INFINITY_EVERYWHERE inline Moments locate(void* block, Format format, std::size_t at) {
   if (format != Format::int8) return {offset(block, at * bytes_of(format)), nullptr};
   void* const superblock = offset(block, at / kSuperblock * kSuperblockBytes);
-  return {offset(superblock, at % kSuperblock), static_cast<float*>(offset(superblock, kSuperblock)) + at % kSuperblock / kGroup};
+  void* const scale = offset(superblock, kSuperblock + at % kSuperblock / kGroup * sizeof(float));
+  return {offset(superblock, at % kSuperblock), static_cast<float*>(scale)};
 }
 
 // The run of n elements from `at`, which must lie in one piece and share their noise.
@@ -52,11 +53,15 @@ inline std::size_t same_noise(Format format, std::uint64_t number, std::size_t n
 // The row of a rule in a table of kernels: sgd with momentum is one of its own.
 inline int row_of(Rule rule, const Hyper& hyper) { return static_cast<int>(rule) + (rule == Rule::sgd && hyper.momentum != 0); }
 
+inline bool has_first(Rule rule, const Hyper& hyper) {
+  return rule == Rule::adam || rule == Rule::lion || (rule == Rule::sgd && hyper.momentum != 0);
+}
+inline bool has_second(Rule rule) { return rule == Rule::adam || rule == Rule::adagrad; }
+
 // Throws std::invalid_argument when elements [begin, end) of the chunk cannot be updated.
 inline void check(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper) {
   const auto refuse = [](const char* why) { throw std::invalid_argument(why); };
-  const bool first = rule == Rule::adam || rule == Rule::lion || (rule == Rule::sgd && hyper.momentum != 0);
-  const bool second = rule == Rule::adam || rule == Rule::adagrad;
+  const bool first = has_first(rule, hyper), second = has_second(rule);
   if (begin > end) refuse("begin is behind end");
   if (chunk.master_format == Master::none && chunk.param_dtype != Dtype::fp32) refuse("master format 'none' needs an fp32 param");
   if (chunk.master_format == Master::fp32 && chunk.param_dtype == Dtype::fp32) refuse("an fp32 param is its own master: format 'none'");

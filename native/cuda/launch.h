@@ -132,7 +132,9 @@ void cut(Rule rule, Chunk chunk, std::size_t begin, std::size_t end, const Hyper
   check(rule, chunk, begin, end, hyper);
   const DefaultFloatEnvironment environment;  // as on the CPU, whatever rounding mode the caller is in
   const Constants constants(hyper);
-  if (rule == Rule::sgd && hyper.momentum == 0) chunk.moments = Format::fp32;  // there are none
+  if (!has_first(rule, hyper)) chunk.first = nullptr;  // whatever a rule does not use is left alone
+  if (!has_second(rule)) chunk.second = nullptr;
+  if (!chunk.first && !chunk.second) chunk.moments = Format::fp32;
   const auto& kernels = Kernels::row(rule, chunk.moments, hyper);
   const bool fast = chunk.grad && aligned(chunk.grad, bytes_of(chunk.grad_dtype)) && aligned(chunk.param, bytes_of(chunk.param_dtype)) &&
                     aligned(chunk.master, bytes_of(chunk.master_format)) &&
