@@ -21,26 +21,29 @@ INFINITY_EVERYWHERE constexpr std::size_t bytes_of(Dtype dtype) { return dtype =
 INFINITY_EVERYWHERE constexpr std::size_t bytes_of(Master format) { return format == Master::none ? 0 : format == Master::fp32 ? 4 : 2; }
 INFINITY_EVERYWHERE constexpr std::size_t bytes_of(Format format) { return format == Format::fp32 ? 4 : format == Format::bf16 ? 2 : 1; }
 
-template <class T>
+// Null stays null, unless it is known that nothing is (`there`): then nobody asks.
+template <bool there = false, class T>
 INFINITY_EVERYWHERE T* offset(T* from, std::size_t bytes) {
   using Byte = std::conditional_t<std::is_const_v<T>, const unsigned char, unsigned char>;
-  return from ? static_cast<Byte*>(from) + bytes : nullptr;
+  return there || from ? static_cast<Byte*>(from) + bytes : nullptr;
 }
 
 // Where element `at` of a block of moments begins; for int8 its group's scale too.
-INFINITY_EVERYWHERE inline Moments locate(void* block, Format format, std::size_t at) {
-  if (format != Format::int8) return {offset(block, at * bytes_of(format)), nullptr};
-  void* const superblock = offset(block, at / kSuperblock * kSuperblockBytes);
-  void* const scale = offset(superblock, kSuperblock + at % kSuperblock / kGroup * sizeof(float));
-  return {offset(superblock, at % kSuperblock), static_cast<float*>(scale)};
+template <bool there = false>
+INFINITY_EVERYWHERE Moments locate(void* block, Format format, std::size_t at) {
+  if (format != Format::int8) return {offset<there>(block, at * bytes_of(format)), nullptr};
+  void* const superblock = offset<there>(block, at / kSuperblock * kSuperblockBytes);
+  void* const scale = offset<there>(superblock, kSuperblock + at % kSuperblock / kGroup * sizeof(float));
+  return {offset<there>(superblock, at % kSuperblock), static_cast<float*>(scale)};
 }
 
 // The run of n elements from `at`, which must lie in one piece and share their noise.
-INFINITY_EVERYWHERE inline Run run_at(const Chunk& chunk, std::size_t at, std::size_t n, const Noise& noise, bool stream) {
-  return {offset(chunk.grad, at * bytes_of(chunk.grad_dtype)), chunk.grad_dtype,
-          offset(chunk.param, at * bytes_of(chunk.param_dtype)), chunk.param_dtype,
-          offset(chunk.master, at * bytes_of(chunk.master_format)), chunk.master_format,
-          locate(chunk.first, chunk.moments, at), locate(chunk.second, chunk.moments, at),
+template <bool there = false>
+INFINITY_EVERYWHERE Run run_at(const Chunk& chunk, std::size_t at, std::size_t n, const Noise& noise, bool stream) {
+  return {offset<there>(chunk.grad, at * bytes_of(chunk.grad_dtype)), chunk.grad_dtype,
+          offset<there>(chunk.param, at * bytes_of(chunk.param_dtype)), chunk.param_dtype,
+          offset<there>(chunk.master, at * bytes_of(chunk.master_format)), chunk.master_format,
+          locate<there>(chunk.first, chunk.moments, at), locate<there>(chunk.second, chunk.moments, at),
           n, static_cast<std::uint32_t>(chunk.position + at), noise, stream};
 }
 

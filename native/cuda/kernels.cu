@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "launch.h"
+#include "norm.h"
 
 // Compiled with -fmad=false: every operation is rounded on its own, as on the CPU.
 namespace infinity::cuda {
@@ -16,8 +17,6 @@ namespace {
 
 constexpr unsigned kThreads = 256;    // per CUDA block of the element-wise kernels
 constexpr unsigned kMostGrid = 8192;  // CUDA blocks; enough to fill any GPU, the rest is looped over
-constexpr unsigned kLanes = 8;        // partial sums per norm block, as in cpu_adam::squared_norm
-constexpr unsigned kAhead = 32;       // values that a lane of a norm block loads before it adds the first of them
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
@@ -56,20 +55,7 @@ __global__ void block_sums_kernel(const T* values, std::size_t n, double* block_
   const std::size_t block = thread / kLanes;
   const std::size_t begin = block * kNormBlock;
   const std::size_t end = begin + kNormBlock < n ? begin + kNormBlock : n;
-  double sum = 0;
-  const auto add = [&](T value) {
-    const double x = to_float(value);
-    sum = sum + x * x;
-  };
-  std::size_t i = begin + thread % kLanes;
-  for (; i + (kAhead - 1) * kLanes < end; i += kAhead * kLanes) {
-    T ahead[kAhead];
-#pragma unroll
-    for (unsigned k = 0; k < kAhead; ++k) ahead[k] = values[i + k * kLanes];
-#pragma unroll
-    for (unsigned k = 0; k < kAhead; ++k) add(ahead[k]);
-  }
-  for (; i < end; i += kLanes) add(values[i]);
+  const double sum = lane_sum(values, begin, end, thread % kLanes, [](T value) { return to_float(value); });
   double total = 0;
   for (unsigned lane = 0; lane < kLanes; ++lane) {
     total = total + __shfl_sync(0xffffffffu, sum, static_cast<int>(lane), kLanes);

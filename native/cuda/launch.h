@@ -33,8 +33,12 @@ INFINITY_INLINE void update_whole(const Launch& launch) {
   chunk.moments = format;
   chunk.param_dtype = master == Master::none ? Dtype::fp32 : master == Master::split || chunk.param_dtype == Dtype::bf16 ? Dtype::bf16
                                                                                                                        : Dtype::fp16;
+  // Every address is one, so that none is compared with null: for what there is not stands the parameter, which nobody reads as that.
+  if (master == Master::none) chunk.master = chunk.param;
+  if (!RuleOf<Octet>::first) chunk.first = chunk.param;
+  if (!RuleOf<Octet>::second) chunk.second = chunk.param;
   for (std::size_t k = first_octet(); k < launch.count; k += octets()) {
-    Run run = run_at(chunk, (launch.first + k) * kGroup, kGroup, launch.noise, false);
+    const Run run = run_at<true>(chunk, (launch.first + k) * kGroup, kGroup, launch.noise, false);
     if (!run.grad) __builtin_unreachable();
     update_group<Octet, RuleOf, format>(run, launch.constants, 0);
   }
