@@ -17,6 +17,7 @@ namespace {
 
 constexpr unsigned kThreads = 256;    // per CUDA block of the element-wise kernels
 constexpr unsigned kMostGrid = 8192;  // CUDA blocks; enough to fill any GPU, the rest is looped over
+constexpr unsigned kNormThreads = 64;  // small CUDA blocks, so that a small buffer still spreads over the GPU
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
@@ -49,8 +50,9 @@ __global__ void add_kernel(T* dst, const T* src, std::size_t n) {
 }
 
 // Eight neighbouring threads own one norm block, one lane each; their sums are added in lane order.
+// The bounds leave registers for all the values that a lane loads ahead.
 template <typename T>
-__global__ void block_sums_kernel(const T* values, std::size_t n, double* block_sums) {
+__global__ void __launch_bounds__(kNormThreads, 16) block_sums_kernel(const T* values, std::size_t n, double* block_sums) {
   const std::size_t thread = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const std::size_t block = thread / kLanes;
   const std::size_t begin = block * kNormBlock;
@@ -158,11 +160,10 @@ void accumulate(void* dst, const void* src, Dtype dtype, std::size_t n, bool fir
 void squared_norm(const void* values, Dtype dtype, std::size_t n, double* block_sums, double* total, std::uintptr_t stream) {
   if (n == 0) return;
   const std::size_t blocks = norm_blocks(n);
-  const unsigned threads = 64;  // small CUDA blocks, so that a small buffer still spreads over the GPU
-  const unsigned cuda_blocks = static_cast<unsigned>((blocks * kLanes + threads - 1) / threads);
+  const unsigned cuda_blocks = static_cast<unsigned>((blocks * kLanes + kNormThreads - 1) / kNormThreads);
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    block_sums_kernel<<<cuda_blocks, threads, 0, as_stream(stream)>>>(static_cast<const T*>(values), n, block_sums);
+    block_sums_kernel<<<cuda_blocks, kNormThreads, 0, as_stream(stream)>>>(static_cast<const T*>(values), n, block_sums);
   });
   check_launch("squared_norm");
   add_in_order_kernel<<<1, kThreads, 0, as_stream(stream)>>>(block_sums, blocks, total);

@@ -12,9 +12,9 @@
 //                        shows at the caller's next synchronization.
 //   Who outlives whom?   All memory outlives the work on the stream. Nothing is allocated here; there is no state.
 //
-// What is not here, because nobody needs it: gathered parameters are views into the flat buffer, so nothing is unpacked; a scaled gradient is
-// unscaled where update() reads it (Hyper::grad_scale), and squared_norm() says whether all of it is finite, so a gradient that is complete is
-// read once, for both.
+// What is not here, because nobody needs it: gathered parameters are views into the flat buffer, so nothing is unpacked; gradients come
+// from hooks one at a time and go to their places at once, so nothing is packed; a scaled gradient is unscaled where update() reads it
+// (Hyper::grad_scale), and squared_norm() says whether all of it is finite, so there is no other pass over it.
 #pragma once
 
 #include <cstddef>
