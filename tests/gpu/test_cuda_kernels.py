@@ -246,7 +246,7 @@ def test_squared_norm_shows_what_is_not_finite(bad: float, dtype: str) -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize("n", [0, 1, 7, 257, 3_000_001, 40_000_003])
+@pytest.mark.parametrize("n", [0, 1, 7, 257, 3_000_001, 17_000_003])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_accumulate_rounds_as_torch_does(dtype: str, n: int) -> None:
     for shift in (0, 1):
