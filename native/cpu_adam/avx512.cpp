@@ -1,6 +1,6 @@
 #include <immintrin.h>
 
-#include "update.h"
+#include "instruction_set.h"
 
 namespace infinity::cpu_adam {
 namespace {

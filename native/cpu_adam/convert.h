@@ -1,5 +1,5 @@
 // bf16 and fp16 to and from fp32, one element at a time. Internal linkage: every includer is compiled for another instruction set, and
-// the linker must not pick an AVX-512 copy of a function for all of them.
+// the linker must not pick an AVX-512 copy of a function for all of them. Where nvcc compiles (native/cuda) these are device functions.
 #pragma once
 
 #include <cfloat>
@@ -10,9 +10,16 @@
 
 // Registers must not pass through memory between the parts of a kernel, whatever a compiler thinks of its size; a group is at most
 // four registers of AVX2.
-#define INFINITY_INLINE __attribute__((always_inline)) inline
+#ifdef __CUDACC__
+#define INFINITY_DEVICE __device__
+#define INFINITY_INLINE_LAMBDA
+#define INFINITY_UNROLL _Pragma("unroll")
+#else
+#define INFINITY_DEVICE
 #define INFINITY_INLINE_LAMBDA __attribute__((always_inline))
 #define INFINITY_UNROLL _Pragma("GCC unroll 4")
+#endif
+#define INFINITY_INLINE INFINITY_DEVICE __attribute__((always_inline)) inline
 
 namespace infinity::cpu_adam {
 namespace {
@@ -24,29 +31,38 @@ static_assert(FLT_EVAL_METHOD == 0, "fp32 expressions must be rounded to fp32 at
 // conversions below need no case for NaN: rounding it to bf16 gives 0x7fc0, to fp16 0x7e00. They take canonical values.
 constexpr std::uint32_t kCanonicalNan = 0x7fc00000;
 
-inline std::uint32_t to_bits(float value) {
+INFINITY_DEVICE inline std::uint32_t to_bits(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
-inline float from_bits(std::uint32_t bits) {
+INFINITY_DEVICE inline float from_bits(std::uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
 
-inline float canonical(float value) { return value == value ? value : from_bits(kCanonicalNan); }
+// Correctly rounded, as IEEE-754 asks.
+INFINITY_DEVICE inline float root_of(float value) {
+#ifdef __CUDA_ARCH__
+  return __fsqrt_rn(value);
+#else
+  return __builtin_sqrtf(value);
+#endif
+}
 
-inline float from_bf16(std::uint16_t half) { return from_bits(std::uint32_t{half} << 16); }
+INFINITY_DEVICE inline float canonical(float value) { return value == value ? value : from_bits(kCanonicalNan); }
 
-inline float from_fp16(std::uint16_t half) {
+INFINITY_DEVICE inline float from_bf16(std::uint16_t half) { return from_bits(std::uint32_t{half} << 16); }
+
+INFINITY_DEVICE inline float from_fp16(std::uint16_t half) {
   const std::uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, mantissa = half & 0x3ff;
   if (exponent == 0) return from_bits(sign | to_bits(static_cast<float>(mantissa) * 0x1p-24f));
   return from_bits(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
 }
 
-inline std::uint16_t to_fp16(float value) {  // nearest, ties to even
+INFINITY_DEVICE inline std::uint16_t to_fp16(float value) {  // nearest, ties to even
   const std::uint32_t bits = to_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   std::uint32_t half;
   if (magnitude > 0x7f800000) {
@@ -61,7 +77,7 @@ inline std::uint16_t to_fp16(float value) {  // nearest, ties to even
   return static_cast<std::uint16_t>(sign | half);
 }
 
-inline float load(const void* values, Dtype dtype, std::size_t i) {
+INFINITY_DEVICE inline float load(const void* values, Dtype dtype, std::size_t i) {
   switch (dtype) {
     case Dtype::bf16: return from_bf16(static_cast<const std::uint16_t*>(values)[i]);
     case Dtype::fp16: return from_fp16(static_cast<const std::uint16_t*>(values)[i]);

@@ -2,10 +2,9 @@
 #include <algorithm>
 #include <limits>
 #include <stdexcept>
-#include <type_traits>
 
+#include "chunk.h"
 #include "float_environment.h"
-#include "kernels.h"
 #include "pool.h"
 
 #if defined(__x86_64__)
@@ -38,32 +37,9 @@ bool detect(Isa isa) {
 
 constexpr std::size_t kGrain = 64;  // elements: whole groups, and two threads never write to one line of an aligned array
 
-std::size_t bytes_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
-std::size_t bytes_of(Master format) { return format == Master::none ? 0 : format == Master::fp32 ? 4 : 2; }
-std::size_t bytes_of(Format format) { return format == Format::fp32 ? 4 : format == Format::bf16 ? 2 : 1; }
-
-template <class T>
-T* offset(T* from, std::size_t bytes) {
-  using Byte = std::conditional_t<std::is_const_v<T>, const unsigned char, unsigned char>;
-  return from ? static_cast<Byte*>(from) + bytes : nullptr;
-}
-
-// Where element `at` of a block of moments begins; for int8 its group's scale too.
-Moments locate(void* block, Format format, std::size_t at) {
-  if (format != Format::int8) return {offset(block, at * bytes_of(format)), nullptr};
-  void* const superblock = offset(block, at / kSuperblock * kSuperblockBytes);
-  return {offset(superblock, at % kSuperblock), static_cast<float*>(offset(superblock, kSuperblock)) + at % kSuperblock / kGroup};
-}
-
 // The most of n elements from `at` that lie in one piece.
 std::size_t piece(Format format, std::size_t at, std::size_t n) {
   return format == Format::int8 ? std::min(n, kSuperblock - at % kSuperblock) : n;
-}
-
-// The most of n elements from `number` whose numbers have the same upper half, where noise is asked for.
-std::size_t same_noise(Format format, std::uint64_t number, std::size_t n) {
-  if (format == Format::fp32) return n;
-  return static_cast<std::size_t>(std::min<std::uint64_t>(n, (std::uint64_t{1} << 32) - (number & 0xffffffff)));
 }
 
 // One call of `update`: what is the same for all its ranges.
@@ -77,11 +53,7 @@ struct Work {
     while (begin < end) {
       const std::uint64_t number = chunk.position + begin;
       const std::size_t n = same_noise(chunk.moments, number, piece(chunk.moments, begin, end - begin));
-      Run run{offset(chunk.grad, begin * bytes_of(chunk.grad_dtype)), chunk.grad_dtype,
-              offset(chunk.param, begin * bytes_of(chunk.param_dtype)), chunk.param_dtype,
-              offset(chunk.master, begin * bytes_of(chunk.master_format)), chunk.master_format,
-              locate(chunk.first, chunk.moments, begin), locate(chunk.second, chunk.moments, begin),
-              n / kGroup * kGroup, static_cast<std::uint32_t>(number), make_noise(chunk.key, number), stream};
+      Run run = run_at(chunk, begin, n / kGroup * kGroup, make_noise(chunk.key, number), stream);
       if (run.n > 0) {
         kernel(run, constants);
       } else {
@@ -118,22 +90,6 @@ struct Work {
   }
 };
 
-void check(const Chunk& chunk, std::size_t begin, std::size_t end, bool first, bool second) {
-  const auto refuse = [](const char* why) { throw std::invalid_argument(why); };
-  if (begin > end) refuse("begin is behind end");
-  if (chunk.master_format == Master::none && chunk.param_dtype != Dtype::fp32) refuse("master format 'none' needs an fp32 param");
-  if (chunk.master_format == Master::fp32 && chunk.param_dtype == Dtype::fp32) refuse("an fp32 param is its own master: format 'none'");
-  if (chunk.master_format == Master::split && chunk.param_dtype != Dtype::bf16) refuse("master format 'split' needs a bf16 param");
-  if ((first || second) && chunk.moments != Format::fp32 && (begin % kGroup != 0 || chunk.position % kGroup != 0)) {
-    refuse("begin and position must be multiples of 32 with bf16 and int8 moments");
-  }
-  if (begin == end) return;
-  if (!chunk.param) refuse("param must not be null");
-  if (!chunk.master && chunk.master_format != Master::none) refuse("master must not be null");
-  if (first && !chunk.first) refuse("first must not be null for this rule");
-  if (second && !chunk.second) refuse("second must not be null for this rule");
-}
-
 }  // namespace
 
 bool has_isa(Isa isa) {
@@ -161,14 +117,13 @@ std::size_t block_bytes(Format format, std::size_t elements) {
 }
 
 void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper, Isa isa, Pool& pool) {
-  const bool momentum = rule == Rule::sgd && hyper.momentum != 0;
-  check(chunk, begin, end, rule == Rule::adam || rule == Rule::lion || momentum, rule == Rule::adam || rule == Rule::adagrad);
+  check(rule, chunk, begin, end, hyper);
   const Kernels& all = kernels(isa);
   const DefaultFloatEnvironment environment;  // the constants are rounded too
   const Constants constants(hyper);
   // A streaming store is of a whole cache line here: 32 bf16. They pay where the line is not read: with an fp32 master.
   const bool stream = chunk.master_format == Master::fp32 && (reinterpret_cast<std::uintptr_t>(chunk.param) + 2 * begin) % 64 == 0;
-  const Work work{all.update[static_cast<int>(rule) + momentum][static_cast<int>(chunk.moments)], chunk, constants, stream};
+  const Work work{all.update[row_of(rule, hyper)][static_cast<int>(chunk.moments)], chunk, constants, stream};
   pool.run(end - begin, kGrain, [&](std::size_t from, std::size_t to) { work.range(begin + from, begin + to); });
 }
 

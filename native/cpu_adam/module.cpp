@@ -1,12 +1,5 @@
 // infinity._cpu_adam: the kernels for Python. Addresses are integers, and 0 is null; the caller keeps the memory alive.
-#include <pybind11/pybind11.h>
-
-#include <stdexcept>
-#include <string>
-#include <string_view>
-#include <utility>
-
-#include "cpu_adam.h"
+#include "binding.h"
 #include "pool.h"
 
 namespace py = pybind11;
@@ -14,61 +7,10 @@ using namespace infinity::cpu_adam;
 
 namespace {
 
-template <class T, std::size_t N>
-using Names = std::pair<std::string_view, T>[N];
-
-constexpr Names<Dtype, 3> kDtypes = {{"fp32", Dtype::fp32}, {"bf16", Dtype::bf16}, {"fp16", Dtype::fp16}};
 constexpr Names<Isa, 4> kIsas = {{"scalar", Isa::scalar}, {"neon", Isa::neon}, {"avx2", Isa::avx2}, {"avx512", Isa::avx512}};
-constexpr Names<Rule, 4> kRules = {{"adam", Rule::adam}, {"adagrad", Rule::adagrad}, {"lion", Rule::lion}, {"sgd", Rule::sgd}};
-constexpr Names<Master, 3> kMasters = {{"none", Master::none}, {"fp32", Master::fp32}, {"split", Master::split}};
-constexpr Names<Format, 3> kFormats = {{"fp32", Format::fp32}, {"bf16", Format::bf16}, {"int8", Format::int8}};
 constexpr Names<Moment, 2> kMoments = {{"first", Moment::first}, {"second", Moment::second}};
 
-template <class T, std::size_t N>
-T parse(const char* what, const std::pair<std::string_view, T> (&names)[N], std::string_view name) {
-  std::string known;
-  for (const auto& [known_name, value] : names) {
-    if (known_name == name) return value;
-  }
-  for (const auto& [known_name, value] : names) {
-    known.append(known.empty() ? "" : &value == &names[N - 1].second ? " or " : ", ").append(known_name);
-  }
-  throw std::invalid_argument(std::string("unknown ") + what + " '" + std::string(name) + "'; expected " + known);
-}
-
 Isa parse_isa(std::string_view name) { return parse("instruction set", kIsas, name); }
-
-enum class Null { allowed, refused };
-
-template <class T>
-T* pointer(const char* name, std::uintptr_t address, std::size_t alignment, Null null = Null::allowed) {
-  if (address == 0 && null == Null::refused) throw std::invalid_argument(std::string(name) + " must not be null");
-  if (address % alignment != 0) throw std::invalid_argument(std::string(name) + " is not aligned to its element size");
-  return reinterpret_cast<T*>(address);
-}
-
-std::size_t alignment_of(Dtype dtype) { return dtype == Dtype::fp32 ? 4 : 2; }
-std::size_t alignment_of(Format format) { return format == Format::bf16 ? 2 : 4; }  // int8: of its scales
-Null unless_empty(std::size_t n) { return n == 0 ? Null::allowed : Null::refused; }  // an empty tensor's address is null
-
-void py_update(std::string_view rule, std::uintptr_t grad, std::string_view grad_dtype, std::uintptr_t param, std::string_view param_dtype,
-               std::uintptr_t master, std::string_view master_format, std::uintptr_t first, std::uintptr_t second,
-               std::string_view moment_format, std::size_t begin, std::size_t end, std::uint64_t position, std::uint64_t key, double lr,
-               double beta1, double beta2, double eps, double weight_decay, double bias_correction1, double bias_correction2_sqrt,
-               bool decoupled, double momentum, double dampening, bool nesterov, bool first_step, double grad_scale,
-               std::string_view isa, Pool& pool) {
-  const Dtype grad_type = parse("dtype", kDtypes, grad_dtype), param_type = parse("dtype", kDtypes, param_dtype);
-  const Master master_type = parse("master format", kMasters, master_format);
-  const Format moments = parse("moment format", kFormats, moment_format);
-  const Chunk chunk{pointer<const void>("grad", grad, alignment_of(grad_type)), grad_type,
-                    pointer<void>("param", param, alignment_of(param_type)), param_type,
-                    pointer<void>("master", master, master_type == Master::fp32 ? 4 : 2), master_type,
-                    pointer<void>("first", first, alignment_of(moments)), pointer<void>("second", second, alignment_of(moments)),
-                    moments, position, key};
-  const Hyper hyper{lr, beta1, beta2, eps, weight_decay, bias_correction1, bias_correction2_sqrt, grad_scale, decoupled,
-                    momentum, dampening, nesterov, first_step};
-  update(parse("rule", kRules, rule), chunk, begin, end, hyper, parse_isa(isa), pool);
-}
 
 void py_decode(std::uintptr_t address, std::string_view format, std::string_view moment, std::uintptr_t values, std::size_t begin,
                std::size_t n) {
@@ -109,14 +51,15 @@ PYBIND11_MODULE(_cpu_adam, m) {
     return std::string("scalar");
   }, "The best instruction set that this CPU has.");
   m.def("has_isa", [](std::string_view name) { return has_isa(parse_isa(name)); }, arg("name"));
-  m.def("update", &py_update, without_gil(), arg("rule"), arg("grad"), arg("grad_dtype"), arg("param"), arg("param_dtype"), arg("master"),
-        arg("master_format"), arg("first"), arg("second"), arg("moment_format"), arg("begin"), arg("end"), py::kw_only(), arg("position"),
-        arg("key"), arg("lr"), arg("beta1") = 0.0, arg("beta2") = 0.0, arg("eps") = 0.0, arg("weight_decay") = 0.0,
-        arg("bias_correction1") = 1.0, arg("bias_correction2_sqrt") = 1.0, arg("decoupled") = true, arg("momentum") = 0.0,
-        arg("dampening") = 0.0, arg("nesterov") = false, arg("first_step") = false, arg("grad_scale") = 1.0, arg("isa"), arg("pool"),
+  define_update<std::string_view, Pool&>(
+        m,
         "One update in place of elements [begin, end) of the chunk at these addresses. `rule`: adam, adagrad, lion or sgd; dtypes: fp32, "
         "bf16, fp16; `master_format`: none, fp32, split; `moment_format`: fp32, bf16, int8. `position` is the number of the chunk's first "
-        "element in its unit, `key` any 64 bits that differ from step to step and unit to unit. See native/cpu_adam/cpu_adam.h.");
+        "element in its unit, `key` any 64 bits that differ from step to step and unit to unit. See native/cpu_adam/cpu_adam.h.",
+        [](Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper, std::string_view isa, Pool& pool) {
+          update(rule, chunk, begin, end, hyper, parse_isa(isa), pool);
+        },
+        arg("isa"), arg("pool"));
   m.def("block_bytes", [](std::string_view format, std::size_t n) { return block_bytes(parse("moment format", kFormats, format), n); },
         arg("format"), arg("elements"), "Bytes of a block of moments.");
   m.def("decode", &py_decode, without_gil(), arg("address"), arg("format"), arg("kind"), arg("values"), arg("begin"), arg("n"),

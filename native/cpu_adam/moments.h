@@ -1,5 +1,6 @@
 // How moments are kept, a group of kGroup elements at a time. Written once for all instruction sets: `V` names the types `Reg` (floats),
-// `Bits` and `Ints` (32-bit integers), their `width`, and what the operators of the language do not give.
+// `Bits` and `Ints` (32-bit integers), their `width`, and what the operators of the language do not give; `Group<V>` says how a group is
+// read and written.
 //
 // [Note: int8 moments]
 // Each group has one fp32 scale s. What is coded is r = |m| or r = sqrt(v), by its root, for in one group lie elements of very different
@@ -35,12 +36,58 @@ namespace {
 constexpr std::uint32_t kNearest = 0x8000;
 constexpr float kLeastFirst = 0x1p-112f, kLeastSecond = 0x1p-58f;
 
-inline std::uint16_t* halves(const Moments& at) { return static_cast<std::uint16_t*>(at.values); }
-inline float* floats(const Moments& at) { return static_cast<float*>(at.values); }
-inline std::uint8_t* codes(const Moments& at) { return static_cast<std::uint8_t*>(at.values); }
+INFINITY_DEVICE inline std::uint16_t* halves(const Moments& at) { return static_cast<std::uint16_t*>(at.values); }
+INFINITY_DEVICE inline float* floats(const Moments& at) { return static_cast<float*>(at.values); }
+INFINITY_DEVICE inline std::uint8_t* codes(const Moments& at) { return static_cast<std::uint8_t*>(at.values); }
 
 template <class V>
 constexpr std::size_t kRegs = kGroup / V::width;  // registers in a group
+
+// A group in memory: calls `f(k, x)` with the content of register k, or stores what `f(k)` gives. `step` is how many elements apart the same
+// lane of two neighbouring registers is. native/cuda has one of its own.
+template <class V>
+struct Group {
+  static constexpr std::size_t step = V::width;
+
+  template <class F>
+  INFINITY_INLINE static void load(const float* from, F f) {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) f(k, V::load(from + k * step));
+  }
+  template <class F>
+  INFINITY_INLINE static void load_fp16(const std::uint16_t* from, F f) {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) f(k, V::load_fp16(from + k * step));
+  }
+  template <class F>
+  INFINITY_INLINE static void load_halves(const std::uint16_t* from, F f) {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) f(k, V::load_halves(from + k * step));
+  }
+  template <class F>
+  INFINITY_INLINE static void load_halves(const std::uint16_t* from, const std::uint16_t* other, F f) {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) f(k, V::load_halves(from + k * step), V::load_halves(other + k * step));
+  }
+  template <class F>
+  INFINITY_INLINE static void load_bytes(const std::uint8_t* from, F f) {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) f(k, V::load_bytes(from + k * step));
+  }
+  template <class F>
+  INFINITY_INLINE static void store(float* to, F f) {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) V::store(to + k * step, f(k));
+  }
+  template <class F>
+  INFINITY_INLINE static void store_halves(std::uint16_t* to, F f) {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) V::store_halves(to + k * step, f(k));
+  }
+  template <class F>
+  INFINITY_INLINE static void stream_halves(std::uint16_t* to, F f) {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) V::stream_halves(to + k * step, f(k));
+  }
+  template <class F>
+  INFINITY_INLINE static void store_bytes(std::uint8_t* to, F f) {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) V::store_bytes(to + k * step, f(k));
+  }
+  // A group's one scale.
+  INFINITY_INLINE static void store_scale(float* to, float scale) { *to = scale; }
+};
 
 template <class To, class From>
 INFINITY_INLINE To bit_cast(From from) {
@@ -78,20 +125,24 @@ INFINITY_INLINE typename V::Reg unit(typename V::Bits noise) {
 
 template <class V, Format format, Moment moment>
 INFINITY_INLINE void load(const Moments& from, std::size_t i, typename V::Reg (&x)[kRegs<V>]) {
+  using Reg = typename V::Reg;
+  using Bits = typename V::Bits;
   using Ints = typename V::Ints;
-  INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k, i += V::width) {
-    if constexpr (format == Format::fp32) {
-      x[k] = V::load(floats(from) + i);
-    } else if constexpr (format == Format::bf16) {
-      x[k] = bit_cast<typename V::Reg>(V::load_halves(halves(from) + i) << 16);
-    } else if constexpr (moment == Moment::first) {
-      const auto code = V::to_float(bit_cast<Ints>(V::load_bytes(codes(from) + i) << 24) >> 24);
-      x[k] = from.scales[i / kGroup] * (code * magnitude<V>(code) * (1 / 16129.0f));  // 16129 (1 / 16129) is 1 in fp32 too
-    } else {
-      const auto code = V::to_float(bit_cast<Ints>(V::load_bytes(codes(from) + i)));
-      const auto root = from.scales[i / kGroup] * (code * code * (1 / 65025.0f));
-      x[k] = root * root;
-    }
+  if constexpr (format == Format::fp32) {
+    Group<V>::load(floats(from) + i, [&](std::size_t k, Reg value) INFINITY_INLINE_LAMBDA { x[k] = value; });
+  } else if constexpr (format == Format::bf16) {
+    Group<V>::load_halves(halves(from) + i, [&](std::size_t k, Bits half) INFINITY_INLINE_LAMBDA { x[k] = bit_cast<Reg>(half << 16); });
+  } else {
+    const float scale = from.scales[i / kGroup];
+    Group<V>::load_bytes(codes(from) + i, [&](std::size_t k, Bits byte) INFINITY_INLINE_LAMBDA {
+      if constexpr (moment == Moment::first) {
+        const Reg code = V::to_float(bit_cast<Ints>(byte << 24) >> 24);
+        x[k] = scale * (code * magnitude<V>(code) * (1 / 16129.0f));  // 16129 (1 / 16129) is 1 in fp32 too
+      } else {
+        const Reg code = V::to_float(bit_cast<Ints>(byte)), root = scale * (code * code * (1 / 65025.0f));
+        x[k] = root * root;
+      }
+    });
   }
 }
 
@@ -107,36 +158,37 @@ template <class V, Moment moment>
 INFINITY_INLINE void store_int8(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>],
                                 const typename V::Bits (&noise)[kRegs<V>]) {
   using Reg = typename V::Reg;
+  using Bits = typename V::Bits;
   using Ints = typename V::Ints;
-  typename V::Bits bits[kRegs<V>];
+  Bits bits[kRegs<V>];
   INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {
     bits[k] = moment == Moment::first ? bits_of<V>(magnitude<V>(x[k])) : bits_of<V>(x[k] + 0.0f);  // -0 + 0 is 0
   }
   const std::uint32_t most = greatest<V>(bits);
   if (most == 0 || most >= 0x7f800000) {
-    to.scales[i / kGroup] = from_bits(most == 0 ? 0 : kCanonicalNan);
-    std::memset(codes(to) + i, 0, kGroup);
+    Group<V>::store_scale(to.scales + i / kGroup, from_bits(most == 0 ? 0 : kCanonicalNan));
+    Group<V>::store_bytes(codes(to) + i, [](std::size_t) INFINITY_INLINE_LAMBDA { return Bits{}; });
     return;
   }
   constexpr float top = moment == Moment::first ? 127 : 255;
-  const float size = moment == Moment::first ? from_bits(most) : __builtin_sqrtf(from_bits(most));
+  const float size = moment == Moment::first ? from_bits(most) : root_of(from_bits(most));
   const float smallest = moment == Moment::first ? kLeastFirst : kLeastSecond, scale = size < smallest ? smallest : size;
-  to.scales[i / kGroup] = scale;
+  Group<V>::store_scale(to.scales + i / kGroup, scale);
   const float inverse = top * top / scale;
   const Ints zero{}, one = zero + 1;
-  INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k, i += V::width) {
+  Group<V>::store_bytes(codes(to) + i, [&](std::size_t k) INFINITY_INLINE_LAMBDA {
     const Reg z = least<V>((moment == Moment::first ? magnitude<V>(x[k]) : V::sqrt(x[k])) * inverse, top * top);
     const Ints low = V::to_int(V::sqrt(z));
     const Reg c = V::to_float(low), square = c * c, u = unit<V>(noise[k]);
     if constexpr (moment == Moment::first) {  // c and c + 1 stand for c^2 and (c + 1)^2
       const Ints code = low + (u * (2.0f * c + 1.0f) < z - square ? one : zero), sign = bit_cast<Ints>(bits_of<V>(x[k])) >> 31;
-      V::store_bytes(codes(to) + i, bit_cast<typename V::Bits>((code ^ sign) - sign) & 0xffu);
+      return bit_cast<Bits>((code ^ sign) - sign) & 0xffu;
     } else {  // c and c + 1 stand for c^4 and (c + 1)^4
       const Ints code = low + (u * ((2.0f * c + 1.0f) * (2.0f * (square + c) + 1.0f)) < (z - square) * (z + square) ? one : zero);
       const Ints positive = bits[k] > 0u ? one : zero;
-      V::store_bytes(codes(to) + i, bit_cast<typename V::Bits>(code > positive ? code : positive));
+      return bit_cast<Bits>(code > positive ? code : positive);
     }
-  }
+  });
 }
 
 // `noise`: 16 random bits for each element; kNearest for all of them rounds to nearest.
@@ -145,15 +197,12 @@ INFINITY_INLINE void store(const Moments& to, std::size_t i, const typename V::R
                            const typename V::Bits (&noise)[kRegs<V>]) {
   if constexpr (format == Format::int8) {
     store_int8<V, moment>(to, i, x, noise);
-  } else {
-    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k, i += V::width) {
-      const auto value = canonical<V>(x[k]);
-      if constexpr (format == Format::fp32) {
-        V::store(floats(to) + i, value);
-      } else {  // whatever is cut off goes up with the probability of its size
-        V::store_halves(halves(to) + i, (bits_of<V>(value) + (noise[k] & 0xffffu)) >> 16);
-      }
-    }
+  } else if constexpr (format == Format::fp32) {
+    Group<V>::store(floats(to) + i, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return canonical<V>(x[k]); });
+  } else {  // whatever is cut off goes up with the probability of its size
+    Group<V>::store_halves(halves(to) + i, [&](std::size_t k) INFINITY_INLINE_LAMBDA {
+      return (bits_of<V>(canonical<V>(x[k])) + (noise[k] & 0xffffu)) >> 16;
+    });
   }
 }
 

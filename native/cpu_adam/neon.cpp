@@ -1,6 +1,6 @@
 #include <arm_neon.h>
 
-#include "update.h"
+#include "instruction_set.h"
 
 namespace infinity::cpu_adam {
 namespace {

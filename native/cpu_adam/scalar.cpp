@@ -1,7 +1,7 @@
 // The specification: what every other kernel must equal bit for bit. Registers of one element.
 #include <cmath>
 
-#include "update.h"
+#include "instruction_set.h"
 
 namespace infinity::cpu_adam {
 namespace {

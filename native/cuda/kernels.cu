@@ -8,68 +8,61 @@
 #include <stdexcept>
 #include <type_traits>
 
-#include "../cpu_adam/float_environment.h"
+#include "launch.h"
+#include "norm.h"
 
-// Arithmetic is spelled with the _rn intrinsics: correctly rounded, and never contracted to a fused multiply-add.
+// Compiled with -fmad=false: every operation is rounded on its own, as on the CPU.
 namespace infinity::cuda {
 namespace {
 
 constexpr unsigned kThreads = 256;    // per CUDA block of the element-wise kernels
 constexpr unsigned kMostGrid = 8192;  // CUDA blocks; enough to fill any GPU, the rest is looped over
-constexpr unsigned kLanes = 8;        // partial sums per norm block, as in cpu_adam::squared_norm
+constexpr unsigned kNormThreads = 64;  // small CUDA blocks, so that a small buffer still spreads over the GPU
 
 __device__ float to_float(float x) { return x; }
 __device__ float to_float(__half x) { return __half2float(x); }
 __device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// Every NaN that is stored is the one that the CPU kernels store (convert.h, [Note: NaN]).
-__device__ float canonical(float x) { return x == x ? x : __uint_as_float(0x7fc00000u); }
+// A sum, rounded as torch's: unlike a parameter from its master, bf16 rounds ties to even. NaN is the one of convert.h.
+__device__ void put(float& to, float x) { to = canonical(x); }
+__device__ void put(__half& to, float x) { to = x == x ? __float2half_rn(x) : __ushort_as_half(0x7e00); }
+__device__ void put(__nv_bfloat16& to, float x) { to = x == x ? __float2bfloat16_rn(x) : __ushort_as_bfloat16(0x7fc0); }
 
-__device__ void store(float* to, float x) { *to = canonical(x); }
-__device__ void store(__half* to, float x) { *to = x == x ? __float2half_rn(x) : __ushort_as_half(0x7e00); }
-__device__ void store(__nv_bfloat16* to, float x) { *to = x == x ? __float2bfloat16_rn(x) : __ushort_as_bfloat16(0x7fc0); }
+// As many elements as one thread reads at once.
+template <typename T, unsigned bytes>
+struct alignas(bytes) Pack {
+  T values[bytes / sizeof(T)];
+};
 
-// A parameter from its master: bf16 rounds ties away from zero (update.h, [Note: split]), where a gradient's sum is rounded as torch's.
-template <typename T>
-__device__ void store_param(T* to, float x) {
-  store(to, x);
-}
-__device__ void store_param(__nv_bfloat16* to, float x) {
-  *to = __ushort_as_bfloat16(static_cast<unsigned short>((__float_as_uint(canonical(x)) + 0x8000u) >> 16));
-}
-
-template <typename T>
-__global__ void accumulate_kernel(T* dst, const T* src, std::size_t n, bool first) {
-  const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
-  for (std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
-    if (first) {
-      dst[i] = src[i];
-    } else {
-      store(dst + i, __fadd_rn(to_float(dst[i]), to_float(src[i])));
-    }
+template <typename T, unsigned bytes>
+__global__ void add_kernel(T* dst, const T* src, std::size_t n) {
+  using P = Pack<T, bytes>;
+  constexpr std::size_t width = bytes / sizeof(T);
+  const std::size_t thread = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x, threads = std::size_t{gridDim.x} * blockDim.x;
+  for (std::size_t i = thread; i < n / width; i += threads) {
+    P sum = reinterpret_cast<const P*>(dst)[i];
+    const P more = reinterpret_cast<const P*>(src)[i];
+#pragma unroll
+    for (std::size_t k = 0; k < width; ++k) put(sum.values[k], to_float(sum.values[k]) + to_float(more.values[k]));
+    reinterpret_cast<P*>(dst)[i] = sum;
   }
+  if (const std::size_t i = n / width * width + thread; i < n) put(dst[i], to_float(dst[i]) + to_float(src[i]));
 }
 
 // Eight neighbouring threads own one norm block, one lane each; their sums are added in lane order.
+// The bounds leave registers for all the values that a lane loads ahead.
 template <typename T>
-__global__ void block_sums_kernel(const T* values, std::size_t n, double* block_sums) {
+__global__ void __launch_bounds__(kNormThreads, 16) block_sums_kernel(const T* values, std::size_t n, double* block_sums) {
   const std::size_t thread = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
   const std::size_t block = thread / kLanes;
-  const std::size_t begin = block * cpu_adam::kNormBlock;
-  const std::size_t end = begin + cpu_adam::kNormBlock < n ? begin + cpu_adam::kNormBlock : n;
-  double sum = 0;
-#pragma unroll 8
-  for (std::size_t i = begin + thread % kLanes; i < end; i += kLanes) {
-    const double x = to_float(values[i]);
-    sum = __dadd_rn(sum, __dmul_rn(x, x));
-  }
+  const std::size_t begin = block * kNormBlock;
+  const std::size_t end = begin + kNormBlock < n ? begin + kNormBlock : n;
+  const double sum = lane_sum(values, begin, end, thread % kLanes, [](T value) { return to_float(value); });
   double total = 0;
   for (unsigned lane = 0; lane < kLanes; ++lane) {
-    total = __dadd_rn(total, __shfl_sync(0xffffffffu, sum, static_cast<int>(lane), kLanes));
+    total = total + __shfl_sync(0xffffffffu, sum, static_cast<int>(lane), kLanes);
   }
-  if (thread % kLanes == 0 && begin < n) {
-    block_sums[block] = total;
-  }
+  if (thread % kLanes == 0 && begin < n) block_sums[block] = total;
 }
 
 // The order of the additions is the specification, so one thread adds; the others only bring the next tile.
@@ -77,59 +70,49 @@ __global__ void add_in_order_kernel(const double* block_sums, std::size_t count,
   __shared__ double tile[kThreads];
   double sum = *total;
   for (std::size_t at = 0; at < count; at += kThreads) {
-    if (at + threadIdx.x < count) {
-      tile[threadIdx.x] = block_sums[at + threadIdx.x];
-    }
+    if (at + threadIdx.x < count) tile[threadIdx.x] = block_sums[at + threadIdx.x];
     __syncthreads();
     if (threadIdx.x == 0) {
-      for (std::size_t k = 0; k < kThreads && at + k < count; ++k) {
-        sum = __dadd_rn(sum, tile[k]);
-      }
+      const unsigned here = count - at < kThreads ? static_cast<unsigned>(count - at) : kThreads;
+#pragma unroll 8
+      for (unsigned k = 0; k < here; ++k) sum = sum + tile[k];
     }
     __syncthreads();
   }
-  if (threadIdx.x == 0) {
-    *total = sum == sum ? sum : __longlong_as_double(0x7ff8000000000000ll);
-  }
+  if (threadIdx.x == 0) *total = sum == sum ? sum : __longlong_as_double(0x7ff8000000000000ll);
 }
 
-template <typename Grad, typename Out>
-__global__ void adam_kernel(const Grad* grad, float* master, float* exp_avg, float* exp_avg_sq, Out* out, std::size_t n,
-                            Constants c) {
-  const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
-  for (std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
-    float g = __fmul_rn(grad == nullptr ? 0.0f : to_float(grad[i]), c.grad_scale);
-    float w = master[i];
-    if (c.decay) {
-      if (c.decoupled) {
-        w = __fmul_rn(w, c.keep_weight);
-      } else {
-        g = __fadd_rn(g, __fmul_rn(c.weight_decay, w));
-      }
-    }
-    const float m = __fadd_rn(__fmul_rn(c.beta1, exp_avg[i]), __fmul_rn(c.rest1, g));
-    const float v = __fadd_rn(__fmul_rn(c.beta2, exp_avg_sq[i]), __fmul_rn(__fmul_rn(c.rest2, g), g));
-    const float d = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), c.correction2), c.eps);
-    w = __fsub_rn(w, __fmul_rn(c.step, __fdiv_rn(m, d)));
-    store(exp_avg + i, m);
-    store(exp_avg_sq + i, v);
-    store(master + i, w);
-    if (out != nullptr) {
-      store_param(out + i, w);
-    }
-  }
+template <template <class> class RuleOf, Format format, Dtype grad, Master master>
+__global__ void __launch_bounds__(kThreads, 4) whole_kernel(const __grid_constant__ Launch launch) {
+  update_whole<RuleOf, format, grad, master>(launch);
 }
 
-// Calls `launch` with a null pointer of the element type that `dtype` names.
-template <typename Launch>
-void with_type(Dtype dtype, Launch&& launch) {
+template <template <class> class RuleOf, Format format>
+__global__ void __launch_bounds__(kThreads) any_kernel(const __grid_constant__ Launch launch) {
+  __shared__ Stage stages[kThreads / 8];
+  update_any<RuleOf, format>(launch, stages[threadIdx.x / 8]);
+}
+
+using UpdateKernel = void(Launch);
+
+struct MakeKernels {
+  template <template <class> class RuleOf, Format format, Dtype grad, Master master>
+  static constexpr UpdateKernel* whole() {
+    return whole_kernel<RuleOf, format, grad, master>;
+  }
+  template <template <class> class RuleOf, Format format>
+  static constexpr UpdateKernel* any() {
+    return any_kernel<RuleOf, format>;
+  }
+};
+
+// Calls `f` with a null pointer of the element type that `dtype` names.
+template <typename F>
+void with_type(Dtype dtype, F&& f) {
   switch (dtype) {
-    case Dtype::fp32:
-      return launch(static_cast<float*>(nullptr));
-    case Dtype::bf16:
-      return launch(static_cast<__nv_bfloat16*>(nullptr));
-    case Dtype::fp16:
-      return launch(static_cast<__half*>(nullptr));
+    case Dtype::fp32: return f(static_cast<float*>(nullptr));
+    case Dtype::bf16: return f(static_cast<__nv_bfloat16*>(nullptr));
+    case Dtype::fp16: return f(static_cast<__half*>(nullptr));
   }
 }
 
@@ -159,52 +142,39 @@ std::string unavailable_reason() {
 }
 
 void accumulate(void* dst, const void* src, Dtype dtype, std::size_t n, bool first, std::uintptr_t stream) {
-  if (n == 0) {
-    return;
+  if (n == 0) return;
+  if (first) {
+    cudaMemcpyAsync(dst, src, n * bytes_of(dtype), cudaMemcpyDefault, as_stream(stream));
+    return check_launch("accumulate");
   }
+  const bool wide = (reinterpret_cast<std::uintptr_t>(dst) | reinterpret_cast<std::uintptr_t>(src)) % 16 == 0;
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    accumulate_kernel<<<grid(n, kThreads), kThreads, 0, as_stream(stream)>>>(static_cast<T*>(dst),
-                                                                             static_cast<const T*>(src), n, first);
+    const auto kernel = wide ? add_kernel<T, 16> : add_kernel<T, sizeof(T)>;
+    const std::size_t at_once = wide ? 16 / sizeof(T) : 1;
+    kernel<<<grid(n, kThreads * at_once), kThreads, 0, as_stream(stream)>>>(static_cast<T*>(dst), static_cast<const T*>(src), n);
   });
   check_launch("accumulate");
 }
 
-void squared_norm(const void* values, Dtype dtype, std::size_t n, double* block_sums, double* total,
-                  std::uintptr_t stream) {
-  if (n == 0) {
-    return;
-  }
+void squared_norm(const void* values, Dtype dtype, std::size_t n, double* block_sums, double* total, std::uintptr_t stream) {
+  if (n == 0) return;
   const std::size_t blocks = norm_blocks(n);
-  const unsigned threads = 64;  // small CUDA blocks, so that a small buffer still spreads over the GPU
-  const unsigned cuda_blocks = static_cast<unsigned>((blocks * kLanes + threads - 1) / threads);
+  const unsigned cuda_blocks = static_cast<unsigned>((blocks * kLanes + kNormThreads - 1) / kNormThreads);
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    block_sums_kernel<<<cuda_blocks, threads, 0, as_stream(stream)>>>(static_cast<const T*>(values), n, block_sums);
+    block_sums_kernel<<<cuda_blocks, kNormThreads, 0, as_stream(stream)>>>(static_cast<const T*>(values), n, block_sums);
   });
   check_launch("squared_norm");
   add_in_order_kernel<<<1, kThreads, 0, as_stream(stream)>>>(block_sums, blocks, total);
   check_launch("squared_norm");
 }
 
-void adam_step(const Arrays& arrays, std::size_t n, const Hyper& hyper, std::uintptr_t stream) {
-  if (n == 0) {
-    return;
-  }
-  const Constants constants = [&] {
-    const cpu_adam::DefaultFloatEnvironment environment;  // as on the CPU, whatever rounding mode the caller is in
-    return Constants(hyper);
-  }();
-  with_type(arrays.grad_dtype, [&](auto* grad_type) {
-    using Grad = std::remove_pointer_t<decltype(grad_type)>;
-    with_type(arrays.out_dtype, [&](auto* out_type) {
-      using Out = std::remove_pointer_t<decltype(out_type)>;
-      adam_kernel<<<grid(n, kThreads), kThreads, 0, as_stream(stream)>>>(
-          static_cast<const Grad*>(arrays.grad), arrays.master, arrays.exp_avg, arrays.exp_avg_sq,
-          static_cast<Out*>(arrays.out), n, constants);
-    });
+void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper, std::uintptr_t stream) {
+  cut<Family<UpdateKernel, MakeKernels>>(rule, chunk, begin, end, hyper, [&](UpdateKernel* kernel, const Launch& launch) {
+    kernel<<<grid(launch.count, kThreads / 8), kThreads, 0, as_stream(stream)>>>(launch);
+    check_launch("update");
   });
-  check_launch("adam_step");
 }
 
 }  // namespace infinity::cuda

@@ -1,5 +1,6 @@
-// The CUDA twins of native/cpu_adam plus gradient accumulation. They follow the specification written in cpu_adam.h operation by
-// operation, so that a number does not depend on the device that computed it.
+// The CUDA twins of native/cpu_adam plus gradient accumulation. The updates are the same source (rules.h, moments.h, noise.h, update.h),
+// compiled for one more kind of register (octet.h), and nothing is contracted to a fused multiply-add, so that a number does not depend on
+// the device that computed it.
 //
 // The six questions a caller has:
 //   Which thread?        Any. The caller's current CUDA device is the one that owns the stream and the memory.
@@ -10,6 +11,10 @@
 //   What is the result?  In device memory. A launch that fails throws std::runtime_error with CUDA's reason; an error inside a kernel
 //                        shows at the caller's next synchronization.
 //   Who outlives whom?   All memory outlives the work on the stream. Nothing is allocated here; there is no state.
+//
+// What is not here, because nobody needs it: gathered parameters are views into the flat buffer, so nothing is unpacked; gradients come
+// from hooks one at a time and go to their places at once, so nothing is packed; a scaled gradient is unscaled where update() reads it
+// (Hyper::grad_scale), and squared_norm() says whether all of it is finite, so there is no other pass over it.
 #pragma once
 
 #include <cstddef>
@@ -20,18 +25,10 @@
 
 namespace infinity::cuda {
 
-using cpu_adam::Constants;
+using cpu_adam::Chunk;
 using cpu_adam::Dtype;
 using cpu_adam::Hyper;
-
-// What adam_step works on. `out` is bf16 or fp16, or null, or `master` when fp32.
-struct Arrays {
-  const void* grad;
-  Dtype grad_dtype;
-  float *master, *exp_avg, *exp_avg_sq;
-  void* out;
-  Dtype out_dtype;
-};
+using cpu_adam::Rule;
 
 // Why kernels cannot run in this process (no driver, driver older than the toolkit, no device); empty when they can.
 std::string unavailable_reason();
@@ -42,10 +39,12 @@ void accumulate(void* dst, const void* src, Dtype dtype, std::size_t n, bool fir
 // Doubles of device memory that squared_norm() needs as `block_sums` for `n` values.
 constexpr std::size_t norm_blocks(std::size_t n) { return (n + cpu_adam::kNormBlock - 1) / cpu_adam::kNormBlock; }
 
-// *total = cpu_adam::squared_norm(values, dtype, n, *total); `total` and `block_sums` are device memory.
+// *total = cpu_adam::squared_norm(values, dtype, n, *total); `total` and `block_sums` are device memory. Finite exactly when *total was
+// and all values are.
 void squared_norm(const void* values, Dtype dtype, std::size_t n, double* block_sums, double* total, std::uintptr_t stream);
 
-// cpu_adam::update with Rule::adam and fp32 masters and moments, on device memory. `grad` may be null: zeros.
-void adam_step(const Arrays& arrays, std::size_t n, const Hyper& hyper, std::uintptr_t stream);
+// cpu_adam::update on device memory, with the same checks. Fastest where every block lies at a multiple of 16 bytes, with a gradient;
+// elsewhere, and for the one or two groups of 32 of which only a part is updated, elements are copied one by one.
+void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper, std::uintptr_t stream);
 
 }  // namespace infinity::cuda

@@ -1,25 +1,35 @@
-"""The CUDA kernels agree bit for bit with the CPU kernels and with torch (invariant I8)."""
+"""The CUDA kernels agree bit for bit with the CPU kernels and with torch (invariant I8).
+
+Without a device, what is left is what a caller meets there: the module loads, says why it cannot run, and refuses what is wrong.
+The same source, run by threads of the CPU, is compared in tests/native/cuda.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
+import struct
 from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_cpu_adam import HYPERS, MASTERS, POOLS, RULES, SUPERBLOCK, WRONG, Case, Chunk, Hyper, random_chunk, random_values
 
 from infinity import native
 
 cuda = native.cuda()
+cpu = native.cpu_adam()
 pytestmark = pytest.mark.skipif(cuda is None, reason="the package was built without nvcc")
-needs_device = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+cannot_run = "the package was built without nvcc" if cuda is None else cuda.unavailable_reason()
+needs_device = pytest.mark.skipif(bool(cannot_run) or not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 INF, NAN = float("inf"), float("nan")
-SPECIAL = [0.0, -0.0, INF, -INF, NAN, 65504.0, 65519.99, 65520.0, 3.4e38, 1e-45, 6e-8, -3e-39]
-BLOCK = 16384
+BLOCK = cpu.NORM_BLOCK
 
 
 def on_gpu(test: Callable[..., None]) -> Callable[..., None]:
@@ -42,8 +52,43 @@ def stream() -> int:
     return torch.cuda.current_stream().cuda_stream
 
 
-def test_the_module_imports_and_says_whether_it_can_run() -> None:
-    assert cuda.unavailable_reason() == "" or not torch.cuda.is_available()
+# Without a device
+
+
+def parts_of(binary: bytes) -> set[tuple[str, int]]:
+    """("ptx" or "sass", architecture) of everything in the fat binaries of a module."""
+    magic, found = struct.pack("<I", 0xBA55ED50), set()
+    begin = binary.find(magic)
+    while begin >= 0:
+        _, _, header, size = struct.unpack_from("<IHHQ", binary, begin)
+        at, end = begin + header, begin + header + size
+        while at < end:
+            kind, _, part_header, part_size = struct.unpack_from("<HHIQ", binary, at)
+            (architecture,) = struct.unpack_from("<I", binary, at + 28)
+            found.add(({1: "ptx", 2: "sass"}[kind], architecture))
+            at += part_header + part_size
+        begin = binary.find(magic, end)
+    return found
+
+
+@pytest.mark.skipif("CUDAARCHS" in os.environ, reason="CUDAARCHS chose other architectures")
+def test_the_module_has_code_for_every_supported_architecture() -> None:
+    assert {("sass", 80), ("sass", 90), ("ptx", 90)} <= parts_of(Path(cuda.__file__).read_bytes())
+
+
+def test_the_module_says_whether_it_can_run() -> None:
+    assert cannot_run == "" or not torch.cuda.is_available()
+    if not Path("/dev/nvidiactl").exists() and not Path("/dev/dxg").exists():
+        assert "driver" in cannot_run or "device" in cannot_run
+
+
+@pytest.mark.skipif(not cannot_run, reason="there is a device")
+def test_without_a_device_an_update_says_why_and_changes_nothing() -> None:
+    chunk = random_chunk(Case(), 64)
+    before = chunk.bits()
+    with pytest.raises(RuntimeError, match=f"update could not be launched: {cannot_run}"):
+        update(chunk, stream=0)
+    assert chunk.bits() == before
 
 
 def test_an_unknown_dtype_is_refused() -> None:
@@ -51,36 +96,135 @@ def test_an_unknown_dtype_is_refused() -> None:
         cuda.accumulate(0, 0, "fp8", 0, first=True, stream=0)
 
 
+@pytest.mark.parametrize(("wrong", "message"), [case for case in WRONG if "isa" not in case[0]])
+def test_wrong_arguments_are_refused_as_on_the_cpu(wrong: dict[str, Any], message: str) -> None:
+    chunk = random_chunk(Case(param="bf16", master="fp32"), 32)
+    good = {name: chunk.address(name) for name in ("grad", "param", "master", "first", "second")}
+    good |= {"rule": "adam", "grad_dtype": "fp32", "param_dtype": "bf16", "master_format": "fp32", "moment_format": "fp32"}
+    good |= {"begin": 0, "end": 32, "position": 0, "key": 0, **asdict(Hyper())}
+    errors = []
+    for module, where in ((cpu, {"isa": "scalar", "pool": POOLS[1]}), (cuda, {"stream": 0})):
+        with pytest.raises(ValueError, match=message) as refusal:
+            module.update(**(good | wrong | where))
+        errors.append(str(refusal.value))
+    assert errors[0] == errors[1]
+
+
+def test_nothing_to_do_needs_no_device() -> None:
+    cuda.update("adam", 0, "fp32", 0, "fp32", 0, "none", 0, 0, "fp32", 7, 7, position=0, key=0, lr=0.1, stream=0)
+    cuda.accumulate(0, 0, "bf16", 0, first=False, stream=0)
+
+
+# Updates
+
+
+def update(chunk: Chunk, begin: int = 0, end: int | None = None, **where: Any) -> None:
+    """`Chunk.update`, by the CUDA kernels."""
+    case = chunk.case
+    cuda.update(
+        case.rule, chunk.address("grad"), case.grad, chunk.address("param"), case.param, chunk.address("master"), case.master,
+        chunk.address("first"), chunk.address("second"), case.moments, begin, chunk.n if end is None else end,
+        position=chunk.position, key=chunk.key, **asdict(case.hyper), **(where or {"stream": stream()}),
+    )  # fmt: skip
+
+
+def moved(chunk: Chunk, device: str) -> Chunk:
+    return replace(chunk, blocks={name: block.to(device) for name, block in chunk.blocks.items()})
+
+
+def check_parity(chunk: Chunk, begin: int = 0, end: int | None = None, isa: str = "scalar", steps: int = 1) -> None:
+    """Every byte of every block, the guards around them included, is what the CPU makes of it."""
+    there = moved(chunk, "cuda")
+    for step in range(steps):
+        chunk.key = there.key = chunk.key + step
+        chunk.update(isa, 4, begin, end)
+        update(there, begin, end)
+    for name, block in moved(there, "cpu").blocks.items():
+        assert torch.equal(block, chunk.blocks[name]), (name, begin, end, chunk.n, chunk.shift, chunk.position, chunk.case)
+
+
 @on_gpu
-@pytest.mark.parametrize("n", [0, 1, 257, 3_000_001])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_accumulate_rounds_as_torch_does(dtype: str, n: int) -> None:
-    total = torch.empty(n, dtype=DTYPES[dtype], device="cuda")
-    expected = None
-    for seed in range(3):
-        part = values(n, seed, DTYPES[dtype])
-        moved = part.to("cuda")
-        cuda.accumulate(total.data_ptr(), moved.data_ptr(), dtype, n, first=seed == 0, stream=stream())
-        expected = part if expected is None else expected + part
-        assert torch.equal(bits(total), bits(expected))
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("grad", DTYPES)
+@pytest.mark.parametrize(("param", "master"), MASTERS)
+@pytest.mark.parametrize("rule", RULES)
+def test_updates_equal_the_cpu_kernels(rule: str, param: str, master: str, grad: str, moments: str) -> None:
+    """Values of every class, NaN, infinities and subnormals included; parts of groups; odd addresses; numbers that pass 2^32."""
+    for seed, hyper in enumerate(HYPERS):
+        case = Case(rule, grad, param, master, moments, hyper)
+        begin = 37 if moments == "fp32" else 32
+        check_parity(random_chunk(case, 3001, seed))
+        check_parity(random_chunk(case, 3001, seed), begin, 2990)
+        check_parity(random_chunk(case, 3001, seed), begin, begin + 3)
+        check_parity(random_chunk(case, 999, seed).moved(1), begin, 998)
+        check_parity(replace(random_chunk(case, 4096, seed), position=2**32 - 1024))
+
+
+@on_gpu
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_missing_gradient_is_zeros(rule: str, moments: str) -> None:
+    chunk = random_chunk(Case(rule, param="bf16", master="split", moments=moments), 1000)
+    del chunk.blocks["grad"]
+    check_parity(chunk)
+
+
+@on_gpu
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_many_steps_of_ordinary_training(moments: str) -> None:
+    """Codes and scales of int8 that grew from zeros, rounded with the noise of each step."""
+    n = 2 * SUPERBLOCK + 77
+    chunk = random_chunk(Case(grad="bf16", param="bf16", master="split", moments=moments), n)
+    for name, block in chunk.blocks.items():
+        if name != "grad":
+            block[chunk.offset(name) : len(block) - 64].zero_()
+    chunk.view("grad", torch.bfloat16).copy_(torch.randn(n, generator=torch.Generator().manual_seed(0)))
+    check_parity(chunk, steps=20)
+    assert chunk.masters().abs().max() > 0
+
+
+@on_gpu
+def test_more_than_one_grid() -> None:
+    """More groups than there are octets in a grid, over many superblocks."""
+    n = 9_000_000
+    generator = torch.Generator().manual_seed(0)
+    case = Case(grad="bf16", param="bf16", master="split", moments="int8")
+    chunk = random_chunk(case, n)
+    chunk.view("grad", torch.bfloat16).copy_(torch.randn(n, generator=generator))
+    check_parity(chunk, isa=cpu.best_isa())
+    chunk = random_chunk(Case(), n)
+    check_parity(chunk, 5, n - 3, isa=cpu.best_isa())
+
+
+@on_gpu
+def test_cuts_do_not_change_bits() -> None:
+    for moments in ("fp32", "bf16", "int8"):
+        chunk = random_chunk(Case(moments=moments), 5000)
+        whole, parts = moved(chunk, "cuda"), moved(chunk, "cuda")
+        update(whole)
+        for begin, end in itertools.pairwise((0, 64, 96, 3200, 5000)):
+            update(parts, begin, end)
+        assert moved(whole, "cpu").bits() == moved(parts, "cpu").bits()
+
+
+# Norms and sums
 
 
 def norm_on_gpu(tensor: torch.Tensor, dtype: str, carry: float) -> float:
     n = tensor.numel()
-    moved = tensor.to("cuda")
+    there = tensor.to("cuda")
     total = torch.tensor([carry], dtype=torch.float64, device="cuda")
     sums = torch.empty(cuda.norm_blocks(n), dtype=torch.float64, device="cuda")
-    cuda.squared_norm(moved.data_ptr(), dtype, n, block_sums=sums.data_ptr(), total=total.data_ptr(), stream=stream())
+    cuda.squared_norm(there.data_ptr(), dtype, n, block_sums=sums.data_ptr(), total=total.data_ptr(), stream=stream())
     return total.item()
 
 
 @on_gpu
-@pytest.mark.parametrize("n", [0, 1, 7, 8, BLOCK - 1, BLOCK, BLOCK + 1, 9 * BLOCK + 5, 300 * BLOCK])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, BLOCK - 1, BLOCK, BLOCK + 1, 9 * BLOCK + 5, 9 * BLOCK + 253, 300 * BLOCK])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_squared_norm_equals_the_cpu_kernel(dtype: str, n: int) -> None:
-    cpu = native.cpu_adam()
     tensor = values(n, n, DTYPES[dtype])
-    expected = cpu.squared_norm(tensor.data_ptr(), dtype, n, 0.1, "scalar", cpu.Pool(1))
+    expected = cpu.squared_norm(tensor.data_ptr(), dtype, n, 0.1, "scalar", POOLS[1])
     assert norm_on_gpu(tensor, dtype, 0.1).hex() == expected.hex()
 
 
@@ -92,57 +236,43 @@ def test_squared_norm_does_not_depend_on_how_a_buffer_is_cut() -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
-def test_squared_norm_shows_what_is_not_finite(bad: float) -> None:
-    tensor = values(3 * BLOCK, 1)
-    tensor[BLOCK + 3] = bad
-    assert str(norm_on_gpu(tensor, "fp32", 0.0)) == str(abs(bad))
-
-
-def adam_on_cpu(
-    state: list[torch.Tensor], grad: torch.Tensor | None, grad_dtype: str, out_dtype: str, hyper: dict[str, Any], pool: Any
-) -> None:
-    """One update of master, first and second moment, and of the parameter, which with fp32 is the master."""
-    master, first, second, out = state
-    own = out_dtype == "fp32"
-    native.cpu_adam().update(
-        "adam", 0 if grad is None else grad.data_ptr(), grad_dtype, (master if own else out).data_ptr(), out_dtype,
-        0 if own else master.data_ptr(), "none" if own else "fp32", first.data_ptr(), second.data_ptr(), "fp32", 0,
-        len(master), position=0, key=0, **hyper, isa="scalar", pool=pool,
-    )  # fmt: skip
-    if own:
-        out.copy_(master)
-
-
-ADAM_CASES = list(itertools.product(DTYPES, DTYPES, [(True, 0.1), (False, 0.1), (True, 0.0)]))
+def test_squared_norm_shows_what_is_not_finite(bad: float, dtype: str) -> None:
+    for at in (0, BLOCK + 3, 3 * BLOCK + 1):
+        tensor = values(3 * BLOCK + 2, 1, DTYPES[dtype])
+        tensor[at] = bad
+        assert str(norm_on_gpu(tensor, dtype, 0.0)) == str(abs(bad))
 
 
 @on_gpu
-@pytest.mark.parametrize("with_grad", [True, False])
-@pytest.mark.parametrize(("grad_dtype", "out_dtype", "decay"), ADAM_CASES)
-def test_adam_equals_the_cpu_kernel(grad_dtype: str, out_dtype: str, decay: tuple[bool, float], with_grad: bool) -> None:
-    cpu = native.cpu_adam()
-    n = 100_003
-    pool = cpu.Pool(2)
-    master = values(n, 1)
-    master[: len(SPECIAL)] = torch.tensor(SPECIAL)
-    state = [master, torch.zeros(n), torch.zeros(n), torch.empty(n, dtype=DTYPES[out_dtype])]
-    moved = [tensor.to("cuda") for tensor in state]
-    decoupled, weight_decay = decay
-    for t in range(1, 4):
-        grad = values(n, 10 + t, DTYPES[grad_dtype])
-        grad[-len(SPECIAL) :] = torch.tensor(SPECIAL).to(DTYPES[grad_dtype])
-        moved_grad = grad.to("cuda")
-        hyper = {
-            "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": weight_decay,
-            "bias_correction1": 1 - 0.9**t, "bias_correction2_sqrt": (1 - 0.999**t) ** 0.5,
-            "grad_scale": 0.37, "decoupled": decoupled,
-        }  # fmt: skip
-        adam_on_cpu(state, grad if with_grad else None, grad_dtype, out_dtype, hyper, pool)
-        pointers = [tensor.data_ptr() for tensor in moved]
-        cuda.adam_step(moved_grad.data_ptr() if with_grad else 0, grad_dtype, *pointers, out_dtype, n, **hyper, stream=stream())
-        for name, here, there in zip(("master", "exp_avg", "exp_avg_sq", "out"), state, moved, strict=True):
-            assert torch.equal(bits(here), bits(there)), (name, t)
+@pytest.mark.parametrize("n", [0, 1, 7, 257, 3_000_001, 17_000_003])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_accumulate_rounds_as_torch_does(dtype: str, n: int) -> None:
+    for shift in (0, 1):
+        total = torch.full((n + shift + 1,), 7.0, dtype=DTYPES[dtype], device="cuda")
+        inner = total[shift : shift + n]
+        expected = None
+        for seed in range(3):
+            part = values(n, seed, DTYPES[dtype])
+            there = part.to("cuda")
+            cuda.accumulate(inner.data_ptr(), there.data_ptr(), dtype, n, first=seed == 0, stream=stream())
+            expected = part if expected is None else expected + part
+            assert torch.equal(bits(inner), bits(expected))
+        assert (total[:shift] == 7).all() and total[-1] == 7
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_special_values(dtype: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (random_values(100_000, generator).to(DTYPES[dtype]) for _ in range(2))
+    there, more = a.to("cuda"), b.to("cuda")
+    cuda.accumulate(there.data_ptr(), more.data_ptr(), dtype, len(a), first=False, stream=stream())
+    expected = a + b
+    assert torch.equal(there.cpu().isnan(), expected.isnan())
+    assert torch.equal(bits(there.cpu().nan_to_num(1.0, INF, -INF)), bits(expected.nan_to_num(1.0, INF, -INF)))
+    assert len(bits(there)[there.cpu().isnan()].unique()) == 1
 
 
 @on_gpu
@@ -155,4 +285,6 @@ def test_work_waits_its_turn_on_the_stream_it_is_given() -> None:
         for _ in range(20):  # enough queued work that a kernel on another stream would run too early
             source = source * 1.0
         cuda.accumulate(total.data_ptr(), source.data_ptr(), "fp32", n, first=False, stream=side.cuda_stream)
-        assert torch.equal(total, torch.full_like(total, 3.0))
+        cuda.update("sgd", source.data_ptr(), "fp32", total.data_ptr(), "fp32", 0, "none", 0, 0, "fp32", 0, n, position=0, key=0,
+                    lr=0.5, stream=side.cuda_stream)  # fmt: skip
+        assert torch.equal(total, torch.full_like(total, 2.0))

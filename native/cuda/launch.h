@@ -1,0 +1,172 @@
+// The updates of the whole family as launches: how a call is cut into them, and what one thread of one does. Nothing here needs nvcc or a
+// GPU but the words that octet.h borrows from CUDA; tests/native/cuda runs it with threads of the CPU in the place of lanes.
+#pragma once
+
+#include "../cpu_adam/chunk.h"
+#include "../cpu_adam/float_environment.h"
+#include "octet.h"
+
+namespace infinity::cuda {
+namespace {
+
+using namespace cpu_adam;
+
+// Elements [begin, end) of a chunk, in groups that begin at multiples of kGroup: number first, first + step, ... `count` of them.
+struct Launch {
+  Chunk chunk;
+  Constants constants;
+  Noise noise;
+  std::size_t begin, end, first, step, count;
+};
+
+// The groups of this thread's octet are every so many-th one from its own.
+INFINITY_INLINE std::size_t first_octet() { return (std::size_t{blockIdx.x} * blockDim.x + threadIdx.x) / 8; }
+INFINITY_INLINE std::size_t octets() { return std::size_t{gridDim.x} * blockDim.x / 8; }
+
+// Groups that are updated as a whole, at addresses that are multiples of four elements, in formats that the compiler knows: only then the
+// loads of a group are all under way before the first of them is waited for.
+template <template <class> class RuleOf, Format format, Dtype grad, Master master>
+INFINITY_INLINE void update_whole(const Launch& launch) {
+  Chunk chunk = launch.chunk;
+  chunk.grad_dtype = grad;
+  chunk.master_format = master;
+  chunk.moments = format;
+  chunk.param_dtype = master == Master::none ? Dtype::fp32 : master == Master::split || chunk.param_dtype == Dtype::bf16 ? Dtype::bf16
+                                                                                                                       : Dtype::fp16;
+  // Every address is one, so that none is compared with null: for what there is not stands the parameter, which nobody reads as that.
+  if (master == Master::none) chunk.master = chunk.param;
+  if (!RuleOf<Octet>::first) chunk.first = chunk.param;
+  if (!RuleOf<Octet>::second) chunk.second = chunk.param;
+  for (std::size_t k = first_octet(); k < launch.count; k += octets()) {
+    const Run run = run_at<true>(chunk, (launch.first + k) * kGroup, kGroup, launch.noise, false);
+    if (!run.grad) __builtin_unreachable();
+    update_group<Octet, RuleOf, format>(run, launch.constants, 0);
+  }
+}
+
+// Room for the five parts of a group.
+struct alignas(16) Stage {
+  unsigned char parts[5][kGroup * sizeof(float)];
+};
+
+// Any groups, also those of which only a part is updated, at any addresses, in any formats: copied beside zeros, updated, copied back.
+// Every lane copies what it works on, so none waits for another. `stage` is the octet's own.
+template <template <class> class RuleOf, Format format>
+INFINITY_INLINE void update_any(const Launch& launch, Stage& stage) {
+  Chunk chunk = launch.chunk;
+  chunk.moments = format;
+  for (std::size_t k = first_octet(); k < launch.count; k += octets()) {
+    const std::size_t at = (launch.first + k * launch.step) * kGroup, mine = at + Octet::lanes();
+    const std::size_t from = mine > launch.begin ? mine : launch.begin, to = mine + 4 < launch.end ? mine + 4 : launch.end;
+    Run run = run_at(chunk, at, kGroup, launch.noise, false);
+    void* const parts[5] = {const_cast<void*>(run.grad), run.param, run.master, run.first.values, run.second.values};
+    const std::size_t widths[5] = {bytes_of(chunk.grad_dtype), bytes_of(chunk.param_dtype), bytes_of(chunk.master_format), bytes_of(format),
+                                   bytes_of(format)};
+    INFINITY_UNROLL for (int part = 0; part < 5; ++part) {
+      const std::size_t width = widths[part];
+      unsigned char* const copy = stage.parts[part];
+      for (std::size_t byte = Octet::lanes() * width; byte < (Octet::lanes() + 4) * width; ++byte) copy[byte] = 0;
+      if (!parts[part]) continue;
+      const auto* const there = static_cast<const unsigned char*>(parts[part]);
+      for (std::size_t i = from; i < to; ++i) {
+        for (std::size_t byte = (i - at) * width; byte < (i - at + 1) * width; ++byte) copy[byte] = there[byte];
+      }
+    }
+    run.grad = run.grad ? stage.parts[0] : nullptr;
+    run.param = stage.parts[1];
+    run.master = stage.parts[2];
+    run.first.values = stage.parts[3];
+    run.second.values = stage.parts[4];
+    update_group<Octet, RuleOf, format>(run, launch.constants, 0);
+    INFINITY_UNROLL for (int part = 1; part < 5; ++part) {
+      const std::size_t width = widths[part];
+      const unsigned char* const copy = stage.parts[part];
+      if (!parts[part]) continue;
+      auto* const there = static_cast<unsigned char*>(parts[part]);
+      for (std::size_t i = from; i < to; ++i) {
+        for (std::size_t byte = (i - at) * width; byte < (i - at + 1) * width; ++byte) there[byte] = copy[byte];
+      }
+    }
+  }
+}
+
+// The kernels of a program that has them: Kernel is what it launches, made of update_whole and update_any by `Make`.
+template <class Kernel, class Make>
+struct Family {
+  struct Row {
+    Kernel* whole[3][3];  // by Dtype of the gradient and Master
+    Kernel* any;
+  };
+
+  static const Row& row(Rule rule, Format format, const Hyper& hyper) {
+    static constexpr Row rows[kRules][kFormats] = {
+        {make<Adam, Format::fp32>(), make<Adam, Format::bf16>(), make<Adam, Format::int8>()},
+        {make<Adagrad, Format::fp32>(), make<Adagrad, Format::bf16>(), make<Adagrad, Format::int8>()},
+        {make<Lion, Format::fp32>(), make<Lion, Format::bf16>(), make<Lion, Format::int8>()},
+        {make<Sgd, Format::fp32>(), make<Sgd, Format::fp32>(), make<Sgd, Format::fp32>()},
+        {make<Momentum, Format::fp32>(), make<Momentum, Format::bf16>(), make<Momentum, Format::int8>()}};
+    return rows[row_of(rule, hyper)][static_cast<int>(format)];
+  }
+
+ private:
+  template <template <class> class RuleOf, Format format>
+  static constexpr Row make() {
+    return {{{whole<RuleOf, format, Dtype::fp32, Master::none>(), whole<RuleOf, format, Dtype::fp32, Master::fp32>(),
+              whole<RuleOf, format, Dtype::fp32, Master::split>()},
+             {whole<RuleOf, format, Dtype::bf16, Master::none>(), whole<RuleOf, format, Dtype::bf16, Master::fp32>(),
+              whole<RuleOf, format, Dtype::bf16, Master::split>()},
+             {whole<RuleOf, format, Dtype::fp16, Master::none>(), whole<RuleOf, format, Dtype::fp16, Master::fp32>(),
+              whole<RuleOf, format, Dtype::fp16, Master::split>()}},
+            Make::template any<RuleOf, format>()};
+  }
+  template <template <class> class RuleOf, Format format, Dtype grad, Master master>
+  static constexpr Kernel* whole() {
+    return Make::template whole<RuleOf, format, grad, master>();
+  }
+};
+
+// So that a lane can take four elements at once.
+inline bool aligned(const void* address, std::size_t width) {
+  return width == 0 || reinterpret_cast<std::uintptr_t>(address) % (4 * width) == 0;
+}
+
+// Checks the arguments of update() and calls submit(kernel, launch) for each of its launches.
+template <class Kernels, class Submit>
+void cut(Rule rule, Chunk chunk, std::size_t begin, std::size_t end, const Hyper& hyper, const Submit& submit) {
+  check(rule, chunk, begin, end, hyper);
+  const DefaultFloatEnvironment environment;  // as on the CPU, whatever rounding mode the caller is in
+  const Constants constants(hyper);
+  if (!has_first(rule, hyper)) chunk.first = nullptr;  // whatever a rule does not use is left alone
+  if (!has_second(rule)) chunk.second = nullptr;
+  if (!chunk.first && !chunk.second) chunk.moments = Format::fp32;
+  const auto& kernels = Kernels::row(rule, chunk.moments, hyper);
+  const bool fast = chunk.grad && aligned(chunk.grad, bytes_of(chunk.grad_dtype)) && aligned(chunk.param, bytes_of(chunk.param_dtype)) &&
+                    aligned(chunk.master, bytes_of(chunk.master_format)) &&
+                    aligned(chunk.first, bytes_of(chunk.moments)) && aligned(chunk.second, bytes_of(chunk.moments));
+  while (begin < end) {
+    const std::uint64_t number = chunk.position + begin;
+    const std::size_t stop = begin + same_noise(chunk.moments, number, end - begin);
+    Launch launch{chunk, constants, make_noise(chunk.key, number), begin, stop, begin / kGroup, 1, 0};
+    const std::size_t whole = (begin + kGroup - 1) / kGroup, whole_end = stop / kGroup, last = (stop - 1) / kGroup;
+    if (!fast || whole >= whole_end) {
+      launch.count = last - launch.first + 1;
+      submit(kernels.any, launch);
+    } else {
+      const bool head = launch.first < whole, tail = last >= whole_end;
+      if (head || tail) {
+        launch.first = head ? launch.first : last;
+        launch.step = last - launch.first;
+        launch.count = head && tail ? 2 : 1;
+        submit(kernels.any, launch);
+      }
+      launch.first = whole;
+      launch.step = 1;
+      launch.count = whole_end - whole;
+      submit(kernels.whole[static_cast<int>(chunk.grad_dtype)][static_cast<int>(chunk.master_format)], launch);
+    }
+    begin = stop;
+  }
+}
+
+}  // namespace
+}  // namespace infinity::cuda
