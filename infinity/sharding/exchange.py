@@ -110,6 +110,8 @@ class Exchange:
     def __init__(self, ranks: Ranks, device: ComputeDevice, store: Store, recorder: Recorder, timeout: float) -> None:
         self._device, self._store, self._recorder = device, store, recorder
         self.ranks = ranks.copy(1.25 * timeout + 1)
+        self.room = collectives.receiving(self.ranks.groups())
+        """What reductions receive in."""
         self._watch = Watch(self.ranks, timeout)
         self._recent: deque[str] = deque(maxlen=RECENT)
         self._count = 0  # how many were posted

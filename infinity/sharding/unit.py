@@ -439,18 +439,21 @@ class Unit:
         self.store.end_update([block])
 
     def _post_reduction(self, join: Callable[[], object]) -> Collective:
-        if self.exchange is None:
-            raise RuntimeError(f"there is nobody to reduce {self.name} with")
         nbytes = self.layout.shard_numel * self.gradient_dtype.itemsize
         replicas = collectives.size(self.ranks.replicas)
         sent = nbytes * (self.layout.ranks - 1 + 2 * (replicas - 1) / replicas)
-        return self.exchange.post("reduce", self.name, join, sent)
+        return self._partners().post("reduce", self.name, join, sent)
+
+    def _partners(self) -> Exchange:
+        if self.exchange is None:
+            raise RuntimeError(f"there is nobody to reduce {self.name} with")
+        return self.exchange
 
     def _reduced(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of the mean of `full` (numel,) over all ranks, in the same memory. On the thread of the exchange."""
-        shard, ranks = self.shard_of(full), ALONE if self.exchange is None else self.exchange.ranks
-        collectives.reduce_scatter_mean(shard, full, ranks.shards)
-        collectives.all_reduce_mean(shard, ranks.replicas)
+        shard, exchange = self.shard_of(full), self._partners()
+        collectives.reduce_scatter_mean(shard, full, exchange.room, exchange.ranks.shards)
+        collectives.all_reduce_mean(shard, exchange.room, exchange.ranks.replicas)
         return shard
 
     def _sent(self, shard: torch.Tensor) -> int:
