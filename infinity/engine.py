@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -105,7 +105,7 @@ class Engine:
         self._traffic_last = (0, 0)  # bytes read and written
         self._forward_before = 0.0
         vars(model)[_ATTRIBUTE] = self
-        vars(model)["zero_grad"] = self.zero_grad
+        vars(model)["zero_grad"], vars(model)["no_sync"] = self.zero_grad, self.no_sync
         self._finalizer = weakref.finalize(model, _collected, os.getpid(), self._hooks, self._updater, self._store, self._units)
 
     def _update_mode(self) -> str:
@@ -192,6 +192,19 @@ class Engine:
         """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward, or what another one runs."""
         self._hooks.refuse_inside("infinity.accumulate")
         return Weave(self._hooks, self._runtime.trace, self._device, self._updater)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """`infinity.no_sync` for this engine."""
+        exchange = self._exchange
+        if exchange is None:
+            yield
+            return
+        before, exchange.averages = exchange.averages, False
+        try:
+            yield
+        finally:
+            exchange.averages = before
 
     # Weights
 
@@ -367,7 +380,8 @@ class Engine:
                 _shut_down(*parts)
             finally:
                 vars(model).pop(_ATTRIBUTE, None)
-                vars(model).pop("zero_grad", None)
+                for name in ("zero_grad", "no_sync"):
+                    vars(model).pop(name, None)
 
     def __enter__(self) -> Engine:
         return self

@@ -115,6 +115,8 @@ class Exchange:
         self._watch = Watch(self.ranks, timeout)
         self._recent: deque[str] = deque(maxlen=RECENT)
         self._count = 0  # how many were posted
+        self.averages = True
+        """Whether gradients are averaged over the replicas as they come; else when they are needed (`Engine.no_sync`)."""
         self.bytes_per_second: float | None = None
         """For tests and benchmarks: every collective takes at least as long as sending at this rate what this rank sends."""
         self._calls = collectives.Calls()
