@@ -23,7 +23,7 @@ from infinity.checkpoint.state import State
 from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.errors import ConfigError, EngineClosedError
-from infinity.modules.grouping import find_owners, find_users, group_parameters
+from infinity.modules.grouping import find_owners, find_users, group_parameters, join_small
 from infinity.modules.hooks import Hooks
 from infinity.modules.init import put_back, replace_meta
 from infinity.modules.load import fill_units, open_weights, persistent_buffers
@@ -77,6 +77,8 @@ class Engine:
             groups = group_parameters(model, owners, _DTYPES.get(config.precision))
             if not groups:
                 raise ConfigError("the model has no parameters to manage")
+            if units is None:
+                groups = join_small(groups, owners)
             ranks = find_ranks(group, config.stage)
             self._units = [Unit(index, g.name, g.parameters, g.dtype, ranks) for index, g in enumerate(groups)]
             self._unit_of = {id(p): unit for unit in self._units for p in unit.parameters}
@@ -434,7 +436,7 @@ def wrap(
 
     Parameters built inside `infinity.init()` get their values from the safetensors in `weights` (a Hugging Face directory or
     one file), or from the modules' own initialisation under `seed`. `units` chooses classes or modules whose parameters move
-    together (default: the repeated blocks). `group` is the process group to shard over (default: one rank), or
+    together (default: the repeated blocks, small ones with those beside them). `group` is the process group to shard over (default: one rank), or
     a `DeviceMesh` of one dimension, or of two (replicate, shard): parts are then shared inside the second, and each has a replica
     along the first.
 
