@@ -85,7 +85,7 @@ class Engine:
             users = self._users(model, owners)
             kernels = Kernels(config.instruction_set, config.threads)
             undo.callback(kernels.close)
-            self._store = Store(config, self._device, self.recorder)
+            self._store = Store(config, self._device, self.recorder, ranks.own)
             undo.callback(self._store.close)
             self._open_store(model, users, ranks)
             if self._exchange is not None:

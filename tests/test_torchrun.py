@@ -36,7 +36,6 @@ from infinity.cli.job import Job
 from infinity.cli.main import app
 from infinity.cli.progress import summary_rows
 from infinity.cli.ranks import ALONE, World, find_world
-from infinity.errors import ConfigError
 from infinity.observe import Report
 from infinity.tiers.nvme import LOCK_NAME, STATES_NAME
 
@@ -281,29 +280,8 @@ def test_budgets_are_those_of_a_node(tmp_path: Path) -> None:
     job = Job(**values | {"nvme": (tmp_path / "a", tmp_path / "b"), "cpu_memory": 100, "nvme_memory": 51, "gpu_memory": 30})
     config = job.config(World(rank=3, size=4, local_rank=1, local_size=2))
     assert (config.gpu_memory, config.cpu_memory, config.nvme_memory) == (30, 50, 25)
-    assert config.nvme == (tmp_path / "a" / "rank3", tmp_path / "b" / "rank3")
     config = job.config()
     assert (config.gpu_memory, config.cpu_memory, config.nvme_memory) == (30, 100, 51)
-    assert config.nvme == (tmp_path / "a", tmp_path / "b")
-
-
-def test_a_rank_makes_its_directories_and_removes_what_is_empty(tmp_path: Path) -> None:
-    world = World(1, 2)
-    nvme = [tmp_path / "a", tmp_path / "b"]
-    nvme[0].mkdir()
-    with (
-        pytest.raises(ConfigError, match=rf"^nvme directory {nvme[1]} does not exist; create it .*: mkdir -p {nvme[1]}$"),
-        world.made(nvme),
-    ):
-        pass
-    assert not names(nvme[0])
-    nvme[1].mkdir()
-    with world.made(nvme):
-        assert [names(directory) for directory in nvme] == [["rank1"], ["rank1"]]
-        (nvme[1] / "rank1" / "notes").touch()
-    assert [names(directory) for directory in nvme] == [[], ["rank1"]]
-    with ALONE.made([tmp_path / "c"]):
-        assert not (tmp_path / "c").exists()
 
 
 def test_gc_removes_what_killed_ranks_left_and_nothing_else(tmp_path: Path) -> None:
