@@ -38,6 +38,7 @@ from infinity.sharding import collectives
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.ranks import Ranks, find_ranks
 from infinity.sharding.unit import GradientBuffer, Unit
+from infinity.sharding.watch import together
 from infinity.tiers.block import Kind
 from infinity.tiers.nvme import ALIGNMENT
 from infinity.tiers.store import Store
@@ -71,6 +72,9 @@ class Engine:
         self._device = ComputeDevice(config.device)
         owners = find_owners(model, units)
         with ExitStack() as files, ExitStack() as undo:
+            alike = files.enter_context(ExitStack())
+            ranks = find_ranks(group, config.stage)
+            alike.enter_context(together(ranks, config.collective_timeout))
             values = files.enter_context(open_weights(weights, model)) if weights is not None else None
             replaced = replace_meta(model)
             undo.callback(put_back, replaced)
@@ -79,7 +83,6 @@ class Engine:
                 raise ConfigError("the model has no parameters to manage")
             if units is None:
                 groups = join_small(groups, owners)
-            ranks = find_ranks(group, config.stage)
             self._units = [Unit(index, g.name, g.parameters, g.dtype, ranks) for index, g in enumerate(groups)]
             self._unit_of = {id(p): unit for unit in self._units for p in unit.parameters}
             users = self._users(model, owners)
@@ -88,9 +91,13 @@ class Engine:
             self._store = Store(config, self._device, self.recorder, ranks.own)
             undo.callback(self._store.close)
             self._open_store(model, users, ranks)
+            alike.close()  # nobody waits in collectives for a rank that has no room
+            self._meet(ranks)
             if self._exchange is not None:
                 undo.callback(self._exchange.close)
+            alike.enter_context(together(ranks, config.collective_timeout))
             fill_units(model, self._units, {id(m._parameters[name]) for m, name, _ in replaced}, values, seed)
+            alike.close()
             undo.pop_all()
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -131,6 +138,8 @@ class Engine:
         self._store.open(concurrent, buffers * buffer_bytes)
         memory = self._store.reserve("gpu", buffers * buffer_bytes).tensor if buffer_bytes else None
         self._buffer = None if memory is None else GradientBuffer(memory, buffers)
+
+    def _meet(self, ranks: Ranks) -> None:
         self._exchange: Exchange | None = None
         if ranks.number > 1:
             self._exchange = Exchange(ranks, self._device, self._store, self.recorder, self.config.collective_timeout)
@@ -436,11 +445,15 @@ def wrap(
 
     Parameters built inside `infinity.init()` get their values from the safetensors in `weights` (a Hugging Face directory or
     one file), or from the modules' own initialisation under `seed`. `units` chooses classes or modules whose parameters move
-    together (default: the repeated blocks, small ones with those beside them). `group` is the process group to shard over (default: one rank), or
-    a `DeviceMesh` of one dimension, or of two (replicate, shard): parts are then shared inside the second, and each has a replica
-    along the first.
+    together (default: the repeated blocks, small ones with those beside them). `group` is the process group to shard over
+    (default: one rank), or a `DeviceMesh` of one dimension, or of two (replicate, shard): parts are then shared inside the
+    second, and each has a replica along the first.
 
-    Raises `ConfigError` or `BudgetError` before the model is changed in any way that matters, `PathInUseError`.
+    Several ranks may be given one `Config(nvme=...)`: each has files in `rank<N>` below it.
+
+    Raises `ConfigError` or `BudgetError` before the model is changed in any way that matters, `PathInUseError`, and
+    `InfinityError` where another rank fails, which it names. When a drive or a file fails while the weights move, what several
+    ranks share is lost.
     """
     if _ATTRIBUTE in vars(model):
         raise ConfigError("the model is wrapped already; close its engine first")
