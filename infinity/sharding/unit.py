@@ -100,6 +100,11 @@ class GradientBuffer:
         else:
             part.copy_(gradient)
 
+    def begin_turn(self, unit: Unit) -> None:
+        """The backward is about to use `unit`: another one that holds the buffer has all its gradients, as a rule."""
+        if self._holder is not None and self._holder is not unit:
+            self.flush()
+
     def flush(self) -> None:
         """Reduce what the holder has collected, and free the buffer."""
         holder, self._holder = self._holder, None
@@ -356,6 +361,12 @@ class Unit:
     def has_gradient(self, parameter: torch.Tensor) -> bool:
         """Whether the engine holds a gradient of `parameter`."""
         return self.accumulated[self.position(parameter)] and not self.spent
+
+    def begin_turn(self) -> None:
+        """The backward is about to use the unit. What the one before has collected is reduced first, before the gathers that are
+        posted with this use, so that the buffer is free again when the one after this needs it."""
+        if self._buffer is not None and self.trainable:  # frozen ones come and go between gradients of one unit
+            self._buffer.begin_turn(self)
 
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Add the gradient of parameter `index` of this backward to what the step has so far."""
