@@ -21,7 +21,8 @@ A step lasts from one barrier of all ranks to the next. Bytes sent are what the 
 Beside it stands the loopback device's own count, headers, acknowledgements and whoever else uses it included, per rank.
 Theory is that of rings, in bytes of all parameters: 2(N-1)/N data parallel, 3(N-1)/N for ZeRO-3 (two gathers, one
 reduce-scatter), 2(N-1)/N where units are gathered once per step. Gloo, however, makes a reduce-scatter by an all-reduce, which
-sends twice as much, whoever calls it; `over what gloo needs` counts it so. Memory is VmHWM of a rank during steps, the largest.
+sends twice as much; infinity sends the parts itself. `over what gloo needs` counts it so. Memory is VmHWM of a rank during steps,
+the largest.
 
   python benchmarks/ranks.py --deepspeed-python /path/to/its/python --json benchmarks/results/ranks.json
 """
@@ -235,7 +236,9 @@ def theory(way: str, ranks: int, nbytes: int) -> dict[str, float]:
     """Bytes that a rank sends in a step, by rings and as gloo has it, for `nbytes` of parameters."""
     gathers, reductions = MESSAGES[way]
     part = nbytes * (ranks - 1) / ranks
-    return {"ring": part * (gathers + reductions * (2 if gathers == 0 else 1)), "gloo": part * (gathers + 2 * reductions)}
+    once = part * (gathers + reductions)
+    twice = once + part * reductions
+    return {"ring": twice if gathers == 0 else once, "gloo": once if way.startswith("infinity") else twice}
 
 
 def summary(options: argparse.Namespace, runs: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
@@ -318,7 +321,7 @@ def show(facts: dict[str, Any]) -> None:
     Console(width=200).print(table)
     part = (ranks - 1) / ranks * facts["parameters"] * 2 / 1e6
     print(f"theory, MB sent by each rank in a step: data parallel 2(N-1)/N: {2 * part:.1f}; ZeRO-3 3(N-1)/N: {3 * part:.1f} "
-          f"(over gloo 4(N-1)/N: {4 * part:.1f})")  # fmt: skip
+          f"(by gloo's reduce-scatter 4(N-1)/N: {4 * part:.1f})")  # fmt: skip
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

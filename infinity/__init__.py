@@ -1,7 +1,7 @@
 """infinity: train models larger than GPU memory, and larger than RAM, with their states on GPU, host memory and NVMe."""
 
 from infinity import nvme
-from infinity.accumulation import accumulate
+from infinity.accumulation import accumulate, no_sync
 from infinity.config import Config
 from infinity.engine import Engine, engine, wrap
 from infinity.errors import (
@@ -49,6 +49,7 @@ __all__ = [
     "engine",
     "gathered",
     "init",
+    "no_sync",
     "nvme",
     "wrap",
 ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from infinity.engine import engine
+from infinity.engine import Engine, engine
 from infinity.errors import ConfigError
 from infinity.modules.vertical import Strand
 
@@ -77,6 +77,22 @@ def accumulate(
     works = [functools.partial(run, index) for index in range(len(batches))]
     weave.run(works, order == "vertical")
     return losses
+
+
+def no_sync(wrapped: nn.Module | Engine) -> AbstractContextManager[None]:
+    """Inside, the gradients of backwards wait for those to come before ranks send each other more than their memory demands:
+
+        for number, batch in enumerate(micro_batches):
+            with infinity.no_sync(model) if number + 1 < len(micro_batches) else contextlib.nullcontext():
+                model(**batch).loss.backward()
+
+    The sums are the same to rounding, also when the last backward before the step is inside. With stage 0, and along the
+    replicate dimension of a mesh, each rank adds up its own gradients, and averages them with the others' in the first backward
+    outside, or in the step. With stage 2 and 3 a rank has memory for its part of the gradients only, so parts are reduced among
+    the shards in every backward, inside as outside. With stage 1 whole gradients are kept, and reduced once per step anyway.
+    All ranks have to do alike. Also `infinity.engine(model).no_sync()` and, as with DistributedDataParallel, `model.no_sync()`.
+    """
+    return (wrapped if isinstance(wrapped, Engine) else engine(wrapped)).no_sync()
 
 
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from infinity.checkpoint.state import State
 from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.errors import ConfigError, EngineClosedError
-from infinity.modules.grouping import find_owners, find_users, group_parameters
+from infinity.modules.grouping import find_owners, find_users, group_parameters, join_small
 from infinity.modules.hooks import Hooks
 from infinity.modules.init import put_back, replace_meta
 from infinity.modules.load import fill_units, open_weights, persistent_buffers
@@ -38,6 +38,7 @@ from infinity.sharding import collectives
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.ranks import Ranks, find_ranks
 from infinity.sharding.unit import GradientBuffer, Unit
+from infinity.sharding.watch import together
 from infinity.tiers.block import Kind
 from infinity.tiers.nvme import ALIGNMENT
 from infinity.tiers.store import Store
@@ -71,24 +72,32 @@ class Engine:
         self._device = ComputeDevice(config.device)
         owners = find_owners(model, units)
         with ExitStack() as files, ExitStack() as undo:
+            alike = files.enter_context(ExitStack())
+            ranks = find_ranks(group, config.stage)
+            alike.enter_context(together(ranks, config.collective_timeout))
             values = files.enter_context(open_weights(weights, model)) if weights is not None else None
             replaced = replace_meta(model)
             undo.callback(put_back, replaced)
             groups = group_parameters(model, owners, _DTYPES.get(config.precision))
             if not groups:
                 raise ConfigError("the model has no parameters to manage")
-            ranks = find_ranks(group, config.stage)
+            if units is None:
+                groups = join_small(groups, owners)
             self._units = [Unit(index, g.name, g.parameters, g.dtype, ranks) for index, g in enumerate(groups)]
             self._unit_of = {id(p): unit for unit in self._units for p in unit.parameters}
             users = self._users(model, owners)
             kernels = Kernels(config.instruction_set, config.threads)
             undo.callback(kernels.close)
-            self._store = Store(config, self._device, self.recorder)
+            self._store = Store(config, self._device, self.recorder, ranks.own)
             undo.callback(self._store.close)
             self._open_store(model, users, ranks)
+            alike.close()  # nobody waits in collectives for a rank that has no room
+            self._meet(ranks)
             if self._exchange is not None:
                 undo.callback(self._exchange.close)
+            alike.enter_context(together(ranks, config.collective_timeout))
             fill_units(model, self._units, {id(m._parameters[name]) for m, name, _ in replaced}, values, seed)
+            alike.close()
             undo.pop_all()
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -105,7 +114,7 @@ class Engine:
         self._traffic_last = (0, 0)  # bytes read and written
         self._forward_before = 0.0
         vars(model)[_ATTRIBUTE] = self
-        vars(model)["zero_grad"] = self.zero_grad
+        vars(model)["zero_grad"], vars(model)["no_sync"] = self.zero_grad, self.no_sync
         self._finalizer = weakref.finalize(model, _collected, os.getpid(), self._hooks, self._updater, self._store, self._units)
 
     def _update_mode(self) -> str:
@@ -120,7 +129,7 @@ class Engine:
     def _open_store(self, model: nn.Module, users: dict[nn.Module, list[Unit]], ranks: Ranks) -> None:
         for unit in self._units:
             unit.declare(self._store, self.config)
-        aside = ranks.number > 1 or not self._device.shares_host  # whether gradients go home beside the model
+        aside = self._brings_aside(ranks)
         through_buffer = aside or self.config.gradients == "nvme"
         through_buffer &= not self._units[0].reduces_late  # the gradients' home is the whole buffer
         buffer_bytes = max((u.gradient_nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
@@ -130,8 +139,14 @@ class Engine:
         self._store.open(concurrent, buffers * buffer_bytes)
         memory = self._store.reserve("gpu", buffers * buffer_bytes).tensor if buffer_bytes else None
         self._buffer = None if memory is None else GradientBuffer(memory, buffers)
+
+    def _brings_aside(self, ranks: Ranks) -> bool:
+        """Whether gradients go home beside the model, on the thread of an exchange."""
+        return ranks.number > 1 or not self._device.shares_host
+
+    def _meet(self, ranks: Ranks) -> None:
         self._exchange: Exchange | None = None
-        if aside:
+        if self._brings_aside(ranks):
             self._exchange = Exchange(ranks, self._device, self._store, self.recorder, self.config.collective_timeout)
         for unit in self._units:
             unit.bind(self._device.torch, self._buffer, self._exchange)
@@ -193,6 +208,19 @@ class Engine:
         """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward, or what another one runs."""
         self._hooks.refuse_inside("infinity.accumulate")
         return Weave(self._hooks, self._runtime.trace, self._device, self._updater)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """`infinity.no_sync` for this engine."""
+        exchange = self._exchange
+        if exchange is None:
+            yield
+            return
+        before, exchange.averages = exchange.averages, False
+        try:
+            yield
+        finally:
+            exchange.averages = before
 
     # Weights
 
@@ -368,7 +396,8 @@ class Engine:
                 _shut_down(*parts)
             finally:
                 vars(model).pop(_ATTRIBUTE, None)
-                vars(model).pop("zero_grad", None)
+                for name in ("zero_grad", "no_sync"):
+                    vars(model).pop(name, None)
 
     def __enter__(self) -> Engine:
         return self
@@ -421,11 +450,15 @@ def wrap(
 
     Parameters built inside `infinity.init()` get their values from the safetensors in `weights` (a Hugging Face directory or
     one file), or from the modules' own initialisation under `seed`. `units` chooses classes or modules whose parameters move
-    together (default: the repeated blocks). `group` is the process group to shard over (default: one rank), or
-    a `DeviceMesh` of one dimension, or of two (replicate, shard): parts are then shared inside the second, and each has a replica
-    along the first.
+    together (default: the repeated blocks, small ones with those beside them). `group` is the process group to shard over
+    (default: one rank), or a `DeviceMesh` of one dimension, or of two (replicate, shard): parts are then shared inside the
+    second, and each has a replica along the first.
 
-    Raises `ConfigError` or `BudgetError` before the model is changed in any way that matters, `PathInUseError`.
+    Several ranks may be given one `Config(nvme=...)`: each has files in `rank<N>` below it.
+
+    Raises `ConfigError` or `BudgetError` before the model is changed in any way that matters, `PathInUseError`, and
+    `InfinityError` where another rank fails, which it names. When a drive or a file fails while the weights move, what several
+    ranks share is lost.
     """
     if _ATTRIBUTE in vars(model):
         raise ConfigError("the model is wrapped already; close its engine first")

@@ -49,13 +49,15 @@ class NonFiniteError(InfinityError, ArithmeticError):
 
 
 class NvmeError(InfinityError, OSError):
-    """An I/O moved fewer bytes than asked (invariant I4).
+    """An I/O moved fewer bytes than asked (invariant I4), of `what`, as far as that has a name.
 
     Attributes: `operation` ("read" or "write"), `path`, `offset`, `asked` and `done` (bytes), and `errno` of `OSError`
     (0 when the file ended before the asked bytes).
     """
 
-    def __init__(self, operation: str, path: str, offset: int, code: int, asked: int, done: int) -> None:
+    def __init__(self, operation: str, path: str, offset: int, code: int, asked: int, done: int, what: str = "") -> None:
         reason = os.strerror(code) if code else "the file ends before the asked bytes"
-        super().__init__(code, f"{operation} of {asked} bytes at offset {offset} stopped after {done}: {reason}", path)
+        of_what = f" (for {what})" if what else ""
+        text = f"{operation} of {asked} bytes at offset {offset} stopped after {done}: {reason}{of_what}"
+        super().__init__(code, text, path)
         self.operation, self.path, self.offset, self.asked, self.done = operation, path, offset, asked, done

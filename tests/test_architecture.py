@@ -48,6 +48,7 @@ PUBLIC = [
     "engine",
     "gathered",
     "init",
+    "no_sync",
     "nvme",
     "wrap",
 ]

@@ -28,6 +28,7 @@ from test_ranks import PATIENCE, RANKS, Group, serve
 from torch import nn
 
 import infinity
+from infinity.modules.hooks import in_backward
 from infinity.sharding import collectives
 from infinity.tiers.block import Kind
 
@@ -188,6 +189,32 @@ def each_pass_has_one_gather_and_one_reduction(directory: Path, rank: int) -> No
             assert engine.report().seconds["collective"] > 0
             order += spans
     (directory / f"order{rank}.json").write_text(json.dumps(order))
+
+
+def a_reduction_is_posted_before_the_next_use(directory: Path, rank: int) -> None:
+    """So it is not behind the gathers that this use posts, and its buffer is free in time."""
+    model, optimizer = wrap(directory, rank, gpu_memory="112KiB")
+    with infinity.engine(model) as engine:
+        train(model, optimizer, 2)
+        engine._rest()
+        events: list[str] = []
+        enter, post = engine._runtime.enter, engine._exchange.post
+
+        def entered(unit: Any) -> torch.Tensor:
+            if in_backward():
+                events.append(f"use {unit.name}")
+            return enter(unit)
+
+        def posted(operation: str, unit: str, *values: Any, **options: Any) -> Any:
+            events.append(f"{operation} {unit}")
+            return post(operation, unit, *values, **options)
+
+        engine._runtime.enter, engine._exchange.post = entered, posted  # type: ignore[method-assign]
+        train(model, optimizer)
+        backward = events[events.index(f"use {DEPTH - 1}") :]
+        for number in range(1, DEPTH - 1):
+            assert backward.index(f"reduce {number + 1}") < backward.index(f"use {number}"), backward
+        assert Counter(backward)["reduce 1"] == 1
 
 
 def a_place_is_not_taken_while_its_gather_is_queued(directory: Path, rank: int) -> None:
@@ -407,6 +434,7 @@ def attempt(groups: list[Group], tmp_path_factory: pytest.TempPathFactory, tmp_p
         gathers_run_under_the_forward_before,
         a_blocked_gather_holds_up_only_its_unit,
         a_reduction_runs_under_the_backward_of_the_block_before,
+        a_reduction_is_posted_before_the_next_use,
         a_place_is_not_taken_while_its_gather_is_queued,
         an_error_reaches_the_next_call,
         a_dropped_model_ends_the_thread,

@@ -1,7 +1,9 @@
-"""Every parameter is in exactly one unit, repeated blocks are units, and whoever uses a unit is hooked."""
+"""Every parameter is in exactly one unit, repeated blocks are units, small ones together, and whoever uses a unit is hooked."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ConfigError
-from infinity.modules.grouping import Group, find_owners, find_users, group_parameters
+from infinity.modules.grouping import Group, find_owners, find_users, group_parameters, join_small
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -321,3 +323,103 @@ def test_t5_relative_positions_and_tied_embeddings_are_units_of_their_own_or_of_
     assert where["shared.weight"] == "shared"
     assert not {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"} & set(where)
     assert where["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] == "encoder.block.0"
+
+
+# Small neighbours
+
+
+def joined(model: nn.Module) -> list[Group]:
+    """What the engine makes of `model`, with what always holds."""
+    owners = find_owners(model)
+    groups = group_parameters(model, owners)
+    result = join_small(groups, owners)
+    sizes = {group.name: sum(p.numel() * p.itemsize for _, p in group.parameters) for group in (*groups, *result)}
+    largest, total = max(sizes[group.name] for group in groups), sum(sizes[group.name] for group in groups)
+    assert Counter(id(p) for g in result for _, p in g.parameters) == Counter(id(p) for g in groups for _, p in g.parameters)
+    order = {id(p): number for number, (_, p) in enumerate(named for group in groups for named in group.parameters)}
+    for group in result:
+        assert len({(p.dtype, p.requires_grad) for _, p in group.parameters}) == 1
+        assert [order[id(p)] for _, p in group.parameters] == sorted(order[id(p)] for _, p in group.parameters)
+        if group not in groups:
+            first = sizes[next(g.name for g in groups if g.parameters[0] is group.parameters[0])]
+            assert sizes[group.name] <= max(largest / 8, min(total / 16, 1 << 20), first * 65 / 64)
+    return result
+
+
+def layers(count: int, width: int = 64) -> list[nn.Module]:
+    return [nn.Linear(width, width) for _ in range(count)]
+
+
+def test_a_long_row_of_small_layers_is_cut_into_units_of_some():
+    between = nn.Sequential(nn.Embedding(1000, 64), *layers(50), nn.Linear(64, 1000))
+    assert names(joined(between)) == ["0", *(f"{begin} to {begin + 4}" for begin in range(1, 51, 5)), "51"]
+    assert len(joined(nn.Sequential(*layers(50)))) == 17
+    large = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, device="meta") for _ in range(50)))
+    assert len(joined(large)) == 50, "as large as each other, and more than a MiB"
+
+
+def test_a_norm_between_blocks_goes_with_the_block_before():
+    rows = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.LayerNorm(128))]
+    assert names(joined(nn.Sequential(*rows))) == ["0 to 1", "2 to 3", "4 to 5", "6 to 7"]
+    assert names(joined(Model(width=64))) == ["embeddings", "blocks.0", "blocks.1", "blocks.2", "norm"]
+
+
+def test_adapters_of_frozen_blocks_are_joined_across_them():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2), nn.Linear(2, 256)) for _ in range(6)))
+    for block in model:
+        block[0].requires_grad_(False)
+    groups = joined(model)
+    assert [group.parameters[0][1].requires_grad for group in groups] == [False, True, False, False, False, False, False]
+    assert names(groups)[1] == "0 (float32) to 5 (float32)"
+
+
+def test_what_is_around_others_or_uses_theirs_stays_as_it_is():
+    class Around(nn.Module):
+        """A parameter of its own, in use for as long as all below."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.rows = nn.Sequential(nn.Linear(64, 64), *layers(2, width=8))
+
+    groups = joined(Around())
+    assert names(groups)[0] == "model" and len(groups[0].parameters) == 1
+    tied = nn.Sequential(nn.Linear(64, 1000), *layers(4, width=8))
+    tied[2].weight = tied[4].weight
+    assert names(joined(tied)) == ["0", "1 to 3", "4"]
+
+
+@pytest.mark.parametrize("build", [gpt2, llama, t5, bert, vit, mixtral])
+def test_blocks_of_transformers_are_not_joined(build: Callable[[], nn.Module]):
+    model = build()
+    blocks = set(find_owners(model))
+    assert blocks <= {group.name for group in joined(model)}
+
+
+def test_units_that_are_given_stay_and_joining_changes_no_number_and_no_budget(tmp_path: Path):
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(400, 32), *(layers(12, width=32)), nn.Linear(32, 400))
+
+    common = {"nvme": [tmp_path], "precision": "fp32", "device": "cpu", "cpu_memory": "16MiB", "cache": 0, "threads": 1}
+    found = []
+    for given in (False, True):
+        model = build()
+        units = list(model) if given else None
+        with pytest.raises(infinity.BudgetError) as refusal:
+            infinity.wrap(model, infinity.Config(gpu_memory=0, **common), units=units)
+        budget = int(re.findall(r"that works is (\d+)", str(refusal.value))[0])
+        infinity.wrap(model, infinity.Config(gpu_memory=budget, **common), units=units)
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+        with infinity.engine(model) as engine:
+            losses = []
+            for step in range(3):
+                loss = model(torch.arange(20 * step, 20 * step + 20)).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            found.append((losses, engine.state_dict(), len(engine.units), budget))
+    (losses, weights, few, budget), (others, expected, many, least) = found
+    assert losses == others and all(torch.equal(value, expected[name]) for name, value in weights.items())
+    assert (few, many) == (8, 14) and budget == least

@@ -2,12 +2,16 @@
 
 Units have sizes that every number of ranks divides without padding, so that the formulas hold exactly, and each its own, by which
 a collective is known. This file is also what each rank runs. The losses of the same runs, after 20 steps, are those of one rank
-on the whole batch.
+on the whole batch. Reductions, which over gloo are made of single messages, are measured alone as well: what the kernel says that
+the sockets sent, the memory they take, and the bits of their sums.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -44,6 +48,11 @@ COLLECTIVES = [
     "broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce",
     "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send",
 ]  # fmt: skip
+MESSAGES = ("isend", "irecv")
+REDUCTIONS = ("reduce_scatter_mean", "all_reduce_mean")
+TENSORS = {"bf16": 1_500_000, "fp32": 700_001, "few": 7}
+"""Elements of each rank's part in the reductions that are measured alone: several times what is received at once, or less."""
+SENT_AT, TCP_INFO_BYTES = 200, 232  # offset of tcpi_bytes_sent in struct tcp_info of linux/tcp.h, from 4.19 on
 
 
 class Call(NamedTuple):
@@ -85,7 +94,9 @@ def log_collectives(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
     def logged(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*values: Any, **options: Any) -> Any:
-            calls.append(Call(name, max((value.nbytes for value in values if isinstance(value, torch.Tensor)), default=0)))
+            tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dtype != torch.uint8]
+            if name not in REDUCTIONS or values[-1] is not None:  # uint8 is where it receives, None is no group
+                calls.append(Call(name, max((tensor.nbytes for tensor in tensors), default=0)))
             return call(*values, **options)
 
         return run
@@ -93,7 +104,7 @@ def log_collectives(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     for name in COLLECTIVES:
         if hasattr(dist, name):
             monkeypatch.setattr(dist, name, logged(name, getattr(dist, name)))
-    for name in ("_gather", "_reduce_scatter"):
+    for name in ("_gather", "_reduce_scatter", *REDUCTIONS):
         monkeypatch.setattr(collectives, name, logged(name, getattr(collectives, name)))
     return calls
 
@@ -114,6 +125,11 @@ def named(calls: list[Call], name: str) -> list[int]:
     return [call.nbytes for call in calls if call.name == name]
 
 
+def without_messages(calls: Sequence[Call]) -> list[Call]:
+    """The collectives, without what they are made of."""
+    return [call for call in calls if call.name not in MESSAGES]
+
+
 def gathered_once(calls: list[Call]) -> list[int]:
     """The bytes of the units that are gathered in the forward and are still there when the backward needs them."""
     gathers = named(calls, "_gather")
@@ -121,8 +137,59 @@ def gathered_once(calls: list[Call]) -> list[int]:
 
 
 def sent(calls: list[Call], ranks: int) -> float:
-    """Bytes that each of `ranks` ranks sends in `calls`, in rings: an all-reduce is a reduce-scatter and a gather."""
-    return sum(call.nbytes * (2 if call.name == "all_reduce" else 1) for call in calls) * (ranks - 1) / ranks
+    """Bytes that each of `ranks` ranks sends in `calls`: in gathers, which are rings, and in messages."""
+    return sum(named(calls, "_gather")) * (ranks - 1) / ranks + sum(named(calls, "isend"))
+
+
+def sent_by_sockets() -> int:
+    """Bytes that this process gave to its TCP sockets to send, those sent again excluded."""
+    total = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if not str(entry.readlink()).startswith("socket:"):
+                continue
+            copy = socket.socket(fileno=os.dup(int(entry.name)))
+        except OSError:  # closed meanwhile, as the descriptor of this very listing is
+            continue
+        with copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+                total += struct.unpack_from("Q", info, SENT_AT)[0] - struct.unpack_from("Q", info, SENT_AT + 8)[0]
+    return total
+
+
+def high_water() -> int:
+    """The most bytes of memory of this process since /proc/self/clear_refs was written to."""
+    return 1024 * int(re.findall(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)[0])
+
+
+def reduce_alone(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
+    """Reductions of whole tensors: bytes sent, memory taken, and whether the sums are those in the order of the ranks."""
+    group, found = dist.group.WORLD, {}
+    room = collectives.receiving([group])
+    room.zero_()  # takes the memory
+    for name, length in TENSORS.items():
+        dtype = torch.bfloat16 if name == "bf16" else torch.float32
+        for operation in REDUCTIONS:
+            count = length * ranks if operation == "reduce_scatter_mean" else length + 1
+            all_values = [torch.randn(count, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(ranks)]
+            expected = all_values[0] / ranks
+            for values in all_values[1:]:
+                expected += values / ranks
+            mine = all_values[rank].clone()
+            part = slice(length * rank, length * (rank + 1)) if operation == "reduce_scatter_mean" else slice(None)
+            del all_values, values
+            dist.barrier()
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident
+            memory, before = high_water(), sent_by_sockets()
+            arguments = (mine[part], mine) if operation == "reduce_scatter_mean" else (mine,)
+            getattr(collectives, operation)(*arguments, room, group)
+            dist.barrier()
+            found[f"{operation} of {name}"] = {
+                "nbytes": mine.nbytes, "sent": sent_by_sockets() - before, "memory": high_water() - memory,
+                "exact": torch.equal(mine[part], expected[part]),
+            }  # fmt: skip
+    return found
 
 
 def smallest_gpu_memory(config: dict[str, Any], group: dist.ProcessGroup | None) -> int:
@@ -153,8 +220,9 @@ def train(case: dict[str, Any], directory: Path, rank: int, group: dist.ProcessG
             norms.append(optimizer.grad_norm)
         if engine._exchange is not None:
             engine._exchange.rest()
-        assert {call.nbytes for call in log[::2]} <= {SAME_BYTES}, "before each the ranks compare what they are about to do"
-        calls = [tuple(call) for call in last_step(log[1::2])] if log else []
+        every = without_messages(log)
+        assert {call.nbytes for call in every[::2]} <= {SAME_BYTES}, "before each the ranks compare what they are about to do"
+        calls = [tuple(call) for call in last_step([call for call in log if call.nbytes != SAME_BYTES])] if log else []
         report, count = engine.report(), sum(parameter.numel() for parameter in model.parameters())
         planned = round(report.planned_read_per_parameter * count), round(report.planned_written_per_parameter * count)
         return {
@@ -169,7 +237,7 @@ def serve(directory: Path, rank: int, ranks: int) -> None:
     meeting = f"file://{directory}/rendezvous"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     results = {name: train(case, directory / f"{name} {rank}", rank, dist.group.WORLD) for name, case in CASES.items()}
-    torch.save(results, directory / f"results{rank}.pt")
+    torch.save({"cases": results, "reductions": reduce_alone(rank, ranks)}, directory / f"results{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -177,15 +245,21 @@ def serve(directory: Path, rank: int, ranks: int) -> None:
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """By rank, then by case."""
+def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank, what `serve` saves."""
     directory, ranks = tmp_path_factory.mktemp(f"ranks{request.param}"), request.param
     options = CHILD | {"env": CHILD["env"] | {"GLOO_SOCKET_IFNAME": "lo"}}
     command = [sys.executable, __file__, str(directory)]
     processes = [subprocess.Popen([*command, str(rank), str(ranks)], stderr=subprocess.PIPE, **options) for rank in range(ranks)]
     said = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
-    found = [torch.load(directory / f"results{rank}.pt", weights_only=True) for rank in range(ranks)]
+    return [torch.load(directory / f"results{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def results(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By rank, then by case."""
+    found = [each["cases"] for each in measured]
     for result in found:
         for case in result.values():
             case["calls"] = [Call(*call) for call in case["calls"]]
@@ -221,13 +295,13 @@ def test_units_are_gathered_once_per_pass_and_reduced_once(results: list[dict[st
             calls, stayed = result[name]["calls"], gathered_once(result[name]["calls"])
             assert len(stayed) <= 3 and sum(stayed) <= result[name]["gpu_memory"], "the smallest budget holds no more"
             assert named(calls, "_gather") == SIZES + [size for size in reversed(SIZES) if size not in stayed], name
-            assert named(calls, "_reduce_scatter") == SIZES[::-1], name
+            assert named(calls, "reduce_scatter_mean") == SIZES[::-1], name
 
 
 def test_units_that_stay_are_gathered_once(results: list[dict[str, Any]]) -> None:
     for result in results:
         assert named(result["room for all"]["calls"], "_gather") == SIZES
-        assert named(result["room for all"]["calls"], "_reduce_scatter") == SIZES[::-1]
+        assert named(result["room for all"]["calls"], "reduce_scatter_mean") == SIZES[::-1]
 
 
 def test_a_step_sends_nothing_else_of_any_size(results: list[dict[str, Any]]) -> None:
@@ -236,10 +310,11 @@ def test_a_step_sends_nothing_else_of_any_size(results: list[dict[str, Any]]) ->
     for result in results:
         for name, found in result.items():
             if name == "data parallel":  # every rank has all gradients, and so their norm
-                assert {call.name for call in found["calls"]} == {"all_reduce"}
-                assert named(found["calls"], "all_reduce") == [*SIZES[::-1], flags]
+                assert {call.name for call in found["calls"]} == {"all_reduce_mean", "all_reduce", *MESSAGES}
+                assert named(found["calls"], "all_reduce_mean") == SIZES[::-1]
+                assert named(found["calls"], "all_reduce") == [flags]
             else:
-                assert {call.name for call in found["calls"]} == {"_gather", "_reduce_scatter", "all_reduce"}, name
+                assert {call.name for call in found["calls"]} == {"_gather", "reduce_scatter_mean", "all_reduce", *MESSAGES}, name
                 assert named(found["calls"], "all_reduce") == [flags, 8], name
 
 
@@ -248,12 +323,23 @@ def test_bytes_sent_are_one_and_a_half_times_those_of_data_parallel(results: lis
     ranks = len(results)
     share = (ranks - 1) / ranks
     for result in results:
-        moved = {name: sent([c for c in found["calls"] if c.nbytes in SIZES], ranks) for name, found in result.items()}
+        moved = {name: sent(found["calls"], ranks) for name, found in result.items()}
         assert moved["data parallel"] == pytest.approx(2 * share * sum(SIZES), rel=1e-12)
         assert moved["room for all"] == pytest.approx(moved["data parallel"], rel=1e-12)
         for name in STREAMED:
             stayed = sum(gathered_once(result[name]["calls"])) * share
             assert moved[name] == pytest.approx(1.5 * moved["data parallel"] - stayed, rel=1e-12), name
+
+
+def test_a_reduction_sends_what_it_has_to_and_needs_no_memory(measured: list[dict[str, Any]]) -> None:
+    ranks = len(measured)
+    for rank in measured:
+        for name, found in rank["reductions"].items():
+            assert found["exact"], f"{name}: added in the order of the ranks"
+            passes = 1 if name.startswith("reduce_scatter") else 2
+            least = passes * found["nbytes"] * (ranks - 1) / ranks
+            assert least - 8 * ranks <= found["sent"] <= 1.001 * least + 4096, name
+            assert found["memory"] < collectives.RECEIVING_BYTES / 2, name
 
 
 def test_every_rank_reads_and_writes_its_share_of_nvme(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,15 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO-1, one micro-batch": {"stage": 1, "parts": 1} | GPU,
     "ZeRO-3, one micro-batch": {"stage": 3, "parts": 1} | CPU,
     "early updates": {"stage": 2} | GPU | {"optimizer": "nvme", "update": "speculative"},
+    # The first, or both, of the two micro-batches inside of no_sync.
+    "data parallel, no_sync": {"stage": 0, "apart": 1} | GPU,
+    "data parallel, no_sync to the end": {"stage": 0, "apart": 2, "gradients": "nvme"},
+    "ZeRO-1, no_sync": {"stage": 1, "apart": 2} | GPU,
+    "ZeRO-2, no_sync": {"stage": 2, "apart": 1} | GPU | {"optimizer": "nvme", "update": "speculative"},
+    "ZeRO-3, no_sync": {"stage": 3, "apart": 2} | CPU,
 }
-HYBRID = {f"hybrid {name}": CASES[name] for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-Inf-NVMe")}
+HYBRID = {f"hybrid {name}": CASES[name] for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-Inf-NVMe", *list(CASES)[-2:])}
+HYBRID["hybrid ZeRO-3, no_sync once"] = {"stage": 3, "apart": 1} | CPU
 
 
 class Block(nn.Module):
@@ -78,8 +86,8 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
     directory.mkdir()
     values = {"nvme": directory, "gpu_memory": "8MiB", "cpu_memory": "8MiB", "cache": 0, "precision": "fp32", "poison": True}
     values |= {"device": "cpu", "threads": 1, "copy_on_write": case.get("update") == "speculative"}
-    parts = case.get("parts", 2)
-    config = infinity.Config(**(values | {key: value for key, value in case.items() if key != "parts"}))
+    parts, apart = case.get("parts", 2), case.get("apart", 0)
+    config = infinity.Config(**(values | {key: value for key, value in case.items() if key not in ("parts", "apart")}))
     model = infinity.wrap(Model(), config, group=ranks)
     calls: Counter[str] = Counter()
     with infinity.engine(model) as engine, pytest.MonkeyPatch.context() as monkeypatch:
@@ -93,9 +101,10 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
             calls.clear()
             batch = torch.randint(0, WORDS, (ROWS, 4), generator=torch.Generator().manual_seed(step))
             mine = batch if ranks is None else batch.chunk(dist.get_world_size())[rank]
-            for part in mine.chunk(parts):
+            for number, part in enumerate(mine.chunk(parts)):
                 loss = model(part) / parts
-                loss.backward()
+                with infinity.no_sync(model) if number < apart else nullcontext():
+                    loss.backward()
                 losses[step] += loss.item()
             optimizer.step()
             optimizer.zero_grad()
@@ -208,10 +217,12 @@ def test_collectives_are_those_of_the_stage(results: list[dict[str, Any]]) -> No
     """In a step of two micro-batches."""
     for result in results:
         for name, found in result.items():
-            calls, stage, (units, trained) = found["calls"], (CASES | HYBRID)[name]["stage"], found["units"]
-            reductions = trained if stage == 1 or "one micro-batch" in name else 2 * trained
+            case, calls, (units, trained) = (CASES | HYBRID)[name], found["calls"], found["units"]
+            stage, parts, apart = case["stage"], case.get("parts", 2), case.get("apart", 0)
+            reductions = trained if stage == 1 else parts * trained
+            averages = trained if stage == 1 else (parts - apart + (apart == parts)) * trained
             assert calls.get("reduce_scatter_mean", 0) == (0 if stage == 0 else reductions), name
-            assert calls.get("all_reduce_mean", 0) == (reductions if stage == 0 or "hybrid" in name else 0), name
+            assert calls.get("all_reduce_mean", 0) == (averages if stage == 0 or "hybrid" in name else 0), name
             gathers = calls.get("all_gather", 0)
             if name == "little memory":
                 assert units < gathers <= 4 * units, "at most for forward and for backward, twice"

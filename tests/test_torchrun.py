@@ -36,7 +36,6 @@ from infinity.cli.job import Job
 from infinity.cli.main import app
 from infinity.cli.progress import summary_rows
 from infinity.cli.ranks import ALONE, World, find_world
-from infinity.errors import ConfigError
 from infinity.observe import Report
 from infinity.tiers.nvme import LOCK_NAME, STATES_NAME
 
@@ -65,18 +64,21 @@ OPTIONS = [
 ]
 ENVIRONMENT = CHILD["env"] | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
-# In the first try the second rank is asked to stop in step 3, in the second try it is killed in step 6.
+# The second rank is asked to stop in step 3, killed in step 6 of the second try, and its drive is full in step 7 of the third.
 SCRIPT = """
-import os, signal
+import errno, os, signal
 from infinity.cli import main, training
 
 real = training.Trainer._step
-plan = {"0": (3, signal.SIGTERM), "1": (6, signal.SIGKILL)}
+plan = {"0": (3, signal.SIGTERM), "1": (6, signal.SIGKILL), "2": (7, None)}
 
 def step(self, number, batches):
     at, what = plan.get(os.environ["TORCHELASTIC_RESTART_COUNT"], (None, None))
     if number == at and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), what)
+        if what is None:
+            self.engine.io.set_faults(fail_write_at=0, fail_errno=errno.ENOSPC)
+        else:
+            os.kill(os.getpid(), what)
     return real(self, number, batches)
 
 training.Trainer._step = step
@@ -187,11 +189,11 @@ def test_one_rank_speaks_and_its_report_is_of_all(home: Home, one: dict[str, Any
     assert not names(home.path / "nvme")
 
 
-def test_after_a_stop_and_a_kill_two_ranks_end_with_the_same_bits(
+def test_after_a_stop_a_kill_and_a_full_drive_two_ranks_end_with_the_same_bits(
     home: Home, two: subprocess.CompletedProcess[str], tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = torchrun(tmp_path / "script.py", *home.options("killed"), "--resume", restarts=2)
+    done = torchrun(tmp_path / "script.py", *home.options("killed"), "--resume", restarts=3)
     assert done.returncode == 0, done.stderr
     stopped, ended = (json.loads(line) for line in done.stdout.splitlines())
     where = home.steps("killed")
@@ -200,8 +202,15 @@ def test_after_a_stop_and_a_kill_two_ranks_end_with_the_same_bits(
     assert lines[0] == f"no checkpoint in {where} yet: training starts from the beginning"
     assert lines[1] == f"going on from {where}/step-3"
     assert lines[2].startswith("infinity: rank 0: another rank is gone, or cannot be reached: ")
-    assert sorted(lines[3:]) == [
+    (full,) = [line for line in lines[3:] if line.startswith("infinity: ")]
+    assert re.fullmatch(
+        r"infinity: rank (1|0: .* in vain; rank 1 failed): an update failed and the engine cannot go on: .*write of \d+ bytes at "
+        rf"offset \d+ stopped after \d+: No space left on device \(for \w+ of .*\): '{home.path}/nvme/rank1/{STATES_NAME}'",
+        full,
+    )
+    assert sorted(line for line in lines[3:] if line is not full) == [
         f"going on from {where}/step-4",
+        f"going on from {where}/step-6",
         f"reclaimed 12 MiB that an earlier run left in {home.path}/nvme/rank1",
     ]
     assert "Traceback" not in done.stderr
@@ -281,29 +290,8 @@ def test_budgets_are_those_of_a_node(tmp_path: Path) -> None:
     job = Job(**values | {"nvme": (tmp_path / "a", tmp_path / "b"), "cpu_memory": 100, "nvme_memory": 51, "gpu_memory": 30})
     config = job.config(World(rank=3, size=4, local_rank=1, local_size=2))
     assert (config.gpu_memory, config.cpu_memory, config.nvme_memory) == (30, 50, 25)
-    assert config.nvme == (tmp_path / "a" / "rank3", tmp_path / "b" / "rank3")
     config = job.config()
     assert (config.gpu_memory, config.cpu_memory, config.nvme_memory) == (30, 100, 51)
-    assert config.nvme == (tmp_path / "a", tmp_path / "b")
-
-
-def test_a_rank_makes_its_directories_and_removes_what_is_empty(tmp_path: Path) -> None:
-    world = World(1, 2)
-    nvme = [tmp_path / "a", tmp_path / "b"]
-    nvme[0].mkdir()
-    with (
-        pytest.raises(ConfigError, match=rf"^nvme directory {nvme[1]} does not exist; create it .*: mkdir -p {nvme[1]}$"),
-        world.made(nvme),
-    ):
-        pass
-    assert not names(nvme[0])
-    nvme[1].mkdir()
-    with world.made(nvme):
-        assert [names(directory) for directory in nvme] == [["rank1"], ["rank1"]]
-        (nvme[1] / "rank1" / "notes").touch()
-    assert [names(directory) for directory in nvme] == [[], ["rank1"]]
-    with ALONE.made([tmp_path / "c"]):
-        assert not (tmp_path / "c").exists()
 
 
 def test_gc_removes_what_killed_ranks_left_and_nothing_else(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ class Job:
                 f"or keep them in memory with {' '.join(f'--{state} cpu' for state in on_nvme)}"
             )
         return Config(
-            nvme=world.directories(self.nvme),
+            nvme=self.nvme,
             gpu_memory=self.gpu_memory,
             cpu_memory=world.share(self.cpu_memory),
             nvme_memory=None if self.nvme_memory is None else world.share(self.nvme_memory),
@@ -140,19 +140,18 @@ class Job:
         tokenizer = load_tokenizer(source.directory, source.config.vocab_size)
         windows = load_windows(self.data, tokenizer, self.sequence_length, self.seed)
         display.phase("weights")
-        with world.made(self.nvme):
-            torch.manual_seed(self.seed)
-            model, engine, optimizer, device = assemble(self, source, config, world)
-            try:
-                display.attach(engine)
-                world.seed(self.seed)
-                parts = Parts(model, engine, optimizer, device)
-                trainer = Trainer(model, engine, optimizer, windows, self.schedule(), device, checkpoints, world)
-                if last is not None:
-                    trainer.resume(last)
-                return self._train(display, tokenizer, trainer, parts, world)
-            finally:
-                engine.close()
+        torch.manual_seed(self.seed)
+        model, engine, optimizer, device = assemble(self, source, config, world)
+        try:
+            display.attach(engine)
+            world.seed(self.seed)
+            parts = Parts(model, engine, optimizer, device)
+            trainer = Trainer(model, engine, optimizer, windows, self.schedule(), device, checkpoints, world)
+            if last is not None:
+                trainer.resume(last)
+            return self._train(display, tokenizer, trainer, parts, world)
+        finally:
+            engine.close()
 
     def _checkpoints(self, display: Display, world: World) -> tuple[Checkpoints | None, Path | None]:
         """Where to save, and what to go on from."""

@@ -13,7 +13,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from infinity.cli.failure import plain_failures, say
 from infinity.cli.interrupt import interrupted_by_signals
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import InfinityError
 
 T = TypeVar("T")
 
@@ -89,26 +89,6 @@ class World:
         """Seed what draws during training (dropout) from `step` on; not on the first rank, which goes on as one alone would."""
         if self.rank:
             torch.manual_seed(int(np.random.SeedSequence((seed, self.rank, step)).generate_state(1, np.uint64)[0]))
-
-    def directories(self, nvme: Sequence[Path]) -> tuple[Path, ...]:
-        """This rank's own directory below each of `nvme`; for one rank these themselves."""
-        return tuple(directory / f"rank{self.rank}" for directory in nvme) if self.size > 1 else tuple(nvme)
-
-    @contextmanager
-    def made(self, nvme: Sequence[Path]) -> Iterator[None]:
-        """Inside, `directories` exist; they are removed at the end if empty. Raises `ConfigError` if one of `nvme` does not."""
-        if self.size == 1:
-            yield
-            return
-        for directory in nvme:
-            if not directory.is_dir():
-                kind = "is not a directory" if directory.exists() else "does not exist"
-                raise ConfigError(f"nvme directory {directory} {kind}; create it on the drive to be used: mkdir -p {directory}")
-        with contextlib.ExitStack() as stack:
-            for own in self.directories(nvme):
-                own.mkdir(exist_ok=True)
-                stack.callback(_remove_empty, own)
-            yield
 
     # What they tell each other
 
@@ -254,10 +234,5 @@ class _Voice:
 
 
 def rank_directories(nvme: Path) -> list[Path]:
-    """What `World.directories` calls the directories of ranks, of those that are there."""
+    """The directories of ranks that are there below `nvme`, as `infinity.wrap` calls them."""
     return sorted(path for path in nvme.glob("rank*") if _OWN.fullmatch(path.name) and path.is_dir() and not path.is_symlink())
-
-
-def _remove_empty(directory: Path) -> None:
-    with contextlib.suppress(OSError):
-        directory.rmdir()

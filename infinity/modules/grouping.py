@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Group(NamedTuple):
-    """A future unit: parameters of one dtype, all trainable or all frozen, below one owner module."""
+    """A future unit: parameters of one dtype, all trainable or all frozen, below one owner module (of several: the first)."""
 
     name: str
     dtype: torch.dtype
@@ -81,6 +81,47 @@ def group_parameters(model: nn.Module, owners: dict[str, nn.Module], dtype: torc
         suffix = "" if kinds[unit_name] == 1 else f" ({str(stored).removeprefix('torch.')}{'' if trainable else ', frozen'})"
         groups.append(Group((unit_name or "model") + suffix, stored, owner_of[unit_name], tuple(parameters)))
     return groups
+
+
+def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list[Group]:
+    """`groups` with small neighbours of one kind joined, so that they share their collectives and their I/O.
+
+    [Note: what is small]
+    A unit takes a gather, a reduction, and I/O of its own, whatever its size, so adapters, or the layers of a long `Sequential`,
+    are better together. Yet budgets hold whole units: what is joined is at most an eighth of the largest unit, which the smallest
+    budget has room for anyway, or else a MiB, and a sixteenth of the model. And an element of a `Sequential` or `ModuleList` of
+    a 64th of the one before it, a norm between blocks, goes with that one. Modules that have parameters of other units below
+    them stay as they are: their units are in use for longer. Whatever is joined has no effect on numbers.
+    """
+    sizes = [group.dtype.itemsize * sum(p.numel() for _, p in group.parameters) for group in groups]
+    most = max(max(sizes) // 8, min(sum(sizes) // 16, 1 << 20))
+    owner_of = {id(p): group.owner for group in groups for _, p in group.parameters}
+    containers = {owner: name.rpartition(".")[0] for name, owner in owners.items()}
+    joined: list[list[int]] = []
+    last: dict[tuple[torch.dtype, bool], list[int]] = {}  # what the next one of the same kind may be joined to
+
+    def go_together(before: list[int], number: int) -> bool:
+        together = sum(sizes[each] for each in before) + sizes[number]
+        first, other = (containers.get(groups[each].owner) for each in (before[0], number))
+        return together <= most or (first is not None and first == other and 64 * together <= 65 * sizes[before[0]])
+
+    for number, group in enumerate(groups):
+        kind = group.dtype, group.parameters[0][1].requires_grad
+        if any(owner_of[id(p)] is not group.owner for p in group.owner.parameters()):
+            last.pop(kind, None)
+            joined.append([number])
+        elif kind in last and go_together(last[kind], number):
+            last[kind].append(number)
+        else:
+            last[kind] = [number]
+            joined.append(last[kind])
+    return [_joined([groups[number] for number in numbers]) for numbers in joined]
+
+
+def _joined(groups: Sequence[Group]) -> Group:
+    first, *_, last = [groups[0], *groups]
+    name = first.name if first is last else f"{first.name} to {last.name}"
+    return first._replace(name=name, parameters=tuple(named for group in groups for named in group.parameters))
 
 
 def find_users(model: nn.Module, owners: dict[str, nn.Module], unit_of: dict[int, int]) -> dict[nn.Module, list[int]]:

@@ -275,6 +275,8 @@ class Hooks:
     def _enter(self, unit: Unit) -> None:
         if self._weaver is not None:
             self._weaver.cross(unit)
+        if in_backward():
+            unit.begin_turn()
         fresh = unit.state is UnitState.SHARDED  # else gathered(write=True) may hold it, where changes are welcome
         unit.unshard(self._runtime.enter(unit))
         if fresh:
@@ -353,6 +355,7 @@ class Hooks:
         self._end_other_node()
         if self._weaver is not None:
             self._weaver.cross(saved.unit)
+        saved.unit.begin_turn()
         flat = self._runtime.enter(saved.unit)
         self._node_units.append(saved.unit)
         offset = (flat.storage_offset() * flat.itemsize + saved.offset) // saved.dtype.itemsize

@@ -90,7 +90,8 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
     """Move every unit to its tier, one after the other, so that no more than one is whole at a time.
 
     Values come from `weights`; without them from the parameters, and for those whose ids are in `empty` from the modules'
-    own initialisation. When something fails, units already moved get their data back.
+    own initialisation. When something fails, units already moved get their data back,
+    where no other rank has a part of it.
     """
     aliases = _aliases(model)
     moved: list[Unit] = []
@@ -116,7 +117,10 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
                 moved.append(unit)
         except BaseException:
             for unit in moved:
-                unit.restore(unit.gather(Kind.PARAM))
+                if unit.shared:  # the other ranks may be elsewhere
+                    unit.close()
+                else:
+                    unit.restore(unit.gather(Kind.PARAM))
             raise
     for name, buffer in persistent_buffers(model):
         if weights is not None and name in weights:

@@ -1,16 +1,27 @@
-"""The collectives of a sharded unit, as functions over a process group; with one rank they move nothing."""
+"""The collectives of a sharded unit, as functions over a process group; with one rank they move nothing.
+
+[Note: reductions over gloo]
+Gloo makes a reduce-scatter by an all-reduce, which sends twice as much. So on the host each rank sends every other one that one's
+part, (N-1)/N of the whole, and adds what it receives to its own, in the order of the ranks: the sum has the same bits whoever
+makes it, and an all-reduce is this and the parts once more. What arrives goes through two halves of a memory of constant size,
+piece by piece, so however large a unit is, nothing is allocated.
+"""
 
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from infinity.device import divide_alone
+from infinity.device import add_alone, divide_alone
 
 Group = dist.ProcessGroup | None
+
+RECEIVING_BYTES = 2 << 20
+"""What a rank has for the pieces of reductions on the way to it: with two ranks, two of 1 MiB."""
 
 # Their names from torch 2.13 on; the older ones then warn.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -52,14 +63,90 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
         _gather(full, shard, group=group)
 
 
-def reduce_scatter_mean(shard: torch.Tensor, full: torch.Tensor, group: Group) -> None:
+def receiving(groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """The memory, uint8, that reductions in `groups` receive in; none where it is the backend's own affair."""
+    return torch.empty(RECEIVING_BYTES if any(map(_is_gloo, groups)) else 0, dtype=torch.uint8)
+
+
+def reduce_scatter_mean(shard: torch.Tensor, full: torch.Tensor, room: torch.Tensor, group: Group) -> None:
     """This rank's part of the mean over ranks of `full` (n * ranks,), into `shard` (n,), which is that part of `full`.
 
-    Overwrites `full`, and needs no other memory.
+    Overwrites `full`, and needs no other memory than `room`. On the host the bits are those of a sum in the order of the ranks.
     """
     if group is not None:
         divide_alone(full, dist.get_world_size(group))
-        _reduce_scatter(shard, full, group=group)
+        if full.device.type == "cpu" and _is_gloo(group):
+            _add_parts(full.chunk(dist.get_world_size(group)), room, group)
+        else:
+            _reduce_scatter(shard, full, group=group)
+
+
+def all_reduce_mean(values: torch.Tensor, room: torch.Tensor, group: Group) -> None:
+    """The mean over ranks of `values` (n,), in place; as `reduce_scatter_mean` has it."""
+    if group is not None:
+        divide_alone(values, dist.get_world_size(group))
+        if values.device.type == "cpu" and _is_gloo(group):
+            parts = values.tensor_split(dist.get_world_size(group))
+            _add_parts(parts, room, group)
+            _share_parts(parts, group)
+        else:
+            dist.all_reduce(values, group=group)
+
+
+def _is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether gloo joins the collectives of host memory."""
+    return "gloo" in dist.get_backend(group)
+
+
+def _add_parts(parts: Sequence[torch.Tensor], room: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Into this rank's one of `parts` (n,), the sum of what the ranks have there, added in their order.
+
+    See [Note: reductions over gloo]. While the pieces of one turn are added, those of the next are on their way.
+    """
+    mine, others = dist.get_rank(group), _others(group)
+    dtype = parts[mine].dtype
+    length = room.numel() // (2 * len(others) * dtype.itemsize)
+    turns: deque[tuple[torch.Tensor, dict[int, torch.Tensor], list[dist.Work | None]]] = deque()
+
+    def finish() -> None:
+        home, received, works = turns.popleft()
+        _wait(works)
+        boxes = [box for other, box in received.items() if other < mine]
+        for box in boxes[1:]:
+            add_alone(boxes[0], box)
+        for box in [*boxes[:1], *(box for other, box in received.items() if other > mine)]:
+            add_alone(home, box)
+
+    for turn, begin in enumerate(range(0, max(part.numel() for part in parts), length)):
+        if len(turns) == 2:
+            finish()
+        pieces = [part[begin : begin + length] for part in parts]
+        boxes = room[turn % 2 * (room.numel() // 2) :][: len(others) * length * dtype.itemsize].view(dtype).split(length)
+        received = {other: box[: pieces[mine].numel()] for other, box in zip(others, boxes, strict=True)}
+        works = [dist.irecv(box, group=group, group_src=other) for other, box in received.items() if box.numel()]
+        works += [dist.isend(pieces[other], group=group, group_dst=other) for other in others if pieces[other].numel()]
+        turns.append((pieces[mine], received, works))
+    while turns:
+        finish()
+
+
+def _share_parts(parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give this rank's one of `parts` to all, and take theirs."""
+    mine, others = parts[dist.get_rank(group)], _others(group)
+    works = [dist.irecv(parts[other], group=group, group_src=other) for other in others if parts[other].numel()]
+    works += [dist.isend(mine, group=group, group_dst=other) for other in others if mine.numel()]
+    _wait(works)
+
+
+def _others(group: dist.ProcessGroup) -> list[int]:
+    mine = dist.get_rank(group)
+    return [rank for rank in range(dist.get_world_size(group)) if rank != mine]
+
+
+def _wait(works: Iterable[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:  # that is for ranks that are not in the group
+            work.wait()
 
 
 def same(value: int, group: dist.ProcessGroup) -> bool:
@@ -68,13 +155,6 @@ def same(value: int, group: dist.ProcessGroup) -> bool:
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     most, minus_least = both.tolist()
     return bool(most == -minus_least)
-
-
-def all_reduce_mean(values: torch.Tensor, group: Group) -> None:
-    """The mean over ranks of `values` (n,), in place."""
-    if group is not None:
-        divide_alone(values, dist.get_world_size(group))
-        dist.all_reduce(values, group=group)
 
 
 def all_reduce_sum(values: Sequence[float], groups: Iterable[dist.ProcessGroup]) -> list[float]:

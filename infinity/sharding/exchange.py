@@ -20,8 +20,10 @@ An update whose gather is posted must be able to end without the thread that wai
 
 [Note: ranks that are stuck]
 Who waits for a collective looks now and then at what the other ranks have noted (`infinity.sharding.watch`). It gives up when
-the first one in the queue has waited for the others for `Config.collective_timeout`, when another rank gave up, and when the
-orders differ. torch's own call goes on in this thread meanwhile, and ends by its own timeout, which is a little longer.
+the first one in the queue has waited for the others for `Config.collective_timeout`, when another rank gave up or failed, and
+when the orders differ. A rank where anything fails for good, an update in the background above all, notes that at once: the
+others need not wait for that very thing. torch's own call goes on in this thread meanwhile, and ends by its own timeout, which
+is a little longer.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
 from infinity.device import ComputeDevice
-from infinity.errors import EngineClosedError, InfinityError
+from infinity.errors import EngineClosedError, InfinityError, NvmeError
 from infinity.observe import Recorder
 from infinity.sharding import collectives
 from infinity.sharding.ranks import Ranks
@@ -110,9 +112,13 @@ class Exchange:
     def __init__(self, ranks: Ranks, device: ComputeDevice, store: Store, recorder: Recorder, timeout: float) -> None:
         self._device, self._store, self._recorder = device, store, recorder
         self.ranks = ranks.copy(1.25 * timeout + 1)
+        self.room = collectives.receiving(self.ranks.groups())
+        """What reductions receive in."""
         self._watch = Watch(self.ranks, timeout)
         self._recent: deque[str] = deque(maxlen=RECENT)
         self._count = 0  # how many were posted
+        self.averages = True
+        """Whether gradients are averaged over the replicas as they come; else when they are needed (`Engine.no_sync`)."""
         self.bytes_per_second: float | None = None
         """For tests and benchmarks: every collective takes at least as long as sending at this rate what this rank sends."""
         self._calls = collectives.Calls()
@@ -121,6 +127,7 @@ class Exchange:
         self._posted: queue.SimpleQueue[Collective | None] = queue.SimpleQueue()
         self._error: EngineClosedError | None = None
         self._closing = threading.Event()
+        store.on_failure = self._tell
         self._thread = threading.Thread(target=self._run, name="infinity-exchange", daemon=True)
         self._thread.start()
 
@@ -182,6 +189,7 @@ class Exchange:
 
         What was given up on ends when torch.distributed ends it. May be called twice.
         """
+        self._store.on_failure = lambda error: None
         with self._lock:
             if not self._closing.is_set():
                 self._closing.set()
@@ -197,9 +205,15 @@ class Exchange:
 
     # When it takes long
 
-    def _note(self, going: Collective, failed: bool = False) -> Note:
+    def _note(self, going: Collective | None, failed: bool = False, reason: str = "") -> Note:
         with self._lock:
-            return Note(going.number, going.name, going.arrived < math.inf, failed, self._count, list(self._recent))
+            at = (self._count, "", False) if going is None else (going.number, going.name, going.arrived < math.inf)
+            return Note(*at, failed, self._count, list(self._recent), reason)
+
+    def _tell(self, error: EngineClosedError) -> None:
+        """Something failed on this rank for good, on whatever thread: the others are told now, whatever they wait for."""
+        self._watch.write(self._note(None, failed=True, reason=str(error)))
+        self.fail(error)
 
     def _look(self) -> None:
         """Somebody waits: say so to the other ranks, and give up where that has no end."""
@@ -213,7 +227,7 @@ class Exchange:
         waited = time.perf_counter() - going.arrived  # less than none while this rank's own part is not there
         reason = diverged(self._watch.rank, mine, others)
         if not reason and any(note is not None and note.failed for note in others.values()):
-            reason = f"rank {self._watch.rank} waits in collective {mine.number} in vain; {state_of(others)}"
+            reason = self._in_vain(mine, others)
         elif not reason and waited > self._watch.timeout:
             reason = (
                 f"rank {self._watch.rank} waited {waited:.0f} s for the others in collective {mine.number}; {state_of(others)}. "
@@ -221,13 +235,18 @@ class Exchange:
                 f"Config(collective_timeout={self._watch.timeout:g})"
             )
         if reason:
+            self._watch.write(mine._replace(failed=True))
             self.fail(self._store.fail(InfinityError(reason), going.name))
-            self._watch.write(mine._replace(failed=True))  # for good: after `fail` the thread takes no note back
+
+    def _in_vain(self, mine: Note, others: Mapping[int, Note | None]) -> str:
+        return f"rank {self._watch.rank} waits in collective {mine.number} in vain; {state_of(others)}"
 
     def _explain(self, collective: Collective, error: BaseException) -> BaseException:
         """What torch raised, with what the other ranks are at, which they may have yet to find out."""
         mine = self._note(collective, failed=True)
         others = self._watch.others(patience=2 * self._watch.pause)
+        if any(note is not None and note.reason for note in others.values()):
+            return InfinityError(self._in_vain(mine, others))  # whatever torch met is what became of it
         explained = InfinityError(diverged(self._watch.rank, mine, others) or f"{error} ({state_of(others)})")
         explained.__cause__ = error
         return explained
@@ -252,8 +271,8 @@ class Exchange:
             self._recorder.add("collective", collective.name, start, time.perf_counter())
         except BaseException as error:
             if not collective.ended():  # else somebody has given up on it
-                self._watch.write(self._note(collective, failed=True))
-                if collective.arrived < math.inf:  # it may be the other ranks' doing
+                if collective.arrived < math.inf and not isinstance(error, NvmeError):  # it may be the other ranks' doing
+                    self._watch.write(self._note(collective, failed=True))
                     error = self._explain(collective, error)
                 self.fail(error if isinstance(error, EngineClosedError) else self._store.fail(error, collective.name))
             return

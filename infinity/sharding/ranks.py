@@ -33,6 +33,11 @@ class Ranks(NamedTuple):
         """How many ranks there are in all."""
         return size(self.shards) * size(self.replicas)
 
+    @property
+    def own(self) -> str:
+        """The name of what several ranks of a node must not share: `rank<N>`, N among all processes; "" for one rank."""
+        return f"rank{dist.get_rank()}" if self.number > 1 else ""
+
     def groups(self) -> list[dist.ProcessGroup]:
         """A sum over each of these in turn is one over all ranks."""
         return [group for group in self if group is not None]

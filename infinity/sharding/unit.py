@@ -100,6 +100,11 @@ class GradientBuffer:
         else:
             part.copy_(gradient)
 
+    def begin_turn(self, unit: Unit) -> None:
+        """The backward is about to use `unit`: another one that holds the buffer has all its gradients, as a rule."""
+        if self._holder is not None and self._holder is not unit:
+            self.flush()
+
     def flush(self) -> None:
         """Reduce what the holder has collected, and free the buffer."""
         holder, self._holder = self._holder, None
@@ -179,6 +184,7 @@ class Unit:
         """What the gradients of the step under way are multiplied by in the update: the clip factor; and what they were
         multiplied by, with the loss, in the backward."""
         self._is_mean = False  # where gradients are reduced late: whether those of the step under way have been
+        self._is_apart = False  # whether some of the gradients at home are not averaged over the replicas yet (`Engine.no_sync`)
         self.reduced: set[int] = set()
         """The parameters whose gradients of the step under way have passed a `GradientBuffer`."""
         self._plain = [type(p) for p in self.parameters]
@@ -361,6 +367,12 @@ class Unit:
         """Whether the engine holds a gradient of `parameter`."""
         return self.accumulated[self.position(parameter)] and not self.spent
 
+    def begin_turn(self) -> None:
+        """The backward is about to use the unit. What the one before has collected is reduced first, before the gathers that are
+        posted with this use, so that the buffer is free again when the one after this needs it."""
+        if self._buffer is not None and self.trainable:  # frozen ones come and go between gradients of one unit
+            self._buffer.begin_turn(self)
+
     def collect(self, index: int, gradient: torch.Tensor) -> None:
         """Add the gradient of parameter `index` of this backward to what the step has so far."""
         if self.spent:
@@ -416,42 +428,74 @@ class Unit:
             self._add_up(full, first)
             self._begin_early()
             return None
-        return self._post_reduction(lambda: self._add_up(self._reduced(full), first))
+        if self.ranks.replicas is None or (self.exchange.averages and not self._is_apart):
+            return self._post_reduction(lambda: self._add_up(self._reduced(full), first))
+        averages, self._is_apart = self.exchange.averages, not self.exchange.averages
+        return self._post_reduction(lambda: self._add_up(self._scattered(full), first, averages), averages=averages)
 
     def end_reduction(self, collected: int) -> None:
         """The reduction that was posted when the step had brought as many gradients as `collected` has ended."""
         if self.collected == collected:
             self._begin_early()
 
-    def _add_up(self, shard: torch.Tensor, first: bool) -> None:
-        """Add `shard` (shard_numel,) to the gradient block, or replace that by it if it is the `first` of the step."""
+    def _add_up(self, shard: torch.Tensor | None, first: bool, average: bool = False) -> None:
+        """Add `shard` (shard_numel,) to the gradient block, or replace that by it if it is the `first` of the step; then have the
+        block averaged over the replicas if asked."""
         block = self.blocks[Kind.GRAD]
-        with closing(self.store.bring_home(block, shard.view(torch.uint8), add=not first)) as parts:
-            for home, part in parts:
-                (copy_alone if first else add_alone)(home.view(self.gradient_dtype), part.view(self.gradient_dtype))
-        self.store.end_update([block])
+        if shard is not None:
+            with closing(self.store.bring_home(block, shard.view(torch.uint8), add=not first)) as parts:
+                for home, part in parts:
+                    (copy_alone if first else add_alone)(home.view(self.gradient_dtype), part.view(self.gradient_dtype))
+            self.store.end_update([block])
+        if average:
+            for begin in self.chunks():
+                (chunk,) = self.store.check_out([(block, True)], begin)
+                try:
+                    chunk.wait()
+                    self._average(chunk.tensor.view(self.gradient_dtype))
+                    chunk.commit()
+                finally:
+                    chunk.release()
+            self.store.end_update([block])
 
-    def _post_reduction(self, join: Callable[[], object]) -> Collective:
-        if self.exchange is None:
-            raise RuntimeError(f"there is nobody to reduce {self.name} with")
+    def _post_reduction(self, join: Callable[[], object], scatters: bool = True, averages: bool = True) -> Collective:
         nbytes = self.layout.shard_numel * self.gradient_dtype.itemsize
         replicas = collectives.size(self.ranks.replicas)
-        sent = nbytes * (self.layout.ranks - 1 + 2 * (replicas - 1) / replicas)
-        return self.exchange.post("reduce", self.name, join, sent)
+        sent = nbytes * (scatters * (self.layout.ranks - 1) + averages * 2 * (replicas - 1) / replicas)
+        operation = "reduce" if scatters else "average"
+        return self._partners().post(operation, self.name, join, sent, everywhere=averages)
+
+    def _partners(self) -> Exchange:
+        if self.exchange is None:
+            raise RuntimeError(f"there is nobody to reduce {self.name} with")
+        return self.exchange
 
     def _reduced(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of the mean of `full` (numel,) over all ranks, in the same memory. On the thread of the exchange."""
-        shard, ranks = self.shard_of(full), ALONE if self.exchange is None else self.exchange.ranks
-        collectives.reduce_scatter_mean(shard, full, ranks.shards)
-        collectives.all_reduce_mean(shard, ranks.replicas)
+        shard = self._scattered(full)
+        self._average(shard)
         return shard
+
+    def _scattered(self, full: torch.Tensor) -> torch.Tensor:
+        """Like `_reduced`, of the mean over those that the shards are divided among."""
+        shard, exchange = self.shard_of(full), self._partners()
+        collectives.reduce_scatter_mean(shard, full, exchange.room, exchange.ranks.shards)
+        return shard
+
+    def _average(self, values: torch.Tensor) -> None:
+        """Put the mean over the replicas in the place of `values`. On the thread of the exchange."""
+        exchange = self._partners()
+        if exchange.ranks.replicas is not None:
+            here = values.to(self._placeholder.device)  # what its group can reach
+            collectives.all_reduce_mean(here, exchange.room, exchange.ranks.replicas)
+            values.copy_(here)
 
     def _sent(self, shard: torch.Tensor) -> int:
         """Bytes that this rank sends when its `shard` is gathered by all."""
         return shard.nbytes * (self.layout.ranks - 1)
 
     def _begin_early(self) -> None:
-        if self.collected == self.expected and self.updater is not None:
+        if self.collected == self.expected and self.updater is not None and not self._is_apart:
             self.updater.begin_early(self)
 
     def pass_forward(self) -> None:
@@ -483,6 +527,9 @@ class Unit:
             self._buffer.settle()
         if not any(self.accumulated):
             return False
+        if self._is_apart:
+            self._post_reduction(lambda: self._add_up(None, first=False, average=True), scatters=False).wait()
+            self._is_apart = False
         home = self.blocks[Kind.GRAD].home
         if self._buffer is None and home is not None and not self._is_mean:
             flat = home.tensor.view(self.gradient_dtype)
@@ -499,7 +546,7 @@ class Unit:
         self._withdraw()
         self.collected = 0
         self.accumulated = [False] * len(self.parameters)
-        self.spent = self._is_mean = False
+        self.spent = self._is_mean = self._is_apart = False
         self.reduced.clear()
         self.grad_scale = self.loss_scale = 1.0
         if self._buffer is not None:

@@ -1,30 +1,34 @@
 """What the ranks of an engine are at, for the error of one that waits too long: notes in torch.distributed's store.
 
-A rank writes a note only when it has waited for a while, so that nothing is written while all goes well. A rank without a note
-computes, or has ended.
+A rank writes a note only when it has waited for a while, or has failed, so that nothing is written while all goes well. A rank
+without a note computes, or has ended.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from infinity.errors import InfinityError
 from infinity.sharding.ranks import Ranks
 
 RECENT = 64
 """How many collectives a note lists."""
 _SHOWN = 4
 _PAUSE = 2.0
+_GLANCE = 0.02
 
 
 class Note(NamedTuple):
-    """A rank waits in collective `number`, counted from 0, or has `failed` in it; `recent` ends with the last one it posted."""
+    """A rank waits in collective `number`, counted from 0, or has `failed` in it; `recent` ends with the last one it posted. A
+    `reason` is one of its own: it will join nothing any more."""
 
     number: int
     name: str
@@ -32,6 +36,7 @@ class Note(NamedTuple):
     failed: bool
     posted: int
     recent: Sequence[str]
+    reason: str = ""
 
     def at(self, number: int) -> str | None:
         """The name of collective `number`, where this note knows it."""
@@ -44,6 +49,8 @@ class Note(NamedTuple):
         return ", ".join(name for each in range(first, number + 1) if (name := self.at(each)) is not None)
 
     def __str__(self) -> str:
+        if self.reason:
+            return f"failed: {self.reason}"
         if self.failed:
             return f"gave up in collective {self.number}, {self.name}"
         doing = "waits for the others in" if self.arrived else "still brings its own part (reading or updating it) to"
@@ -60,6 +67,8 @@ class Watch:
         groups = ranks.groups()
         self.rank = dist.get_rank() if groups else 0
         self.noted = False
+        self._is_final = False
+        self._lock = threading.Lock()
         self._groups = [
             (
                 distributed_c10d.PrefixStore(f"infinity/{group.group_name}", distributed_c10d._get_default_store()),
@@ -69,11 +78,14 @@ class Watch:
         ]
 
     def write(self, note: Note | None) -> None:
-        """Let the others know; None: this rank waits no more."""
-        self.noted = note is not None
-        for store, _ in self._groups:
-            with suppress(Exception):  # who holds the store may have ended
-                store.set(str(self.rank), json.dumps(note))
+        """Let the others know; None: this rank waits no more. What it says of a failure is the last that it says."""
+        with self._lock:
+            if self._is_final:
+                return
+            self.noted, self._is_final = note is not None, note is not None and note.failed
+            for store, _ in self._groups:
+                with suppress(Exception):  # who holds the store may have ended
+                    store.set(str(self.rank), json.dumps(note))
 
     def others(self, patience: float = 0.0) -> dict[int, Note | None]:
         """The last note of every other rank; waits for those that there are not for `patience` seconds."""
@@ -87,6 +99,45 @@ class Watch:
                         break
                     time.sleep(0.05)
         return found
+
+
+@contextmanager
+def together(ranks: Ranks, timeout: float) -> Iterator[None]:
+    """What is inside ends well on all `ranks`, or on none: where it fails on one, the others raise `InfinityError` at its end.
+
+    All ranks enter it equally often. An error is raised at once, and told; without one a rank waits for the others for `timeout`
+    seconds. Joins no collective, so that a rank that never comes is named.
+    """
+    rank, meetings = str(dist.get_rank()) if ranks.groups() else "", []
+    for group in ranks.groups():  # along one dimension of a mesh, then along the other
+        all_times = distributed_c10d.PrefixStore(f"infinity/together/{group.group_name}", distributed_c10d._get_default_store())
+        this_time = distributed_c10d.PrefixStore(str(all_times.add(f"times of {rank}", 1)), all_times)
+        meetings.append((this_time, dist.get_process_group_ranks(group)))
+    try:
+        yield
+    except BaseException as error:
+        for notes, _ in meetings:
+            with suppress(Exception):  # this error is the one to raise
+                notes.set(rank, f"rank {rank} failed: {type(error).__name__}: {error}")
+        raise
+    failure = ""
+    for notes, members in meetings:
+        notes.set(rank, failure)
+        failure = failure or _first_failure(notes, members, timeout)
+    if failure:
+        raise InfinityError(failure)
+
+
+def _first_failure(notes: distributed_c10d.Store, members: Sequence[int], timeout: float) -> str:
+    until = time.monotonic() + timeout
+    for rank in members:
+        while not notes.check([str(rank)]):
+            if time.monotonic() > until:
+                return f"rank {rank} did not come in {timeout:.0f} s (Config.collective_timeout): it is elsewhere, or gone"
+            time.sleep(_GLANCE)
+        if said := notes.get(str(rank)).decode():
+            return said
+    return ""
 
 
 def _read(store: distributed_c10d.Store, rank: int) -> Note | None:

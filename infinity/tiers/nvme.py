@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -72,7 +72,7 @@ class Transfer:
         """Block until every byte has moved; raises `NvmeError` with path, offset, errno, asked and done."""
         self._finish()
         if self._failed is not None:
-            raise NvmeError(self._operation, *self._failed)
+            raise NvmeError(self._operation, *self._failed, self._name)
 
     def _finish(self) -> None:
         """Wait for every request, for the memory may be reused after that, and let go of the tickets: they keep files open."""
@@ -105,7 +105,10 @@ class NvmeTier:
         budget: int | None,
         recorder: Recorder,
         shares: Literal["measured", "equal"] | Sequence[float] = "measured",
+        own: str = "",
     ) -> None:
+        """With `own` the files lie in directories of that name below `directories`, which are made and removed."""
+        self._own = own
         self._directories, self._kind, self._budget, self._recorder = list(directories), engine, budget, recorder
         self._shares = shares
         self._parts = ExitStack()  # what `close` undoes, the last first
@@ -138,6 +141,7 @@ class NvmeTier:
                 f"the smallest nvme_memory that works is {total} (invariant I10)"
             )
         try:
+            self._directories = [self._make_own(directory) for directory in self._directories]
             for directory in self._directories:
                 self._parts.callback(os.close, lock_directory(directory))
                 self._parts.callback((directory / LOCK_NAME).unlink, missing_ok=True)
@@ -159,6 +163,17 @@ class NvmeTier:
                 raise ConfigError(f"nvme directory {directory} {kind}; create it on the drive to be used: mkdir -p {directory}")
         if len({directory.resolve() for directory in self._directories}) < len(self._directories):
             raise ConfigError(f"the nvme directories must differ: {', '.join(map(str, self._directories))}")
+
+    def _make_own(self, directory: Path) -> Path:
+        if not self._own:
+            return directory
+        own = directory / self._own
+        try:
+            own.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"nvme directory {directory} cannot be written: {os.strerror(error.errno or 0)}") from error
+        self._parts.callback(_remove_empty, own)
+        return own
 
     def _make_file(self, directory: Path) -> Any:
         path = directory / STATES_NAME
@@ -316,6 +331,11 @@ def _fill(file: Any, nbytes: int) -> int:
         else:
             too_many = middle
     return int(fits)
+
+
+def _remove_empty(directory: Path) -> None:
+    with suppress(OSError):  # somebody keeps something there
+        directory.rmdir()
 
 
 def _free_bytes(directory: Path) -> int:

@@ -60,11 +60,12 @@ class Store:
     Any thread may call it; states change under one lock. The budgets hold from `open` on: all memory is allocated there.
     """
 
-    def __init__(self, config: Config, device: ComputeDevice, recorder: Recorder) -> None:
+    def __init__(self, config: Config, device: ComputeDevice, recorder: Recorder, own: str = "") -> None:
+        """What is on NVMe lies in directories called `own` below those of `config`, if that has letters."""
         self._config, self._device, self._recorder = config, device, recorder
         # A delayed update writes new parameters while the old ones are in use: they have two places each, not one in the cache.
         self._twice = {Kind.PARAM} if config.update == "delayed" else set()
-        self._nvme = NvmeTier(config.nvme, config.io_engine, config.nvme_memory, recorder, config.nvme_shares)
+        self._nvme = NvmeTier(config.nvme, config.io_engine, config.nvme_memory, recorder, config.nvme_shares, own)
         self._changed = threading.Condition()
         self._blocks: list[Block] = []
         self._arenas: dict[str, Arena] = {}
@@ -88,6 +89,8 @@ class Store:
         """How far away the next use of a unit's parameters is; set by whoever knows the trace."""
         self.on_place: Callable[[], None] = lambda: None
         """Called when a copy is on the compute device, or the place of one whose block is UPDATING; set by whoever updates."""
+        self.on_failure: Callable[[EngineClosedError], None] = lambda error: None
+        """Called when something failed for good, once, on the thread where it did; set by whoever tells other ranks."""
 
     # Declaration and budgets
 
@@ -689,9 +692,12 @@ class Store:
     def fail(self, error: BaseException, what: str = "an update") -> EngineClosedError:
         """`what` failed: whoever waits for it, now or later, gets `EngineClosedError` from `error`; returned is one like it."""
         with self._changed:
-            self._failure = self._failure or (error, what)
+            is_first, self._failure = self._failure is None, self._failure or (error, what)
             self._changed.notify_all()
-            return self._closed_by_failure()
+            told = self._closed_by_failure()
+        if is_first:
+            self.on_failure(told)
+        return told
 
     def check(self) -> None:
         """Raise `EngineClosedError` when something failed or the store was closed."""
