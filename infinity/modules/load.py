@@ -15,6 +15,7 @@ from torch import nn
 
 from infinity.errors import ConfigError, WeightsError
 from infinity.modules.init import initialise
+from infinity.sharding.tensor_parallel import bounds_of, local
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Kind
 
@@ -41,9 +42,10 @@ class Weights:
         """The shape of tensor `name`."""
         return tuple(self._files[name].get_slice(name).get_shape())
 
-    def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Copy tensor `name` into `target` of the same shape, converting the dtype."""
-        target.copy_(self._files[name].get_tensor(name))
+    def read_into(self, name: str, target: torch.Tensor, bounds: tuple[slice, ...] = ()) -> None:
+        """Copy tensor `name`, or the part of it within `bounds`, into `target` of the same shape, converting the dtype."""
+        file = self._files[name]
+        target.copy_(file.get_slice(name)[bounds] if bounds else file.get_tensor(name))
 
 
 @contextmanager
@@ -104,12 +106,12 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
                 for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
                     view = flat[place.offset : place.end].view(place.shape)
                     if weights is not None:
-                        weights.read_into(next(n for n in aliases[id(parameter)] if n in weights), view)
+                        name = next(n for n in aliases[id(parameter)] if n in weights)
+                        weights.read_into(name, view, bounds_of(parameter))
                     elif id(parameter) in empty:
-                        parameter.data = view
-                        uninitialised.append(parameter)
+                        uninitialised.append((parameter, view))
                     else:
-                        view.copy_(parameter.data)
+                        view.copy_(local(parameter.data))
                 initialise(model, uninitialised)
                 unit.write(Kind.PARAM, unit.shard_of(flat))
                 unit.guard()
@@ -120,7 +122,7 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
             raise
     for name, buffer in persistent_buffers(model):
         if weights is not None and name in weights:
-            weights.read_into(name, buffer)
+            weights.read_into(name, local(buffer))
 
 
 def _aliases(model: nn.Module) -> dict[int, list[str]]:
