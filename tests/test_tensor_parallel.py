@@ -36,7 +36,12 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.checkpoint import state as checkpoint_state
-from infinity.sharding.tensor_parallel import bounds_of, local
+from infinity.sharding.ranks import ALONE
+from infinity.sharding.tensor_parallel import bounds_of, local, with_tensor_parallel
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from models import FAMILIES, text_batch
 
 RANKS, WIDTH, HEAD, WORDS, ROWS, LENGTH, STEPS = 4, 32, 8, 41, 8, 8, 20
 SHORT = 4  # steps of those that `LONG` does not name
@@ -65,7 +70,7 @@ SAME = (
     ("accumulated", "accumulated vertically"),
     ("sequence parallel", "sequence parallel, nvme"),
 )  # bit for bit
-LONG = ("stage 3", "stage 2", "stage 1", "cpu", "nvme")
+LONG = ("stage 3", "stage 2", "stage 1", "nvme")
 WAYS = {"2 x 2": ("2 x 2", "4 x 1", "1 x 4", "replicas", "1 x 2"), "4 x 1": ("2 x 2", "1 x 4"), "1 x 4": ("2 x 2",)}
 """How a checkpoint is loaded, as data x tensor parallel ranks, by how it was saved."""
 
@@ -266,6 +271,38 @@ class Rank:
                 inside = {(p.dtype, local(p).dtype) for p in model.parameters()}
             return {"weights": engine.state_dict(), "states": flat(optimizer), "dtypes": dtypes, "inside": inside}
 
+    def llama(self) -> dict[str, Any]:
+        """An unmodified model of transformers."""
+        model, mesh = FAMILIES["llama"].build(), self.mesh["tp"]
+        columns, rows = (
+            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+            "mlp.down_proj",
+        )
+        block = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(("self_attn.o_proj", rows), RowwiseParallel())
+        parallelize_module(model, mesh, {f"model.layers.*.{name}": style for name, style in block.items()})
+        words = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
+        parallelize_module(model, mesh, words | {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+        model.lm_head.weight = model.model.embed_tokens.weight
+        with infinity.engine(self.wrap(model)) as engine:
+            optimizer = infinity.AdamW(model.parameters(), **settings())
+            for step in range(SHORT):
+                part = {name: value.chunk(2)[self.mesh["shard"].get_local_rank()] for name, value in text_batch(step, 4).items()}
+                model(**part).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return {"norm": optimizer.grad_norm, "weights": engine.state_dict()}
+
+    def sizes(self) -> list[tuple[Any, ...]]:
+        """Where parameters lie whose ranks have 3 and 2 rows, and 1 and none, and how large the unit is."""
+        model, mesh = nn.Module(), self.mesh["tp"]
+        for name, shape in (("uneven", (5, 100)), ("scarce", (1, 300)), ("whole", (7,))):
+            values, placement = torch.ones(shape), Replicate() if name == "whole" else Shard(0)
+            model.register_parameter(name, nn.Parameter(distribute_tensor(values, mesh, [placement])))
+        with infinity.engine(self.wrap(model)) as engine:
+            (unit,) = engine.units
+            assert all(torch.equal(value, torch.ones_like(value)) for value in engine.state_dict().values())
+            return [(place.offset, place.numel) for place in unit.layout.places] + [(unit.layout.numel,)]
+
     def nonfinite(self, name: str) -> dict[str, Any]:
         """One rank of four has an infinite gradient of parameter `name`, in the second step."""
         model = self.wrap()
@@ -284,7 +321,7 @@ class Rank:
 
     def checkpoints(self) -> dict[str, Any]:
         """Save on 2 x 2 ranks, and load in every way; the other way round from one without tensor parallelism."""
-        checkpoint_state.PIECE = 700
+        checkpoint_state.PIECE = 1500
         found: dict[str, Any] = {}
 
         def states(engine: infinity.Engine, optimizer: infinity.AdamW) -> dict[str, Any]:
@@ -360,6 +397,18 @@ class Rank:
         """What is said to who uses a parameter outside of its forward."""
         model, said = self.wrap(), []
         weight = model.blocks[0].feed.down.weight
+
+        @torch.no_grad()
+        def edit() -> None:
+            def add(module: nn.Module, _: Any) -> None:
+                module.weight.add_(1)
+
+            handle = model.blocks[0].feed.down.register_forward_pre_hook(add)
+            try:
+                model(batch(0))
+            finally:
+                handle.remove()
+
         ways: list[Callable[[], object]] = [
             lambda: weight + 1, weight.to_local, weight.full_tensor, lambda: weight._local_tensor.sum(),
             lambda: weight.redistribute(placements=[Replicate()]), lambda: model.state_dict(),
@@ -378,6 +427,10 @@ class Rank:
                 weight.mul_(2)
             after = engine.state_dict()
             assert torch.equal(after["blocks.0.feed.down.weight"], 2 * before["blocks.0.feed.down.weight"])
+            try:
+                edit()
+            except infinity.ShardedParameterError as error:
+                said.append(str(error))
         try:
             weight.to_local()
         except infinity.EngineClosedError as error:
@@ -436,6 +489,20 @@ class Rank:
             except infinity.ConfigError as error:
                 said[name] = str(error)
                 assert all(torch.equal(local(p).detach(), values) for p, values in before)
+        model = parallelize(build(), tp)
+        try:
+            with_tensor_parallel(ALONE, model, torch.device("cuda"))
+        except infinity.ConfigError as error:
+            said["device"] = str(error)
+        model.unknown = nn.Module()
+        model.unknown.weight = nn.Parameter(torch.empty(3, device="meta"))
+        before = [(p, local(p).detach().clone()) for p in model.parameters() if not p.is_meta]
+        try:
+            self.wrap(model)
+        except infinity.ConfigError as error:  # when all others have moved
+            said["unknown"] = str(error)
+            assert all(torch.equal(local(p).detach(), values) for p, values in before)
+            model.blocks[0](torch.ones(1, 2, WIDTH)).sum().backward()
         model = self.wrap(algorithm="other")
         with infinity.engine(model):
             try:
@@ -471,6 +538,8 @@ def serve(directory: Path, rank: int) -> None:
     this = Rank(directory, rank)
     results: dict[str, Any] = {name: this.train(case, STEPS if name in LONG else SHORT) for name, case in CASES.items()}
     results["bits"] = this.replicated_bits()
+    results["sizes"] = this.sizes()
+    results["llama"] = this.llama()
     results["nonfinite"] = {name: this.nonfinite(name) for name in ("blocks.0.feed.down.weight", "blocks.1.norm1.weight")}
     results["checkpoints"] = this.checkpoints()
     results["meta"] = this.meta()
@@ -597,6 +666,30 @@ def test_what_all_hold_stays_the_same_when_it_is_rounded_with_noise(results: lis
         assert result["bits"]["inside"] == {(torch.bfloat16, torch.bfloat16)}
 
 
+def test_a_model_of_transformers_is_trained_as_it_is(results: list[dict[str, Any]]) -> None:
+    model, options = FAMILIES["llama"].build(), settings()
+    limit = options.pop("max_grad_norm")
+    optimizer, norm = torch.optim.AdamW(model.parameters(), **options), torch.zeros(())
+    for step in range(SHORT):
+        model(**text_batch(step, 4)).loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        optimizer.zero_grad()
+    for result in results:
+        found = result["llama"]["weights"]
+        assert result["llama"]["norm"] == pytest.approx(norm.item(), rel=1e-5)
+        assert found.keys() == model.state_dict().keys()
+        for name, value in model.state_dict().items():
+            assert torch.linalg.vector_norm(found[name] - value) <= 1e-5 * torch.linalg.vector_norm(value), name
+
+
+def test_units_are_alike_where_parts_are_not(results: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        (first, uneven), (second, scarce), (third, _), (size,) = result["sizes"]
+        assert (first, second, third) == (0, 320, 640) and size == 4096, "room for 300, 300 and 7 elements, in multiples of 64"
+        assert (uneven, scarce) == ((300, 300), (200, 0))[rank % 2]
+
+
 def test_a_gradient_that_is_not_finite_on_one_rank_is_known_to_all(results: list[dict[str, Any]]) -> None:
     """Of a parameter that is divided, and of one that all hold, on a rank that does not count it."""
     for name in results[0]["nonfinite"]:
@@ -656,11 +749,13 @@ def test_a_touch_outside_of_the_forward_is_told(results: list[dict[str, Any]]) -
         r"forward; use `with infinity\.gathered\(model\):`"
     )
     for result in results:
-        *touches, told, facts, closed = result["touches"]
-        assert len(touches) == 6
-        for said in touches[:5]:
+        *touches, told, facts, edited, closed = result["touches"]
+        *touches, all_of_it = touches
+        assert len(touches) == 5
+        for said in touches:
             assert re.match(text, said), said
-        assert "lives on cpu" in touches[5]
+        assert "lives on cpu" in all_of_it
+        assert edited.startswith("blocks.0.feed.down.weight was changed in place inside of a forward")
         assert told.endswith("ShardedParameter(blocks.0.feed.down.weight, on cpu, unit blocks.0)")
         assert facts == "(torch.Size([32, 96]), torch.float32, (Shard(dim=1),), None)"
         assert closed.startswith("blocks.0.feed.down.weight has no data any more")
@@ -680,6 +775,8 @@ def test_a_touch_outside_of_the_forward_is_told(results: list[dict[str, Any]]) -
             r"places is a DTensor of shape \(18, 32\) placed as .*, of which this rank has \(8, 32\); it should have \(9, 32\)",
         ),
         ("buffer", r"the buffer table is a DTensor placed as .*; buffers must be Replicate\(\)"),
+        ("device", r"words\.weight is a DTensor on a mesh of cpu, and the model will run on cuda; set Config\(device='cpu'\)"),
+        ("unknown", r"unknown \(Module\) was built inside infinity\.init\(\) and has no reset_parameters\(\)"),
         ("adapt", r"RMSprop would see of a DTensor what this rank has of it, and not the whole; .* infinity\.AdamW"),
     ],
 )

@@ -12,7 +12,8 @@ placements are the same on all of them: what all hold is then rounded with the s
 [Note: two threads]
 Collectives of DTensors are torch's, on the thread that runs the model, which waits for them; ours are joined by the exchange, in
 groups of its own. All ranks go through both in the order of one program, and the exchange never waits for the model's thread. So
-of the ranks whose model waits the one that is least far can go on: what it waits for was posted, or reached, by all.
+of the ranks whose model waits the one that is least far can go on: what it waits for was posted, or reached, by all. On GPUs the
+kernels of both must find room at once, as those of any groups that are used beside each other.
 """
 
 from __future__ import annotations
