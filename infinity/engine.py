@@ -437,8 +437,8 @@ def wrap(
     together (default: the repeated blocks). `group` is the process group to shard over (default: one rank), or
     a `DeviceMesh` of one dimension, or of two (replicate, shard): parts are then shared inside the second, and each has a replica
     along the first. Parameters may be DTensors on another dimension of the mesh (`parallelize_module`), placed as `Shard` or
-    `Replicate`: each rank then shards what it has of them. Plain ones, and their gradients, must be the same on all tensor parallel
-    ranks, as they are where these see the same activations.
+    `Replicate`: each rank then shards what it has of them. Plain ones, and their gradients, must be the same on all
+    tensor parallel ranks, as they are where these see the same activations.
 
     Raises `ConfigError` or `BudgetError` before the model is changed in any way that matters, `PathInUseError`.
     """

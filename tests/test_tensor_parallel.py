@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -36,6 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.checkpoint import state as checkpoint_state
+from infinity.optim.kernels import squared_gradient_norm
 from infinity.sharding.ranks import ALONE
 from infinity.sharding.tensor_parallel import bounds_of, local, with_tensor_parallel
 
@@ -71,7 +73,12 @@ SAME = (
     ("sequence parallel", "sequence parallel, nvme"),
 )  # bit for bit
 LONG = ("stage 3", "stage 2", "stage 1", "nvme")
-WAYS = {"2 x 2": ("2 x 2", "4 x 1", "1 x 4", "replicas", "1 x 2"), "4 x 1": ("2 x 2", "1 x 4"), "1 x 4": ("2 x 2",)}
+WAYS = {
+    "2 x 2": ("2 x 2", "4 x 1", "1 x 4", "replicas", "1 x 2"),
+    "4 x 1": ("2 x 2", "1 x 4"),
+    "1 x 4": ("2 x 2",),
+    "replicas": ("4 x 1",),
+}
 """How a checkpoint is loaded, as data x tensor parallel ranks, by how it was saved."""
 
 
@@ -477,6 +484,7 @@ class Rank:
             "partial": (partial, self.mesh["shard"]),
             "odd": (odd, self.mesh["shard"]),
             "buffer": (buffer, self.mesh["shard"]),
+            "fully_shard": (lambda: fully_shard(build(), mesh=self.mesh["shard"]), None),
         }
         said = {}
         for name, (make, group) in attempts.items():
@@ -709,7 +717,7 @@ def test_a_checkpoint_is_read_with_any_number_of_data_and_tensor_parallel_ranks(
                 found = result["checkpoints"][f"{saver} {loader}"]
                 for kind in ("weights", "states"):
                     assert differing(found[kind], saved[kind]) == [], f"{saver} {loader}"
-                assert found["extra"] == (0 if loader in ("replicas", "1 x 2") else rank)
+                assert found["extra"] == (0 if saver == "replicas" or loader in ("replicas", "1 x 2") else rank)
 
 
 def test_one_process_reads_a_checkpoint_of_tensor_parallel_ranks(
@@ -775,6 +783,7 @@ def test_a_touch_outside_of_the_forward_is_told(results: list[dict[str, Any]]) -
             r"places is a DTensor of shape \(18, 32\) placed as .*, of which this rank has \(8, 32\); it should have \(9, 32\)",
         ),
         ("buffer", r"the buffer table is a DTensor placed as .*; buffers must be Replicate\(\)"),
+        ("fully_shard", r"the model was given to fully_shard; infinity shards over the data parallel ranks itself"),
         ("device", r"words\.weight is a DTensor on a mesh of cpu, and the model will run on cuda; set Config\(device='cpu'\)"),
         ("unknown", r"unknown \(Module\) was built inside infinity\.init\(\) and has no reset_parameters\(\)"),
         ("adapt", r"RMSprop would see of a DTensor what this rank has of it, and not the whole; .* infinity\.AdamW"),
@@ -805,6 +814,42 @@ def test_boxes_are_the_elements_in_their_order(rows: int, width: int, left: int,
     assert [box.number for box in found] == [sum(b.rows * b.columns for b in found[:i]) for i in range(len(found))]
     parts = [matrix[b.row : b.row + b.rows, b.column : b.column + b.columns].flatten() for b in found]
     assert torch.equal(torch.cat([*parts, wanted[:0]]), wanted)
+
+
+class Many(nn.Module):
+    """Parameters of which none ends where a chunk does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in (9000, 50_000, 300, 70_001, 40_000))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return sum(part.pow(3).sum() for part in self.parts)  # type: ignore[return-value]
+
+
+def test_the_norm_of_what_counts_does_not_depend_on_chunks(tmp_path: Path) -> None:
+    found = set()
+    for memory in ("1MiB", "16MiB"):
+        model = infinity.wrap(Many(), configure(tmp_path, NVME | {"cpu_memory": memory}))
+        with infinity.engine(model) as engine:
+            (unit,) = engine.units
+            model(batch(0)).backward()
+            engine._updater.settle([unit])
+            unit.counted = [False, True, True, False, True]
+            chunks, norm = len(unit.chunks()), squared_gradient_norm(unit, engine._store, engine._updater._kernels)
+            counted = [
+                (3 * p.detach().double() ** 2).float() for p, counts in zip(Many().parts, unit.counted, strict=True) if counts
+            ]
+            assert norm == pytest.approx(sum(g.double().square().sum().item() for g in counted), rel=1e-6)
+            found.add((chunks, norm))
+            engine.zero_grad()
+            (model(batch(0)) * math.inf).backward()
+            engine._updater.settle([unit])
+            unit.counted = [False] * 5
+            assert math.isnan(squared_gradient_norm(unit, engine._store, engine._updater._kernels))
+    (few, one), (many, other) = sorted(found)
+    assert few < many and one == other
 
 
 def test_a_plain_tensor_is_all_there(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from infinity.errors import ConfigError
@@ -146,6 +147,10 @@ def with_tensor_parallel(ranks: Ranks, model: nn.Module, device: torch.device) -
 
     Raises `ConfigError` for DTensors that cannot be sharded further over `ranks`, on every rank, before anything is changed.
     """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ConfigError(
+            "the model was given to fully_shard; infinity shards over the data parallel ranks itself: leave that out"
+        )
     parameters = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     for name, buffer in model.named_buffers():
         if isinstance(buffer, DTensor) and not all(placement.is_replicate() for placement in buffer.placements):
@@ -189,13 +194,10 @@ def _check(name: str, parameter: DTensor, first: str, mesh: DeviceMesh, device: 
             f"Config(device={mesh.device_type!r}), or make the mesh for {device.type}"
         )
     if not all(type(placement) in (Shard, Replicate) for placement in parameter.placements):
-        raise ConfigError(
-            f"{name} is a DTensor placed as {parameter.placements}; parameters may be Shard(...) or Replicate(), and nothing of "
-            "fully_shard: infinity shards over the data parallel ranks itself"
-        )
-    whole = torch.empty(parameter.shape, device="meta")
-    if local(parameter).shape != whole[bounds_of(parameter)].shape:
+        raise ConfigError(f"{name} is a DTensor placed as {parameter.placements}; parameters may be Shard(...) or Replicate()")
+    wanted = torch.empty(parameter.shape, device="meta")[bounds_of(parameter)].shape
+    if local(parameter).shape != wanted:
         raise ConfigError(
             f"{name} is a DTensor of shape {tuple(parameter.shape)} placed as {parameter.placements}, of which this rank has "
-            f"{tuple(local(parameter).shape)}; it should have {tuple(whole[bounds_of(parameter)].shape)}"
+            f"{tuple(local(parameter).shape)}; it should have {tuple(wanted)}"
         )
