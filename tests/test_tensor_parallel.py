@@ -38,7 +38,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.checkpoint import state as checkpoint_state
 from infinity.optim.kernels import squared_gradient_norm
-from infinity.sharding.ranks import ALONE
+from infinity.sharding.ranks import ALONE, Ranks, together
 from infinity.sharding.tensor_parallel import bounds_of, local, with_tensor_parallel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -310,6 +310,16 @@ class Rank:
             assert all(torch.equal(value, torch.ones_like(value)) for value in engine.state_dict().values())
             return [(place.offset, place.numel) for place in unit.layout.places] + [(unit.layout.numel,)]
 
+    def savers(self) -> list[int]:
+        """Who save together where others, of which there are none here, are no part of it."""
+        size = dist.get_world_size
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(dist, "get_world_size", lambda group=None: RANKS + 1 if group is None else size(group))
+            group = together(Ranks(self.mesh["shard"].get_group(), None, self.mesh["tp"].get_group()))
+        total = torch.tensor(self.rank)
+        dist.all_reduce(total, group=group)
+        return [*dist.get_process_group_ranks(group), total.item()]
+
     def nonfinite(self, name: str) -> dict[str, Any]:
         """One rank of four has an infinite gradient of parameter `name`, in the second step."""
         model = self.wrap()
@@ -547,6 +557,7 @@ def serve(directory: Path, rank: int) -> None:
     results: dict[str, Any] = {name: this.train(case, STEPS if name in LONG else SHORT) for name, case in CASES.items()}
     results["bits"] = this.replicated_bits()
     results["sizes"] = this.sizes()
+    results["savers"] = this.savers()
     results["llama"] = this.llama()
     results["nonfinite"] = {name: this.nonfinite(name) for name in ("blocks.0.feed.down.weight", "blocks.1.norm1.weight")}
     results["checkpoints"] = this.checkpoints()
@@ -718,6 +729,10 @@ def test_a_checkpoint_is_read_with_any_number_of_data_and_tensor_parallel_ranks(
                 for kind in ("weights", "states"):
                     assert differing(found[kind], saved[kind]) == [], f"{saver} {loader}"
                 assert found["extra"] == (0 if saver == "replicas" or loader in ("replicas", "1 x 2") else rank)
+
+
+def test_who_holds_one_whole_of_the_model_has_a_group(results: list[dict[str, Any]]) -> None:
+    assert all(result["savers"] == [0, 1, 2, 3, 6] for result in results)
 
 
 def test_one_process_reads_a_checkpoint_of_tensor_parallel_ranks(
