@@ -126,9 +126,9 @@ def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels) -> float:
             values = chunk.tensor.view(unit.gradient_dtype)
             for run in runs:
                 part = values[max(run.begin - begin, 0) : max(run.end - begin, 0)]
-                if run.counts:
+                if part.numel() > 0 and run.counts:
                     counted = kernels.squared_norm(part, counted)
-                else:
+                elif part.numel() > 0:
                     others = kernels.squared_norm(part, others)
         finally:
             chunk.release()

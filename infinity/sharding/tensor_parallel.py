@@ -129,12 +129,10 @@ def local_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Ten
     return gradient._local_tensor
 
 
-def attach(dtensor: torch.Tensor, tensor: torch.Tensor) -> None:
+def attach(dtensor: DTensor, tensor: torch.Tensor) -> None:
     """Make `tensor` what this rank has of `dtensor`, and its dtype the dtype of both."""
     form = form_of(dtensor)
-    if form is None or not isinstance(dtensor, DTensor):
-        raise TypeError(f"{type(dtensor).__name__} has no local tensor")
-    if dtensor.dtype != tensor.dtype:
+    if form is not None and dtensor.dtype != tensor.dtype:
         with torch.no_grad():
             converted = form.wrap(tensor)
         dtensor.data = converted

@@ -192,7 +192,8 @@ class Unit:
         """The parameters whose gradients of the step under way have passed a `GradientBuffer`."""
         self._tensors = [torch.empty(0, dtype=dtype) if isinstance(p, DTensor) else p for p in self.parameters]
         held = {id(t): t for t in (*self.parameters, *self._tensors)}.values()
-        self._guarded = [(t, type(t), guard_for(self, type(t))) for t in held]  # with their classes while gathered, and while not
+        guards = {kind: guard_for(self, kind) for kind in dict.fromkeys(map(type, held))}
+        self._guarded = [(t, type(t), guards[type(t)]) for t in held]  # with their classes while gathered, and while not
         self._positions = {id(t): i for those in (self.parameters, self._tensors) for i, t in enumerate(those)}
         self.exchange: Exchange | None = None
         """Who joins the collectives of this unit; None with one rank."""
@@ -343,7 +344,7 @@ class Unit:
         self._lift_guard()  # it lets nobody touch the data, us included
         for parameter, tensor, place in zip(self.parameters, self._tensors, self.layout.places, strict=True):
             tensor.data = self._placeholder.expand(place.shape)
-            if local(parameter) is not tensor:
+            if isinstance(parameter, DTensor) and local(parameter) is not tensor:
                 attach(parameter, tensor)
         for tensor, _, guard in self._guarded:
             tensor.__class__ = guard
