@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -310,6 +311,30 @@ class Rank:
             assert all(torch.equal(value, torch.ones_like(value)) for value in engine.state_dict().values())
             return [(place.offset, place.numel) for place in unit.layout.places] + [(unit.layout.numel,)]
 
+    def solid(self) -> dict[str, str]:
+        """A parameter of three dimensions that is saved as it is divided along the second, in 3 and 2, and then loaded."""
+
+        def cube(dimension: int | None, factor: float) -> Model:
+            model, values = nn.Module(), factor * torch.arange(120.0).view(4, 5, 6)
+            placed = values if dimension is None else distribute_tensor(values, self.mesh["tp"], [Shard(dimension)])
+            model.register_parameter("cube", nn.Parameter(placed))
+            return self.wrap(model, dist.group.WORLD if dimension is None else "dp")
+
+        said, where = {}, self.directory / "cube"
+        model = cube(1, 1.0)
+        with infinity.engine(model) as engine:
+            engine.save_checkpoint(where)
+        for dimension in (0, 1, 2, None):
+            model = cube(dimension, 7.0)
+            with infinity.engine(model) as engine:
+                try:
+                    engine.load_checkpoint(where)
+                    factor = 1.0
+                except infinity.CheckpointError as error:
+                    said[str(dimension)], factor = str(error), 7.0
+                assert torch.equal(engine.state_dict()["cube"], factor * torch.arange(120.0).view(4, 5, 6))
+        return said
+
     def savers(self) -> list[int]:
         """Who save together where others, of which there are none here, are no part of it."""
         size = dist.get_world_size
@@ -558,6 +583,7 @@ def serve(directory: Path, rank: int) -> None:
     results["bits"] = this.replicated_bits()
     results["sizes"] = this.sizes()
     results["savers"] = this.savers()
+    results["solid"] = this.solid()
     results["llama"] = this.llama()
     results["nonfinite"] = {name: this.nonfinite(name) for name in ("blocks.0.feed.down.weight", "blocks.1.norm1.weight")}
     results["checkpoints"] = this.checkpoints()
@@ -731,6 +757,15 @@ def test_a_checkpoint_is_read_with_any_number_of_data_and_tensor_parallel_ranks(
                 assert found["extra"] == (0 if saver == "replicas" or loader in ("replicas", "1 x 2") else rank)
 
 
+def test_a_checkpoint_that_is_cut_along_another_dimension_is_read_where_that_can_be(results: list[dict[str, Any]]) -> None:
+    """Along the first one and by ranks without tensor parallelism; else it is refused before anything is changed."""
+    for result in results:
+        assert result["solid"].keys() == {"2"}
+        assert (
+            "cube has cube cut along another dimension than it is here, by tensor parallel ranks; load it" in result["solid"]["2"]
+        )
+
+
 def test_who_holds_one_whole_of_the_model_has_a_group(results: list[dict[str, Any]]) -> None:
     assert all(result["savers"] == [0, 1, 2, 3, 6] for result in results)
 
@@ -745,6 +780,18 @@ def test_one_process_reads_a_checkpoint_of_tensor_parallel_ranks(
         engine.load_checkpoint(place / "checkpoint 2 x 2", optimizer)
         assert differing(engine.state_dict(), saved["weights"]) == []
         assert differing(flat(optimizer), saved["states"]) == []
+
+
+def test_tools_of_torch_read_a_checkpoint_of_tensor_parallel_ranks(
+    results: list[dict[str, Any]], place: Path, tmp_path: Path
+) -> None:
+    dcp_to_torch_save(place / "checkpoint 2 x 2", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=False)["model"]
+    weights = {
+        name: value for name, value in results[0]["checkpoints"]["2 x 2 saved"]["weights"].items() if name != "head.weight"
+    }
+    assert found["blocks.0.feed.down.weight"].shape == (WIDTH, 3 * WIDTH) and found["blocks.0.feed.up.weight"].ndim == 1
+    assert differing({n: v.flatten() for n, v in found.items()}, {n: v.flatten() for n, v in weights.items()}) == []
 
 
 def test_states_of_a_torch_optimizer_are_taken_over(results: list[dict[str, Any]], place: Path) -> None:
