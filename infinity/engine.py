@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -36,7 +37,8 @@ from infinity.plan.planner import Foresight, Traffic, UnitCost, predict
 from infinity.plan.runtime import Runtime
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Exchange
-from infinity.sharding.ranks import Ranks, find_ranks
+from infinity.sharding.ranks import Ranks, find_ranks, whole_group
+from infinity.sharding.tensor_parallel import local, whole, with_tensor_parallel
 from infinity.sharding.unit import GradientBuffer, Unit
 from infinity.sharding.watch import together
 from infinity.tiers.block import Kind
@@ -83,6 +85,7 @@ class Engine:
                 raise ConfigError("the model has no parameters to manage")
             if units is None:
                 groups = join_small(groups, owners)
+            ranks = with_tensor_parallel(ranks, model, self._device.torch)
             self._units = [Unit(index, g.name, g.parameters, g.dtype, ranks) for index, g in enumerate(groups)]
             self._unit_of = {id(p): unit for unit in self._units for p in unit.parameters}
             users = self._users(model, owners)
@@ -146,7 +149,7 @@ class Engine:
 
     def _meet(self, ranks: Ranks) -> None:
         self._exchange: Exchange | None = None
-        if self._brings_aside(ranks):
+        if self._brings_aside(ranks) or ranks.groups():
             self._exchange = Exchange(ranks, self._device, self._store, self.recorder, self.config.collective_timeout)
         for unit in self._units:
             unit.bind(self._device.torch, self._buffer, self._exchange)
@@ -195,13 +198,14 @@ class Engine:
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of the gradient that the engine holds for `parameter`, on the host, in fp32 where the loss was scaled, which is
-        divided out; None when there is none."""
+        divided out; None when there is none. Whole, also of a DTensor. With several ranks every rank must call it."""
         unit = self._unit_of[id(parameter)]
         self._updater.settle([other for other in self._units if other.trainable])
         if not unit.has_gradient(parameter):
             return None
         place = unit.layout.places[unit.position(parameter)]
-        gradient = unit.gather(Kind.GRAD)[place.offset : place.end].view(place.shape).clone()
+        found = unit.gather(Kind.GRAD)[place.offset : place.end].view(place.shape)
+        gradient = whole(found, unit.parameters[unit.position(parameter)]).clone()
         return gradient if unit.loss_scale == 1.0 else gradient.float() / unit.loss_scale
 
     def weave(self) -> Weave:
@@ -227,18 +231,24 @@ class Engine:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter, by its first name, and every persistent buffer, on the host; one unit is held at a time.
 
-        Waits for pending updates. With several ranks every rank must iterate to the end.
+        Tensors are plain and whole, those of DTensors too. Waits for pending updates. With several ranks every rank must iterate
+        to the end.
         """
         self._updater.look()
         for unit in self._units:
             flat = unit.gather(Kind.PARAM)
-            for name, place in zip(unit.names, unit.layout.places, strict=True):
-                yield name, flat[place.offset : place.end].view(place.shape)
+            for name, parameter, place in zip(unit.names, unit.parameters, unit.layout.places, strict=True):
+                yield name, whole(flat[place.offset : place.end].view(place.shape), parameter)
         for name, buffer in persistent_buffers(self.model):
-            yield name, buffer.detach().cpu()
+            yield name, local(buffer).detach().cpu()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What `model.state_dict()` of the plain model would be, on the host: needs as much memory as the weights."""
+        """What `model.state_dict()` of the plain model would be, on the host: needs as much memory as the weights.
+
+        With several ranks every rank must call it, and each gets the whole, which any number of data and tensor parallel ranks
+        can take: of DTensors, too, plain tensors of the whole shape, as `get_model_state_dict` of torch gives for FSDP2 with
+        `full_state_dict=True`.
+        """
         values = dict(self.weights())
         first = {id(p): name for unit in self._units for p, name in zip(unit.parameters, unit.names, strict=True)}
         result = {name: values[first[id(p)]] for name, p in self.model.named_parameters(remove_duplicate=False)}
@@ -279,7 +289,12 @@ class Engine:
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         if not all(isinstance(each, Optimizer) and each.updater is self._updater for each in optimizers):
             raise ConfigError("a checkpoint takes optimizers of infinity for the parameters of this model")
-        return State(self._units, dict(persistent_buffers(self.model)), optimizers, self._rest)
+        buffers = {name: local(buffer) for name, buffer in persistent_buffers(self.model)}
+        return State(self._units, buffers, optimizers, self._rest, self._savers)
+
+    @cached_property
+    def _savers(self) -> collectives.Group:
+        return whole_group(self._units[0].ranks)
 
     def _rest(self) -> None:
         """Return when nothing is under way, so that others may read and write states and join collectives."""
@@ -452,7 +467,9 @@ def wrap(
     one file), or from the modules' own initialisation under `seed`. `units` chooses classes or modules whose parameters move
     together (default: the repeated blocks, small ones with those beside them). `group` is the process group to shard over
     (default: one rank), or a `DeviceMesh` of one dimension, or of two (replicate, shard): parts are then shared inside the
-    second, and each has a replica along the first.
+    second, and each has a replica along the first. Parameters may be DTensors on another dimension of the mesh
+    (`parallelize_module`), placed as `Shard` or `Replicate`: each rank then shards what it has of them. Plain ones, and their
+    gradients, must be the same on all tensor parallel ranks, as they are where these see the same activations.
 
     Several ranks may be given one `Config(nvme=...)`: each has files in `rank<N>` below it.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import io
+import math
 import pickle
 import warnings
 import zipfile
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
@@ -146,6 +147,8 @@ class Loading(LoadPlanner):
         self._saved: dict[str, Any] = {}  # the header
         self._series: list[Series] = []
         self._items: dict[MetadataIndex, list[ReadItem]] = {}  # by the piece that they fill
+        self._pieces: dict[Series, list[Piece]] = {}
+        self._boxes: dict[MetadataIndex, tuple[MetadataIndex, layout.Box | None]] = {}  # what is seen so of what is stored flat
         self.extra: dict[str, Any] = {}
         self.begun = False
         """Whether anything was changed."""
@@ -218,16 +221,39 @@ class Loading(LoadPlanner):
         if not series.is_moment or any(self._reader.tensor(key) for key in keys):  # also where no part of it is on this rank
             self._series.append(series)
         for number, key in enumerate(keys):
-            pieces, found = list(series.pieces(number)), self._reader.tensor(key)
+            found = self._reader.tensor(key)
             if series.is_moment and found is None:
                 continue
             if not series.is_moment:
                 self._check_dtype(key, series.dtype)
+            pieces, found = self._matched(series, number, found)
             reads = create_read_items_for_chunk_list(key, found, [piece.chunk for piece in pieces]) if found else []
-            if sum(item.lengths[0] for item in reads) != sum(piece.length for piece in pieces):
+            if sum(math.prod(item.lengths) for item in reads) != sum(piece.length for piece in pieces):
                 raise CheckpointError(f"{self._where} is not whole: there is not all of {key}")
+            self._pieces.setdefault(series, []).extend(pieces)
             items += reads
         return items
+
+    def _matched(
+        self, series: Series, number: int, found: TensorStorageMetadata | None
+    ) -> tuple[list[Piece], TensorStorageMetadata | None]:
+        """What this rank needs of parameter `number`, and what the checkpoint has of it, as parts of tensors of one shape."""
+        size = series.size(number)
+        if found is None or len(size) == 1 or found.size == size:
+            return list(series.pieces(number, size if found is None else found.size)), found
+        if len(found.size) > 1:
+            raise CheckpointError(
+                f"{self._where} has {series.unit.names[number]} cut along another dimension than it is here, by tensor parallel "
+                "ranks; load it without tensor parallelism, or with that with which it was saved"
+            )
+        chunks = []
+        for chunk in found.chunks:
+            for box in layout.boxes(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0], size[-1]):
+                offsets, sizes = torch.Size((box.row, box.column)), torch.Size((box.rows, box.columns))
+                chunks.append(ChunkStorageMetadata(offsets, sizes))
+                key = ".".join((*series.prefix, series.unit.names[number]))
+                self._boxes[MetadataIndex(key, offsets)] = (MetadataIndex(key, chunk.offsets), box)
+        return list(series.pieces(number, size)), TensorStorageMetadata(found.properties, size, chunks)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Nothing to agree on."""
@@ -258,9 +284,9 @@ class Loading(LoadPlanner):
 
     def _fill(self, series: Series) -> None:
         """In chunks of the store, out of pieces that are cut at other places."""
-        pieces = [piece for number in range(len(series.unit.names)) for piece in series.pieces(number)]
         unit, end, dtype = series.unit, series.unit.layout.shard_numel, series.unit.dtype_of(series.kind)
-        windows = Reblocked(range(0, end, layout.PIECE), end, dtype, functools.partial(self._fill_window, pieces))
+        fill = functools.partial(self._fill_window, self._pieces.get(series, []))
+        windows = Reblocked(range(0, end, layout.PIECE), end, dtype, fill)
         chunk = torch.empty(unit.store.chunk_elements, dtype=dtype)
         unit.write_chunks(series.kind, lambda begin, end: windows.read(begin, chunk[: end - begin]))
 
@@ -270,9 +296,15 @@ class Loading(LoadPlanner):
         for piece in pieces:
             inside = begin <= piece.in_shard < begin + values.numel()
             for item in self._items.get(piece.address, ()) if inside else ():
-                (at,), (source,), (length,) = item.dest_offsets, item.storage_offsets, item.lengths
-                found = self._reader.read(item.storage_index)
-                values[piece.in_shard - begin + at :][:length] = found[source : source + length]
+                target = values[piece.in_shard - begin :][: piece.length].view(piece.sizes)
+                found = self._read(item.storage_index)
+                target[_slices(item.dest_offsets, item.lengths)] = found[_slices(item.storage_offsets, item.lengths)]
+
+    def _read(self, index: MetadataIndex) -> torch.Tensor:
+        """A tensor of the checkpoint, or a box of one."""
+        stored, box = self._boxes.get(index, (index, None))
+        found: torch.Tensor = self._reader.read(stored)
+        return found if box is None else found[box.number :][: box.rows * box.columns].view(box.rows, box.columns)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Never called, for `Reader.read_data` calls `load`."""
@@ -285,3 +317,7 @@ class Loading(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Never called, for `Reader.read_data` calls `load`."""
         raise NotImplementedError
+
+
+def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(at, at + length) for at, length in zip(offsets, lengths, strict=True))

@@ -101,12 +101,13 @@ class Saving(SavePlanner):
         for series in state.series():
             if series.is_moment and not series.unit.blocks[series.kind].written:
                 continue  # zeros
-            for number, (name, place) in enumerate(zip(series.unit.names, series.unit.layout.places, strict=True)):
-                for piece in series.pieces(number):
+            for number, name in enumerate(series.unit.names):
+                size = series.size(number)
+                for piece in series.pieces(number, size) if series.unit.counted[number] else ():
                     if self._memory.nbytes < piece.length * series.dtype.itemsize:
                         self._memory = np.empty(piece.length * series.dtype.itemsize, np.uint8)
                     source = functools.partial(self._read, series, piece)
-                    self._add((*series.prefix, name), piece.chunk, series.dtype, torch.Size((place.numel,)), source)
+                    self._add((*series.prefix, name), piece.chunk, series.dtype, size, source)
         for optimizer, unit, path in state.foreign():
             if unit.index % collectives.size(state.group) == state.rank:  # every rank has all of them
                 self._add_object(path, functools.partial(_pack_foreign, optimizer, unit))
@@ -148,7 +149,7 @@ class Saving(SavePlanner):
                 unit.chunks(), unit.layout.shard_numel, unit.dtype_of(kind), functools.partial(unit.read_chunk, kind)
             )
             self._open = series, chunks
-        return self._open[1].read(piece.in_shard, values)
+        return self._open[1].read(piece.in_shard, values).view(piece.sizes)
 
 
 def _pack_foreign(optimizer: Adapted, unit: Unit) -> io.BytesIO:

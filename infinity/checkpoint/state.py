@@ -4,8 +4,10 @@
 A checkpoint is a directory in the format of torch.distributed.checkpoint (DCP), whose tools read it. Every tensor has a key:
 `model.<parameter>`, the fp32 values of what is trained (its parameter follows by rounding), what is frozen in its dtype;
 `model.<buffer>`; `optimizer.<state>.<parameter>`, by torch's names of states. Parameters and states are flat, (numel,), without
-padding, and cut where shards end, so any number of ranks reads what any other has written. Moments are in bf16 where they are
-kept so, else in fp32: int8 is decoded, and encodes to the same bytes. A key that is missing under `optimizer` means zeros.
+padding, and cut where shards end, so any number of ranks reads what any other has written. What tensor parallel ranks cut along
+another dimension than the first one is a matrix: (product of the dimensions before that one, product of the others), of which
+each rank has some columns, cut into `boxes`. Either is read where the other is wanted. Moments are in bf16 where they are kept
+so, else in fp32: int8 is decoded, and encodes to the same bytes. A key that is missing under `optimizer` means zeros.
 Objects are `optimizer.<number>.<unit>`, what an optimizer of torch has of a unit, `extra.<rank>`, what the caller gave, and
 `infinity`, which describes the rest (`header`).
 
@@ -16,6 +18,7 @@ however large model and units are; and the states of one unit with `infinity.ada
 
 from __future__ import annotations
 
+import math
 import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,22 +44,52 @@ HEADER = "infinity"
 
 
 class Piece(NamedTuple):
-    """Elements of one parameter under `key`: their start in this rank's shard and in the parameter, and how many they are."""
+    """Elements of one parameter under `key`: their start in this rank's shard, and per dimension where they lie under it."""
 
     key: str
     in_shard: int
-    in_parameter: int
-    length: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """How many they are."""
+        return math.prod(self.sizes)
 
     @property
     def address(self) -> MetadataIndex:
         """DCP's name of it."""
-        return MetadataIndex(self.key, (self.in_parameter,))
+        return MetadataIndex(self.key, self.offsets)
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
         """DCP's word for where it lies in the parameter."""
-        return ChunkStorageMetadata(torch.Size((self.in_parameter,)), torch.Size((self.length,)))
+        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
+
+
+class Box(NamedTuple):
+    """`rows` x `columns` elements from (`row`, `column`) on, of a matrix; the first is number `number` of what was cut."""
+
+    number: int
+    row: int
+    column: int
+    rows: int
+    columns: int
+
+
+def boxes(begin: int, end: int, width: int, left: int = 0) -> Iterator[Box]:
+    """Elements [begin, end) of a matrix of `width` columns, which are those from `left` on of a wider one, as boxes in that:
+    the end of a row, whole rows, and the beginning of a row, as far as there are any.
+
+    Example: 3 to 17 of 5 columns: 2 elements of row 0, rows 1 and 2, and 2 elements of row 3.
+    """
+    at = begin
+    while at < end:
+        row, column = divmod(at, width)
+        rows = 1 if column or end - at < width else (end - at) // width
+        columns = min(width - column, end - at)
+        yield Box(at - begin, row, left + column, rows, columns)
+        at += rows * columns
 
 
 class Series(NamedTuple):
@@ -76,15 +109,25 @@ class Series(NamedTuple):
         """In the checkpoint."""
         return torch.bfloat16 if self.unit.blocks[self.kind].format is BF16 else self.unit.dtype_of(self.kind)
 
-    def pieces(self, number: int) -> Iterator[Piece]:
-        """What this rank has of parameter `number`."""
+    def size(self, number: int) -> torch.Size:
+        """The shape of what this rank saves under the key of parameter `number`."""
+        part = self.unit.parts[number]
+        return torch.Size((part.rows, part.columns)[part.rows == 1 :])
+
+    def pieces(self, number: int, size: torch.Size) -> Iterator[Piece]:
+        """What this rank has of parameter `number`, under a key of the shape `size`: that which `size` gives, or if this is one
+        row any other."""
         key = ".".join((*self.prefix, self.unit.names[number]))
-        part = self.unit.layout.overlap(number, self.unit.rank)
-        at, end = part.in_shard, part.in_shard + part.length
-        while at < end:
-            length = min(end, at // PIECE * PIECE + PIECE) - at
-            yield Piece(key, at, part.in_parameter + at - part.in_shard, length)
-            at += length
+        overlap, part = self.unit.layout.overlap(number, self.unit.rank), self.unit.parts[number]
+        first, width, left = (part.begin, size[-1], 0) if part.rows == 1 else (0, part.width, part.begin)
+        at, stop = overlap.in_shard, overlap.in_shard + overlap.length
+        while at < stop:
+            end = min(stop, at // PIECE * PIECE + PIECE)
+            begin = first + overlap.in_parameter + at - overlap.in_shard
+            for box in boxes(begin, begin + end - at, width, left):
+                offsets, sizes = (box.row, box.column), (box.rows, box.columns)
+                yield Piece(key, at + box.number, offsets[-len(size) :], sizes[-len(size) :])
+            at = end
 
 
 class State(NamedTuple):
@@ -96,15 +139,13 @@ class State(NamedTuple):
     settle: Callable[[], None]
     """Returns when no update is under way."""
 
-    @property
-    def group(self) -> collectives.Group:
-        """The ranks that save or load together."""
-        return self.units[0].ranks.shards
+    group: collectives.Group
+    """The ranks that save or load together: those that hold one whole of the model."""
 
     @property
     def rank(self) -> int:
-        """This one's number."""
-        return self.units[0].rank
+        """The number of this one among them."""
+        return collectives.rank(self.group)
 
     def series(self) -> list[Series]:
         """The states of all units."""
@@ -128,7 +169,7 @@ class State(NamedTuple):
         """What describes the rest: `version`, how many `ranks` wrote it, the `shapes` under `model`, and of each optimizer groups
         and counts (`Optimizer.header`), the `names` in its groups, and whose `states` it has.
         """
-        shapes = {n: list(place.shape) for unit in self.units for n, place in zip(unit.names, unit.layout.places, strict=True)}
+        shapes = {name: list(p.shape) for unit in self.units for name, p in zip(unit.names, unit.parameters, strict=True)}
         shapes |= {name: list(buffer.shape) for name, buffer in self.buffers.items()}
         known = {id(p): name for unit in self.units for p, name in zip(unit.parameters, unit.names, strict=True)}
         optimizers = []

@@ -3,11 +3,12 @@
 [Note: slots and saved tensors]
 A unit's parameters point into its run of the compute arena only while a module that uses them is in its forward. Autograd
 saves views of them for the backward; keeping those views alive would pin the run. `pack` replaces each such view by
-(unit, geometry), and `unpack` brings the unit back, wherever it then lies, and gives the same view of it. What `unpack`
-returned is in use until the autograd node that asked for it has run: the next node's first `unpack` ends it. A backward that
-is recorded itself (`create_graph=True`) keeps what it unpacks for longer, and so gets copies. Torch asks only the innermost
-`saved_tensors_hooks`: under hooks that a model enters inside of its forward (`save_on_cpu` around some blocks) the views are
-theirs, not ours, and their backward may read another unit's bytes. Hooks around the whole forward and backward are safe.
+(unit, geometry), and `unpack` brings the unit back, wherever it then lies, and gives the same view of it; of a DTensor that is
+its local tensor. What `unpack` returned is in use until the autograd node that asked for it has run: the next node's first
+`unpack` ends it. A backward that is recorded itself (`create_graph=True`) keeps what it unpacks for longer, and so gets copies.
+Torch asks only the innermost `saved_tensors_hooks`: under hooks that a model enters inside of its forward (`save_on_cpu` around
+some blocks) the views are theirs, not ours, and their backward may read another unit's bytes. Hooks around the whole forward and
+backward are safe.
 
 [Note: calls that never end]
 Torch runs no forward hook when a forward ends by what is not an `Exception`, as Ctrl-C does. So a call remembers the frame that
@@ -38,6 +39,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from infinity.errors import ShardedParameterError
 from infinity.observe import Recorder
 from infinity.plan.runtime import Runtime
+from infinity.sharding.tensor_parallel import Form, form_of, local
 from infinity.sharding.unit import Unit, UnitState
 from infinity.tiers.block import Kind
 
@@ -54,6 +56,7 @@ class PackedView(NamedTuple):
     conjugate: bool
     negative: bool
     updates: int  # of the unit, when it was saved
+    form: Form | None  # of the DTensor whose local tensor it is
 
 
 class _Call(NamedTuple):
@@ -326,14 +329,15 @@ class Hooks:
         found = self._locate_tensor(tensor)
         if found is None:
             return tensor
-        (unit, offset), kind = found, type(tensor)
+        (unit, offset), form, tensor = found, form_of(tensor), local(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             size, stride, conjugate, negative = tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
             updates = unit.blocks[Kind.PARAM].updates
-            return PackedView(unit, kind, tensor.dtype, size, stride, offset, conjugate, negative, updates)
+            return PackedView(unit, type(tensor), tensor.dtype, size, stride, offset, conjugate, negative, updates, form)
 
     def _locate_tensor(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
         """The unit in whose bytes `tensor` begins, whatever its class, and the byte offset there."""
+        tensor = local(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             if tensor.layout is not torch.strided:
                 return None
@@ -367,7 +371,8 @@ class Hooks:
             view = view.conj()
         if saved.negative:
             view = torch._neg_view(view)
-        return view if saved.kind in (torch.Tensor, nn.Parameter) else _as(saved.kind, view)
+        view = view if saved.kind in (torch.Tensor, nn.Parameter) else _as(saved.kind, view)
+        return view if saved.form is None else saved.form.wrap(view)
 
     # Backward
 

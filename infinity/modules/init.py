@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.sharding.tensor_parallel import form_of, local, part_in
 
 
 @contextmanager
@@ -48,7 +49,10 @@ def replace_meta(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
             if parameter.device.type != "meta":
                 continue
             if id(parameter) not in made:
-                place = torch.zeros(1, dtype=parameter.dtype).expand(parameter.shape)
+                form = form_of(parameter)
+                device = "cpu" if form is None else form.mesh.device_type
+                place = torch.zeros(1, dtype=parameter.dtype, device=device).expand(local(parameter).shape)
+                place = place if form is None else form.wrap(place)
                 made[id(parameter)] = nn.Parameter(place, requires_grad=parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]
             replaced.append((module, name, parameter))
@@ -61,17 +65,51 @@ def put_back(replaced: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> None:
         module._parameters[name] = parameter
 
 
-def initialise(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Run the initialisation of the modules that hold `parameters`, whose data is real by now, and change no others.
+def initialise(model: nn.Module, parameters: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
+    """Run the initialisation of the modules that hold `parameters`, each with the memory for its values, and change no others.
 
     A transformers model initialises by `_init_weights(module)`, first the modules that hold parameters and then, inside out,
     the modules around them, which may scale what theirs hold; others by each module's `reset_parameters()`. A tied parameter
-    gets its values from the first module that holds it. Raises `ConfigError` naming the module that has neither.
+    gets its values from the first module that holds it. Of a DTensor the whole is initialised and this rank keeps its part, so
+    that with one seed all ranks have parts of the same.
     """
+    stands: dict[int, nn.Parameter] = {}
+    for parameter, values in parameters:
+        if local(parameter) is parameter:
+            parameter.data = values
+        else:
+            empty = torch.empty(parameter.shape, dtype=values.dtype)
+            stands[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    replaced = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None and id(p) in stands]
+    for module, name, parameter in replaced:
+        module._parameters[name] = stands[id(parameter)]
+    try:
+        _initialise(model, [stands.get(id(parameter), parameter) for parameter, _ in parameters])
+    finally:
+        put_back(replaced)
+    for parameter, values in parameters:
+        if id(parameter) in stands:
+            values.copy_(part_in(stands[id(parameter)], parameter))
+
+
+def check_initialisable(model: nn.Module, parameters: set[int]) -> None:
+    """Raise `ConfigError` naming the first module that holds one of `parameters` (their ids) and cannot initialise it."""
+    by_model, wanted = callable(getattr(model, "_init_weights", None)), set(parameters)
+    for name, module in model.named_modules():
+        mine = {id(p) for p in module.parameters(recurse=False)} & wanted
+        wanted -= mine
+        if mine and not by_model and not callable(getattr(module, "reset_parameters", None)):
+            raise ConfigError(
+                f"{name or 'the model'} ({type(module).__name__}) was built inside infinity.init() and has no "
+                "reset_parameters(); give wrap(..., weights=DIRECTORY), or build that module outside of init()"
+            )
+
+
+def _initialise(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
     given = {id(p) for p in parameters}
     wanted = set(given)
     by_model: Any = getattr(model, "_init_weights", None)
-    for name, module in model.named_modules():
+    for module in model.modules():
         mine = {id(p) for p in module.parameters(recurse=False)} & wanted
         if not mine:
             continue
@@ -82,13 +120,8 @@ def initialise(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         try:
             if callable(by_model):
                 by_model(module)
-            elif callable(getattr(module, "reset_parameters", None)):
-                module.reset_parameters()
             else:
-                raise ConfigError(
-                    f"{name or 'the model'} ({type(module).__name__}) was built inside infinity.init() and has no "
-                    "reset_parameters(); give wrap(..., weights=DIRECTORY), or build that module outside of init()"
-                )
+                module.reset_parameters()  # type: ignore[operator]
         finally:
             module._parameters.update(others)
     if callable(by_model):

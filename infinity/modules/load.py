@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from infinity.errors import ConfigError, WeightsError
-from infinity.modules.init import initialise
+from infinity.modules.init import check_initialisable, initialise
+from infinity.sharding.tensor_parallel import bounds_of, local
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Kind
 
@@ -41,9 +42,10 @@ class Weights:
         """The shape of tensor `name`."""
         return tuple(self._files[name].get_slice(name).get_shape())
 
-    def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Copy tensor `name` into `target` of the same shape, converting the dtype."""
-        target.copy_(self._files[name].get_tensor(name))
+    def read_into(self, name: str, target: torch.Tensor, bounds: tuple[slice, ...] = ()) -> None:
+        """Copy tensor `name`, or the part of it within `bounds`, into `target` of the same shape, converting the dtype."""
+        file = self._files[name]
+        target.copy_(file.get_slice(name)[bounds] if bounds else file.get_tensor(name))
 
 
 @contextmanager
@@ -90,9 +92,11 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
     """Move every unit to its tier, one after the other, so that no more than one is whole at a time.
 
     Values come from `weights`; without them from the parameters, and for those whose ids are in `empty` from the modules'
-    own initialisation. When something fails, units already moved get their data back,
-    where no other rank has a part of it.
+    own initialisation. Raises `ConfigError` before anything is moved where these cannot be initialised. When something fails
+    later, units already moved get their data back, where no other rank has a part of it.
     """
+    if weights is None:
+        check_initialisable(model, empty)
     aliases = _aliases(model)
     moved: list[Unit] = []
     with torch.random.fork_rng(devices=[], enabled=seed is not None), torch.no_grad():
@@ -105,12 +109,12 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
                 for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
                     view = flat[place.offset : place.end].view(place.shape)
                     if weights is not None:
-                        weights.read_into(next(n for n in aliases[id(parameter)] if n in weights), view)
+                        name = next(n for n in aliases[id(parameter)] if n in weights)
+                        weights.read_into(name, view, bounds_of(parameter))
                     elif id(parameter) in empty:
-                        parameter.data = view
-                        uninitialised.append(parameter)
+                        uninitialised.append((parameter, view))
                     else:
-                        view.copy_(parameter.data)
+                        view.copy_(local(parameter.data))
                 initialise(model, uninitialised)
                 unit.write(Kind.PARAM, unit.shard_of(flat))
                 unit.guard()
@@ -124,7 +128,7 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
             raise
     for name, buffer in persistent_buffers(model):
         if weights is not None and name in weights:
-            weights.read_into(name, buffer)
+            weights.read_into(name, local(buffer))
 
 
 def _aliases(model: nn.Module) -> dict[int, list[str]]:

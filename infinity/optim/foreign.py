@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from infinity import nvme
 from infinity.errors import ConfigError
@@ -166,7 +167,12 @@ class Adapted(Optimizer):
         return tuple(MOMENTS)
 
     def check(self, group: dict[str, Any]) -> None:
-        """Nothing: the torch optimizer has checked its settings."""
+        """Raise `ConfigError` for DTensors; the torch optimizer has checked its settings."""
+        if any(isinstance(parameter, DTensor) for parameter in group["params"]):
+            raise ConfigError(
+                f"{self.kind.__name__} would see of a DTensor what this rank has of it, and not the whole; with tensor "
+                "parallelism take infinity.AdamW or one of its family"
+            )
 
     def refuse_unsupported(self, group: dict[str, Any]) -> None:
         """Nothing: whatever the torch optimizer does is supported."""

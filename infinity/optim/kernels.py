@@ -13,7 +13,9 @@ from infinity.device import stream_of
 from infinity.errors import ConfigError
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Format, Kind
+from infinity.tiers.budget import CHUNK_ELEMENTS
 from infinity.tiers.store import Store
+from infinity.units import round_up
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -125,16 +127,48 @@ def segments_of(unit: Unit, hypers: Sequence[Hyper | None]) -> tuple[Segment, ..
 
 
 def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels) -> float:
-    """The sum of squares of this rank's shard of the unit's gradients, in double precision and independent of placement."""
-    total = 0.0
+    """The sum of squares of this rank's shard of the unit's gradients, in double precision and independent of placement.
+
+    Parameters that another tensor parallel rank counts (`Unit.counted`) add nothing while they are finite, else NaN.
+    """
+    counted = others = 0.0
+    runs = _runs(unit)
     for begin in unit.chunks():
         (chunk,) = store.check_out([(unit.blocks[Kind.GRAD], True)], begin, near=True)
         try:
             chunk.wait()
-            total = kernels.squared_norm(chunk.tensor.view(unit.gradient_dtype), total)
+            values = chunk.tensor.view(unit.gradient_dtype)
+            for run in runs:
+                part = values[max(run.begin - begin, 0) : max(run.end - begin, 0)]
+                if part.numel() > 0 and run.counts:
+                    counted = kernels.squared_norm(part, counted)
+                elif part.numel() > 0:
+                    others = kernels.squared_norm(part, others)
         finally:
             chunk.release()
-    return total
+    return counted + 0.0 * others
+
+
+class _Run(NamedTuple):
+    """Elements [begin, end) of a shard, and whether this rank counts their gradients."""
+
+    begin: int
+    end: int
+    counts: bool
+
+
+def _runs(unit: Unit) -> list[_Run]:
+    """The shard cut where what counts changes, and so that sums do not depend on where chunks end: those that cross a border of
+    the blocks in which the kernel adds up are cut there."""
+    if all(unit.counted):
+        return [_Run(0, unit.layout.shard_numel, True)]
+    runs = []
+    for index, counts in enumerate(unit.counted):
+        part = unit.layout.overlap(index, unit.rank)
+        begin, end = part.in_shard, part.in_shard + part.length
+        border = min(round_up(begin, CHUNK_ELEMENTS), end)
+        runs += [_Run(low, high, counts) for low, high in ((begin, border), (border, end)) if low < high]
+    return runs
 
 
 def nonfinite_gradients(unit: Unit) -> list[bool]:

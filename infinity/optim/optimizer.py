@@ -21,6 +21,7 @@ from infinity.optim.kernels import Hyper, Segment, segments_of
 from infinity.optim.scaler import LossScaler, scaled_loss
 from infinity.optim.step import Updater
 from infinity.sharding.parameter import ShardedParameter
+from infinity.sharding.tensor_parallel import part_in, whole
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Kind
 
@@ -266,7 +267,7 @@ class Optimizer(torch.optim.Optimizer):
         """As in torch: per parameter `step`, the states by torch's names and, for bf16 and fp16 parameters, the fp32 `master`.
 
         Waits for pending updates. All states are returned in host memory, so this needs as much as they have bytes; with
-        several ranks every rank must call it and gets the whole.
+        several ranks every rank must call it and gets the whole, of DTensors, too: plain tensors.
         """
         self.updater.drain()
         packed = super().state_dict()
@@ -280,14 +281,14 @@ class Optimizer(torch.optim.Optimizer):
                     steps = self._steps.get(id(parameter), 0)
                     if steps:
                         state = packed["state"].setdefault(numbers[id(parameter)], {"step": torch.tensor(float(steps))})
-                        state[name] = full[place.offset : place.end].view(place.shape).clone()
+                        state[name] = whole(full[place.offset : place.end].view(place.shape), parameter).clone()
         if self.loss_scaler is not None:
             packed["loss_scaler"] = self.loss_scaler.state_dict()
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, or the torch optimizer of the same name and parameters (masters are then the
-        parameters). States that it does not have begin anew.
+        parameters). States that it does not have begin anew. Of DTensors it may have the whole, or DTensors.
         """
         numbers, states = self._numbers(), state_dict["state"]
         self.load_header(state_dict | {"steps": [_updates(states.get(number, {})) for number in numbers.values()]})
@@ -335,9 +336,9 @@ class Optimizer(torch.optim.Optimizer):
     @staticmethod
     def _restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
         full = unit.gather(kind)
-        for place, value in zip(unit.layout.places, values, strict=True):
+        for parameter, place, value in zip(unit.parameters, unit.layout.places, values, strict=True):
             if value is not None:
-                full[place.offset : place.end].view(place.shape).copy_(value)
+                full[place.offset : place.end].view(place.shape).copy_(part_in(value, parameter))
         unit.write(kind, unit.shard_of(full))
 
 

@@ -193,7 +193,8 @@ class Updater:
 
     def norm(self, units: Sequence[Unit]) -> float:
         """The common L2 norm of the settled gradients of `units` as an update would take them: unscaled, and as far as they are
-        clipped. Summed in double precision over the units and the ranks; infinite or NaN if and only if a gradient is.
+        clipped. Summed in double precision over the units and the ranks, of which all get the same bits; infinite or NaN if and
+        only if a gradient is.
         """
         self._norms_now += 1
         total = sum(unit.factor**2 * squared_gradient_norm(unit, self._store, self._kernels) for unit in _having(units))
@@ -217,7 +218,7 @@ class Updater:
         return next((name for name, flag in zip(names, everywhere, strict=True) if flag), "")
 
     def _sum_over_shards(self, values: list[float], what: str) -> list[float]:
-        """The sums of `values` over the ranks among which units are cut up; replicas would add the same again."""
+        """The sums of `values` over the ranks among which units and tensors are cut up; replicas would add the same again."""
         exchange = self._units[0].exchange
         return values if exchange is None else exchange.sum(values, what, everywhere=False)
 

@@ -139,15 +139,17 @@ class Exchange:
         sent: float = 0,
         arrive: Callable[[], object] = lambda: None,
         everywhere: bool = True,
+        tensor: bool = False,
     ) -> Collective:
         """Have `join` called after all that was posted before, and when `arrive` has returned.
 
-        Among all ranks if `everywhere`, else among those that the shards are divided among. On a stream device it runs after what
-        the caller has queued so far. This rank sends `sent` bytes in it.
+        Among all data parallel ranks if `everywhere`, else among those that the shards are divided among; with `tensor` among
+        the tensor parallel ranks, too. On a stream device it runs after what the caller has queued so far. This rank sends `sent`
+        bytes in it.
         """
         look = self._watch.pause, self._look
         collective = Collective(self._count, f"{operation} {unit}", join, sent, arrive, look)
-        collective.after, collective.groups = self._device.mark(), self._groups(everywhere)
+        collective.after, collective.groups = self._device.mark(), self._groups(everywhere, tensor)
         with self._lock:
             self._calls.note(operation, unit)
             collective.order = self._calls.value
@@ -161,13 +163,14 @@ class Exchange:
         return collective
 
     def sum(self, values: Sequence[float], what: str, everywhere: bool = True) -> list[float]:
-        """The sums of `values` over all ranks, or over those that the shards are divided among; for `what` says a report."""
-        join = functools.partial(collectives.all_reduce_sum, values, self._groups(everywhere))
-        found: list[float] = self.post("sum", what, join, everywhere=everywhere).wait()
+        """The sums of `values` over all ranks, or without replicas; for `what` says a report."""
+        join = functools.partial(collectives.all_reduce_sum, values, self._groups(everywhere, tensor=True))
+        found: list[float] = self.post("sum", what, join, everywhere=everywhere, tensor=True).wait()
         return found
 
-    def _groups(self, everywhere: bool) -> list[ProcessGroup]:
-        return (self.ranks if everywhere else Ranks(self.ranks.shards)).groups()
+    def _groups(self, everywhere: bool, tensor: bool) -> list[ProcessGroup]:
+        shards, replicas, parts = self.ranks
+        return Ranks(shards, replicas if everywhere else None, parts if tensor else None).groups()
 
     def rest(self) -> None:
         """Block until everything that was posted has ended."""

@@ -33,17 +33,18 @@ class Overlap(NamedTuple):
 
 
 class Layout:
-    """Parameters of `shapes` laid out one after the other, cut into `ranks` equal shards.
+    """Parameters of `shapes` laid out one after the other, cut into `ranks` equal shards; each has room for as many elements as
+    `rooms` says, by default its own.
 
     Example: shapes (3, 5) and (7,) for 2 ranks: offsets 0 and 64, 71 elements, padded to 4096; shards of 2048.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], ranks: int = 1) -> None:
+    def __init__(self, shapes: Sequence[Sequence[int]], ranks: int = 1, rooms: Sequence[int] = ()) -> None:
         places, offset = [], 0
-        for shape in shapes:
+        for shape, room in zip(shapes, rooms or [0] * len(shapes), strict=True):
             numel = math.prod(shape)
             places.append(Place(offset, numel, tuple(shape)))
-            offset = round_up(offset + numel, PARAMETER_ALIGNMENT)
+            offset = round_up(offset + max(numel, room), PARAMETER_ALIGNMENT)
         self.places = tuple(places)
         self.ranks = ranks
         self.numel = round_up(max(offset, 1), SHARD_ALIGNMENT * ranks)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError, EngineClosedError, ShardedParameterError
 
@@ -21,9 +22,15 @@ _METADATA = {
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter that is not gathered. Each unit has its own subclass, so that the type knows the unit."""
+    """A parameter that is not gathered, or the local tensor of one. Each unit has its own subclasses, so that the type knows the
+    unit."""
 
     unit: ClassVar[Unit]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        unit = type(self).unit
+        place = f"on {unit.tier or 'no tier'}, unit {unit.name}"
+        return f"Parameter containing:\nShardedParameter({unit.name_of(self)}, {place})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -42,8 +49,6 @@ class ShardedParameter(nn.Parameter):
         owner, parameter = next(((type(a), a) for a in _flatten((args, kwargs)) if isinstance(a, ShardedParameter)), (cls, None))
         unit = owner.unit
         who = unit.name_of(parameter) if parameter is not None else unit.name
-        if name == "__repr__":
-            return f"ShardedParameter({who}, on {unit.tier or 'no tier'}, unit {unit.name})"
         if not unit.tier:
             raise EngineClosedError(f"{who} has no data any more, for its engine was closed; save what you need before that")
         if attribute == "grad":
@@ -84,9 +89,10 @@ class ShardedParameter(nn.Parameter):
         return isinstance(parameter, ShardedParameter) and type(parameter).unit.has_gradient(parameter)
 
 
-def guard_for(unit: Unit) -> type[ShardedParameter]:
-    """The class of the parameters of `unit` while they are not gathered."""
-    return type("ShardedParameter", (ShardedParameter,), {"unit": unit})
+def guard_for(unit: Unit, kind: type[torch.Tensor]) -> type[ShardedParameter]:
+    """The class of those parameters of `unit`, or their local tensors, that are of class `kind` while they are gathered."""
+    bases = (ShardedParameter, kind) if issubclass(kind, DTensor) else (ShardedParameter,)
+    return type("ShardedParameter", bases, {"unit": unit})
 
 
 def _flatten(value: Any) -> list[Any]:

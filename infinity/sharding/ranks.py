@@ -14,7 +14,8 @@ from infinity.sharding.collectives import Group, rank, size
 
 
 class Ranks(NamedTuple):
-    """`shards` is the group that a unit is cut up among, `replicas` the group of those that hold the same part of it.
+    """`shards` is the group that a unit is cut up among, `replicas` the group of those that hold the same part of it,
+    `tensor` the group of those that hold other parts of the same DTensors (`infinity.sharding.tensor_parallel`).
 
     Each is None for a single rank. Example: a mesh of 2 x 4 ranks, two nodes of four: 4 shards, each on two replicas (hybrid
     sharding: gathers stay inside a node, and gradients are averaged between nodes after they were inside).
@@ -22,6 +23,7 @@ class Ranks(NamedTuple):
 
     shards: Group = None
     replicas: Group = None
+    tensor: Group = None
 
     @property
     def rank(self) -> int:
@@ -30,13 +32,13 @@ class Ranks(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many ranks there are in all."""
+        """How many data parallel ranks there are, each with a batch of its own."""
         return size(self.shards) * size(self.replicas)
 
     @property
     def own(self) -> str:
         """The name of what several ranks of a node must not share: `rank<N>`, N among all processes; "" for one rank."""
-        return f"rank{dist.get_rank()}" if self.number > 1 else ""
+        return f"rank{dist.get_rank()}" if self.groups() else ""
 
     def groups(self) -> list[dist.ProcessGroup]:
         """A sum over each of these in turn is one over all ranks."""
@@ -86,3 +88,19 @@ def find_ranks(group: Group | DeviceMesh, stage: int) -> Ranks:
         groups = [group]
     shards, replicas = [each if size(each) > 1 else None for each in (*groups, None)][:2]
     return Ranks(None, shards) if stage == 0 else Ranks(shards, replicas)
+
+
+def whole_group(ranks: Ranks) -> Group:
+    """Those who hold one whole of the model: all `shards` of all `tensor` parallel ranks, who must all call it.
+
+    A group that has to be made for that, because there are replicas or other ranks, stays until torch.distributed ends.
+    """
+    if ranks.shards is None or ranks.tensor is None:
+        return ranks.shards or ranks.tensor
+    found: list[list[int]] = [[]] * size(ranks.tensor)
+    dist.all_gather_object(found, dist.get_process_group_ranks(ranks.shards), group=ranks.tensor)
+    members = sorted(member for each in found for member in each)
+    if len(members) == dist.get_world_size():
+        return dist.group.WORLD
+    made: dist.ProcessGroup = dist.new_group(members, backend=dist.get_backend(ranks.shards), use_local_synchronization=True)
+    return made

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from infinity.config import Config, Tier
 from infinity.device import add_alone, copy_alone
@@ -19,6 +20,7 @@ from infinity.sharding.exchange import Collective, Exchange
 from infinity.sharding.layout import Layout
 from infinity.sharding.parameter import guard_for
 from infinity.sharding.ranks import ALONE, Ranks
+from infinity.sharding.tensor_parallel import attach, cut_along, local, local_gradient, part_of
 from infinity.tiers.block import BF16, FP32, INT8, SPLIT, Block, Format, Kind
 from infinity.tiers.store import Store
 
@@ -33,7 +35,8 @@ MOMENTS: dict[str, tuple[Kind, ...]] = {
 class UnitState(enum.Enum):
     """What the parameters of a unit point at.
 
-    SHARDED: a one-element placeholder; touching the data raises. UNSHARDED: views of the unit's run of the compute arena.
+    SHARDED: a one-element placeholder; touching the data raises. UNSHARDED: views of the unit's run of the compute arena. Of a
+    DTensor that is its local tensor, always the same object.
     """
 
     SHARDED = enum.auto()
@@ -161,7 +164,13 @@ class Unit:
         self.names = [n for n, _ in named]
         self.parameters = [p for _, p in named]
         self.trainable = self.parameters[0].requires_grad
-        self.layout = Layout([p.shape for p in self.parameters], collectives.size(ranks.shards))
+        self.parts = [part_of(p) for p in self.parameters]
+        """Where what this rank lays out of each parameter lies in it."""
+        shapes, rooms = [local(p).shape for p in self.parameters], [part.room for part in self.parts]
+        self.layout = Layout(shapes, collectives.size(ranks.shards), rooms)
+        first = collectives.rank(ranks.tensor) == 0
+        self.counted = [first or cut_along(p) is not None for p in self.parameters]
+        """Which parameters this rank speaks for where tensor parallel ranks sum up, or save: what all hold counts once."""
         self.rank = ranks.rank
         self.blocks: dict[Kind, Block] = {}
         self.tier = ""
@@ -187,9 +196,11 @@ class Unit:
         self._is_apart = False  # whether some of the gradients at home are not averaged over the replicas yet (`Engine.no_sync`)
         self.reduced: set[int] = set()
         """The parameters whose gradients of the step under way have passed a `GradientBuffer`."""
-        self._plain = [type(p) for p in self.parameters]
-        self._guard = guard_for(self)
-        self._positions = {id(p): i for i, p in enumerate(self.parameters)}
+        self._tensors = [torch.empty(0, dtype=dtype) if isinstance(p, DTensor) else p for p in self.parameters]
+        held = {id(t): t for t in (*self.parameters, *self._tensors)}.values()
+        guards = {kind: guard_for(self, kind) for kind in dict.fromkeys(map(type, held))}
+        self._guarded = [(t, type(t), guards[type(t)]) for t in held]  # with their classes while gathered, and while not
+        self._positions = {id(t): i for those in (self.parameters, self._tensors) for i, t in enumerate(those)}
         self.exchange: Exchange | None = None
         """Who joins the collectives of this unit; None with one rank."""
         self.gather_posted: Collective | None = None
@@ -328,9 +339,9 @@ class Unit:
         """One more user: SHARDED -> UNSHARDED, the parameters point at their places in `flat` (numel,)."""
         self._users += 1
         if self.state is UnitState.SHARDED:
-            for parameter, plain, place in zip(self.parameters, self._plain, self.layout.places, strict=True):
-                parameter.__class__ = plain
-                parameter.data = flat[place.offset : place.end].view(place.shape)
+            self._lift_guard()
+            for tensor, place in zip(self._tensors, self.layout.places, strict=True):
+                tensor.data = flat[place.offset : place.end].view(place.shape)
             self.state = UnitState.UNSHARDED
 
     def reshard(self) -> None:
@@ -341,19 +352,24 @@ class Unit:
 
     def guard(self) -> None:
         """Point the parameters at the placeholder; what they held is freed if nobody else holds it."""
-        for parameter, plain, place in zip(self.parameters, self._plain, self.layout.places, strict=True):
-            parameter.__class__ = plain  # the guard lets nobody touch the data, us included
-            parameter.data = self._placeholder.expand(place.shape)
-            parameter.__class__ = self._guard
+        self._lift_guard()  # it lets nobody touch the data, us included
+        for parameter, tensor, place in zip(self.parameters, self._tensors, self.layout.places, strict=True):
+            tensor.data = self._placeholder.expand(place.shape)
+            if isinstance(parameter, DTensor) and local(parameter) is not tensor:
+                attach(parameter, tensor)
+        for tensor, _, guard in self._guarded:
+            tensor.__class__ = guard
         self.state = UnitState.SHARDED
 
     def restore(self, flat: torch.Tensor) -> None:
         """Make the parameters plain tensors with the data of `flat` (numel,), as if they had never been managed."""
         self._users = 0
-        for parameter, plain in zip(self.parameters, self._plain, strict=True):
-            parameter.__class__ = plain
         self.state = UnitState.SHARDED
         self.unshard(flat)
+
+    def _lift_guard(self) -> None:
+        for tensor, plain, _ in self._guarded:
+            tensor.__class__ = plain
 
     # Gradients
 
@@ -385,6 +401,7 @@ class Unit:
         self.store.await_update(self.blocks[Kind.PARAM])  # it still reads the gradients of the step before
         if self.updater is not None:
             self.updater.await_delayed(self)
+        gradient = local_gradient(gradient, self.parameters[index])
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         scale = 1.0 if self.updater is None else self.updater.loss_scale
