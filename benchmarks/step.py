@@ -281,9 +281,8 @@ class Fsdp2(Plain):
         mesh = distributed.init_device_mesh(options.device, (1,))
         self._model = LlamaForCausalLM(config_of(options.model)).float()
         fill(self._model.named_parameters(), options.weights)
-        policy = {
-            "mesh": mesh, "offload_policy": CPUOffloadPolicy(pin_memory=options.device != "cpu"), "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        }  # fmt: skip
+        offload = CPUOffloadPolicy(pin_memory=options.device != "cpu")
+        policy = {"mesh": mesh, "offload_policy": offload, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
         for block in self._model.model.layers:
             fully_shard(block, **policy)
         fully_shard(self._model, **policy)

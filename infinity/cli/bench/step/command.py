@@ -28,6 +28,9 @@ CopyOnWrite = Annotated[
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Steps that are timed.", rich_help_panel=_TIMING)]
 Discard = Annotated[int, typer.Option(min=1, help="Steps before them that are not.", rich_help_panel=_TIMING)]
+MostSeconds = Annotated[
+    float, typer.Option(min=0, help="Begin no further step after so many seconds of them.", rich_help_panel=_TIMING)
+]
 ProbeBytes = Annotated[
     int,
     typer.Option(
@@ -68,6 +71,7 @@ def step(
     io_engine: o.IoEngine = "auto",
     steps: Steps = 5,
     discard: Discard = 2,
+    most_seconds: MostSeconds = 1e9,
     probe_bytes: ProbeBytes = 256 << 20,
     as_json: Json = None,
     report: ReportFile = None,
@@ -105,7 +109,7 @@ def step(
         source.check_length(sequence_length)
         work = Workload(
             source, config, sequence_length, batch_size, accumulate, accumulation_order == "vertical", checkpoint_activations,
-            steps, discard, lr, seed,
+            steps, discard, most_seconds, lr, seed,
         )  # fmt: skip
         progress = Console(stderr=True, highlight=False)
         with interrupted_by_signals():

@@ -131,7 +131,7 @@ def summary(
         "accumulate_count": work.accumulate,
         "tokens_per_step_count": work.tokens,
         "recomputes_activations": work.recomputes,
-        "steps_count": work.steps,
+        "steps_count": len(seconds),
         "discarded_steps_count": work.discard,
         "step_seconds": spread(seconds),
         "tokens_per_second": spread([work.tokens * rate for rate in per_step]),

@@ -42,6 +42,8 @@ class Workload:
     recomputes: bool
     steps: int
     discard: int
+    most_seconds: float
+    """No further step begins after so many seconds of them, when one was timed."""
     lr: float
     seed: int
 
@@ -152,6 +154,8 @@ def train(work: Workload, say: Callable[[str], None]) -> Trained:
 
         ends, losses, marks = [time.perf_counter()], [], [lanes()]
         for number in range(work.discard + work.steps):
+            if number > work.discard and ends[-1] - ends[0] > work.most_seconds:
+                break
             parts = infinity.accumulate(model, batches, order=order, scale=scale)
             optimizer.step()
             optimizer.zero_grad()
