@@ -29,11 +29,12 @@ demo: $(VENV)/installed  ## Fine-tune a small Llama on budgets that it does not 
 test: python-test native-test  ## Run every test (`make -k test`: the native ones too when a Python one fails)
 
 # From an empty folder, so that Python finds the installed package and never the sources. Most tests keep one CPU busy, so two
-# processes share them, file by file: a file may start ranks once for all of its tests.
+# processes share them, or three where there are four, file by file: a file may start ranks once for all of its tests.
 python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" chooses
 	@mkdir -p build/empty
 	cd build/empty
-	"$(BIN)/pytest" -c ../../pyproject.toml --import-mode=importlib -o pythonpath=tests -n 2 --dist loadfile $(PYTEST_ARGS) ../../tests
+	processes=$$(($$(nproc) >= 4 ? 3 : 2))
+	"$(BIN)/pytest" -c ../../pyproject.toml --import-mode=importlib -o pythonpath=tests -n $$processes --dist loadfile $(PYTEST_ARGS) ../../tests
 
 native-test: $(VENV)/tools  ## Build and run the native tests
 	@$(CMAKE) -B build/native >build/native.log || { cat build/native.log; exit 1; }

@@ -10,6 +10,12 @@ AdamW, clipping at 1.0, the same number of torch threads. Ways:
   infinity-memory  every state in the compute device's memory
   infinity-cpu     states in host memory, parameters streaming through a small budget
   infinity-nvme    parameters and optimizer on NVMe, small budgets
+  torchao-cpu      torchao's CPUOffloadOptimizer over bf16 parameters on the GPU, gradients offloaded: bf16 states, no masters, no
+                   clipping (its gradients are gone when they could be); needs a GPU
+  fsdp2-cpu        fully_shard on one rank with CPUOffloadPolicy: fp32 parameters, gradients and moments in host memory, bf16
+                   compute; needs a GPU
+The last two run where their packages are; a way that cannot run here is left out with a sentence, and with --keep-going one that
+fails, too. With --device cuda models run on the GPU, and a step ends when the GPU has.
 Every run is a process of its own; in each round every way has its turn, in changing order. Steps that are discarded go first.
 Time is that of whole steps, so updates that run beside the next step are paid there. Bytes are the kernel's count for the
 process (/proc/self/io), memory is VmHWM of the whole run, loading included; `during steps` is its peak after loading. The
@@ -22,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import importlib.util
 import itertools
 import json
 import os
@@ -38,11 +45,25 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-MODELS = {"34M": (8, 512), "98M": (12, 768), "316M": (24, 1024)}
+MODELS = {"2M": (2, 128), "34M": (8, 512), "98M": (12, 768), "316M": (24, 1024), "1.2B": (24, 2048)}
 """Layers and width."""
-BUDGETS = {"34M": ("32MiB", "96MiB"), "98M": ("64MiB", "420MiB"), "316M": ("96MiB", "1280MiB")}
+BUDGETS = {
+    "2M": ("16MiB", "32MiB"), "34M": ("32MiB", "96MiB"), "98M": ("64MiB", "420MiB"), "316M": ("96MiB", "1280MiB"),
+    "1.2B": ("768MiB", "5GiB"),
+}  # fmt: skip
 """gpu_memory and cpu_memory of infinity-nvme: the process then takes 0.3 of the memory that DeepSpeed does."""
-WAYS = ("plain", "deepspeed-cpu", "deepspeed-nvme", "infinity-memory", "infinity-cpu", "infinity-nvme")
+WHOLE = {"1.2B": "28GiB"}
+"""The budget that holds all states, where it is not 8 GiB."""
+WAYS = (
+    "plain",
+    "deepspeed-cpu",
+    "deepspeed-nvme",
+    "infinity-memory",
+    "infinity-cpu",
+    "infinity-nvme",
+    "torchao-cpu",
+    "fsdp2-cpu",
+)
 VOCABULARY, BATCH, SEQUENCE, CLIP = 8192, 2, 256, 1.0
 ADAM = {"lr": 1e-4, "weight_decay": 0.01}
 BANDWIDTH_BYTES = 512 << 20
@@ -73,10 +94,11 @@ def config_of(model: str) -> Any:
     )  # fmt: skip
 
 
-def batch(step: int) -> dict[str, Any]:
+def batch(step: int, options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
-    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(100 + step))
+    shape, generator = (options.batch, options.sequence), torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(0, VOCABULARY, shape, generator=generator).to(options.device)
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
@@ -102,6 +124,7 @@ class Plain:
         for parameter in self._model.parameters():  # not the buffers, as .to() would: rotary frequencies stay in fp32
             parameter.data = parameter.data.to(torch.bfloat16)
         fill(self._model.named_parameters(), options.weights)
+        self._model.to(options.device)
         self._parameters = list(self._model.parameters())
         self._masters = [p.detach().float().requires_grad_(True) for p in self._parameters]
         self._optimizer = torch.optim.AdamW(self._masters, fused=True, **ADAM)
@@ -143,7 +166,7 @@ class DeepSpeed:
             place["nvme_path"] = str(options.nvme)
             pipeline = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 16}
         settings = {
-            "train_micro_batch_size_per_gpu": BATCH, "gradient_accumulation_steps": 1, "gradient_clipping": CLIP,
+            "train_micro_batch_size_per_gpu": options.batch, "gradient_accumulation_steps": 1, "gradient_clipping": CLIP,
             "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": ADAM},
             "zero_optimization": {
                 "stage": 3, "sub_group_size": 20_000_000, "stage3_param_persistence_threshold": 10_000,
@@ -155,7 +178,7 @@ class DeepSpeed:
                 "overlap_events": True,
             },
         }  # fmt: skip
-        deepspeed.init_distributed("gloo")
+        deepspeed.init_distributed("gloo" if options.device == "cpu" else "nccl")
         with deepspeed.zero.Init(config_dict_or_path=settings):
             model = LlamaForCausalLM(config_of(options.model))
         fill(model.named_parameters(), options.weights, lambda p: deepspeed.zero.GatheredParameters(p, modifier_rank=0))
@@ -185,15 +208,20 @@ class Infinity:
 
         states = ("parameters", "gradients", "optimizer")
         placement: dict[str, Any] = {
-            "infinity-memory": dict.fromkeys(states, "gpu") | {"gpu_memory": "8GiB"},
+            "infinity-memory": dict.fromkeys(states, "gpu") | {"gpu_memory": WHOLE.get(options.model, "8GiB")},
             "infinity-cpu": dict.fromkeys(states, "cpu"),
             "infinity-nvme": {"nvme": options.nvme},
         }[options.child]
         gpu, cpu = BUDGETS[options.model]
-        budgets = {"gpu_memory": gpu, "cpu_memory": cpu if options.child == "infinity-nvme" else "8GiB"}
+        budgets = {"gpu_memory": gpu, "cpu_memory": cpu if options.child == "infinity-nvme" else WHOLE.get(options.model, "8GiB")}
         with infinity.init():
             model = LlamaForCausalLM(config_of(options.model))
-        common: dict[str, Any] = {"precision": "bf16", "device": "cpu", "threads": options.threads, "update": options.update}
+        common: dict[str, Any] = {
+            "precision": "bf16",
+            "device": options.device,
+            "threads": options.threads,
+            "update": options.update,
+        }
         config = infinity.Config(**(common | budgets | placement))
         self._model = infinity.wrap(model, config, weights=options.weights, group=getattr(options, "group", None))
         self._engine = infinity.engine(self._model)
@@ -217,6 +245,82 @@ class Infinity:
         return {"planned_per_parameter": planned, "seconds": report.seconds, "tiers_MiB": mebibytes(report.peaks)}
 
 
+class TorchAo(Plain):
+    """Parameters on the GPU, the optimizer's states in host memory."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+        from torchao.optim import CPUOffloadOptimizer
+        from transformers import LlamaForCausalLM
+
+        self._model = LlamaForCausalLM(config_of(options.model))
+        for parameter in self._model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        fill(self._model.named_parameters(), options.weights)
+        self._model.to(options.device)
+        self._optimizer = CPUOffloadOptimizer(
+            self._model.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True, **ADAM
+        )
+        self.count = sum(p.numel() for p in self._model.parameters())
+
+    def update(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+class Fsdp2(Plain):
+    """Every block, and what is around them, sharded over one rank, at home in host memory."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+        from torch import distributed
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+        from transformers import LlamaForCausalLM
+
+        distributed.init_process_group("gloo" if options.device == "cpu" else "cuda:nccl,cpu:gloo")
+        mesh = distributed.init_device_mesh(options.device, (1,))
+        self._model = LlamaForCausalLM(config_of(options.model)).float()
+        fill(self._model.named_parameters(), options.weights)
+        offload = CPUOffloadPolicy(pin_memory=options.device != "cpu")
+        policy = {"mesh": mesh, "offload_policy": offload, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+        for block in self._model.model.layers:
+            fully_shard(block, **policy)
+        fully_shard(self._model, **policy)
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(options.device)
+        self.count = sum(p.numel() for p in self._model.parameters())
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True, **ADAM)
+
+    def update(self) -> None:
+        import torch
+
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def close(self) -> dict[str, Any]:
+        from torch import distributed
+
+        distributed.destroy_process_group()
+        return {}
+
+
+def missing(options: argparse.Namespace) -> str:
+    """Why this way cannot run here; "" where it can."""
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    kind = options.child.partition("-")[0]
+    if kind in ("torchao", "fsdp2") and options.device == "cpu":
+        return f"{kind} offloads from a GPU; there is none in this run"
+    package = {"deepspeed": "deepspeed", "torchao": "torchao"}.get(kind)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return f"{package} is not installed for {sys.executable}"
+    return ""
+
+
 def mebibytes(values: dict[str, int]) -> dict[str, float]:
     return {name: round(value / (1 << 20), 1) for name, value in values.items()}
 
@@ -226,7 +330,12 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers import LlamaForCausalLM  # noqa: F401
 
-    way = {"plain": Plain, "deepspeed": DeepSpeed, "infinity": Infinity}[options.child.partition("-")[0]]
+    why = missing(options)
+    if why:
+        return {"skipped": why}
+    ways = {"plain": Plain, "deepspeed": DeepSpeed, "infinity": Infinity, "torchao": TorchAo, "fsdp2": Fsdp2}
+    way = ways[options.child.partition("-")[0]]
+    cuda = options.device == "cuda"
     if way is DeepSpeed:
         import deepspeed  # noqa: F401
     elif way is Infinity:
@@ -236,15 +345,19 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     run = way(options)
     (whole,) = status("VmHWM")
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident
     losses, rows, used = [], [], resource.getrusage(resource.RUSAGE_SELF)
     for step in range(options.steps):
-        values, before, times = batch(step), moved(), [time.perf_counter()]
+        values, before, times = batch(step, options), moved(), [time.perf_counter()]
         loss = run.forward(values)
         times.append(time.perf_counter())
         run.backward(loss)
         times.append(time.perf_counter())
         run.update()
+        if cuda:
+            torch.cuda.synchronize()
         times.append(time.perf_counter())
         losses.append(float(loss.detach()))
         del loss
@@ -262,6 +375,8 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "disk_per_parameter": disk / run.count, "base_MiB": base, "peak_MiB": max(whole, steady), "peak_during_steps_MiB": steady,
         "locked_MiB": locked + pinned, "system_s_per_step": (after.ru_stime - used.ru_stime) / options.steps,
         "cpu_s_per_step": (after.ru_utime - used.ru_utime + after.ru_stime - used.ru_stime) / options.steps, "losses": losses,
+        "tokens_per_s": [options.batch * options.sequence / s for s in step_s],
+        "peak_gpu_MiB": torch.cuda.max_memory_allocated() / (1 << 20) if cuda else 0.0,
     }  # fmt: skip
     return facts | run.close()
 
@@ -330,18 +445,23 @@ def child(options: argparse.Namespace, turn: Turn, way: str, model: str, weights
     python = str(options.deepspeed_python) if way == "build" or way.startswith("deepspeed") else sys.executable
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1",
-        "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": str(options.threads), "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
+        "DS_ACCELERATOR": options.device, "OMP_NUM_THREADS": str(options.threads),
+        "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=options.nvme, prefix="infinity-step-") as folder:
         command = [
             python, __file__, "--child", way, "--model", model, "--weights", str(weights), "--nvme", folder,
             "--steps", str(options.steps), "--discard", str(options.discard), "--threads", str(options.threads),
-            "--update", options.update,
+            "--update", options.update, "--device", options.device, "--batch", str(options.batch),
+            "--sequence", str(options.sequence),
         ]  # fmt: skip
         if way != "build":
             turn.take()
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         turn.end()
+    if done.returncode != 0 and options.keep_going and way in WAYS:
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        return {"skipped": f"it failed: {last[-300:]}"}
     if done.returncode != 0:
         raise SystemExit(f"{way} with {model} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -366,12 +486,13 @@ def summary(runs: dict[str, list[dict[str, Any]]], drive: list[dict[str, float]]
 
     result: dict[str, Any] = {}
     for way, mine in runs.items():
-        row: dict[str, Any] = {key: middle(steps(way, key)) for key in ("step_s", "forward_s", "backward_s", "update_s")}
+        keys = ("step_s", "tokens_per_s", "forward_s", "backward_s", "update_s")
+        row: dict[str, Any] = {key: middle(steps(way, key)) for key in keys}
         for other in ("plain", "deepspeed-cpu", "deepspeed-nvme"):
-            if other in runs:
+            if runs.get(other):
                 row[f"step_over_{other}"] = middle([a / b for a, b in zip(steps(way), steps(other), strict=True)])
-        for key in ("peak_MiB", "peak_during_steps_MiB", "base_MiB", "locked_MiB", "disk_per_parameter", "read_per_parameter",
-                    "written_per_parameter", "cpu_s_per_step", "system_s_per_step"):  # fmt: skip
+        for key in ("peak_gpu_MiB", "peak_MiB", "peak_during_steps_MiB", "base_MiB", "locked_MiB", "disk_per_parameter",
+                    "read_per_parameter", "written_per_parameter", "cpu_s_per_step", "system_s_per_step"):  # fmt: skip
             row[key] = round(statistics.median(run[key] for run in mine), 2)
         row["over_base_MiB"] = round(statistics.median(run["peak_MiB"] - run["base_MiB"] for run in mine), 2)
         row |= {key: mine[-1][key] for key in ("planned_per_parameter", "seconds", "tiers_MiB") if key in mine[-1]}
@@ -413,10 +534,12 @@ def show(model: str, facts: dict[str, Any]) -> None:
     line("  forward, s", "forward_s", spread)
     line("  backward, s", "backward_s", spread)
     line("  update, s", "update_s", spread)
+    line("tokens/s", "tokens_per_s", lambda values: "{:.0f} ({:.0f}, {:.0f})".format(*values))
     line("step / plain", "step_over_plain", spread)
     line("step / deepspeed-cpu", "step_over_deepspeed-cpu", spread)
     line("step / deepspeed-nvme", "step_over_deepspeed-nvme", spread)
     line("its I/O on the drive alone, s", "drive_alone_s", spread)
+    line("peak on the GPU, MiB", "peak_gpu_MiB", whole)
     line("peak resident, MiB", "peak_MiB", whole)
     line("  over the imports", "over_base_MiB", whole)
     line("  during steps", "peak_during_steps_MiB", whole)
@@ -429,6 +552,8 @@ def show(model: str, facts: dict[str, Any]) -> None:
     line("last loss", "losses", lambda losses: f"{losses[-1]:.4f}")
     line("losses differ from plain by at most", "loss_differs_from_plain_by", lambda value: f"{value:.1e}")
     Console(width=170).print(table)
+    for way, why in facts["skipped"].items():
+        print(f"{way} is left out: {why}")
     print("drive alone: {read_GBps[0]:.2f} GB/s reading, {write_GBps[0]:.2f} writing".format(**facts["drive"]))
 
 
@@ -464,19 +589,27 @@ def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
             child(options, turn, "build", model, weights)
         count = child(options, turn, "weights", model, weights)["parameters"]
         runs: dict[str, list[dict[str, Any]]] = {way: [] for way in options.ways}
-        drive = []
+        drive, skipped = [], dict(options.skipped)
         for number in range(options.rounds):
             drive.append(child(options, turn, "bandwidth", model, weights))
             for way in random.Random(number).sample(options.ways, len(options.ways)):
-                runs[way].append(child(options, turn, way, model, weights))
-                last = runs[way][-1]
+                if way in skipped:
+                    continue
+                last = child(options, turn, way, model, weights)
+                if "skipped" in last:
+                    skipped[way] = last["skipped"]
+                    print(f"{model} {way} is left out: {skipped[way]}", file=sys.stderr)
+                    continue
+                runs[way].append(last)
                 print(
                     f"{model} round {number + 1} {way}: {statistics.median(last['step_s']):.2f} s, {last['peak_MiB']:.0f} MiB",
                     file=sys.stderr,
                 )
     turn.end(at_once=True)
+    runs = {way: mine for way, mine in runs.items() if way not in skipped}
     speeds = {name: middle([d[name] for d in drive]) for name in drive[0]}
     facts = {"parameters": count, "rounds": options.rounds, "steps": options.steps, "discarded": options.discard, "drive": speeds}
+    facts |= {"skipped": skipped, "device": options.device, "tokens": options.batch * options.sequence}
     return facts | {"ways": summary(runs, drive)}
 
 
@@ -491,6 +624,10 @@ def main() -> None:
     parser.add_argument(
         "--update", default="auto", choices=["auto", "speculative", "exact", "plain", "delayed"], help="of infinity"
     )
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where models run")
+    parser.add_argument("--batch", type=int, default=BATCH, help="windows per step")
+    parser.add_argument("--sequence", type=int, default=SEQUENCE, help="tokens per window")
+    parser.add_argument("--keep-going", action="store_true", help="leave out ways that fail, with the last line of the error")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--discard", type=int, default=2, help="steps at the start of each run that are not counted")
@@ -505,7 +642,9 @@ def main() -> None:
         result = work(options)
         print(json.dumps(result), flush=True)
         return
+    options.skipped = {}
     if options.deepspeed_python is None:
+        options.skipped = {way: "no --deepspeed-python is given" for way in options.ways if way.startswith("deepspeed")}
         options.ways = [way for way in options.ways if not way.startswith("deepspeed")]
     facts: dict[str, Any] = {"machine": machine(options), "models": {}}
     for model in options.models:

@@ -47,6 +47,7 @@ from infinity.tiers.store import Store
 
 Model = TypeVar("Model", bound=nn.Module)
 
+STATES = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ATTRIBUTE = "_infinity_engine"
 _OURS = f"{__name__.partition('.')[0]}."
@@ -115,6 +116,7 @@ class Engine:
         self._hooks = Hooks(model, users, self._units, self._runtime, self._locate, self._after_backward, self.recorder)
         self._fetched_before = (0, 0)
         self._traffic_last = (0, 0)  # bytes read and written
+        self._copied_last, self._copied_before = (0, 0), self._copied()  # bytes to the compute device and from it
         self._forward_before = 0.0
         vars(model)[_ATTRIBUTE] = self
         vars(model)["zero_grad"], vars(model)["no_sync"] = self.zero_grad, self.no_sync
@@ -173,7 +175,13 @@ class Engine:
         read, written = sum(m.read for m in updates), sum(m.written for m in updates)
         self._traffic_last = fetched[0] - before[0] + read, fetched[1] - before[1] + written
         self._fetched_before = fetched
+        copied, earlier = self._copied(), self._copied_before
+        self._copied_last, self._copied_before = (copied[0] - earlier[0], copied[1] - earlier[1]), copied
         self._runtime.stepped()
+
+    def _copied(self) -> tuple[int, int]:
+        """Bytes copied to the compute device and from it so far."""
+        return self._device.copied.written, self._device.copied.read
 
     def _forward_seconds(self) -> float:
         """How long a forward took since this was asked last, without waits."""
@@ -340,7 +348,7 @@ class Engine:
 
         costs, cycles = [], max(self._runtime.accumulation, 1)
         for unit in self._units:
-            states = on_nvme(unit, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+            states = on_nvme(unit, *STATES)
             param, gradient = on_nvme(unit, Kind.PARAM), on_nvme(unit, Kind.GRAD)
             slots = 0 if unit.blocks[Kind.PARAM].permanent else -(-unit.nbytes // ALIGNMENT)
             old = 0 if unit.is_rounded else param
@@ -387,6 +395,11 @@ class Engine:
             updates_kept=counters.get("updates kept", 0),
             updates_replayed=counters.get("updates replayed", 0),
             skipped_steps=self._updater.skipped_steps,
+            copied_to_device=self._copied_last[0],
+            copied_from_device=self._copied_last[1],
+            updated=sum(
+                unit.blocks[kind].nbytes for unit in self._units if unit.trains for kind in STATES if kind in unit.blocks
+            ),
             waits=waits,
             cached=cached,
             on_nvme=on_nvme,

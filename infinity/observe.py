@@ -134,3 +134,9 @@ class Report:
     """Budget per tier, same keys."""
     skipped_steps: int = 0
     """Steps left out because a gradient was not finite; not among `steps`."""
+    copied_to_device: int = 0
+    """Bytes copied from host memory to the compute device in the last finished step, by our own count; where both are the same
+    memory, what moved between a home there and the engine's place for the model."""
+    copied_from_device: int = 0
+    updated: int = 0
+    """Bytes of masters and moments that a step renews."""

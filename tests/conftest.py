@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import elsewhere
 import pytest
 import torch
 from torch import nn
@@ -18,11 +19,20 @@ from torch import nn
 import infinity
 from infinity.tiers.block import Kind
 
+elsewhere.move()
+
 BUDGETS = ("gpu_memory", "cpu_memory")
 ROOMY = dict.fromkeys(BUDGETS, 1 << 30) | {"cache": 0}
 """Room for everything; yet what is on NVMe moves, for nothing of it is kept in memory."""
 CHILD = {"env": os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}, "text": True}
 """Arguments for `subprocess`, so that a child imports what this process does."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """On another device than the CPU leave out what cannot run there."""
+    for item in items if elsewhere.KIND else ():
+        if item.path.name not in elsewhere.FILES or item.name.startswith(elsewhere.NEAR):
+            item.add_marker(pytest.mark.skip(reason=elsewhere.REASON))
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:

@@ -28,6 +28,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "exact": {"update": "exact"},
     "cached": {"cpu_memory": "16MiB", "cache": "auto"},
     "gradients on nvme": {"gradients": "nvme"},
+    "only gradients on nvme": {"parameters": "cpu", "gradients": "nvme", "optimizer": "cpu", "cpu_memory": 0},
     "states in host memory": {"parameters": "cpu", "optimizer": "cpu", "cpu_memory": "16MiB"},
     "states offloaded": {"parameters": "gpu", "optimizer": "cpu", "cpu_memory": "16MiB"},
     "all on the device": {"parameters": "gpu", "gradients": "gpu", "optimizer": "gpu"},
@@ -91,11 +92,13 @@ def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
         with monkeypatch.context() as patch:
             if far:
                 patch.setattr(sys.modules["infinity.engine"], "ComputeDevice", FarDevice)
-            try:
-                model = infinity.wrap(transformer(), infinity.Config(**config))
-            except infinity.BudgetError as error:  # the least memory of the compute device that works
-                least = int(re.findall(r"smallest gpu_memory that works is (\d+)", str(error))[0])
-                model = infinity.wrap(transformer(), infinity.Config(**(config | {"gpu_memory": least})))
+            while True:
+                try:
+                    model = infinity.wrap(transformer(), infinity.Config(**config))
+                    break
+                except infinity.BudgetError as error:  # where there is none, the least memory that works
+                    ((key, least),) = re.findall(r"smallest (\w+) that works is (\d+)", str(error))
+                    config[key] = int(least)
         engines.append((model, infinity.engine(model)))
         return infinity.engine(model)
 

@@ -105,6 +105,9 @@ def shared_by(tier: str, per_node: int) -> int:
     return 1 if tier == "gpu" else per_node
 
 
+_MOVED = ("cached", "on_nvme", "copied_to_device", "copied_from_device", "updated")
+
+
 def combine(reports: Sequence[Report], per_node: int) -> Report:
     """What all ranks did, given the report of each, in the order of the ranks: bytes moved and kept are summed, a peak is the
     highest of any rank, a budget is that of a node with `per_node` ranks, and times and counts are those of the first rank.
@@ -113,7 +116,7 @@ def combine(reports: Sequence[Report], per_node: int) -> Report:
         return reports[0]
     first = reports[0]
     sums = ("read_per_parameter", "written_per_parameter", "planned_read_per_parameter", "planned_written_per_parameter")
-    summed = {name: sum(getattr(report, name) for report in reports) for name in (*sums, "cached", "on_nvme")}
+    summed = {name: sum(getattr(report, name) for report in reports) for name in (*sums, *_MOVED)}
     peaks = {tier: max(report.peaks[tier] for report in reports) for tier in first.peaks}
     budgets = {tier: budget * shared_by(tier, per_node) for tier, budget in limits(first).items()}
     return replace(first, peaks=peaks, budgets=budgets, **summed)

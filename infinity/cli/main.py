@@ -8,6 +8,7 @@ import typer
 
 from infinity.cli.bench.adam.command import adam
 from infinity.cli.bench.command import bench
+from infinity.cli.bench.step.command import step
 from infinity.cli.doctor import doctor, installed_version
 from infinity.cli.finetune import finetune
 from infinity.cli.gc import gc
@@ -23,6 +24,7 @@ app.command()(finetune)
 app.command()(doctor)
 app.command()(gc)
 bench.command()(adam)
+bench.command()(step)
 app.add_typer(bench)
 
 

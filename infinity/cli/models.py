@@ -14,7 +14,7 @@ from infinity.modules.load import INDEX, SINGLE
 if TYPE_CHECKING:
     import torch
 
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 _LLAMA = {"model_type": "llama", "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 _GPT2 = {"model_type": "gpt2", "n_positions": 1024}
@@ -104,8 +104,8 @@ def find_model(name: str, precision: str) -> ModelSource:
             f"unknown model {name!r}; {hint}It is a directory with config.json and model.safetensors, "
             f"or one of the presets: {', '.join(PRESETS)}"
         )
-    if precision in _DTYPES:
-        source.config.dtype = _DTYPES[precision]
+    if precision in DTYPES:
+        source.config.dtype = DTYPES[precision]
     return source
 
 

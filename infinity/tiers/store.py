@@ -184,11 +184,10 @@ class Store:
         """The plan for `available` bytes beside the `home` bytes of states; raises `BudgetError` when there is none."""
         on_nvme = [b for b in self._blocks if self._may_keep(b)]
         others = {b.kind for b in self._blocks if not self._may_keep(b) and self.needs_staging(b)}
-        if not self._device.shares_host:
-            others.add(Kind.GRAD)  # what has to be added to gradients passes through a slot, too
+        spare = not self._device.shares_host  # for what has to be added to gradients
         kinds, longest = others | {b.kind for b in on_nvme}, max((b.elements for b in self._blocks), default=0)
         elements = sum(b.elements for b in self._blocks if b.kind is Kind.PARAM)
-        staged = Staged(len(kinds), len(others), self._granule, longest, elements, sum(b.nbytes for b in on_nvme))
+        staged = Staged(len(kinds) + spare, len(others) + spare, self._granule, longest, elements, sum(b.nbytes for b in on_nvme))
         if available < staged.least:
             least = home + staged.least
             raise BudgetError(

@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+"""What the engine's transfers reach of plain ones: both directions of the link to the compute device, and NVMe to it.
+
+  host to device   units that are at home in host memory come into the compute arena, as before a forward (the store's `start` and
+                   `wait`, two units ahead); against one large copy from pinned memory by torch, non_blocking, then a synchronize
+  device to host   gradients go home (`bring_home`); against the same copy the other way
+  NVMe to device   units on NVMe come into the arena, through staging where the drive cannot reach the device; against reading as
+                   many bytes of a file into touched memory on huge pages with `infinity.nvme`
+Everyone runs once per round, in an order that turns; ratios are taken within a round. GB = 1e9 bytes. Without a GPU the compute
+device is host memory and the plain copy one of torch's, with its threads.
+
+  python benchmarks/gpu/links.py --nvme /mnt/nvme0 --output links.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity import nvme
+from infinity.config import Config
+from infinity.device import ComputeDevice, copy_alone
+from infinity.observe import Recorder
+from infinity.tiers.block import BF16, Block, Kind
+from infinity.tiers.store import Store
+from infinity.units import parse_bytes
+
+AHEAD = 2
+PIECE_BYTES = 4 << 20
+
+
+class Units:
+    """`count` units of `nbytes` each, at home on `tier`, and an arena that holds a few of them."""
+
+    def __init__(self, tier: Any, count: int, nbytes: int, folder: Path, kind: str) -> None:
+        self.device = ComputeDevice(kind)
+        places = AHEAD + 2
+        config = Config(
+            nvme=folder, gpu_memory=places * nbytes + (nbytes if tier == "cpu" else 0), cache=0, device=kind,
+            cpu_memory=(count + 1) * nbytes * (2 if tier == "cpu" else 0) + (256 << 20),
+        )  # fmt: skip
+        self.store = Store(config, self.device, Recorder())
+        self.gradients, self.params = [], []
+        for number in range(count):
+            common = {"elements": nbytes // 2, "format": BF16, "tier": tier, "span": nbytes, "at": 0}
+            self.params.append(self.store.add(Block(unit=number, kind=Kind.PARAM, name=f"unit {number}", **common)))
+            if tier == "cpu":
+                self.gradients.append(self.store.add(Block(unit=number, kind=Kind.GRAD, name=f"gradient {number}", **common)))
+        self.store.open(places * nbytes, nbytes if tier == "cpu" else 0)
+        self.content = self.store.reserve("gpu", nbytes).tensor.fill_(1) if tier == "cpu" else None
+
+    def write(self) -> None:
+        """Give every unit content, so that it is read."""
+        noise = torch.randint(0, 256, (PIECE_BYTES,), dtype=torch.uint8)
+        for block in self.params:
+            self.store.begin_update(block)
+            for begin in self.store.chunks(block):
+                (chunk,) = self.store.check_out([(block, False)], begin)
+                chunk.tensor.copy_(noise[: chunk.tensor.numel()])
+                chunk.commit()
+                chunk.release()
+            self.store.end_update([block])
+
+    def fetch(self) -> None:
+        """Bring all of them to the compute device, in order."""
+        for number in range(len(self.params) + AHEAD):
+            if number < len(self.params):
+                self.store.start(self.params[number])
+            if number >= AHEAD:
+                self.store.wait(self.params[number - AHEAD])
+                self.store.release(self.params[number - AHEAD])
+
+    def bring_home(self) -> None:
+        """Copy one unit's gradients home, for every unit."""
+        for block in self.gradients:
+            for begin in self.store.chunks(block):
+                at = block.format.bytes_of(begin)
+                until = min(at + self.store.chunk_elements * 2, block.nbytes)
+                with self.store.bring_home(block, begin, self.content[at:until], add=False) as (here, there):
+                    if here is not there:
+                        copy_alone(here, there)
+
+
+def seconds(work: Callable[[], object], after: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    after()
+    return time.perf_counter() - start
+
+
+def rounds(ways: dict[str, Callable[[], object]], count: int, after: Callable[[], None]) -> dict[str, list[float]]:
+    """Seconds of each of `ways` per round, after one untimed turn each."""
+    for work in ways.values():
+        seconds(work, after)
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for number in range(count):
+        turned = number % len(names)
+        for name in names[turned:] + names[:turned]:
+            taken[name].append(seconds(ways[name], after))
+    return taken
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+
+
+def compare(taken: dict[str, list[float]], ours: str, plain: str, nbytes: int) -> dict[str, Any]:
+    return {
+        "engine_gb_per_second": spread([nbytes / s / 1e9 for s in taken[ours]]),
+        "plain_gb_per_second": spread([nbytes / s / 1e9 for s in taken[plain]]),
+        "engine_over_plain_ratio": spread([theirs / mine for mine, theirs in zip(taken[ours], taken[plain], strict=True)]),
+    }
+
+
+def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> dict[str, Any]:
+    """All comparisons, over `count` units of `nbytes` bytes, JSON-ready."""
+    total = count * nbytes
+    with ExitStack() as stack:
+        near, far = folder / "memory", folder / "drive"
+        near.mkdir()
+        far.mkdir()
+        memory = Units("cpu", count, nbytes, near, kind)
+        stack.callback(memory.store.close)
+        drive = Units("nvme", count, nbytes, far, kind)
+        stack.callback(drive.store.close)
+        drive.write()
+        target = memory.device.torch
+        cuda = target.type == "cuda"
+        host = torch.zeros(total, dtype=torch.uint8, pin_memory=cuda)
+        there = torch.zeros(total, dtype=torch.uint8, device=target)
+        after = torch.cuda.synchronize if cuda else lambda: None
+        io = stack.enter_context(nvme.Io())
+        read = nvme.empty(total, dtype=torch.uint8)
+        items = [(piece, folder / "plain.bin", at * PIECE_BYTES) for at, piece in enumerate(read.split(PIECE_BYTES))]
+        io.write_many(items)
+        ways = {
+            "arena up": memory.fetch, "plain up": lambda: there.copy_(host, non_blocking=True),
+            "arena down": memory.bring_home, "plain down": lambda: host.copy_(there, non_blocking=True),
+            "store": drive.fetch, "plain read": lambda: io.read_many(items),
+        }  # fmt: skip
+        taken = rounds(ways, times, after)
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "CPU",
+        "unit_bytes": nbytes, "units_count": count, "rounds_count": times,
+        "host_to_device": compare(taken, "arena up", "plain up", total),
+        "device_to_host": compare(taken, "arena down", "plain down", total),
+        "nvme_to_device": compare(taken, "store", "plain read", total),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme", type=Path, help="directory on the drive (default: the one for temporary files)")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--unit-bytes", type=parse_bytes, default=128 << 20, help="of one unit (default: 128MiB)")
+    parser.add_argument("--units", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path, help="write the result here as JSON")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.nvme, prefix="infinity-links-") as folder:
+        facts = measure(options.device, Path(folder), options.units, options.unit_bytes, options.rounds)
+    for name in ("host_to_device", "device_to_host", "nvme_to_device"):
+        row = facts[name]
+        ratio, plain = row["engine_over_plain_ratio"], row["plain_gb_per_second"]["median"]
+        print(
+            f"{name.replace('_', ' ')}: {row['engine_gb_per_second']['median']:.2f} GB/s, plain {plain:.2f}, "
+            f"ratio {ratio['median']:.2f} ({ratio['lowest']:.2f}-{ratio['highest']:.2f})"
+        )
+    if options.output:
+        options.output.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

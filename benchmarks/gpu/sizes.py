@@ -1,0 +1,140 @@
+"""What of a model fits on a machine, in bytes, and where: arithmetic over a Llama's shape, the engine's formulas and the budgets.
+
+The state bytes per parameter are those of `infinity.plan.memory`; what passes through is added: two gradient buffers of the
+largest unit on the device, a GiB of staging in host memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from infinity.config import Config
+from infinity.plan.memory import bytes_per_parameter
+
+GIB = 1 << 30
+
+
+class Machine(NamedTuple):
+    """Bytes that states may take on each tier."""
+
+    gpu: int
+    host: int
+    nvme: int
+
+
+class Plan(NamedTuple):
+    """A placement: options of `infinity bench step`, the count of parameters, and bytes of state on each tier."""
+
+    model: dict[str, Any]
+    options: dict[str, Any]
+    parameters: int
+    states: dict[str, int]
+    budgets: dict[str, int]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """JSON-ready, with the share of the budgets that is state."""
+        used, given = sum(self.states.values()), sum(self.budgets.values())
+        return {
+            "parameters_count": self.parameters, "state_bytes": self.states, "budget_bytes": self.budgets,
+            "state_of_budgets_ratio": used / given, "options": self.options,
+            "state_of_budget_ratio": {tier: self.states[tier] / self.budgets[tier] for tier in self.states if self.budgets[tier]},
+        }  # fmt: skip
+
+
+def machine(nvme: Path, gpu_bytes: int) -> Machine:
+    """What this machine may give to states: of a GPU all but 18 GiB, for activations and logits; of the memory that is free all
+    but 14 GiB, for Python, CUDA and one unit while it is filled; of the drive all but 3 GiB."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(meminfo["MemAvailable"].split()[0]) * 1024
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdigit():
+        free = min(free, int(text))
+    return Machine(max(gpu_bytes - 18 * GIB, 0), max(free - 14 * GIB, 0), max(shutil.disk_usage(nvme).free - 3 * GIB, 0))
+
+
+def block_of(model: dict[str, Any]) -> int:
+    """Parameters of one block of a Llama."""
+    width, heads = model["hidden_size"], model["num_attention_heads"]
+    shared = width // heads * model["num_key_value_heads"]
+    return 2 * width * width + 2 * width * shared + 3 * width * model["intermediate_size"] + 2 * width
+
+
+def count(model: dict[str, Any]) -> int:
+    """Parameters of a Llama with a head of its own."""
+    width = model["hidden_size"]
+    return model["num_hidden_layers"] * block_of(model) + 2 * model["vocab_size"] * width + width
+
+
+def through(model: dict[str, Any]) -> int:
+    """Bytes of two gradient buffers for the largest unit, in bf16, with what aligns them."""
+    return 2 * (2 * max(block_of(model), model["vocab_size"] * model["hidden_size"]) + (1 << 20))
+
+
+def per_parameter(moments: str) -> tuple[int, int, float]:
+    """Bytes of parameter, gradient and optimizer states in bf16 with split masters."""
+    config = Config(nvme="/", gpu_memory=0, cpu_memory=0, precision="bf16", moment_precision=moments)
+    states = bytes_per_parameter(config)
+    return int(states.parameters), int(states.gradients), states.optimizer
+
+
+def staging(given: Machine) -> int:
+    """Host memory for what passes through."""
+    return min(GIB, max(64 << 20, given.host // 64))
+
+
+def in_host_memory(model: dict[str, Any], given: Machine) -> Plan:
+    """All states in host memory, with the widest moments that fit; parameters pass through a small budget on the device."""
+    parameters, stage = count(model), staging(given)
+    for moments in ("fp32", "bf16", "int8"):
+        cpu = int(parameters * sum(per_parameter(moments)) * 1.002) + stage
+        if cpu <= given.host:
+            break
+    else:
+        raise ValueError(f"{parameters:,} parameters do not fit into {given.host / GIB:.0f} GiB of host memory")
+    # The embedding, the head, or a few blocks at once, the next ones, and gradients.
+    gpu = min(given.gpu, through(model) * 4)
+    options = {
+        "parameters": "cpu", "gradients": "cpu", "optimizer": "cpu", "moment-precision": moments, "gpu-memory": gpu,
+        "cpu-memory": cpu,
+    }  # fmt: skip
+    states = {"gpu": 0, "cpu": int(parameters * sum(per_parameter(moments))), "nvme": 0}
+    return Plan(model, options, parameters, states, {"gpu": gpu, "cpu": cpu, "nvme": 0})
+
+
+def over_three_tiers(model: dict[str, Any], given: Machine, moments: str, copy_on_write: bool) -> Plan:
+    """Parameters on the device, gradients in host memory, and optimizer states on the drive as far as it has room, the rest in
+    host memory. Raises `ValueError` where a tier is too small."""
+    parameters, stage, (weight, gradient, optimizer) = count(model), staging(given), per_parameter(moments)
+    times, whole = 2 if copy_on_write else 1, int(parameters * optimizer)
+    gpu = int(parameters * weight * 1.002) + through(model)
+    home = int(parameters * gradient * 1.002) + stage
+    # A drive that could hold more than half of the states holds half: all three tiers are to be used.
+    room = int((given.nvme - (32 << 20)) / 1.002) // times
+    on_drive = min(room, whole if not copy_on_write else whole // 2)
+    cache = max(whole - on_drive, 0)
+    if gpu > given.gpu or home + cache > given.host or on_drive <= 0:
+        raise ValueError(f"{parameters:,} parameters do not fit over {given}")
+    options = {
+        "parameters": "gpu", "gradients": "cpu", "optimizer": "nvme", "moment-precision": moments, "gpu-memory": gpu,
+        "cpu-memory": home + cache, "cache": cache,
+    }  # fmt: skip
+    options["copy-on-write" if copy_on_write else "no-copy-on-write"] = None
+    states = {"gpu": parameters * weight, "cpu": parameters * gradient + cache, "nvme": on_drive * times}
+    budgets = {"gpu": gpu, "cpu": home + cache, "nvme": int(on_drive * times * 1.002) + (16 << 20)}
+    return Plan(model, options, parameters, states, budgets)
+
+
+def largest(model: dict[str, Any], given: Machine) -> Plan:
+    """The model with as many blocks as fit with 8-bit moments, which are rewritten in place; raises `ValueError` if none do."""
+    best: Plan | None = None
+    for layers in range(2, 1000):
+        try:
+            best = over_three_tiers(model | {"num_hidden_layers": layers}, given, "int8", copy_on_write=False)
+        except ValueError:
+            break
+    if best is None:
+        raise ValueError(f"not even two blocks fit over {given}")
+    return best

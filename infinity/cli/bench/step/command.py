@@ -1,0 +1,125 @@
+"""`infinity bench step`: the command and its options; those of `infinity finetune` are the same ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from infinity.cli import options as o
+from infinity.cli.failure import plain_failures, require_extras
+from infinity.cli.interrupt import interrupted_by_signals
+from infinity.cli.output import write_file
+
+_TIMING, _OUTPUT = "Timing", "Output"
+
+Model = Annotated[
+    str,
+    typer.Option(help="A Hugging Face directory, a config.json (random weights), or a preset (llama-tiny, llama-100m, ...)."),
+]
+Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs; auto: a GPU if there is one.")]
+CopyOnWrite = Annotated[
+    bool, typer.Option(help="Write an updated state on nvme beside its old value, which takes twice the space.")
+]
+Steps = Annotated[int, typer.Option(min=1, help="Steps that are timed.", rich_help_panel=_TIMING)]
+Discard = Annotated[int, typer.Option(min=1, help="Steps before them that are not.", rich_help_panel=_TIMING)]
+MostSeconds = Annotated[
+    float, typer.Option(min=0, help="Begin no further step after so many seconds of them.", rich_help_panel=_TIMING)
+]
+ProbeBytes = Annotated[
+    int,
+    typer.Option(
+        parser=o.parse_size, metavar="BYTES", show_default="256MiB", help="What a link is measured with.", rich_help_panel=_TIMING
+    ),
+]
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; -: to stdout.", rich_help_panel=_OUTPUT)
+]
+ReportFile = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML page.", rich_help_panel=_OUTPUT)]
+
+
+def step(
+    model: Model = "llama-tiny",
+    device: Device = "auto",
+    checkpoint_activations: o.CheckpointActivations = True,
+    sequence_length: o.SequenceLength = 256,
+    batch_size: o.BatchSize = 4,
+    accumulate: o.Accumulate = 1,
+    accumulation_order: o.AccumulationOrder = "horizontal",
+    lr: o.LearningRate = 1e-4,
+    seed: o.Seed = 0,
+    nvme: o.Nvme = None,
+    gpu_memory: o.GpuMemory = 1 << 30,
+    cpu_memory: o.CpuMemory = 2 << 30,
+    nvme_memory: o.NvmeMemory = None,
+    nvme_shares: o.NvmeShares = "measured",
+    cache: o.Cache = "auto",
+    parameters: o.Parameters = "nvme",
+    optimizer: o.Optimizer = "nvme",
+    gradients: o.Gradients = "cpu",
+    precision: o.Precision = "bf16",
+    gradient_precision: o.GradientPrecision = "auto",
+    moment_precision: o.MomentPrecision = "fp32",
+    copy_on_write: CopyOnWrite = True,
+    update: o.Update = "auto",
+    delayed_after: o.DelayedAfter = 0,
+    io_engine: o.IoEngine = "auto",
+    steps: Steps = 5,
+    discard: Discard = 2,
+    most_seconds: MostSeconds = 1e9,
+    probe_bytes: ProbeBytes = 256 << 20,
+    as_json: Json = None,
+    report: ReportFile = None,
+    debug: o.Debug = False,
+) -> None:
+    """Train for a few steps on synthetic tokens and say how near a step comes to the roofline: what its devices give alone.
+
+    Compute (models of one and two blocks, extrapolated in depth), NVMe, the link to the device and the update are measured in the
+    same run; the longest of them is the bound. One process, one device.
+    """
+    with plain_failures(debug):
+        require_extras("transformers", *(["matplotlib"] if report else []), what="`infinity bench step`")
+        from infinity.cli.bench.step.measure import measure
+        from infinity.cli.bench.step.show import print_table, render
+        from infinity.cli.bench.step.train import Workload, find_source
+        from infinity.config import Config
+
+        result = None if as_json in (None, "-") else Path(str(as_json))
+        for name, file in (("--json", result), ("--report", report)):
+            if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
+                raise ValueError(f"{name} {file} cannot be written; give a file in a directory that exists and is yours")
+        on_nvme = [n for n, t in (("parameters", parameters), ("optimizer", optimizer), ("gradients", gradients)) if t == "nvme"]
+        if on_nvme and not nvme:
+            raise ValueError(
+                f"{' and '.join(on_nvme)} on nvme, but no directory is given: add --nvme DIR, "
+                f"or keep them in memory with {' '.join(f'--{state} cpu' for state in on_nvme)}"
+            )
+        config = Config(
+            nvme=tuple(nvme or ()), gpu_memory=gpu_memory, cpu_memory=cpu_memory, nvme_memory=nvme_memory,
+            nvme_shares=nvme_shares, cache=cache, parameters=parameters, optimizer=optimizer, gradients=gradients,
+            precision=precision, gradient_precision=gradient_precision, moment_precision=moment_precision,
+            copy_on_write=copy_on_write, update=update, delayed_after=delayed_after, io_engine=io_engine, device=device,
+        )  # fmt: skip
+        source = find_source(model, precision)
+        source.check_length(sequence_length)
+        work = Workload(
+            source, config, sequence_length, batch_size, accumulate, accumulation_order == "vertical", checkpoint_activations,
+            steps, discard, most_seconds, lr, seed,
+        )  # fmt: skip
+        progress = Console(stderr=True, highlight=False)
+        with interrupted_by_signals():
+            summary = measure(work, probe_bytes, lambda text: progress.print(text, markup=False, soft_wrap=True, style="dim"))
+        text = json.dumps(summary, indent=1, allow_nan=False)
+        if result is not None:
+            write_file(result, text + "\n")
+        if report is not None:
+            write_file(report, render(summary))
+        if as_json == "-":
+            typer.echo(text)
+        else:
+            print_table(summary, Console(file=sys.stdout))

@@ -1,0 +1,181 @@
+"""One benchmark from its workload to its summary: measure the devices, train, compute alone, measure the devices again, conclude.
+
+[Note: the roofline]
+A step cannot be faster than what has most to do: the device with its matrix multiplications, the drives, either direction of the
+link, or the kernels of the update. Each of these times is bytes (or operations) of this very step, as the engine counted them,
+over what the device gave in this run before and after the steps. The longest is the bound; step over bound says what is left to
+gain by more overlap. The drives have three bounds: what is read at the speed of reading, what is written at that of writing, and
+both together at that of both at once. Where the compute device is the CPU, compute and update want the same cores, and their sum
+is stated, too.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from infinity.cli.bench.adam.measure import Formats
+from infinity.cli.bench.results import spread
+from infinity.cli.bench.step import flops, limits
+from infinity.cli.bench.step.train import Trained, Workload, train
+from infinity.cli.history import limits as budgets_of
+from infinity.config import Config
+from infinity.device import ComputeDevice
+
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+ROUNDS = 3
+FORMULA = (
+    "6 x parameters that multiply x tokens + 12 x layers x width x length x tokens / 2 (causal); "
+    "recomputed: 2 x parameters in blocks x tokens + a third of the attention"
+)
+COMPUTE = (
+    "forward and backward of models of 1 and 2 blocks in the device's memory, without an engine, extrapolated linearly in depth"
+)
+
+
+def formats_of(config: Config, dtype: torch.dtype) -> Formats:
+    """What the kernels read and write of parameters of `dtype`."""
+    param = _NAMES[dtype]
+    master = "none" if param == "fp32" else "split" if param == "bf16" and config.split_master else "fp32"
+    grad = "fp32" if config.gradient_precision == "fp32" else param
+    return Formats("", grad, param, master, config.moment_precision)
+
+
+def bounds(compute: float, nbytes: Mapping[str, int], parameters: int, rates: Mapping[str, float]) -> dict[str, float]:
+    """Seconds that each device needs for a step: `nbytes` and `rates` by the names of `links`, rates in bytes (parameters for
+    "adam") per second; what has no rate took no part."""
+    seconds = {"compute": compute}
+    if "nvme_read" in rates:
+        read, written = nbytes["nvme_read"], nbytes["nvme_write"]
+        alone = max(read / rates["nvme_read"], written / rates["nvme_write"])
+        seconds["nvme"] = max(alone, (read + written) / rates["nvme_both"])
+    for way in ("host_to_device", "device_to_host"):
+        seconds[way] = nbytes[way] / rates[way]
+    return seconds | {"adam": parameters / rates["adam"]}
+
+
+def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """The summary, JSON-ready: every number has its unit in its key; medians with the lowest and the highest.
+
+    `probe_bytes` is the size of a copy that a link is measured with. Raises what `infinity.wrap` raises, before anything long.
+    """
+    config = work.config
+    device = ComputeDevice(config.device)
+    on_nvme = "nvme" in (config.parameters, config.optimizer, config.gradients)
+
+    def links() -> dict[str, list[float]]:
+        say("measuring the links")
+        rates = limits.copies(ComputeDevice(config.device), probe_bytes, ROUNDS)
+        return rates | (limits.drives(config.nvme, config.io_engine, probe_bytes, ROUNDS) if on_nvme else {})
+
+    try:
+        before = links()
+        trained = train(work, say)
+        gc.collect()
+        say("measuring compute without the engine")
+        one, two = limits.compute_seconds(
+            work.source, work.batch(0, device.torch), device.torch, trained.dtype, work.recomputes, ROUNDS
+        )
+        gc.collect()
+        rates = {name: [*values, *then] for (name, values), then in zip(before.items(), links().values(), strict=True)}
+        say("measuring matrix multiplication and the update")
+        rates["matmul"] = limits.multiplications(device.torch, trained.dtype, ROUNDS)
+        formats = formats_of(config, trained.dtype)
+        few = max(1 << 16, probe_bytes // 8)
+        rates["adam"] = limits.adam(formats, few, limits.threads_of(config.threads), 2 * ROUNDS)
+        return summary(work, trained, rates, (one, two), formats, device.torch)
+    finally:
+        device.close()
+
+
+def summary(
+    work: Workload,
+    trained: Trained,
+    rates: Mapping[str, Sequence[float]],
+    blocks: tuple[Sequence[float], Sequence[float]],
+    formats: Formats,
+    device: torch.device,
+) -> dict[str, Any]:
+    """What follows from the measurements: `rates` by name, and `blocks`, the seconds of one and of two of them."""
+    report, shape, seconds = trained.report, trained.shape, trained.seconds
+    operations = flops.count(shape, work.tokens, work.length, work.recomputes)
+    nbytes = {
+        "nvme_read": round(report.read_per_parameter * report.parameters),
+        "nvme_write": round(report.written_per_parameter * report.parameters),
+        "host_to_device": report.copied_to_device,
+        "device_to_host": report.copied_from_device,
+    }
+    middle = {name: statistics.median(values) for name, values in rates.items()}
+    compute = limits.extrapolated(*blocks, shape.layers) * work.accumulate
+    takes = bounds(compute, nbytes, report.parameters, middle)
+    longest = max(takes, key=lambda name: takes[name])
+    per_step = [1 / each for each in seconds]
+    limited = budgets_of(report)
+    return {
+        "model": work.source.name,
+        "parameters_count": report.parameters,
+        "layers_count": shape.layers,
+        "device": "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
+        "dtype": formats.param,
+        "placement": {
+            name: getattr(work.config, name)
+            for name in ("parameters", "gradients", "optimizer", "moment_precision", "copy_on_write", "update")
+        },
+        "sequence_length_tokens": work.length,
+        "batch_windows": work.batch_size,
+        "accumulate_count": work.accumulate,
+        "tokens_per_step_count": work.tokens,
+        "recomputes_activations": work.recomputes,
+        "steps_count": len(seconds),
+        "discarded_steps_count": work.discard,
+        "step_seconds": spread(seconds),
+        "tokens_per_second": spread([work.tokens * rate for rate in per_step]),
+        "model_tflop_per_second": spread([operations.model * rate / 1e12 for rate in per_step]),
+        "hardware_tflop_per_second": spread([operations.hardware * rate / 1e12 for rate in per_step]),
+        "model_flop_utilisation_ratio": spread([operations.model * rate / middle["matmul"] for rate in per_step]),
+        "hardware_flop_utilisation_ratio": spread([operations.hardware * rate / middle["matmul"] for rate in per_step]),
+        "flops": {
+            "formula": FORMULA, "model_per_step_count": operations.model, "hardware_per_step_count": operations.hardware,
+            "parameters_that_multiply_count": shape.multiplied, "parameters_in_blocks_count": shape.in_blocks,
+        },
+        "matmul_tflop_per_second": spread([rate / 1e12 for rate in rates["matmul"]]),
+        "stall_seconds": {lane: spread(values) for lane, values in trained.waits.items()},
+        "adam_busy_seconds": spread(trained.adam_seconds),
+        "bytes_per_step": nbytes | {"optimizer_states_updated": report.updated},
+        "planned_bytes_per_step": {
+            "nvme_read": round(report.planned_read_per_parameter * report.parameters),
+            "nvme_write": round(report.planned_written_per_parameter * report.parameters),
+        },
+        "link_gb_per_second": {
+            name: spread([rate / 1e9 for rate in values]) for name, values in rates.items() if name not in ("matmul", "adam")
+        },
+        "adam": {
+            "bytes_per_parameter": formats.bytes_per_parameter,
+            "parameters_per_second": spread(rates["adam"]),
+            "gb_per_second": spread([rate * formats.bytes_per_parameter / 1e9 for rate in rates["adam"]]),
+        },
+        "compute": {
+            "method": COMPUTE, "seconds": compute,
+            "one_block_seconds": spread(blocks[0]), "two_blocks_seconds": spread(blocks[1]),
+        },
+        "roofline": {
+            "seconds": takes,
+            "bound": longest,
+            "bound_seconds": takes[longest],
+            "step_over_bound_ratio": spread([each / takes[longest] for each in seconds]),
+            "compute_and_adam_on_the_same_cpus_seconds": compute + takes["adam"] if device.type == "cpu" else None,
+        },
+        "tiers": {
+            tier: {"peak_bytes": peak, "budget_bytes": limited.get(tier)} for tier, peak in report.peaks.items()
+        },
+        "states_kept_in_host_memory_bytes": report.cached,
+        "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_device_bytes": trained.peak_device_bytes,
+        "losses": trained.losses,
+        "loss_falls": trained.losses[-1] < trained.losses[0],
+    }  # fmt: skip

@@ -1,0 +1,158 @@
+"""The result as tables on a terminal, and as one self-contained HTML page."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from infinity.cli.drawing import GREY, INK, RED, TEAL, new_figure, styled, svg
+from infinity.cli.page import card, page, section
+from infinity.units import format_bytes
+
+_WORDS = {"host_to_device": "host to device", "device_to_host": "device to host", "nvme_read": "NVMe read",
+          "nvme_write": "NVMe written", "nvme": "NVMe", "adam": "Adam"}  # fmt: skip
+
+Row = tuple[str, ...]
+
+
+def title(result: dict[str, Any]) -> str:
+    """What was measured, in one line."""
+    return (
+        f"{result['model']}: {result['parameters_count']:,} parameters in {result['dtype']} on {result['device']}, "
+        f"{result['tokens_per_step_count']:,} tokens a step, {result['steps_count']} steps"
+    )
+
+
+def _three(values: dict[str, float], form: str = ".3g", factor: float = 1.0) -> tuple[str, str]:
+    low, high = format(values["lowest"] * factor, form), format(values["highest"] * factor, form)
+    return format(values["median"] * factor, form), f"{low}-{high}"
+
+
+def step_rows(result: dict[str, Any]) -> list[Row]:
+    """(what, median, spread over the steps)."""
+    rows: list[Row] = [
+        ("seconds per step", *_three(result["step_seconds"])),
+        ("tokens per second", *_three(result["tokens_per_second"], ",.0f")),
+        ("TFLOP/s of the model", *_three(result["model_tflop_per_second"])),
+        ("% of matmul (MFU)", *_three(result["model_flop_utilisation_ratio"], ".1f", 100)),
+    ]
+    if result["recomputes_activations"]:
+        rows.append(("% of matmul, recomputed too", *_three(result["hardware_flop_utilisation_ratio"], ".1f", 100)))
+    rows += [(f"{lane}, s", *_three(values)) for lane, values in result["stall_seconds"].items() if values["highest"] > 0]
+    rows.append(("Adam busy beside it, s", *_three(result["adam_busy_seconds"])))
+    return rows
+
+
+def roofline_rows(result: dict[str, Any]) -> list[Row]:
+    """(device, work per step, what it gives, seconds, of the step), the longest first."""
+    links, nbytes, step = result["link_gb_per_second"], result["bytes_per_step"], result["step_seconds"]["median"]
+    work = {
+        "compute": (f"{result['flops']['hardware_per_step_count'] / 1e12:.3g} TFLOP", "blocks alone"),
+        "adam": (
+            f"{format_bytes(nbytes['optimizer_states_updated'])} of states",
+            f"{result['adam']['gb_per_second']['median']:.3g} GB/s",
+        ),
+    }
+    if "nvme_read" in links:
+        rates = "/".join(f"{links[way]['median']:.3g}" for way in ("nvme_read", "nvme_write", "nvme_both"))
+        work["nvme"] = (
+            f"{format_bytes(nbytes['nvme_read'])} r, {format_bytes(nbytes['nvme_write'])} w",
+            f"{rates} GB/s",
+        )
+    for way in ("host_to_device", "device_to_host"):
+        work[way] = (format_bytes(nbytes[way]), f"{links[way]['median']:.3g} GB/s")
+    takes = sorted(result["roofline"]["seconds"].items(), key=lambda item: -item[1])
+    return [(_WORDS.get(name, name), *work[name], f"{seconds:.3g}", f"{seconds / step:.0%}") for name, seconds in takes]
+
+
+def sentences(result: dict[str, Any]) -> list[str]:
+    """What follows, in words."""
+    roofline, losses = result["roofline"], result["losses"]
+    median, between = _three(roofline["step_over_bound_ratio"], ".2f")
+    bound = _WORDS.get(roofline["bound"], roofline["bound"])
+    words = [f"A step takes {median} ({between}) times the {roofline['bound_seconds']:.3g} s of the longest, {bound}."]
+    both = roofline["compute_and_adam_on_the_same_cpus_seconds"]
+    if both is not None:
+        words.append(f"Compute and Adam run on the same CPUs: {both:.3g} s together.")
+    tiers = [
+        f"{tier} {format_bytes(use['peak_bytes'])}" + (f" of {format_bytes(use['budget_bytes'])}" if use["budget_bytes"] else "")
+        for tier, use in result["tiers"].items()
+    ]
+    words.append(f"Highest use of the tiers: {', '.join(tiers)}.")
+    verb = "falls" if result["loss_falls"] else "does not fall"
+    words.append(f"The loss {verb}: {losses[0]:.4f} at first, {losses[-1]:.4f} at last.")
+    if "nvme_read" in result["link_gb_per_second"]:
+        words.append("NVMe gives so much reading, writing and doing both at once.")
+    words.append(f"Operations: {result['flops']['formula']}.")
+    words.append(f"Compute: {result['compute']['method']}.")
+    return words
+
+
+STEP_HEADINGS = ("step", "median", "steps")
+ROOFLINE_HEADINGS = ("device", "work of a step", "gives", "s", "of step")
+
+
+def print_table(result: dict[str, Any], console: Console) -> None:
+    """Both tables and the sentences."""
+    console.print(title(result), markup=False, highlight=False)
+    for headings, rows in ((STEP_HEADINGS, step_rows(result)), (ROOFLINE_HEADINGS, roofline_rows(result))):
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for number, heading in enumerate(headings):
+            table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table, markup=False)
+    for sentence in sentences(result):
+        console.print(sentence, markup=False, highlight=False)
+
+
+def figure(result: dict[str, Any]) -> str:
+    """A bar for the step and one for what each device needs, with a line at the bound."""
+    step, roofline = result["step_seconds"], result["roofline"]
+    bars = [("step", step["median"], RED)]
+    bars += [(_WORDS.get(name, name), value, TEAL) for name, value in sorted(roofline["seconds"].items(), key=lambda i: -i[1])]
+    bars += [(lane, values["median"], GREY) for lane, values in result["stall_seconds"].items() if values["highest"] > 0]
+    with styled("step"):
+        drawing = new_figure(0.4 * len(bars) + 1.0)
+        axes = drawing.subplots()
+        for at, (_, value, color) in enumerate(bars):
+            axes.barh(at, value, height=0.5, color=color)
+        axes.plot([step["lowest"], step["highest"]], [0, 0], color=INK, linewidth=1)
+        axes.axvline(roofline["bound_seconds"], color=INK, linewidth=1, linestyle=(0, (5, 3)))
+        axes.set_yticks(range(len(bars)), [name for name, _, _ in bars])
+        axes.tick_params(axis="y", length=0, labelcolor=INK)
+        axes.set_ylim(len(bars) - 0.5, -0.5)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlabel("seconds per step; dashed: the bound; below it what the step waited for")
+        return svg(drawing, "seconds of a step by device")
+
+
+def render(result: dict[str, Any]) -> str:
+    """The page as HTML text."""
+
+    def table(headings: Row, rows: list[Row]) -> str:
+        head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+        lines = [
+            f"<tr><td>{escape(n)}</td>" + "".join(f'<td class="n">{escape(c)}</td>' for c in rest) + "</tr>" for n, *rest in rows
+        ]
+        return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+
+    cards = [
+        card("step", f"{result['step_seconds']['median']:.3g} s", f"{result['tokens_per_second']['median']:,.0f} tokens/s"),
+        card("over the roofline", f"{result['roofline']['step_over_bound_ratio']['median']:.2f}", result["roofline"]["bound"]),
+        card("MFU", f"{result['model_flop_utilisation_ratio']['median']:.0%}", "of a matrix multiplication"),
+    ]
+    words = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(result))
+    return page(
+        "infinity bench step",
+        [
+            f"<header><h1>infinity bench step</h1><p>{escape(title(result))}</p></header>",
+            f'<div class="cards">{"".join(cards)}</div>',
+            section("Step and devices", "", figure(result) + table(ROOFLINE_HEADINGS, roofline_rows(result)) + words),
+            section("Steps", "Medians over the timed steps.", table(STEP_HEADINGS, step_rows(result))),
+        ],
+    )

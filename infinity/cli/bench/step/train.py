@@ -1,0 +1,177 @@
+"""The steps themselves: a model under the engine, trained on synthetic tokens, and what each step took.
+
+[Note: random weights]
+A model without weights gets a million normal numbers over and over: drawing each of billions would take minutes, and neither time
+nor traffic of a step depends on them. Norms get ones, biases zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import infinity
+from infinity.cli.bench.step.flops import Shape
+from infinity.cli.models import DTYPES, ModelSource, find_model
+from infinity.config import Config
+from infinity.modules.load import INDEX, SINGLE
+from infinity.observe import Report
+
+WAITS = ("wait nvme", "wait adam", "wait collective")
+_PATTERN = 1_000_003  # a prime, so that rows of a matrix differ
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, and how; sizes in tokens and windows."""
+
+    source: ModelSource
+    config: Config
+    length: int
+    batch_size: int
+    accumulate: int
+    vertical: bool
+    recomputes: bool
+    steps: int
+    discard: int
+    most_seconds: float
+    """No further step begins after so many seconds of them, when one was timed."""
+    lr: float
+    seed: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per step."""
+        return self.length * self.batch_size * self.accumulate
+
+    def batch(self, number: int, device: torch.device) -> dict[str, Any]:
+        """Micro-batch `number` of every step: the same tokens again and again, so that the loss has to fall."""
+        generator = torch.Generator().manual_seed(self.seed * 1000 + number)
+        ids = torch.randint(0, self.source.config.vocab_size, (self.batch_size, self.length), generator=generator).to(device)
+        return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def find_source(name: str, precision: str) -> ModelSource:
+    """As `find_model`; also a `config.json`, or a directory with nothing else, whose model gets random weights."""
+    path = Path(name)
+    bare = path if path.is_file() else path / "config.json"
+    if not bare.is_file() or (path.is_dir() and any((path / weights).is_file() for weights in (SINGLE, INDEX))):
+        return find_model(name, precision)
+    from transformers import AutoConfig
+
+    try:
+        values = json.loads(bare.read_text())
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{bare} is not the configuration of a transformers model: {error}") from None
+    if precision in DTYPES:
+        config.dtype = DTYPES[precision]
+    return ModelSource(name, config, None)
+
+
+def shape_of(model: nn.Module, config: Any) -> Shape:
+    """What the count of operations depends on."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    tied = None if head is None else head.weight
+    looked_up = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not tied}
+    layers = int(config.num_hidden_layers)
+    blocks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
+    heads = getattr(config, "num_attention_heads", 0)
+    return Shape(
+        multiplied=sum(p.numel() for p in model.parameters() if id(p) not in looked_up),
+        in_blocks=max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0),
+        layers=layers,
+        width=int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)) if heads else config.hidden_size,
+    )
+
+
+def fill_randomly(model: nn.Module, seed: int, scale: float) -> None:
+    """Have `model`, built inside `infinity.init()`, initialised as the note above says."""
+    pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(seed)) * scale
+
+    def initialise(module: nn.Module) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim < 2:
+                parameter.data.fill_(float(name.endswith("weight")))
+                continue
+            values, flat = pattern.to(parameter.dtype), parameter.data.view(-1)
+            for part in flat.split(_PATTERN):
+                part.copy_(values[: part.numel()])
+
+    vars(model)["_init_weights"] = initialise
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of it: seconds, losses and waits (by cause) of each timed step, and the engine's report after the last one.
+
+    `losses` are those of all steps, those that were discarded among them. `dtype` is that of the parameters, and
+    `peak_device_bytes` all that torch held of a GPU's memory (None without one).
+    """
+
+    seconds: list[float]
+    waits: dict[str, list[float]]
+    losses: list[float]
+    adam_seconds: list[float]
+    report: Report
+    shape: Shape
+    dtype: torch.dtype
+    peak_device_bytes: int | None
+
+
+def train(work: Workload, say: Callable[[str], None]) -> Trained:
+    """Build the model without memory, wrap it and train; the engine is closed afterwards.
+
+    A step lasts from its beginning to that of the next, so what runs beside the next one is paid there.
+    """
+    torch.manual_seed(work.seed)
+    with infinity.init():
+        model = work.source.build(work.recomputes)
+    shape = shape_of(model, work.source.config)
+    if work.source.directory is None:
+        fill_randomly(model, work.seed, float(getattr(work.source.config, "initializer_range", 0.02)))
+    model = infinity.wrap(model, work.config, weights=work.source.directory, seed=work.seed)
+    with infinity.engine(model) as engine:
+        memory = torch.get_device_module(engine.device) if engine.device.type != "cpu" else None
+        if memory is not None:
+            memory.reset_peak_memory_stats(engine.device)
+        optimizer = infinity.AdamW(model.parameters(), lr=work.lr, max_grad_norm=1.0)
+        scale = optimizer.scale if getattr(optimizer, "loss_scaler", None) is not None else None
+        order: Any = "vertical" if work.vertical else "horizontal"
+        batches = [work.batch(number, engine.device) for number in range(work.accumulate)]
+        model.train()
+
+        def lanes() -> dict[str, float]:
+            return {lane: sum(engine.recorder.seconds(lane).values()) for lane in (*WAITS, "adam")}
+
+        ends, losses, marks = [time.perf_counter()], [], [lanes()]
+        for number in range(work.discard + work.steps):
+            if number > work.discard and ends[-1] - ends[0] > work.most_seconds:
+                break
+            parts = infinity.accumulate(model, batches, order=order, scale=scale)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(sum(part.item() for part in parts) / len(parts))
+            ends.append(time.perf_counter())
+            marks.append(lanes())
+            say(f"step {number + 1} of {work.discard + work.steps}: {ends[-1] - ends[-2]:.3g} s, loss {losses[-1]:.4f}")
+        passed = [{lane: now[lane] - before[lane] for lane in now} for before, now in itertools.pairwise(marks)]
+        timed = passed[work.discard :]
+        return Trained(
+            seconds=[end - begin for begin, end in itertools.pairwise(ends)][work.discard :],
+            waits={lane: [step[lane] for step in timed] for lane in WAITS},
+            losses=losses,
+            adam_seconds=[step["adam"] for step in timed],
+            report=engine.report(),
+            shape=shape,
+            dtype=engine.units[0].dtype,
+            peak_device_bytes=None if memory is None else int(memory.max_memory_allocated(engine.device)),
+        )
