@@ -264,8 +264,12 @@ class ComputeDevice:
 
     def download(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> None:
         """Copy compute `source` to host `target`, after the mark `after`; return when it is there."""
+        self.begin_download(target, source, after).wait()
+
+    def begin_download(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
+        """Like `download`, but return at once: `source` must stay as it is until the copy has ended."""
         self.copied.add(read=source.nbytes)
-        self._copy(target, source, self._down, after).wait()
+        return self._copy(target, source, self._down, after)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> Copy:
         if self.shares_host:

@@ -112,17 +112,17 @@ class Checkout:
     def __init__(
         self,
         tensor: torch.Tensor,
-        arrive: Transfer | Callable[[], object] | None = None,
-        write: Callable[[bool], Transfer | None] | None = None,
+        arrive: Transfer | Copy | Callable[[], object] | None = None,
+        write: Callable[[bool], Transfer | Copy] | None = None,
         end: Callable[[], None] | None = None,
     ) -> None:
         self.tensor = tensor
         self._arrive, self._write, self._end = arrive, write, end
-        self._writing: Transfer | None = None
+        self._writing: Transfer | Copy | None = None
 
     def wait(self) -> None:
         """Block until the content is there."""
-        if isinstance(self._arrive, Transfer):
+        if isinstance(self._arrive, Transfer | Copy):
             self._arrive.wait()
         elif self._arrive is not None:
             self._arrive()
@@ -130,7 +130,7 @@ class Checkout:
 
     def arrived(self) -> bool:
         """Whether `wait` would not wait for I/O."""
-        return not isinstance(self._arrive, Transfer) or self._arrive.done()
+        return not isinstance(self._arrive, Transfer | Copy) or self._arrive.done()
 
     def commit(self, background: bool = False) -> None:
         """Start writing the content back; in the `background` when nobody waits for it."""
@@ -139,9 +139,8 @@ class Checkout:
 
     def promote(self) -> None:
         """Somebody waits for what is being written."""
-        writing = self._writing
-        if writing is not None:
-            writing.promote()
+        if isinstance(self._writing, Transfer):
+            self._writing.promote()
 
     def committed(self) -> bool:
         """Whether `release` would return at once."""

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from infinity.config import Config, Tier
-from infinity.device import ComputeDevice, Mark, copy_alone, zero_alone
+from infinity.device import ComputeDevice, Copy, Mark, copy_alone, zero_alone
 from infinity.errors import BudgetError, EngineClosedError
 from infinity.observe import Meter, Recorder
 from infinity.tiers.access import Checkout, Fetch, Mover, Pending, Placing
@@ -558,12 +558,12 @@ class Store:
             new = block.homes[block.target].tensor[at : at + nbytes]
             return Checkout(new, functools.partial(copy_alone, new, memory[at : at + nbytes]) if load else None)
         tensor, name = slot.tensor[:nbytes], block.name
-        arrive: Transfer | Callable[[], object] | None = None
+        arrive: Transfer | Copy | Callable[[], object] | None = None
         if block.memory is not None:  # at home on a device that the host cannot address
             home = block.memory[at : at + nbytes]
             if load:
-                arrive = functools.partial(self._device.download, tensor, home)
-            write: Callable[[bool], Transfer | None] = functools.partial(self._write_home, home, tensor, block.used)
+                arrive = self._device.begin_download(tensor, home)
+            write: Callable[[bool], Transfer | Copy] = functools.partial(self._write_home, home, tensor, block.used)
         else:
             place = at - block.kept_bytes
             if load and update and self._copy_back(block, begin, tensor):
@@ -625,8 +625,8 @@ class Store:
             block.copying -= 1
             self._changed.notify_all()
 
-    def _write_home(self, home: torch.Tensor, tensor: torch.Tensor, used: Mark | None, background: bool) -> None:
-        self._device.upload(home, tensor, used)
+    def _write_home(self, home: torch.Tensor, tensor: torch.Tensor, used: Mark | None, background: bool) -> Copy:
+        return self._device.begin_upload(home, tensor, used)
 
     def _end_slot(self, slot: Lease) -> None:
         with self._changed:
