@@ -336,9 +336,10 @@ def test_what_is_ahead_goes_to_the_copy_that_the_next_forward_uses(
     placed: list[dict[Block, bool]] = []
     plain = Store.renew
 
-    def renew(store: Store, block: Block, *rest: Any) -> bool:
-        placed[-1][block] = plain(store, block, *rest)
-        return placed[-1][block]
+    def renew(store: Store, block: Block, *rest: Any) -> Any:
+        placing = plain(store, block, *rest)
+        placed[-1][block] = placing is not None
+        return placing
 
     monkeypatch.setattr(Store, "renew", renew)
     engine = wrap("speculative", gpu_memory="64MiB")  # for a copy of every unit

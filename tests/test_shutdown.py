@@ -70,7 +70,7 @@ def test_a_collection_on_a_thread_of_the_engine(
     gc.disable()
     try:
         monkeypatch.setattr(owner, method, collecting)
-        monkeypatch.setattr(Store, "renew", lambda *_: False)  # so that places are filled by fetches, which the updater starts
+        monkeypatch.setattr(Store, "renew", lambda *_: None)  # so that places are filled by fetches, which the updater starts
         model.cycle = model
         gone = weakref.ref(model)
         optimizer.step()

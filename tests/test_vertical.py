@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -427,6 +427,15 @@ def test_an_exception_ends_all_micro_batches_and_the_engine_goes_on(
             assert_same(expected, [engine.gradient(p) for p in model.parameters()])
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What a shell starts in the background ignores Ctrl-C, and Python leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_ctrl_c_ends_all_micro_batches(where: str, tmp_path: Path, footprint: Callable[[], Any]) -> None:
     model = wrap(transformer(), tmp_path, precision="fp32")

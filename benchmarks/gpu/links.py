@@ -82,12 +82,8 @@ class Units:
     def bring_home(self) -> None:
         """Copy one unit's gradients home, for every unit."""
         for block in self.gradients:
-            for begin in self.store.chunks(block):
-                at = block.format.bytes_of(begin)
-                until = min(at + self.store.chunk_elements * 2, block.nbytes)
-                with self.store.bring_home(block, begin, self.content[at:until], add=False) as (here, there):
-                    if here is not there:
-                        copy_alone(here, there)
+            for here, there in self.store.bring_home(block, self.content[: block.nbytes], add=False):
+                copy_alone(here, there)
 
 
 def seconds(work: Callable[[], object], after: Callable[[], None]) -> float:
