@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.plan.planner import Traffic, UnitCost, look_ahead, predict
+from infinity.plan.planner import MOST_STEPS, Traffic, UnitCost, look_ahead, predict
 from infinity.plan.trace import Trace
 
 
@@ -108,7 +108,7 @@ ALIKE = st.just(UnitCost(2, 1, 1, 0, 0, True))
 def test_predict_equals_a_walk_in_the_plainest_code(problem, accumulation, waits):
     order, units, slots = problem
     machine = Machine(order, units, slots, accumulation)
-    fetched, reread = [machine.step(waits) for _ in range(3)][-1]
+    fetched, reread = [machine.step(waits) for _ in range(MOST_STEPS)][-1]
     used = [unit for index, unit in enumerate(units) if index in order and unit.trainable]
     assert predict(order, units, slots, accumulation, waits=waits) == Traffic(
         fetched, reread + sum(unit.update_read for unit in used), sum(unit.update_written for unit in used)
@@ -123,7 +123,7 @@ def test_predict_spares_what_is_in_use_around_a_use(problem, accumulation, data)
     held = [data.draw(st.frozensets(st.sampled_from(range(len(units))), max_size=2)) for _ in order]
     tight = slots // 2  # what is held may then leave no room at all
     machine = Machine(order, units, tight, accumulation, held)
-    fetched, _ = [machine.step() for _ in range(3)][-1]
+    fetched, _ = [machine.step() for _ in range(MOST_STEPS)][-1]
     assert predict(order, units, tight, accumulation, held).fetched == fetched
 
 
@@ -155,12 +155,19 @@ def test_more_slots_never_read_more_when_units_are_of_one_size(problem, accumula
 
 
 @settings(deadline=None)
-@given(problems(COST.map(lambda cost: dataclasses.replace(cost, trainable=True))), ACCUMULATION)
-def test_when_every_unit_is_trained_the_stated_step_is_every_later_step(problem, accumulation):
+@given(problems(COST.map(lambda cost: dataclasses.replace(cost, slots=2, trainable=True))), ACCUMULATION)
+def test_when_all_units_are_of_one_size_and_trained_the_stated_step_is_every_later_step(problem, accumulation):
     order, units, slots = problem
     machine = Machine(order, units, slots, accumulation)
-    fetched = [machine.step()[0] for _ in range(6)]
-    assert fetched[2:] == [predict(order, units, slots, accumulation).fetched] * 4
+    fetched = [machine.step()[0] for _ in range(MOST_STEPS + 3)]
+    assert fetched[MOST_STEPS - 1 :] == [predict(order, units, slots, accumulation).fetched] * 4
+
+
+def test_placements_that_take_more_than_three_steps_to_settle():
+    units = [UnitCost(slots, fetch, 0, 0, 0, True) for slots, fetch in ((2, 0), (1, 0), (1, 1), (2, 0))]
+    machine = Machine([0, 2, 3, 1], units, 5, 1)
+    assert [machine.step()[0] for _ in range(6)][2:] == [1, 0, 0, 0]
+    assert predict([0, 2, 3, 1], units, 5).fetched == 0
 
 
 def belady_misses(order: Sequence[int], places: int) -> int:

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from infinity.plan.trace import Trace
 from infinity.tiers.slots import SlotMap
 
+MOST_STEPS = 16
+"""How many steps `predict` walks at most: where sizes differ, placements may take some to settle, or go round for ever."""
+
 
 def look_ahead(trace: Trace, has_copy: Callable[[int], bool], bring: Callable[[int, float], bool]) -> None:
     """Bring the units that will be used next, soonest first, until there is no room.
@@ -65,10 +68,11 @@ def predict(
 ) -> Traffic:
     """NVMe traffic of one optimizer step of `accumulation` cycles of `order`, with `slots` slots for copies.
 
-    Walks three steps from an empty arena and states the last, when the walk repeats itself. `held[i]` are units that cannot
-    be evicted when `order[i]` comes into use (see `Cycle`); none when it is empty. An update puts what it makes where the unit
-    has a place, and runs when it has one, or with `waits` before the step returns. With `delayed` it runs when it likes: its
-    reads are stated as if no place still held the parameter, the most they can be, and every place is filled anew afterwards.
+    Walks steps from an empty arena until one leaves it as it found it, mostly the third, and states that one; where sizes differ
+    there may be none, and it is the last of `MOST_STEPS`. `held[i]` are units that cannot be evicted when `order[i]` comes into
+    use (see `Cycle`); none when it is empty. An update puts what it makes where the unit has a place, and runs when it has one,
+    or with `waits` before the step returns. With `delayed` it runs when it likes: its reads are stated as if no place still held
+    the parameter, the most they can be, and every place is filled anew afterwards.
     """
     copies: SlotMap[int] = SlotMap(slots)
     trace = Trace()
@@ -94,7 +98,8 @@ def predict(
     def has_copy(unit: int) -> bool:
         return units[unit].slots == 0 or unit in copies.runs
 
-    for _ in range(3):
+    before = None
+    for _ in range(MOST_STEPS):
         fetched = reread = 0
         for _ in range(accumulation):
             trace.begin("train")
@@ -114,6 +119,10 @@ def predict(
         if waits:
             reread += sum(units[unit].old for unit in pending)
             pending.clear()
+        after = dict(copies.runs), set(pending)
+        if after == before:
+            break
+        before = after
     updated = [units[unit] for unit in sorted(trainable)]
     return Traffic(fetched, reread + sum(u.update_read for u in updated), sum(u.update_written for u in updated))
 
