@@ -155,7 +155,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     run = names[options.child.partition("-")[0]](options)
     (whole,) = step.status("VmHWM")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident
-    losses, moments, counts, values = [], [], [], step.batch(rank)
+    losses, moments, counts, values = [], [], [], step.batch(rank, options)
 
     def meet() -> None:
         dist.barrier()
@@ -365,6 +365,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
+    # What `step` takes beside these.
+    parser.set_defaults(device="cpu", batch=step.BATCH, sequence=step.SEQUENCE, keep_going=False)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(train(options)), flush=True)
