@@ -186,6 +186,20 @@ class ComputeDevice:
         self.copied = Meter()
         """Bytes that were copied to its memory (`written`) and from it (`read`)."""
 
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return "CPU" if self.torch.type == "cpu" else torch.cuda.get_device_name(self.torch)
+
+    def peak_bytes(self, reset: bool = False) -> int | None:
+        """The most that torch held of its memory since the last `reset`; None where that is host memory."""
+        if self.torch.type == "cpu":
+            return None
+        peak = int(torch.cuda.max_memory_allocated(self.torch))
+        if reset:
+            torch.cuda.reset_peak_memory_stats(self.torch)
+        return peak
+
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of host memory, pinned when the device is not the CPU; freed by `close`."""
         memory = HostMemory(nbytes, pin=not self.shares_host)

@@ -67,6 +67,15 @@ def come_to_rest(engine: infinity.Engine) -> None:
         io.drain()
 
 
+@pytest.fixture(scope="module")
+def groups() -> Iterator[list[Any]]:
+    """A file keeps its processes of ranks in it (`test_ranks.Group`), at most one group, none where the last one was given up."""
+    kept: list[Any] = []
+    yield kept
+    for group in kept:
+        group.close()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Keep torch on one thread: tiny tensors gain nothing from more."""

@@ -33,8 +33,11 @@ class _Late(Copy):
 
 
 class FarDevice(ComputeDevice):
-    """What the model queues runs at once here, so a copy may come too early without a wrong number; `on_upload(target, after)` is
-    told of each one that goes to this device, and what it comes after, and `on_update(after)` of updates in its memory."""
+    """What the model queues runs at once here, so a copy may come too early without a wrong number.
+
+    `on_upload(target, after)` is told of each copy to this device, and what it comes after; `on_download()` of one from it, and
+    `on_update(after)` of updates in its memory.
+    """
 
     def __init__(self, kind: Any = "cpu") -> None:
         super().__init__("cpu")
@@ -42,6 +45,7 @@ class FarDevice(ComputeDevice):
         self.has_kernels = True  # those of the CPU
         self.numbers = itertools.count()
         self.on_upload: Callable[[torch.Tensor, Mark | None], None] = lambda target, after: None
+        self.on_download: Callable[[], None] = lambda: None
         self.on_update: Callable[[Mark | None], None] = lambda after: None
 
     @contextmanager
@@ -81,6 +85,10 @@ class FarDevice(ComputeDevice):
     def begin_upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
         self.on_upload(target, after)
         return super().begin_upload(target, source, after)
+
+    def begin_download(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
+        self.on_download()
+        return super().begin_download(target, source, after)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> Copy:
         return _Late(target, source)

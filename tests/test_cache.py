@@ -542,7 +542,8 @@ def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_pat
     elements = 2 * CHUNK_ELEMENTS + 2048
     cache = 1 << 30 if kept == 3 else kept * CHUNK_ELEMENTS * 2
     config = infinity.Config(nvme=tmp_path, gpu_memory=MIB, cpu_memory=2 * MIB, cache=cache, poison=True)
-    store = Store(config, FarDevice(), Recorder())
+    device = FarDevice()
+    store = Store(config, device, Recorder())
     block = store.add(Block(0, Kind.PARAM, elements, BF16, "nvme", 2 * elements, 0, "param"))
     store.open(concurrent=block.span)
     try:
@@ -555,10 +556,14 @@ def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_pat
             chunk.commit()
             chunk.release()
         store.end_update([block])
+        read: list[int] = []
+        device.on_upload = lambda target, after: read.append(store.meter.read)
         store.start(block)
         assert torch.equal(store.wait(block), values)
         store.release(block)
         assert store.meter.read == block.moved_bytes == 2 * (elements - block.kept)
+        if kept == 0:
+            assert read[0] == block.moved_bytes, "the next chunks are read while the first is copied"
         assert store._arenas["staging"].used == 0
     finally:
         store.close()

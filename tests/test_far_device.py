@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from models import text_batch, transformer
 
 import infinity
 from infinity.device import Mark
-from infinity.tiers.block import Block
+from infinity.observe import Recorder
+from infinity.tiers.block import Block, Format, Kind
+from infinity.tiers.budget import CHUNK_ELEMENTS
 from infinity.tiers.store import Store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -156,3 +159,44 @@ def test_no_copy_overtakes_the_model(placement: str, wrap: Wrap, monkeypatch: py
         assert places.updates == STEPS * sum(len(unit.chunks()) for unit in engine.units)
     else:
         assert places.uploads > 0 and places.updates == 0
+
+
+def test_gradients_go_home_on_a_thread_of_their_own(wrap: Wrap) -> None:
+    engine = wrap(**PLACEMENTS["states in host memory"])
+    threads: list[str] = []
+    engine._device.on_download = lambda: threads.append(threading.current_thread().name)
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for step in range(2):
+        engine.model(**text_batch(step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.drain()
+    assert set(threads) == {"infinity-exchange"}
+
+
+def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> None:
+    """And the update goes on meanwhile."""
+    nbytes = 2 * CHUNK_ELEMENTS
+    config = infinity.Config(nvme=tmp_path, gpu_memory="1MiB", cpu_memory="2MiB", cache=0, poison=True)
+    store = Store(config, FarDevice(), Recorder())
+    block = store.add(Block(0, Kind.PARAM, nbytes, Format("byte", 1, 1), "nvme", nbytes, 0, "param"))
+    store.open(concurrent=block.span)
+    try:
+        store.start(block)
+        store.wait(block)
+        store.release(block)
+        store.begin_update(block, keep=True)
+        new = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+        going = [store.renew(block, begin, new[begin:][: store.chunk_elements]) for begin in store.chunks(block)]
+        assert going and not any(placing is None or placing.ended() for placing in going)
+        store.start(block)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(store.wait, block)
+            for placing in going:
+                assert placing is not None
+                placing.finish()
+            assert torch.equal(waiting.result(60), new)
+        store.release(block)
+        store.end_update([block])
+    finally:
+        store.close()

@@ -231,14 +231,6 @@ def work(name: str, where: Path, rank: int) -> None:
 # This side
 
 
-@pytest.fixture(scope="module")
-def groups() -> Iterator[list[Group]]:
-    kept: list[Group] = []
-    yield kept
-    for group in kept:
-        group.close()
-
-
 @pytest.mark.parametrize(
     "work",
     [

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -280,15 +280,6 @@ class Group:
 
 Run = Callable[..., list[dict[str, Any]]]
 Attempt = Callable[[Task], list[str]]
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Group]]:
-    """At most one group: empty where the last one was given up."""
-    kept: list[Group] = []
-    yield kept
-    for group in kept:
-        group.close()
 
 
 @pytest.fixture

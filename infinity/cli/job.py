@@ -15,6 +15,7 @@ from infinity.cli.data import load_windows
 from infinity.cli.history import History, combine, summarize
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.models import ModelSource, find_model
+from infinity.cli.options import refuse_missing_directory
 from infinity.cli.output import prepare_output, save_model
 from infinity.cli.ranks import ALONE, World
 from infinity.cli.tokenizer import Tokenizer, load_tokenizer
@@ -83,13 +84,7 @@ class Job:
 
     def config(self, world: World = ALONE) -> Config:
         """The configuration of this rank's engine; raises `ValueError` when a state is on nvme and no directory is given."""
-        states = ("parameters", "optimizer", "gradients")
-        on_nvme = [state for state in states if getattr(self, state) == "nvme"]
-        if on_nvme and not self.nvme:
-            raise ValueError(
-                f"{' and '.join(on_nvme)} on nvme, but no directory is given: add --nvme DIR, "
-                f"or keep them in memory with {' '.join(f'--{state} cpu' for state in on_nvme)}"
-            )
+        refuse_missing_directory(self.nvme, parameters=self.parameters, optimizer=self.optimizer, gradients=self.gradients)
         return Config(
             nvme=self.nvme,
             gpu_memory=self.gpu_memory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -194,3 +195,13 @@ WriteReport = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.", rich_help_panel=_OUTPUT)]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.", rich_help_panel=_OUTPUT)]
+
+
+def refuse_missing_directory(nvme: Sequence[Path] | None, **tiers: str) -> None:
+    """Raise `ValueError` where one of the states, whose `tiers` these are, is on nvme and no directory is given."""
+    on_nvme = [state for state, tier in tiers.items() if tier == "nvme"]
+    if on_nvme and not nvme:
+        raise ValueError(
+            f"{' and '.join(on_nvme)} on nvme, but no directory is given: add --nvme DIR, "
+            f"or keep them in memory with {' '.join(f'--{state} cpu' for state in on_nvme)}"
+        )

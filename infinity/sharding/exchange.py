@@ -1,5 +1,7 @@
 """The collectives of one engine with several ranks: on a thread of their own, in the order in which they are posted.
 
+With one rank and a GPU the same thread brings gradients home: a reduction among nobody.
+
 [Note: one order]
 All ranks must join the same collectives in the same order (invariant I6). They are posted by the thread that runs the model, at
 points that follow from the uses of units alone, and joined first come, first served. So the first one in the queue waits for

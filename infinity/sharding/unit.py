@@ -202,7 +202,7 @@ class Unit:
         self._guarded = [(t, type(t), guards[type(t)]) for t in held]  # with their classes while gathered, and while not
         self._positions = {id(t): i for those in (self.parameters, self._tensors) for i, t in enumerate(those)}
         self.exchange: Exchange | None = None
-        """Who joins the collectives of this unit; None with one rank."""
+        """Who joins the collectives of this unit and brings its gradients home; None with one rank that does that itself."""
         self.gather_posted: Collective | None = None
         """The last gather into the place on the compute device, or the one that is on its way."""
         self._gathered_lease: object = None  # where that went; None when the content has changed since
@@ -375,7 +375,7 @@ class Unit:
 
     def bind(self, device: torch.device, buffer: GradientBuffer | None, exchange: Exchange | None) -> None:
         """The compute device, how gradients travel (through `buffer`, or straight into their home when it is None), and the
-        exchange of all units of this rank; None when there are no others."""
+        exchange of all units of this rank; None where neither other ranks nor a far device make it worth a thread."""
         self._placeholder = self._placeholder.to(device)
         self._buffer, self.exchange = buffer, exchange
 

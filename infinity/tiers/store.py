@@ -434,8 +434,9 @@ class Store:
         `near`, for who has kernels for memory of the compute device."""
         if block.tier == "nvme":
             return block.kept
-        far = block.tier == "gpu" and not self._device.shares_host and not (near and self._device.has_kernels)
-        return 0 if far else block.elements
+        if block.tier == "gpu" and not self._device.shares_host:
+            return block.elements if near and self.is_near(block) else 0
+        return block.elements
 
     def is_near(self, block: Block) -> bool:
         """Whether `block` is at home on a compute device with memory of its own, and there are kernels for that."""
@@ -456,14 +457,16 @@ class Store:
         meter: Meter | None = None,
         update: bool = False,
         near: bool = False,
+        spare: int = 0,
     ) -> list[Checkout]:
         """The chunk from element `begin` on of every block in `wants`, with its content where the flag says so.
 
         Waits for staging slots; only for threads that hold no check-out. `meter` counts what it moves. With `update` the chunk
         will be rewritten, and what lies on the compute device is copied from there and not read from NVMe: for who knows that
         nobody wrote to it. With `near`, what is at home on a compute device that has kernels stays there.
+        With `spare` one more comes last, of so many bytes of nobody's.
         """
-        chunks = self._stage(wants, begin, meter, update, wait=True, near=near)
+        chunks = self._stage(wants, begin, meter, update, wait=True, near=near, spare=spare)
         if chunks is None:
             raise RuntimeError("a check-out that waits came back without its chunks")
         return chunks
@@ -496,9 +499,7 @@ class Store:
         for begin in self.chunks(block):
             at = block.format.bytes_of(begin)
             part = content[at : at + block.format.bytes_of(self._end_of_chunk(block, begin) - begin)]
-            chunks = self._stage([(block, add)], begin, None, update=False, wait=True, spare=part.numel() if far and add else 0)
-            if chunks is None:
-                raise RuntimeError("a check-out that waits came back without its chunks")
+            chunks = self.check_out([(block, add)], begin, spare=part.numel() if far and add else 0)
             with ExitStack() as stack:
                 for chunk in chunks:
                     stack.callback(chunk.release)
@@ -519,8 +520,7 @@ class Store:
         near: bool = False,
         spare: int = 0,
     ) -> list[Checkout] | None:
-        """With `spare` one check-out more, of so many bytes of nobody's."""
-        staged = [*(begin >= self.in_memory_until(block, near) for block, _ in wants), *([True] if spare else ())]
+        staged = [begin >= self.in_memory_until(block, near) for block, _ in wants] + [True] * (spare > 0)
         with self._changed:
             self._check_open()
             staging = self._arenas["staging"]
@@ -533,7 +533,7 @@ class Store:
             slots = [staging.lease(next(self._tokens), staging.slot_bytes) if s else None for s in staged]
         chunks: list[Checkout] = []
         try:
-            for (block, load), slot in zip(wants, slots, strict=False):
+            for (block, load), slot in zip(wants, slots[: len(wants)], strict=True):
                 chunks.append(self._chunk(block, load, begin, slot, meter or self.meter, update))
             if spare and slots[-1] is not None:
                 chunks.append(Checkout(slots[-1].tensor[:spare], end=functools.partial(self._end_slot, slots[-1])))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import typer
-from rich.console import Console
 from typer.core import TyperCommand
 
+from infinity.cli.bench.delivery import Delivery, say
 from infinity.cli.failure import plain_failures, require_extras
 from infinity.cli.interrupt import interrupted_by_signals
 from infinity.cli.options import Debug, parse_size
@@ -224,10 +222,7 @@ def io(
             raise ValueError("no directory is given: add --path DIR, a directory on the drive to be measured")
         if report is not None:
             require_extras("matplotlib", what="--report")
-        result = None if as_json in (None, "-") else Path(str(as_json))
-        for name, file in (("--json", result), ("--report", report), ("--config", config)):
-            if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-                raise ValueError(f"{name} {file} cannot be written; give a file in a directory that exists and is yours")
+        delivery = Delivery(as_json, report, config=config)
         left_out = {name for name, out in (("read", no_read), ("write", no_write)) if out}
         named = tuple(dict.fromkeys(name.value for name in mode or ()))
         asked: tuple[Mode, ...] = ("read",) if read else cast(tuple[Mode, ...], named) or MODES
@@ -237,19 +232,14 @@ def io(
             rounds=rounds, round_seconds=round_seconds, tensor_bytes=tensor_bytes, model_parameters=parameters, load=load,
             compare_fio=compare_fio, sustained=sustained, write_set=write_set, endurance=endurance, runs=runs,
         )  # fmt: skip
-        progress = Console(stderr=True, highlight=False)
         with interrupted_by_signals():
-            summary = Benchmark(plan, lambda text: progress.print(text, markup=False, soft_wrap=True, style="dim")).run()
-        text = json.dumps(summary, indent=1, allow_nan=False)
-        if result is not None:
-            write_file(result, text + "\n")
+            summary = Benchmark(plan, say).run()
         if config is not None:
             write_file(config, json.dumps(summary["config"], indent=2) + "\n")
-        if report is not None:
+
+        def page() -> str:
             from infinity.cli.bench.page import render
 
-            write_file(report, render(summary))
-        if as_json == "-":
-            typer.echo(text)
-        else:
-            print_table(summary, Console(file=sys.stdout))
+            return render(summary)
+
+        delivery.deliver(summary, page, lambda console: print_table(summary, console))

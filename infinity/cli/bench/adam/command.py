@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from infinity.cli.bench.command import parse_count
+from infinity.cli.bench.delivery import Delivery, say
 from infinity.cli.failure import plain_failures, require_extras
 from infinity.cli.options import Debug
-from infinity.cli.output import write_file
 
 Parameters = Annotated[
     list[int] | None,
@@ -48,22 +44,6 @@ def adam(
 
         if report is not None:
             require_extras("matplotlib", what="--report")
-        result = None if as_json in (None, "-") else Path(str(as_json))
-        for name, file in (("--json", result), ("--report", report)):
-            if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-                raise ValueError(f"{name} {file} cannot be written; give a file in a directory that exists and is yours")
-        progress = Console(stderr=True, highlight=False)
-
-        def say(text: str) -> None:
-            progress.print(text, markup=False, soft_wrap=True, style="dim")
-
+        delivery = Delivery(as_json, report)
         results = [measure(count, rounds, threads, peers, say) for count in parameters or [100_000_000]]
-        text = json.dumps({"results": results}, indent=1, allow_nan=False)
-        if result is not None:
-            write_file(result, text + "\n")
-        if report is not None:
-            write_file(report, render(results))
-        if as_json == "-":
-            typer.echo(text)
-        else:
-            print_table(results, Console(file=sys.stdout))
+        delivery.deliver({"results": results}, lambda: render(results), lambda console: print_table(results, console))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from infinity.cli import options as o
+from infinity.cli.bench.delivery import Delivery, say
 from infinity.cli.failure import plain_failures, require_extras
 from infinity.cli.interrupt import interrupted_by_signals
-from infinity.cli.output import write_file
 
 _TIMING, _OUTPUT = "Timing", "Output"
 
@@ -89,16 +85,8 @@ def step(
         from infinity.cli.bench.step.train import Workload, find_source
         from infinity.config import Config
 
-        result = None if as_json in (None, "-") else Path(str(as_json))
-        for name, file in (("--json", result), ("--report", report)):
-            if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-                raise ValueError(f"{name} {file} cannot be written; give a file in a directory that exists and is yours")
-        on_nvme = [n for n, t in (("parameters", parameters), ("optimizer", optimizer), ("gradients", gradients)) if t == "nvme"]
-        if on_nvme and not nvme:
-            raise ValueError(
-                f"{' and '.join(on_nvme)} on nvme, but no directory is given: add --nvme DIR, "
-                f"or keep them in memory with {' '.join(f'--{state} cpu' for state in on_nvme)}"
-            )
+        delivery = Delivery(as_json, report)
+        o.refuse_missing_directory(nvme, parameters=parameters, optimizer=optimizer, gradients=gradients)
         config = Config(
             nvme=tuple(nvme or ()), gpu_memory=gpu_memory, cpu_memory=cpu_memory, nvme_memory=nvme_memory,
             nvme_shares=nvme_shares, cache=cache, parameters=parameters, optimizer=optimizer, gradients=gradients,
@@ -111,15 +99,6 @@ def step(
             source, config, sequence_length, batch_size, accumulate, accumulation_order == "vertical", checkpoint_activations,
             steps, discard, most_seconds, lr, seed,
         )  # fmt: skip
-        progress = Console(stderr=True, highlight=False)
         with interrupted_by_signals():
-            summary = measure(work, probe_bytes, lambda text: progress.print(text, markup=False, soft_wrap=True, style="dim"))
-        text = json.dumps(summary, indent=1, allow_nan=False)
-        if result is not None:
-            write_file(result, text + "\n")
-        if report is not None:
-            write_file(report, render(summary))
-        if as_json == "-":
-            typer.echo(text)
-        else:
-            print_table(summary, Console(file=sys.stdout))
+            summary = measure(work, probe_bytes, say)
+        delivery.deliver(summary, lambda: render(summary), lambda console: print_table(summary, console))

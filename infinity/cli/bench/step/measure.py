@@ -75,7 +75,8 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
 
     try:
         before = links()
-        trained = train(work, say)
+        device.peak_bytes(reset=True)
+        trained, peak = train(work, say), device.peak_bytes()
         gc.collect()
         say("measuring compute without the engine")
         one, two = limits.compute_seconds(
@@ -88,7 +89,8 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
         formats = formats_of(config, trained.dtype)
         few = max(1 << 16, probe_bytes // 8)
         rates["adam"] = limits.adam(formats, few, limits.threads_of(config.threads), 2 * ROUNDS)
-        return summary(work, trained, rates, (one, two), formats, device.torch)
+        found = summary(work, trained, rates, (one, two), formats, on_cpu=device.shares_host)
+        return {"device": device.name, **found, "peak_device_bytes": peak}
     finally:
         device.close()
 
@@ -99,7 +101,7 @@ def summary(
     rates: Mapping[str, Sequence[float]],
     blocks: tuple[Sequence[float], Sequence[float]],
     formats: Formats,
-    device: torch.device,
+    on_cpu: bool,
 ) -> dict[str, Any]:
     """What follows from the measurements: `rates` by name, and `blocks`, the seconds of one and of two of them."""
     report, shape, seconds = trained.report, trained.shape, trained.seconds
@@ -120,7 +122,6 @@ def summary(
         "model": work.source.name,
         "parameters_count": report.parameters,
         "layers_count": shape.layers,
-        "device": "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device),
         "dtype": formats.param,
         "placement": {
             name: getattr(work.config, name)
@@ -168,14 +169,13 @@ def summary(
             "bound": longest,
             "bound_seconds": takes[longest],
             "step_over_bound_ratio": spread([each / takes[longest] for each in seconds]),
-            "compute_and_adam_on_the_same_cpus_seconds": compute + takes["adam"] if device.type == "cpu" else None,
+            "compute_and_adam_on_the_same_cpus_seconds": compute + takes["adam"] if on_cpu else None,
         },
         "tiers": {
             tier: {"peak_bytes": peak, "budget_bytes": limited.get(tier)} for tier, peak in report.peaks.items()
         },
         "states_kept_in_host_memory_bytes": report.cached,
         "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "peak_device_bytes": trained.peak_device_bytes,
         "losses": trained.losses,
         "loss_falls": trained.losses[-1] < trained.losses[0],
     }  # fmt: skip

@@ -113,8 +113,7 @@ def fill_randomly(model: nn.Module, seed: int, scale: float) -> None:
 class Trained:
     """What came of it: seconds, losses and waits (by cause) of each timed step, and the engine's report after the last one.
 
-    `losses` are those of all steps, those that were discarded among them. `dtype` is that of the parameters, and
-    `peak_device_bytes` all that torch held of a GPU's memory (None without one).
+    `losses` are those of all steps, those that were discarded among them. `dtype` is that of the parameters.
     """
 
     seconds: list[float]
@@ -124,7 +123,6 @@ class Trained:
     report: Report
     shape: Shape
     dtype: torch.dtype
-    peak_device_bytes: int | None
 
 
 def train(work: Workload, say: Callable[[str], None]) -> Trained:
@@ -140,9 +138,6 @@ def train(work: Workload, say: Callable[[str], None]) -> Trained:
         fill_randomly(model, work.seed, float(getattr(work.source.config, "initializer_range", 0.02)))
     model = infinity.wrap(model, work.config, weights=work.source.directory, seed=work.seed)
     with infinity.engine(model) as engine:
-        memory = torch.get_device_module(engine.device) if engine.device.type != "cpu" else None
-        if memory is not None:
-            memory.reset_peak_memory_stats(engine.device)
         optimizer = infinity.AdamW(model.parameters(), lr=work.lr, max_grad_norm=1.0)
         scale = optimizer.scale if getattr(optimizer, "loss_scaler", None) is not None else None
         order: Any = "vertical" if work.vertical else "horizontal"
@@ -173,5 +168,4 @@ def train(work: Workload, say: Callable[[str], None]) -> Trained:
             report=engine.report(),
             shape=shape,
             dtype=engine.units[0].dtype,
-            peak_device_bytes=None if memory is None else int(memory.max_memory_allocated(engine.device)),
         )
