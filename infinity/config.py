@@ -20,7 +20,7 @@ def _as_cache(value: Any) -> Any:
     try:
         return value if value == "auto" else parse_bytes(value)
     except ValueError as error:
-        raise ValueError(f"{error}, or 'auto' for what is left of cpu_memory") from None
+        raise ValueError(f"{error}, or 'auto'") from None
 
 
 def _as_paths(value: Any) -> Any:
@@ -60,6 +60,13 @@ class Config(BaseModel):
     cache: Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)] = "auto"
     """Bytes of `cpu_memory` that may keep a part of what is on nvme, which then never moves: "auto" for what homes and staging
     leave, 0 for none."""
+
+    gpu_cache: Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)] = "auto"
+    """Bytes of `gpu_memory` in which units keep all their states, parameters, gradients, masters and moments, wherever the others
+    have theirs: the first units of the model, whose gradients come last and whose parameters the next forward needs first. They
+    move nothing and are updated where they are, on a GPU by its own kernels beside those of the CPU. "auto": on a GPU what
+    `gpu_memory` leaves beside room for the others' parameters to pass (a quarter of it, or twice what is in use at once), 0 on
+    the CPU, where `cache` does the same."""
 
     parameters: Tier = "nvme"
     optimizer: Tier = "nvme"
@@ -138,6 +145,8 @@ class Config(BaseModel):
                 f"update='delayed' keeps the old parameters beside the new ones, which cannot be with {wrong}; put the "
                 "parameters on cpu or nvme and leave copy_on_write=True, or choose another update"
             )
+        if self.update == "delayed" and self.gpu_cache not in ("auto", 0):
+            raise ValueError("update='delayed' keeps old parameters beside the new ones, which gpu_cache does not; set it to 0")
         whole = [s for s, least in (("parameters", 3), ("gradients", 2)) if self.stage < least and getattr(self, s) != "gpu"]
         if whole and self.stage > 0:
             wanted = ", ".join(f"{state}='gpu'" for state in whole)

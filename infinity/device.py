@@ -149,7 +149,7 @@ class Mark(NamedTuple):
 
 
 class Copy:
-    """A copy that was queued, and ends with `event`; None: it has ended."""
+    """A copy, or an update, that was queued, and ends with `event`; None: it has ended."""
 
     def __init__(self, event: Any = None) -> None:
         self._event = event
@@ -261,11 +261,11 @@ class ComputeDevice:
         Copy(end).wait()
 
     @contextmanager
-    def updating(self, after: Mark | None) -> Iterator[None]:
-        """Like `aside`, for updates of what lies in the memory of a device that has kernels."""
+    def updating(self, after: Mark | None) -> Iterator[Copy]:
+        """Queue updates of what lies in the memory of a device that has kernels, after the mark `after`, on a stream of their
+        own. What it gives ends when they do, which nobody waits for here."""
         with self._queued_on(self._updates, after) as end:
-            yield
-        Copy(end).wait()
+            yield Copy(end)
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> None:
         """Copy host `source` to compute `target` (same dtype and shape), after the mark `after`; return when it is there."""

@@ -138,6 +138,7 @@ class Engine:
         through_buffer = aside or self.config.gradients == "nvme"
         through_buffer &= not self._units[0].reduces_late  # the gradients' home is the whole buffer
         buffer_bytes = max((u.gradient_nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
+        self._store.keep_near(_concurrent_bytes(model, users), (1 + aside) * buffer_bytes)
         concurrent = _concurrent_bytes(model, users)
         # A second buffer is collected into while the first one is reduced; a budget that has no room for it works without.
         buffers = 2 if aside and self._store.fits(concurrent, 2 * buffer_bytes) else 1
@@ -403,6 +404,7 @@ class Engine:
             waits=waits,
             cached=cached,
             on_nvme=on_nvme,
+            near=self._store.near_bytes,
             peaks=self._store.peaks(),
             budgets={
                 "gpu": config.gpu_memory,
@@ -505,17 +507,19 @@ def engine(model: nn.Module) -> Engine:
 
 
 def _concurrent_bytes(model: nn.Module, users: dict[nn.Module, list[Unit]]) -> int:
-    """Bytes of the compute device that the forward of any module may need at once, for this worst case:
+    """Bytes of the compute device that the forward of any module may need at once beside the units that never leave, in this
+    worst case:
 
     the units of the module and of the hooked modules around it are in use, each in the worst place, and the largest one has
     to come in beside them. With k runs in use the free space has k + 1 parts, so k more of the largest make one part fit.
     """
-    largest = max(unit.nbytes for used in users.values() for unit in used)
+    coming = {unit: 0 if unit.blocks[Kind.PARAM].permanent else unit.nbytes for used in users.values() for unit in used}
+    largest = max(coming.values())
     most = 0
     pending: list[tuple[nn.Module, dict[Unit, None]]] = [(model, {})]
     while pending:
         module, around = pending.pop()
-        inside = around | dict.fromkeys(users.get(module, ()))
-        most = max(most, sum(unit.nbytes for unit in inside) + largest * max(1, len(inside) - 1))
+        inside = around | dict.fromkeys(unit for unit in users.get(module, ()) if coming[unit])
+        most = max(most, sum(coming[unit] for unit in inside) + largest * max(1, len(inside) - 1))
         pending += [(child, inside) for child in module.children()]
     return most

@@ -34,6 +34,7 @@ def move() -> None:
         from far import FarDevice
 
         vars(sys.modules["infinity.engine"])["ComputeDevice"] = FarDevice
+        _configure()
     elif KIND == "cuda":
         _be_deterministic()
         _to_cuda()
@@ -47,11 +48,19 @@ def _be_deterministic() -> None:
     torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
-def _to_cuda() -> None:
-    make_config, make_engine = Config.__init__, infinity.Engine.__init__
+def _configure(**always: Any) -> None:
+    """States are where tests say, for they count what moves: nothing else is kept on a device that has room."""
+    make = Config.__init__
 
     def config(self: Config, **values: Any) -> None:
-        make_config(self, **{**values, "device": "cuda"})
+        make(self, **{"gpu_cache": 0, **values, **always})
+
+    Config.__init__ = config  # type: ignore[method-assign]
+
+
+def _to_cuda() -> None:
+    _configure(device="cuda")
+    make_engine = infinity.Engine.__init__
 
     def engine(self: infinity.Engine, model: torch.nn.Module, *arguments: Any, **options: Any) -> None:
         make_engine(self, model, *arguments, **options)
@@ -65,5 +74,4 @@ def _to_cuda() -> None:
 
         model.register_forward_pre_hook(bring, with_kwargs=True)
 
-    Config.__init__ = config  # type: ignore[method-assign]
     infinity.Engine.__init__ = engine  # type: ignore[method-assign]

@@ -78,9 +78,9 @@ class FarDevice(ComputeDevice):
         yield
 
     @contextmanager
-    def updating(self, after: Mark | None) -> Iterator[None]:
+    def updating(self, after: Mark | None) -> Iterator[Copy]:
         self.on_update(after)
-        yield
+        yield Copy()
 
     def begin_upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
         self.on_upload(target, after)

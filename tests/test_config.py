@@ -15,8 +15,8 @@ from infinity.errors import ConfigError
 from infinity.units import format_bytes, parse_bytes, round_up
 
 KEYS = (
-    "nvme, gpu_memory, cpu_memory, nvme_memory, nvme_shares, cache, parameters, optimizer, gradients, stage, precision, "
-    "algorithm, gradient_precision, split_master, moment_precision, copy_on_write, update, delayed_after, "
+    "nvme, gpu_memory, cpu_memory, nvme_memory, nvme_shares, cache, gpu_cache, parameters, optimizer, gradients, stage, "
+    "precision, algorithm, gradient_precision, split_master, moment_precision, copy_on_write, update, delayed_after, "
     "collective_timeout, poison, device, "
     "io_engine, instruction_set, threads"
 )
@@ -59,8 +59,13 @@ def test_without_nvme_everything_may_live_in_memory() -> None:
         ({"gpu_memory": True}, f"gpu_memory: True {NOT_BYTES}"),
         ({"nvme_memory": 1.5}, f"nvme_memory: 1.5 {NOT_BYTES}"),
         ({"cpu_memory": -1}, "cpu_memory: a number of bytes cannot be negative: -1"),
-        ({"cache": "much"}, f"cache: 'much' {NOT_BYTES}, or 'auto' for what is left of cpu_memory"),
-        ({"cache": -1}, "cache: a number of bytes cannot be negative: -1, or 'auto' for what is left of cpu_memory"),
+        ({"cache": "much"}, f"cache: 'much' {NOT_BYTES}, or 'auto'"),
+        ({"gpu_cache": "all"}, f"gpu_cache: 'all' {NOT_BYTES}, or 'auto'"),
+        (
+            {"gpu_cache": 1, "update": "delayed"},
+            "config: update='delayed' keeps old parameters beside the new ones, which gpu_cache does not; set it to 0",
+        ),
+        ({"cache": -1}, "cache: a number of bytes cannot be negative: -1, or 'auto'"),
         ({"nvme_shares": "fast"}, f"nvme_shares: 'fast' {NOT_SHARES}"),
         ({"nvme_shares": 2}, f"nvme_shares: 2 {NOT_SHARES}"),
         ({"nvme": ["a", "b"], "nvme_shares": [1, 0]}, f"nvme_shares: [1, 0] {NOT_SHARES}"),

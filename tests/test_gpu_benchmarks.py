@@ -85,7 +85,7 @@ def test_what_is_planned_for_a_gpu_machine_fits_and_fills_it() -> None:
     held = sizes.in_host_memory(CONFIGS["llama-3-8b"], H100)
     assert held.options["moment-precision"] == "fp32"
     assert held.states["cpu"] == 14 * held.parameters <= H100.host
-    spread = sizes.over_three_tiers(CONFIGS["llama-2-13b"], H100, "bf16", copy_on_write=True)
+    spread = sizes.over_three_tiers(CONFIGS["llama-2-13b"], H100, "fp32")
     biggest = sizes.largest(CONFIGS["llama-33b"], H100)
     assert biggest.parameters > 25e9
     for plan in (held, spread, biggest):
@@ -95,7 +95,7 @@ def test_what_is_planned_for_a_gpu_machine_fits_and_fills_it() -> None:
         assert all(ratio > 0.9 for ratio in plan.facts["state_of_budget_ratio"].values())
     more = biggest.model | {"num_hidden_layers": biggest.model["num_hidden_layers"] + 1}
     with pytest.raises(ValueError, match="do not fit"):
-        sizes.over_three_tiers(more, H100, "int8", copy_on_write=False)
+        sizes.parameters_on_device(more, H100, "int8")
 
 
 def test_narrower_moments_are_taken_where_memory_is_short() -> None:

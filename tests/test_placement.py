@@ -121,6 +121,13 @@ def test_budgets_from_the_smallest_up(
 
 
 @each_precision
+@pytest.mark.parametrize("gradients", ["cpu", "nvme"])
+@pytest.mark.parametrize("gpu_cache", ["300KiB", "700KiB", "auto"])
+def test_units_that_stay_on_the_device(gpu_cache: str, gradients: str, precision: str, tmp_path: Path) -> None:
+    check(train(precision=precision, nvme=[tmp_path], gradients=gradients, gpu_cache=gpu_cache), precision)
+
+
+@each_precision
 def test_pieces_of_any_length(precision: str, tmp_path: Path, smallest: Callable[..., dict[str, int]]) -> None:
     """More cpu_memory means longer pieces in the optimizer: here of one to six blocks of the gradient norm, in units of six."""
 

@@ -44,6 +44,11 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO-1, one micro-batch": {"stage": 1, "parts": 1} | GPU,
     "ZeRO-3, one micro-batch": {"stage": 3, "parts": 1} | CPU,
     "early updates": {"stage": 2} | GPU | {"optimizer": "nvme", "update": "speculative"},
+    "all kept": {"stage": 3, "gradients": "nvme", "gpu_cache": "4MiB"},
+    "some kept": {"stage": 3, "gpu_cache": "200KiB"},
+    "some kept, little memory": {"stage": 3, "gpu_cache": "200KiB", "gpu_memory": "440KiB"} | CPU,
+    "ZeRO-1, some kept": {"stage": 1} | GPU | {"optimizer": "nvme", "gpu_cache": "200KiB"},
+    "ZeRO-2, some kept": {"stage": 2, "gpu_cache": "200KiB"} | CPU | {"parameters": "gpu"},
     # The first, or both, of the two micro-batches inside of no_sync.
     "data parallel, no_sync": {"stage": 0, "apart": 1} | GPU,
     "data parallel, no_sync to the end": {"stage": 0, "apart": 2, "gradients": "nvme"},
@@ -224,7 +229,7 @@ def test_collectives_are_those_of_the_stage(results: list[dict[str, Any]]) -> No
             assert calls.get("reduce_scatter_mean", 0) == (0 if stage == 0 else reductions), name
             assert calls.get("all_reduce_mean", 0) == (averages if stage == 0 or "hybrid" in name else 0), name
             gathers = calls.get("all_gather", 0)
-            if name == "little memory":
+            if "little memory" in name:
                 assert units < gathers <= 4 * units, "at most for forward and for backward, twice"
             else:
                 assert gathers == (0 if stage == 0 else trained), (
@@ -246,7 +251,11 @@ def test_checkpoints_of_every_stage_are_read_by_one_rank(results: list[dict[str,
 def test_memory_is_that_of_the_formula(results: list[dict[str, Any]]) -> None:
     for result in results:
         for name, found in result.items():
-            assert found["used"] == found["formula"], name
+            if "some kept" in name:  # whole units only
+                assert 0 < found["used"]["gpu"] <= found["formula"]["gpu"], name
+                assert sum(found["used"].values()) == pytest.approx(sum(found["formula"].values())), name
+            else:
+                assert found["used"] == found["formula"], name
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -7,11 +7,13 @@ largest unit on the device, a GiB of staging in host memory.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.config import Config
 from infinity.plan.memory import bytes_per_parameter
+from infinity.tiers.cache import fill
 
 GIB = 1 << 30
 
@@ -64,13 +66,18 @@ def block_of(model: dict[str, Any]) -> int:
 
 def count(model: dict[str, Any]) -> int:
     """Parameters of a Llama with a head of its own."""
-    width = model["hidden_size"]
-    return model["num_hidden_layers"] * block_of(model) + 2 * model["vocab_size"] * width + width
+    return sum(units_of(model))
+
+
+def units_of(model: dict[str, Any]) -> list[int]:
+    """Parameters of each unit, as the engine cuts a Llama: the embedding, the blocks, the head with the norm before it."""
+    words = model["vocab_size"] * model["hidden_size"]
+    return [words, *[block_of(model)] * model["num_hidden_layers"], words + model["hidden_size"]]
 
 
 def through(model: dict[str, Any]) -> int:
     """Bytes of two gradient buffers for the largest unit, in bf16, with what aligns them."""
-    return 2 * (2 * max(block_of(model), model["vocab_size"] * model["hidden_size"]) + (1 << 20))
+    return 2 * (2 * max(units_of(model)) + (1 << 20))
 
 
 def per_parameter(moments: str) -> tuple[int, int, float]:
@@ -98,33 +105,70 @@ def in_host_memory(model: dict[str, Any], given: Machine) -> Plan:
     gpu = min(given.gpu, through(model) * 4)
     options = {
         "parameters": "cpu", "gradients": "cpu", "optimizer": "cpu", "moment-precision": moments, "gpu-memory": gpu,
-        "cpu-memory": cpu,
+        "cpu-memory": cpu, "gpu-cache": 0,
     }  # fmt: skip
     states = {"gpu": 0, "cpu": int(parameters * sum(per_parameter(moments))), "nvme": 0}
     return Plan(model, options, parameters, states, {"gpu": gpu, "cpu": cpu, "nvme": 0})
 
 
-def over_three_tiers(model: dict[str, Any], given: Machine, moments: str, copy_on_write: bool) -> Plan:
-    """Parameters on the device, gradients in host memory, and optimizer states on the drive as far as it has room, the rest in
-    host memory. Raises `ValueError` where a tier is too small."""
-    parameters, stage, (weight, gradient, optimizer) = count(model), staging(given), per_parameter(moments)
-    times, whole = 2 if copy_on_write else 1, int(parameters * optimizer)
-    gpu = int(parameters * weight * 1.002) + through(model)
-    home = int(parameters * gradient * 1.002) + stage
-    # A drive that could hold more than half of the states holds half: all three tiers are to be used.
-    room = int((given.nvme - (32 << 20)) / 1.002) // times
-    on_drive = min(room, whole if not copy_on_write else whole // 2)
-    cache = max(whole - on_drive, 0)
-    if gpu > given.gpu or home + cache > given.host or on_drive <= 0:
-        raise ValueError(f"{parameters:,} parameters do not fit over {given}")
+def over_three_tiers(model: dict[str, Any], given: Machine, moments: str) -> Plan:
+    """All states of the first units on the device, as many as it has room for while four others pass. Of the others parameters
+    and gradients in host memory; half of the room on the drive is optimizer states (the other half is their old content), the
+    rest in host memory. Raises `ValueError` where a tier is too small."""
+    units, widths = units_of(model), per_parameter(moments)
+    passes = through(model) + 4 * widths[0] * max(units)
+    gpu_cache, near = kept(units, sum(widths), given.gpu - passes)
+    on_device = OnDevice(passes, gpu_cache, near, int(sum(widths) * near))
+    return _with_others(model, given, moments, on_device, parameters="cpu", copies=2, most=0.5)
+
+
+def parameters_on_device(model: dict[str, Any], given: Machine, moments: str) -> Plan:
+    """All parameters on the device, so that none has to pass, and what else of the first units it has room for. Of the others
+    gradients in host memory; optimizer states, which are rewritten in place, on the drive as far as it has room, the rest in host
+    memory. Raises `ValueError` where a tier is too small."""
+    units, (weight, gradient, optimizer) = units_of(model), per_parameter(moments)
+    whole = int(sum(units) * weight * 1.002) + through(model)
+    gpu_cache, near = kept(units, gradient + optimizer, given.gpu - whole)
+    on_device = OnDevice(whole, gpu_cache, near, int(weight * sum(units) + (gradient + optimizer) * near))
+    return _with_others(model, given, moments, on_device, parameters="gpu", copies=1, most=1.0)
+
+
+def kept(units: Sequence[int], each: float, room: int) -> tuple[int, int]:
+    """Bytes for the first of `units` that fit into `room` at `each` bytes per parameter, and how many parameters these have."""
+    gpu_cache = max(int(min(room, 1.002 * each * sum(units))), 0)
+    return gpu_cache, sum(units[number] for number in fill(gpu_cache, [int(each * unit * 1.002) for unit in units]))
+
+
+class OnDevice(NamedTuple):
+    """Bytes of the device beside `gpu_cache`, parameters that stay in that with all their states, and bytes of state there."""
+
+    others: int
+    gpu_cache: int
+    near: int
+    states: int
+
+
+def _with_others(
+    model: dict[str, Any], given: Machine, moments: str, device: OnDevice, parameters: str, copies: int, most: float
+) -> Plan:
+    """Beside what is on the `device`: gradients, and parameters where "cpu" says so, in host memory; `copies` of optimizer states
+    on the drive, at most that share of them, the rest in host memory."""
+    total, stage, (weight, gradient, optimizer) = count(model), staging(given), per_parameter(moments)
+    far, at_home = total - device.near, gradient + weight * (parameters == "cpu")
+    states, home = int(far * optimizer), int(far * at_home * 1.002) + stage
+    on_drive = min(int((given.nvme - (32 << 20)) / 1.002) // copies, int(states * most))
+    cache = states - on_drive
+    gpu = device.others + device.gpu_cache
+    if gpu > given.gpu or home + cache > given.host or on_drive < 0:
+        raise ValueError(f"{total:,} parameters do not fit over {given}")
     options = {
-        "parameters": "gpu", "gradients": "cpu", "optimizer": "nvme", "moment-precision": moments, "gpu-memory": gpu,
-        "cpu-memory": home + cache, "cache": cache,
+        "parameters": parameters, "gradients": "cpu", "optimizer": "nvme", "moment-precision": moments, "gpu-memory": gpu,
+        "gpu-cache": device.gpu_cache, "cpu-memory": home + cache, "cache": cache,
     }  # fmt: skip
-    options["copy-on-write" if copy_on_write else "no-copy-on-write"] = None
-    states = {"gpu": parameters * weight, "cpu": parameters * gradient + cache, "nvme": on_drive * times}
-    budgets = {"gpu": gpu, "cpu": home + cache, "nvme": int(on_drive * times * 1.002) + (16 << 20)}
-    return Plan(model, options, parameters, states, budgets)
+    options["copy-on-write" if copies == 2 else "no-copy-on-write"] = None
+    taken = {"gpu": device.states, "cpu": int(far * at_home) + cache, "nvme": copies * on_drive}
+    budgets = {"gpu": gpu, "cpu": home + cache, "nvme": int(copies * on_drive * 1.002) + (16 << 20)}
+    return Plan(model, options, total, taken, budgets)
 
 
 def largest(model: dict[str, Any], given: Machine) -> Plan:
@@ -132,7 +176,7 @@ def largest(model: dict[str, Any], given: Machine) -> Plan:
     best: Plan | None = None
     for layers in range(2, 1000):
         try:
-            best = over_three_tiers(model | {"num_hidden_layers": layers}, given, "int8", copy_on_write=False)
+            best = parameters_on_device(model | {"num_hidden_layers": layers}, given, "int8")
         except ValueError:
             break
     if best is None:

@@ -26,6 +26,7 @@ def finetune(
     nvme_memory: o.NvmeMemory = None,
     nvme_shares: o.NvmeShares = "measured",
     cache: o.Cache = "auto",
+    gpu_cache: o.GpuCache = "auto",
     parameters: o.Parameters = "nvme",
     optimizer: o.Optimizer = "nvme",
     gradients: o.Gradients = "cpu",

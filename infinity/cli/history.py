@@ -105,7 +105,7 @@ def shared_by(tier: str, per_node: int) -> int:
     return 1 if tier == "gpu" else per_node
 
 
-_MOVED = ("cached", "on_nvme", "copied_to_device", "copied_from_device", "updated")
+_MOVED = ("cached", "on_nvme", "near", "copied_to_device", "copied_from_device", "updated")
 
 
 def combine(reports: Sequence[Report], per_node: int) -> Report:
@@ -162,6 +162,7 @@ def summarize(
         "seconds": dict(report.seconds),
         "worst_waits": [{"unit": unit, "seconds": seconds} for unit, seconds in worst],
         "cached": {"bytes": report.cached, "of": report.on_nvme},
+        "kept_on_compute_device": report.near,
         "memory": {tier: {"peak": report.peaks[tier], "budget": budgets.get(tier)} for tier in TIERS if tier in report.peaks},
         "output": str(output) if output else None,
         **files,

@@ -54,6 +54,7 @@ class Job:
     nvme_memory: int | None
     nvme_shares: Any
     cache: Any
+    gpu_cache: Any
     parameters: Tier
     optimizer: Tier
     gradients: Tier
@@ -92,6 +93,7 @@ class Job:
             nvme_memory=None if self.nvme_memory is None else world.share(self.nvme_memory),
             nvme_shares=self.nvme_shares,
             cache=self.cache,
+            gpu_cache=self.gpu_cache,
             parameters=self.parameters,
             optimizer=self.optimizer,
             gradients=self.gradients,

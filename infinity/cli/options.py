@@ -20,7 +20,7 @@ def parse_size(value: Any) -> int:
 
 
 def parse_cache(value: Any) -> int | str:
-    """The parser of --cache: bytes, or "auto"."""
+    """The parser of --cache and --gpu-cache: bytes, or "auto"."""
     return "auto" if value == "auto" else parse_size(value)
 
 
@@ -105,6 +105,15 @@ Cache = Annotated[
         parser=parse_cache,
         metavar="auto|BYTES",
         help="How much of --cpu-memory may keep a part of what is on NVMe; auto: what is left.",
+        rich_help_panel=_TIERS,
+    ),
+]
+GpuCache = Annotated[
+    Any,
+    typer.Option(
+        parser=parse_cache,
+        metavar="auto|BYTES",
+        help="How much of --gpu-memory keeps all states of the first units; auto: on a GPU what is left.",
         rich_help_panel=_TIERS,
     ),
 ]

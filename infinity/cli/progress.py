@@ -134,6 +134,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"peak {tier}", format_bytes(memory["peak"]) + budget_text(summary, tier, " of ")))
     if summary["cached"]["of"]:
         rows.append(("cached in host memory", cached_text(summary["cached"])))
+    if summary["kept_on_compute_device"]:
+        rows.append(("kept on the compute device", format_bytes(summary["kept_on_compute_device"])))
     rows += [(name, summary[name]) for name in ("output", "report", "trace") if summary.get(name)]
     if not summary["output"]:
         rows.append(("output", "none: the trained weights are gone; give --output DIR to keep them"))

@@ -133,8 +133,9 @@ def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels) -> float:
     """
     counted = others = 0.0
     runs = _runs(unit)
-    for begin in unit.chunks():
-        (chunk,) = store.check_out([(unit.blocks[Kind.GRAD], True)], begin, near=True)
+    gradient = unit.blocks[Kind.GRAD]
+    for begin in store.chunks(gradient, near=True):
+        (chunk,) = store.check_out([(gradient, True)], begin, near=True)
         try:
             chunk.wait()
             values = chunk.tensor.view(unit.gradient_dtype)

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.device import copy_alone
+from infinity.device import Copy, copy_alone
 from infinity.observe import Meter, Recorder, Stopwatch
 from infinity.optim.kernels import Kernels, Segment, States
 from infinity.sharding import codec
@@ -93,7 +93,7 @@ class Job:
         self.state = JobState.AWAITED
         self.update: UnitUpdate | None = None
         """None while AWAITED."""
-        starts = unit.chunks()
+        starts = unit.update_chunks()
         staged = bisect_left(starts, unit.in_memory_until)
         self.in_place_until = unit.rewritten_in_place_until
         """The element from which on an update may be taken back."""
@@ -130,12 +130,14 @@ class Job:
 
 @dataclass(eq=False)
 class _Chunk:
-    """One chunk of one unit in the pipeline: `updated`, `placing` what came of it for the next forward, and `awaited` by that."""
+    """One chunk of one unit in the pipeline: `updated`, maybe `running` on the compute device still, `placing` what came of it
+    for the next forward, and `awaited` by that."""
 
     job: Job
     begin: int
     outs: dict[Kind, Checkout]
     updated: bool = False
+    running: Copy | None = None
     placing: Placing | None = None
     awaited: bool = False
 
@@ -150,13 +152,22 @@ class _Chunk:
         for out in self.outs.values():
             out.wait()
 
-    def committed(self) -> bool:
-        placed = self.placing is None or self.placing.ended()
-        return placed and all(out.committed() for out in self.outs.values())
+    def ran(self) -> bool:
+        return self.running is None or self.running.done()
 
-    def finish_placing(self) -> None:
+    def settled(self) -> bool:
+        """Whether `settle` would not wait."""
+        return self.ran() and (self.placing is None or self.placing.ended())
+
+    def settle(self) -> None:
+        """Block until what is under way on the compute device and to it has ended."""
+        if self.running is not None:
+            self.running.wait()
         if self.placing is not None:
             self.placing.finish()
+
+    def committed(self) -> bool:
+        return self.settled() and all(out.committed() for out in self.outs.values())
 
     def states(self) -> States:
         unit = self.job.unit
@@ -268,11 +279,12 @@ class Pipeline:
         writing: list[_Chunk] = []
         held: list[_Chunk] = []  # that may not go on yet
         placing: list[_Chunk] = []  # that need no I/O
+        running: list[_Chunk] = []  # that the compute device updates
         try:
             while True:
                 for chunk in writing:
                     self._look_after(chunk)
-                for going in (writing, placing):
+                for going in (writing, placing, running):
                     for chunk in [chunk for chunk in going if chunk.committed()]:
                         self._retire(chunk)
                         going.remove(chunk)
@@ -287,11 +299,11 @@ class Pipeline:
                 if found is not None:
                     (reading if found.may_go_on() else held).append(found)
                 elif len(placing) == PLACING:
-                    placing[0].finish_placing()
+                    placing[0].settle()
                 elif (here := self._take_in_memory(before=first.job.place if first and arrived else math.inf)) is not None:
-                    placing.append(here)
+                    (running if here.job.unit.near else placing).append(here)
                     self._update(here)
-                elif not arrived and self._finish_placing((*writing, *placing)):
+                elif not arrived and self._settle_one((*running, *writing, *placing)):
                     continue
                 elif first is not None and (arrived or may_write):
                     reading.remove(first)
@@ -309,7 +321,7 @@ class Pipeline:
                 else:
                     return
         except BaseException as error:
-            self._abandon((*reading, *writing, *held, *placing))
+            self._abandon((*reading, *writing, *held, *placing, *running))
             self._store.fail(error)  # reaches the user's next call
             with self._changed:
                 for job in self._jobs:
@@ -317,12 +329,12 @@ class Pipeline:
                 self._jobs.clear()
                 self._changed.notify_all()
 
-    def _finish_placing(self, chunks: Sequence[_Chunk]) -> bool:
-        """Before anything else is waited for: the forward may wait for these copies, and they take no time. False: none go on."""
-        going = [chunk.placing for chunk in chunks if chunk.placing is not None and not chunk.placing.ended()]
-        for placing in going:
-            placing.finish()
-        return bool(going)
+    def _settle_one(self, chunks: Iterable[_Chunk]) -> bool:
+        """Before anything else is waited for: the forward may wait for these, and they take no time. False: none are there."""
+        going = next((chunk for chunk in chunks if not chunk.settled()), None)
+        if going is not None:
+            going.settle()
+        return going is not None
 
     def _abandon(self, chunks: Sequence[_Chunk]) -> None:
         """After an error: every slot goes back, and what is not written yet never will be."""
@@ -332,7 +344,7 @@ class Pipeline:
                 job.drop()
         for chunk in chunks:
             with contextlib.suppress(RuntimeError):
-                chunk.finish_placing()
+                chunk.settle()
             for out in chunk.outs.values():
                 with contextlib.suppress(OSError):  # the first error is the one to tell
                     out.release()
@@ -422,7 +434,7 @@ class Pipeline:
         if update is None or chunk.job.state is JobState.ENDED:
             return
         start, unit = time.perf_counter(), update.unit
-        with self._store.updating(unit.blocks[Kind.PARAM]) if unit.near else contextlib.nullcontext():
+        with self._store.updating(unit.blocks[Kind.PARAM]) if unit.near else contextlib.nullcontext() as chunk.running:
             self._apply(update, chunk.states(), chunk.begin)
         self._recorder.add("adam", unit.name, start, time.perf_counter())
         chunk.updated = True
@@ -448,7 +460,8 @@ class Pipeline:
 
     def _place(self, chunk: _Chunk) -> None:
         """Put what an update made where the next forward looks for it, if its unit has a place there by now."""
-        if chunk.updated and chunk.placing is None and chunk.job.state in (JobState.AHEAD, JobState.CONFIRMED):
+        fixed = chunk.job.state in (JobState.AHEAD, JobState.CONFIRMED)
+        if chunk.updated and chunk.placing is None and fixed and chunk.ran():
             chunk.placing = self._store.renew(chunk.job.unit.blocks[Kind.PARAM], chunk.begin, chunk.outs[Kind.PARAM].tensor)
 
     def _is_awaited(self, chunk: _Chunk) -> bool:
@@ -465,7 +478,7 @@ class Pipeline:
 
     def _retire(self, chunk: _Chunk) -> None:
         self._place(chunk)
-        chunk.finish_placing()
+        chunk.settle()
         chunk.job.placed &= chunk.placing is not None
         for out in chunk.outs.values():
             out.release()

@@ -44,13 +44,19 @@ def bytes_on_tiers(trainable: int, config: Config, ranks: int = 1, frozen: int =
 
     Without padding (a unit takes multiples of 2048 elements on every rank), and without what passes through: gathered units and
     one gradient buffer on the compute device, staging in host memory. What is rewritten beside its old content counts twice.
+    What `gpu_cache` keeps on the compute device counts there where it is a number; what "auto" is depends on the units.
     """
     parameter, gradient, optimizer = bytes_per_parameter(config)
     whole = StateBytes(trainable * parameter, trainable * gradient, trainable * optimizer)
     states, kept = whole.on_rank(ranks, config.stage), StateBytes(frozen * parameter, 0, 0).on_rank(ranks, config.stage)
     tiers = dict.fromkeys(("gpu", "cpu", "nvme"), 0.0)
-    for name, tier in (("parameters", config.parameters), ("gradients", config.gradients), ("optimizer", config.optimizer)):
+    places = {"parameters": config.parameters, "gradients": config.gradients, "optimizer": config.optimizer}
+    may_stay = sum(getattr(states, name) for name, tier in places.items() if tier != "gpu")
+    stays = 0.0 if config.gpu_cache == "auto" or not may_stay else min(1.0, config.gpu_cache / may_stay)
+    tiers["gpu"] += stays * may_stay
+    for name, tier in places.items():
         doubled = tier == "nvme" and config.copy_on_write and name != "gradients"
         late = tier == "cpu" and config.update == "delayed" and name == "parameters"
-        tiers[tier] += getattr(states, name) * (2 if doubled or late else 1) + getattr(kept, name)
+        leaves = 1.0 if tier == "gpu" else 1.0 - stays
+        tiers[tier] += leaves * getattr(states, name) * (2 if doubled or late else 1) + getattr(kept, name)
     return tiers

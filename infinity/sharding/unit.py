@@ -174,6 +174,7 @@ class Unit:
         self.rank = ranks.rank
         self.blocks: dict[Kind, Block] = {}
         self.tier = ""
+        """Where its parameters are at home; "" while nobody manages them."""
         self.updater: Updates | None = None
         """Who updates this unit; set by the optimizer layer."""
         self.touched: Callable[[Unit], bool] | None = None
@@ -227,7 +228,7 @@ class Unit:
     def declare(self, store: Store, config: Config) -> None:
         """Add this unit's blocks to the store: parameters, and for a trainable unit gradients, master and moments."""
         shard = self.layout.shard_numel
-        self.store, self.tier, self.algorithm = store, config.parameters, config.algorithm
+        self.store, self.algorithm = store, config.algorithm
         self.spill = config.nvme if config.optimizer == "nvme" else ()  # directories for states that have no block
 
         def add(kind: Kind, form: Format, tier: Tier, span: int = 0, whole: bool = False) -> None:
@@ -376,7 +377,7 @@ class Unit:
     def bind(self, device: torch.device, buffer: GradientBuffer | None, exchange: Exchange | None) -> None:
         """The compute device, how gradients travel (through `buffer`, or straight into their home when it is None), and the
         exchange of all units of this rank; None where neither other ranks nor a far device make it worth a thread."""
-        self._placeholder = self._placeholder.to(device)
+        self._placeholder, self.tier = self._placeholder.to(device), self.blocks[Kind.PARAM].tier
         self._buffer, self.exchange = buffer, exchange
 
     def has_gradient(self, parameter: torch.Tensor) -> bool:
@@ -583,6 +584,10 @@ class Unit:
     def chunks(self) -> Sequence[int]:
         """The first element of every chunk of this rank's shard."""
         return self.store.chunks(self.blocks[Kind.PARAM])
+
+    def update_chunks(self) -> Sequence[int]:
+        """The first element of every chunk that an update takes at once."""
+        return self.store.chunks(self.blocks[Kind.PARAM], self.near)
 
     def _pieces(self, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """The first element of every chunk, and its part of `shard` (shard_numel,)."""

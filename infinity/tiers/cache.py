@@ -55,6 +55,17 @@ def distribute(budget: int, candidates: Sequence[Candidate]) -> list[int]:
     return kept
 
 
+def fill(budget: int, sizes: Sequence[int]) -> list[int]:
+    """Which of things of `sizes` bytes, by number, to take into `budget` bytes: the first ones, and of those that follow one that
+    does not fit what still does."""
+    taken = []
+    for number, size in enumerate(sizes):
+        if size <= budget:
+            taken.append(number)
+            budget -= size
+    return taken
+
+
 def choose(
     blocks: Sequence[Block], budget: int, granule: int, early: bool, resident: float, never: Collection[Kind] = ()
 ) -> dict[Block, int]:

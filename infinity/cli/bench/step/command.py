@@ -55,6 +55,7 @@ def step(
     nvme_memory: o.NvmeMemory = None,
     nvme_shares: o.NvmeShares = "measured",
     cache: o.Cache = "auto",
+    gpu_cache: o.GpuCache = "auto",
     parameters: o.Parameters = "nvme",
     optimizer: o.Optimizer = "nvme",
     gradients: o.Gradients = "cpu",
@@ -89,8 +90,8 @@ def step(
         o.refuse_missing_directory(nvme, parameters=parameters, optimizer=optimizer, gradients=gradients)
         config = Config(
             nvme=tuple(nvme or ()), gpu_memory=gpu_memory, cpu_memory=cpu_memory, nvme_memory=nvme_memory,
-            nvme_shares=nvme_shares, cache=cache, parameters=parameters, optimizer=optimizer, gradients=gradients,
-            precision=precision, gradient_precision=gradient_precision, moment_precision=moment_precision,
+            nvme_shares=nvme_shares, cache=cache, gpu_cache=gpu_cache, parameters=parameters, optimizer=optimizer,
+            gradients=gradients, precision=precision, gradient_precision=gradient_precision, moment_precision=moment_precision,
             copy_on_write=copy_on_write, update=update, delayed_after=delayed_after, io_engine=io_engine, device=device,
         )  # fmt: skip
         source = find_source(model, precision)

@@ -175,6 +175,7 @@ def summary(
             tier: {"peak_bytes": peak, "budget_bytes": limited.get(tier)} for tier, peak in report.peaks.items()
         },
         "states_kept_in_host_memory_bytes": report.cached,
+        "states_kept_on_the_device_bytes": report.near,
         "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "losses": trained.losses,
         "loss_falls": trained.losses[-1] < trained.losses[0],
