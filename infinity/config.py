@@ -89,13 +89,15 @@ class Config(BaseModel):
     moment_precision: Literal["fp32", "bf16", "int8"] = "fp32"
     """How the optimizer's moments are stored: 8, 4 or 2.25 bytes per parameter. Below fp32 they are rounded stochastically."""
     copy_on_write: bool = True
-    """Write an updated state on nvme beside its old value and flip, so that what a failed step leaves there is whole, and an
-    update may begin before its step; takes twice the space."""
+    """Write an updated state beside its old value and flip, so that what a failed step leaves there is whole, and an update may
+    begin before its step: on nvme, where it takes twice the space, and in host memory for as many units as `cpu_memory` has room
+    for twice, where all of a model is in memory and `update` says early."""
     update: Literal["auto", "speculative", "exact", "plain", "delayed"] = "auto"
     """When optimizer updates run; the numbers are the same. "exact": beside the next forward, once the clip factor is known.
     "speculative": from backward on, on the guess that nothing is clipped, and again where the guess was wrong (needs
-    copy_on_write, and parameters and optimizer on nvme). "plain": step() waits for them. "auto" chooses: between the first two
-    where there is I/O or a GPU to run beside, else "plain", for update and forward on the same CPUs only disturb each other.
+    copy_on_write, and no parameters on the gpu, where they are rewritten in place). "plain": step() waits for them. "auto"
+    chooses: between the first two where there is I/O or a GPU to run beside, else "plain", for update and forward on the same
+    CPUs only disturb each other.
     "delayed" changes the numbers: the forward after a step still uses the parameters of before that step, and so the update has
     a whole forward and backward to run beside, clipped or not (ZeRO-Offload, section 5.2). Evaluation, `state_dict` and whatever
     else reads states see that step, and training goes on from there. Needs parameters on cpu or nvme, and twice the memory or

@@ -93,6 +93,7 @@ class Engine:
             kernels = Kernels(config.instruction_set, config.threads)
             undo.callback(kernels.close)
             self._store = Store(config, self._device, self.recorder, ranks.own)
+            self._store.copy = kernels.copy
             undo.callback(self._store.close)
             self._open_store(model, users, ranks)
             alike.close()  # nobody waits in collectives for a rank that has no room

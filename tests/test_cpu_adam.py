@@ -758,6 +758,15 @@ def test_the_plain_loop_is_what_it_says() -> None:
     torch.testing.assert_close((a, c), expected)
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 1_000_003])
+def test_a_copy_by_several_threads_copies_every_byte_and_no_more(nbytes: int) -> None:
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    target = torch.full((nbytes + 2,), 7, dtype=torch.uint8)
+    kernels.copy(target.data_ptr() + 1, source.data_ptr(), nbytes, POOLS[3])
+    assert torch.equal(target[1:-1], source)
+    assert target[0] == target[-1] == 7
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"grad": 6}, "grad is not aligned"),
     ({"second": 2}, "second is not aligned"),

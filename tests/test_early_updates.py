@@ -22,6 +22,9 @@ from infinity.tiers.store import Store
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODES = ("plain", "exact", "speculative", "auto")
+WHERE: dict[str, dict[str, Any]] = {"nvme": {}, "host": {"parameters": "cpu", "optimizer": "cpu"}}
+"""Where states have two places each."""
+each_place = pytest.mark.parametrize("where", WHERE)
 BUDGETS: dict[str, Any] = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "cache": 0, "poison": True}
 
 
@@ -60,11 +63,12 @@ def states(optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
     return {f"{number}.{name}": value for number, state in found.items() for name, value in state.items()}
 
 
+@each_place
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_fifty_steps_of_which_some_are_clipped(precision: str, wrap: Callable[..., infinity.Engine]) -> None:
+def test_fifty_steps_of_which_some_are_clipped(where: str, precision: str, wrap: Callable[..., infinity.Engine]) -> None:
     outcomes = []
     for mode in MODES:
-        engine = wrap(mode, precision=precision)
+        engine = wrap(mode, precision=precision, **WHERE[where])
         optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-3, max_grad_norm=100)
         norms = []
         for number in range(50):
@@ -165,12 +169,13 @@ def run(
     return norms
 
 
+@each_place
 @pytest.mark.parametrize("between", BETWEEN)
 def test_what_comes_between_backward_and_step(
-    between: Callable[[infinity.Engine, infinity.AdamW], None], wrap: Callable[..., infinity.Engine]
+    between: Callable[[infinity.Engine, infinity.AdamW], None], where: str, wrap: Callable[..., infinity.Engine]
 ) -> None:
     schedule = [(1, nothing), (1, between), (1, nothing), (1, between), (1, nothing), (1, nothing)]
-    engines = [wrap(mode, precision="bf16") for mode in ("plain", "speculative")]
+    engines = [wrap(mode, precision="bf16", **WHERE[where]) for mode in ("plain", "speculative")]
     norms = [run(engine, schedule, max_grad_norm=1e6) for engine in engines]
     assert norms[0] == norms[1]
     assert equal(engines[0].state_dict(), engines[1].state_dict())
@@ -185,18 +190,20 @@ def test_what_comes_between_backward_and_step(
     max_grad_norm=st.sampled_from([0.5, 2.0, 1e6]),
     precision=st.sampled_from(["bf16", "fp32"]),
     gradients=st.sampled_from(["cpu", "nvme"]),
+    where=st.sampled_from(list(WHERE)),
 )
 def test_any_schedule(
     schedule: list[tuple[int, Callable[[infinity.Engine, infinity.AdamW], None]]],
     max_grad_norm: float,
     precision: str,
     gradients: str,
+    where: str,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     outcomes = []
     for mode in ("plain", "speculative", "auto"):
         options = {"nvme": tmp_path_factory.mktemp("nvme"), "precision": precision, "gradients": gradients, "update": mode}
-        model = infinity.wrap(transformer(), infinity.Config(**(BUDGETS | options)))
+        model = infinity.wrap(transformer(), infinity.Config(**(BUDGETS | options | WHERE[where])))
         with infinity.engine(model) as engine:
             outcomes.append((run(engine, schedule, max_grad_norm), engine.state_dict()))
     for norms, weights in outcomes[1:]:
@@ -211,8 +218,9 @@ def until(engine: infinity.Engine, condition: Callable[[], bool]) -> None:
         assert changed.wait_for(condition, timeout=60)
 
 
-def test_nothing_is_seen_of_an_update_before_its_step(wrap: Callable[..., infinity.Engine]) -> None:
-    engine = wrap("speculative", precision="bf16")
+@each_place
+def test_nothing_is_seen_of_an_update_before_its_step(where: str, wrap: Callable[..., infinity.Engine]) -> None:
+    engine = wrap("speculative", precision="bf16", **WHERE[where])
     optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-1)
     for number in range(2):
         backward(engine.model, number)
@@ -271,6 +279,27 @@ def test_a_unit_whose_states_have_no_second_place_waits_for_its_step(wrap: Calla
             optimizer.step()
             optimizer.zero_grad()
         assert counts(engine) == (0, 0)
+
+
+def test_second_homes_take_what_host_memory_is_left_for_the_last_units(wrap: Callable[..., infinity.Engine]) -> None:
+    def doubled(engine: infinity.Engine) -> list[int]:
+        found = [unit.index for unit in engine.units if unit.copy_on_write]
+        assert engine.memory()["cpu"] <= engine.config.cpu_memory
+        optimizer = infinity.AdamW(engine.model.parameters())
+        for number in range(3):
+            backward(engine.model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert counts(engine) == (2 * len(found), 0)
+        return found
+
+    engine = wrap("speculative", **WHERE["host"])
+    units, homes = len(engine.units), engine.memory()["cpu"]
+    assert doubled(engine) == list(range(units))
+    some = doubled(wrap("speculative", cpu_memory=homes * 3 // 4, **WHERE["host"]))
+    assert units - 1 in some and len(some) < units
+    for options in ({"copy_on_write": False}, {"update": "exact"}, {"update": "auto"}):
+        assert doubled(wrap(**({"update": "speculative"} | options | WHERE["host"]))) == []
 
 
 @pytest.mark.parametrize("fault", [{"fail_write_at": 0}, {"fail_write_at": 7}, {"fail_read_at": 3}])

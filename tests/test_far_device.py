@@ -33,6 +33,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "gradients on nvme": {"gradients": "nvme"},
     "only gradients on nvme": {"parameters": "cpu", "gradients": "nvme", "optimizer": "cpu", "cpu_memory": 0},
     "states in host memory": {"parameters": "cpu", "optimizer": "cpu", "cpu_memory": "16MiB"},
+    "states in host memory, twice": {"parameters": "cpu", "optimizer": "cpu", "cpu_memory": "16MiB", "update": "speculative"},
     "states offloaded": {"parameters": "gpu", "optimizer": "cpu", "cpu_memory": "16MiB"},
     "all on the device": {"parameters": "gpu", "gradients": "gpu", "optimizer": "gpu"},
 }

@@ -87,6 +87,10 @@ class Kernels:
             key=states.unit << 32 | hyper.step, grad_scale=grad_scale, **where, **hyper.values,
         )  # fmt: skip
 
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """`target.copy_(source)` for uint8 tensors (n,) on the host, by all threads."""
+        self._module.copy(target.data_ptr(), source.data_ptr(), target.numel(), self._pool)
+
     def close(self) -> None:
         """End the threads; the kernels cannot be used any more."""
         self._pool = None

@@ -3,9 +3,9 @@
 [Note: an update that may be taken back]
 A job that is AHEAD was begun before the step it belongs to, on the guess that this step clips nothing. It reads the states and
 writes the new ones into the other extents of copy-on-write blocks, and touches nothing else: until `confirm` every reader sees
-the old content, and after `cancel` it always will. So a wrong guess costs I/O and never a number (invariant I8). That is so
-chunk by chunk: what is at home in host memory, as a part of a block on NVMe may be, is rewritten in place, so a chunk with any
-of that is not updated before the job is CONFIRMED.
+the old content, and after `cancel` it always will. So a wrong guess costs I/O and never a number (invariant I8). The same goes
+for units in host memory that have second homes. That is so chunk by chunk: what else is in host memory, as a part of a block on
+NVMe may be, is rewritten in place, so a chunk with any of that is not updated before the job is CONFIRMED.
 
 [Note: which chunk is next]
 The next chunk is always one of the unit that the next forward needs first, even if another unit is half done. In backward that
@@ -99,7 +99,7 @@ class Job:
         """The element from which on an update may be taken back."""
         revocable = bisect_left(starts, self.in_place_until, lo=staged)
         self.in_memory = deque(starts[:staged])
-        """First elements of the chunks that need neither staging nor I/O, and were not checked out: they wait for CONFIRMED."""
+        """First elements of the chunks that need neither staging nor I/O, and were not checked out."""
         self.chunks = deque((*starts[revocable:], *starts[staged:revocable]))
         """First elements of the other chunks that were not checked out, those first that may be updated AHEAD."""
         self.in_flight = 0
@@ -312,6 +312,8 @@ class Pipeline:
                 elif (needed_first := _needed_first(writing)) is not None:
                     self._retire(needed_first)
                     writing.remove(needed_first)
+                elif placing or running:
+                    continue  # the last of them has ended just now
                 elif coming:
                     coming[0].wait()
                 elif (found := self._check_out(held, True, wait=True)) is not None:  # another thread held the slots it needs
@@ -376,7 +378,7 @@ class Pipeline:
         return not waits or self._store.has_copy(block)
 
     def _next_in_memory(self) -> Job | None:
-        able = (job for job in self._jobs if job.in_memory and job.is_final)
+        able = (job for job in self._jobs if job.in_memory and job.may_update(job.in_memory[0]))
         return min(able, key=lambda job: job.place, default=None)
 
     def _has_work(self, held: Sequence[_Chunk]) -> bool:

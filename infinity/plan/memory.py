@@ -43,8 +43,9 @@ def bytes_on_tiers(trainable: int, config: Config, ranks: int = 1, frozen: int =
     """Bytes of the states of `trainable` parameters, and of `frozen` ones, on each tier of one of `ranks` ranks.
 
     Without padding (a unit takes multiples of 2048 elements on every rank), and without what passes through: gathered units and
-    one gradient buffer on the compute device, staging in host memory. What is rewritten beside its old content counts twice.
-    What `gpu_cache` keeps on the compute device counts there where it is a number; what "auto" is depends on the units.
+    one gradient buffer on the compute device, staging in host memory. What is rewritten beside its old content counts twice, but
+    not in host memory, where a second home takes only what the budget leaves. What `gpu_cache` keeps on the compute device counts
+    there where it is a number; what "auto" is depends on the units.
     """
     parameter, gradient, optimizer = bytes_per_parameter(config)
     whole = StateBytes(trainable * parameter, trainable * gradient, trainable * optimizer)

@@ -263,8 +263,8 @@ class Unit:
 
     @property
     def copy_on_write(self) -> bool:
-        """Whether all that an update rewrites has a second place, where it is on NVMe, so that it may be begun and taken back."""
-        return all(len(block.extents) == 2 for kind, block in self.blocks.items() if kind is not Kind.GRAD)
+        """Whether all that an update rewrites has a second place, but what is kept in a cache, so that it may be taken back."""
+        return all(block.has_second_place for kind, block in self.blocks.items() if kind is not Kind.GRAD)
 
     @property
     def in_memory_until(self) -> int:

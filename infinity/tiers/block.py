@@ -144,6 +144,11 @@ class Block:
         return self.home.tensor[self.at : self.at + self.nbytes] if self.whole else self.home.tensor
 
     @property
+    def has_second_place(self) -> bool:
+        """Whether an update writes beside the old content what it does not find kept in memory."""
+        return max(len(self.extents), len(self.homes)) == 2
+
+    @property
     def target(self) -> int:
         """Which of the extents or homes the next update writes."""
         return (self.version + 1) % max(len(self.extents), len(self.homes), 1)

@@ -65,6 +65,7 @@ class Store:
         self._config, self._device, self._recorder = config, device, recorder
         # A delayed update writes new parameters while the old ones are in use: they have two places each, not one in the cache.
         self._twice = {Kind.PARAM} if config.update == "delayed" else set()
+        self._doubled: set[Block] = set()  # those in host memory that updates rewrite beside their old content, see `_double`
         self._nvme = NvmeTier(config.nvme, config.io_engine, config.nvme_memory, recorder, config.nvme_shares, own)
         self._changed = threading.Condition()
         self._blocks: list[Block] = []
@@ -91,6 +92,8 @@ class Store:
         """How far away the next use of a unit's parameters is; set by whoever knows the trace."""
         self.on_place: Callable[[], None] = lambda: None
         """Called when a copy is on the compute device, or the place of one whose block is UPDATING; set by whoever updates."""
+        self.copy: Callable[[torch.Tensor, torch.Tensor], None] = copy_alone
+        """Fills a second home in host memory from the first; set by whoever has threads for that."""
         self.on_failure: Callable[[EngineClosedError], None] = lambda error: None
         """Called when something failed for good, once, on the thread where it did; set by whoever tells other ranks."""
 
@@ -156,6 +159,8 @@ class Store:
         plan = self._divide_host(budget.cpu_memory - host_home, host_home)
         self.chunk_elements, self.staged_sets = plan.chunk_elements, plan.staged_sets
         slot_bytes = plan.chunk_elements * WIDEST_ELEMENT
+        self._double(budget.cpu_memory - host_home - plan.slots * slot_bytes - plan.cache)
+        host_home = self._home_bytes("cpu")
         self._keep(plan.cache, resident=min(1.0, (device_bytes - device_home - reserve) / max(useful - reserve, 1)))
         kept_bytes, _ = self.cached()
         for block in self._blocks:
@@ -202,7 +207,22 @@ class Store:
 
     def _homes_of(self, block: Block) -> int:
         """How many homes a block in memory has."""
-        return 2 if block.kind in self._twice and not block.frozen else 1
+        return 2 if (block.kind in self._twice or block in self._doubled) and not block.frozen else 1
+
+    def _double(self, room: int) -> None:
+        """Give units that are in host memory second homes in `room` bytes of it, so that their updates may begin before their
+        step: first those that come last in the model, whose gradients come first. What is on NVMe is better cached instead."""
+        early = self._config.update == "speculative" or (self._config.update == "auto" and not self._device.shares_host)
+        rewritten = [b for b in self._blocks if b.kind is not Kind.GRAD and not b.frozen]
+        if not early or not self._config.copy_on_write or any(b.tier == "nvme" for b in rewritten):
+            return
+        units: dict[int, list[Block]] = {}
+        for block in reversed(rewritten):
+            units.setdefault(block.unit, []).append(block)
+        candidates = [blocks for blocks in units.values() if all(b.tier == "cpu" for b in blocks)]
+        sizes = [sum(round_up(b.home_bytes, ALIGNMENT) for b in blocks) for blocks in candidates]
+        for number in fill(room, sizes):
+            self._doubled.update(candidates[number])
 
     def _may_keep(self, block: Block) -> bool:
         """Whether a part of `block` may stay in host memory although it is at home on NVMe."""
@@ -592,7 +612,7 @@ class Store:
             if len(block.homes) < 2 or (load and not update):
                 return Checkout(memory[at : at + nbytes])
             new = block.homes[block.target].tensor[at : at + nbytes]
-            return Checkout(new, functools.partial(copy_alone, new, memory[at : at + nbytes]) if load else None)
+            return Checkout(new, functools.partial(self.copy, new, memory[at : at + nbytes]) if load else None)
         tensor, name = slot.tensor[:nbytes], block.name
         arrive: Transfer | Copy | Callable[[], object] | None = None
         if block.memory is not None:  # at home on a device that the host cannot address

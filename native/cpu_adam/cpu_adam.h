@@ -96,6 +96,9 @@ void split(const float* values, std::uint16_t* param, std::int16_t* low, std::si
 constexpr std::size_t kNormBlock = 16384;
 double squared_norm(const void* values, Dtype dtype, std::size_t n, double carry, Isa isa, Pool& pool);
 
+// Copies n bytes that do not overlap.
+void copy(void* target, const void* source, std::size_t n, Pool& pool);
+
 // a = 0.9 a + b, c = 0.9 c + b: the plain loop beside which an update is judged, with the same threads and cuts (20 bytes an element).
 void in_place_update(float* a, const float* b, float* c, std::size_t n, Pool& pool);
 

@@ -1,5 +1,6 @@
 // The public functions: choose the kernels for this CPU, cut the work into ranges for the pool and into runs for a kernel.
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 
@@ -205,6 +206,12 @@ double squared_norm(const void* values, Dtype dtype, std::size_t n, double carry
     for (std::size_t block = 0; block * kNormBlock < count; ++block) carry += sums[block];
   }
   return carry == carry ? carry : std::numeric_limits<double>::quiet_NaN();  // one NaN, as in convert.h [Note: NaN]
+}
+
+void copy(void* target, const void* source, std::size_t n, Pool& pool) {
+  pool.run(n, 4096, [&](std::size_t begin, std::size_t end) {
+    std::memcpy(static_cast<char*>(target) + begin, static_cast<const char*>(source) + begin, end - begin);
+  });
 }
 
 void in_place_update(float* a, const float* b, float* c, std::size_t n, Pool& pool) {

@@ -76,6 +76,9 @@ PYBIND11_MODULE(_cpu_adam, m) {
   }, without_gil(), arg("values"), arg("param"), arg("low"), arg("n"), "The reverse of join; NaN becomes the canonical one.");
   m.def("squared_norm", &norm, without_gil(), arg("address"), arg("dtype"), arg("n"), arg("carry"), arg("isa"), arg("pool"),
         "carry plus the sum of squares, independent of how a buffer is cut at multiples of NORM_BLOCK; finite exactly when all are.");
+  m.def("copy", [](std::uintptr_t target, std::uintptr_t source, std::size_t n, Pool& pool) {
+    copy(pointer<void>("target", target, 1, unless_empty(n)), pointer<const void>("source", source, 1, unless_empty(n)), n, pool);
+  }, without_gil(), arg("target"), arg("source"), arg("n"), arg("pool"), "n bytes from `source` to `target`, which do not overlap.");
   m.def("in_place_update", [](std::uintptr_t a, std::uintptr_t b, std::uintptr_t c, std::size_t n, Pool& pool) {
     in_place_update(pointer<float>("a", a, 4, unless_empty(n)), pointer<const float>("b", b, 4, unless_empty(n)),
                     pointer<float>("c", c, 4, unless_empty(n)), n, pool);
