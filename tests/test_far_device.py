@@ -18,6 +18,7 @@ from models import text_batch, transformer
 import infinity
 from infinity.device import Mark
 from infinity.observe import Recorder
+from infinity.optim.kernels import squared_gradient_norm
 from infinity.tiers.block import Block, Format, Kind
 from infinity.tiers.budget import CHUNK_ELEMENTS
 from infinity.tiers.store import Store
@@ -173,6 +174,30 @@ def test_gradients_go_home_on_a_thread_of_their_own(wrap: Wrap) -> None:
         optimizer.zero_grad()
     engine.drain()
     assert set(threads) == {"infinity-exchange"}
+
+
+def test_a_step_does_not_wait_until_host_memory_was_read_for_the_norm(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unit's part was computed when its last gradient had come; what changed since is read again."""
+    engine = wrap(**PLACEMENTS["states in host memory"])
+    threads: list[str] = []
+
+    def spy(*values: Any) -> float:
+        threads.append(threading.current_thread().name)
+        return squared_gradient_norm(*values)
+
+    monkeypatch.setattr("infinity.optim.step.squared_gradient_norm", spy)
+    optimizer = infinity.AdamW(engine.model.parameters(), max_grad_norm=1.0)
+    for number in range(4):
+        threads.clear()
+        for _ in range(1 + (number == 3)):
+            engine.model(**text_batch(number)).loss.backward()
+        optimizer.step()
+        here = threads.count(threading.current_thread().name)
+        assert (here, len(threads) - here) == {
+            0: (len(engine.units), 0),  # nobody knew that there would be a norm, nor how many gradients
+            3: (len(engine.units), len(engine.units)),
+        }.get(number, (0, len(engine.units)))
+        optimizer.zero_grad()
 
 
 def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from infinity import native
 from infinity.device import stream_of
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, EngineClosedError
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Format, Kind
 from infinity.tiers.budget import CHUNK_ELEMENTS
@@ -106,9 +106,9 @@ class Kernels:
                 stream=stream_of(values),
             )  # fmt: skip
             return float(total)
-        return float(
-            self._module.squared_norm(values.data_ptr(), _NAMES[values.dtype], values.numel(), carry, self.isa, self._pool)
-        )
+        if (pool := self._pool) is None:
+            raise EngineClosedError("the engine was closed")
+        return float(self._module.squared_norm(values.data_ptr(), _NAMES[values.dtype], values.numel(), carry, self.isa, pool))
 
 
 def segments_of(unit: Unit, hypers: Sequence[Hyper | None]) -> tuple[Segment, ...]:

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, EngineClosedError
 from infinity.observe import Meter, Recorder
 from infinity.optim.kernels import Kernels, Segment, nonfinite_gradients, squared_gradient_norm
 from infinity.optim.pipeline import Job, Pipeline, UnitUpdate
@@ -197,8 +197,25 @@ class Updater:
         only if a gradient is.
         """
         self._norms_now += 1
-        total = sum(unit.factor**2 * squared_gradient_norm(unit, self._store, self._kernels) for unit in _having(units))
+        total = sum(unit.factor**2 * self._squared_norm(unit) for unit in _having(units))
         return math.sqrt(self._sum_over_shards([total], "of squared gradients")[0])
+
+    def _squared_norm(self, unit: Unit) -> float:
+        collected, squares = unit.measured
+        if squares is not None and collected == unit.collected:
+            return squares
+        return squared_gradient_norm(unit, self._store, self._kernels)
+
+    def measure(self, unit: Unit) -> float | None:
+        """What `norm` will ask of `unit`: read on the thread that brings gradients from a device with memory of its own, else the
+        step would wait until all of host memory was read. None where the last step asked nothing, or that would move bytes."""
+        gradient = unit.blocks[Kind.GRAD]
+        if not self.norms or not self._store.is_far or self._store.in_memory_until(gradient, near=True) < gradient.elements:
+            return None
+        try:
+            return squared_gradient_norm(unit, self._store, self._kernels)
+        except EngineClosedError:
+            return None
 
     def clip(self, max_norm: float, units: Sequence[Unit]) -> float:
         """Scale the settled gradients of `units` so that their common L2 norm is at most `max_norm`; returns the norm before.

@@ -55,6 +55,9 @@ class Updates(Protocol):
     def pass_forward(self, unit: Unit) -> None:
         """A training forward has used `unit`."""
 
+    def measure(self, unit: Unit) -> float | None:
+        """The sum of squares of the gradients of `unit`, if that is worth having before the step; for who brings them."""
+
     def withdraw(self, unit: Unit) -> None:
         """What an early update of `unit` was begun with changes; return when nothing of it is in flight."""
 
@@ -193,6 +196,8 @@ class Unit:
         self.grad_scale = self.loss_scale = 1.0
         """What the gradients of the step under way are multiplied by in the update: the clip factor; and what they were
         multiplied by, with the loss, in the backward."""
+        self.measured: tuple[int, float | None] = (0, None)
+        """What `Updates.measure` gave when the step under way had brought so many gradients."""
         self._is_mean = False  # where gradients are reduced late: whether those of the step under way have been
         self._is_apart = False  # whether some of the gradients at home are not averaged over the replicas yet (`Engine.no_sync`)
         self.reduced: set[int] = set()
@@ -447,9 +452,15 @@ class Unit:
             self._begin_early()
             return None
         if self.ranks.replicas is None or (self.exchange.averages and not self._is_apart):
-            return self._post_reduction(lambda: self._add_up(self._reduced(full), first))
+            return self._post_reduction(functools.partial(self._bring_home, full, first, self.collected))
         averages, self._is_apart = self.exchange.averages, not self.exchange.averages
         return self._post_reduction(lambda: self._add_up(self._scattered(full), first, averages), averages=averages)
+
+    def _bring_home(self, full: torch.Tensor, first: bool, collected: int) -> None:
+        """Reduce and add up; if these were the last gradients of the step, say what their norm needs, while the model goes on."""
+        self._add_up(self._reduced(full), first)
+        if collected == self.expected and self.updater is not None:
+            self.measured = collected, self.updater.measure(self)
 
     def end_reduction(self, collected: int) -> None:
         """The reduction that was posted when the step had brought as many gradients as `collected` has ended."""
@@ -562,7 +573,7 @@ class Unit:
     def zero_gradients(self) -> None:
         """Forget the gradients of this step."""
         self._withdraw()
-        self.collected = 0
+        self.collected, self.measured = 0, (0, None)
         self.accumulated = [False] * len(self.parameters)
         self.spent = self._is_mean = self._is_apart = False
         self.reduced.clear()
@@ -636,6 +647,7 @@ class Unit:
         kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
         form = self.blocks[kind].format
         self._withdraw()
+        self.measured = 0, None
         if Kind.PARAM in kinds:
             self.store.begin_update(self.blocks[Kind.PARAM])
         try:

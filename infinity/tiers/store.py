@@ -491,6 +491,11 @@ class Store:
             return block.elements if near and self.is_near(block) else 0
         return block.elements
 
+    @property
+    def is_far(self) -> bool:
+        """Whether the compute device has memory of its own."""
+        return not self._device.shares_host
+
     def is_near(self, block: Block) -> bool:
         """Whether `block` is at home on a compute device with memory of its own, and there are kernels for that."""
         return block.tier == "gpu" and not self._device.shares_host and self._device.has_kernels
