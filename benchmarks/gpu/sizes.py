@@ -93,22 +93,31 @@ def staging(given: Machine) -> int:
 
 
 def in_host_memory(model: dict[str, Any], given: Machine) -> Plan:
-    """All states in host memory, with the widest moments that fit; parameters pass through a small budget on the device."""
-    parameters, stage = count(model), staging(given)
+    """States in host memory, with the widest moments that fit: all but those of the first units that the device has room for, at
+    most half of the model. What host memory is left is for second homes, so that updates may begin in backward."""
+    units, stage = units_of(model), staging(given)
     for moments in ("fp32", "bf16", "int8"):
-        cpu = int(parameters * sum(per_parameter(moments)) * 1.002) + stage
-        if cpu <= given.host:
+        weight, gradient, optimizer = per_parameter(moments)
+        each, passes = weight + gradient + optimizer, passing(model, weight)
+        gpu_cache, near = kept(units, each, min(given.gpu - passes, int(each * sum(units)) // 2))
+        far = sum(units) - near
+        least, most = (int(far * width * 1.002) + stage for width in (each, each + weight + optimizer))
+        if least <= given.host and gpu_cache + passes <= given.gpu:
             break
     else:
-        raise ValueError(f"{parameters:,} parameters do not fit into {given.host / GIB:.0f} GiB of host memory")
-    # The embedding, the head, or a few blocks at once, the next ones, and gradients.
-    gpu = min(given.gpu, through(model) * 4)
+        raise ValueError(f"{sum(units):,} parameters do not fit into {given.host / GIB:.0f} GiB of host memory")
+    gpu, cpu = gpu_cache + passes, min(most, given.host)
     options = {
         "parameters": "cpu", "gradients": "cpu", "optimizer": "cpu", "moment-precision": moments, "gpu-memory": gpu,
-        "cpu-memory": cpu, "gpu-cache": 0,
+        "gpu-cache": gpu_cache, "cpu-memory": cpu,
     }  # fmt: skip
-    states = {"gpu": 0, "cpu": int(parameters * sum(per_parameter(moments))), "nvme": 0}
-    return Plan(model, options, parameters, states, {"gpu": gpu, "cpu": cpu, "nvme": 0})
+    states = {"gpu": int(near * each), "cpu": int(far * each), "nvme": 0}
+    return Plan(model, options, sum(units), states, {"gpu": gpu, "cpu": cpu, "nvme": 0})
+
+
+def passing(model: dict[str, Any], weight: int) -> int:
+    """Bytes of the device for two gradient buffers, and for four units of `weight` bytes per parameter that come and go."""
+    return through(model) + 4 * weight * max(units_of(model))
 
 
 def over_three_tiers(model: dict[str, Any], given: Machine, moments: str) -> Plan:
@@ -116,7 +125,7 @@ def over_three_tiers(model: dict[str, Any], given: Machine, moments: str) -> Pla
     and gradients in host memory; half of the room on the drive is optimizer states (the other half is their old content), the
     rest in host memory. Raises `ValueError` where a tier is too small."""
     units, widths = units_of(model), per_parameter(moments)
-    passes = through(model) + 4 * widths[0] * max(units)
+    passes = passing(model, widths[0])
     gpu_cache, near = kept(units, sum(widths), given.gpu - passes)
     on_device = OnDevice(passes, gpu_cache, near, int(sum(widths) * near))
     return _with_others(model, given, moments, on_device, parameters="cpu", copies=2, most=0.5)
