@@ -46,15 +46,23 @@ class Plan(NamedTuple):
         }  # fmt: skip
 
 
-def machine(nvme: Path, gpu_bytes: int) -> Machine:
-    """What this machine may give to states: of a GPU all but 18 GiB, for activations and logits; of the memory that is free all
-    but 14 GiB, for Python, CUDA and one unit while it is filled; of the drive all but 3 GiB."""
+def working(model: dict[str, Any], tokens: int) -> int:
+    """Bytes of the device beside states for `tokens` tokens at once: the logits in bf16 and, for the loss, in fp32, each with its
+    gradient, and their softmax; one hidden state per block, and four times what one block computes, for it is computed again."""
+    width = model["hidden_size"]
+    hidden, block = 2 * width * model["num_hidden_layers"], 2 * (8 * width + 3 * model["intermediate_size"])
+    return tokens * (16 * model["vocab_size"] + hidden + 4 * block)
+
+
+def machine(nvme: Path, gpu_bytes: int, working: int) -> Machine:
+    """What this machine may give to states: of a GPU all but the `working` bytes and 3 GiB for CUDA and what lies between; of the
+    memory that is free all but 14 GiB, for Python, CUDA and one unit while it is filled; of the drive all but 3 GiB."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(meminfo["MemAvailable"].split()[0]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
         free = min(free, int(text))
-    return Machine(max(gpu_bytes - 18 * GIB, 0), max(free - 14 * GIB, 0), max(shutil.disk_usage(nvme).free - 3 * GIB, 0))
+    return Machine(max(gpu_bytes - working - 3 * GIB, 0), max(free - 14 * GIB, 0), max(shutil.disk_usage(nvme).free - 3 * GIB, 0))
 
 
 def block_of(model: dict[str, Any]) -> int:
