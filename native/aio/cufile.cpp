@@ -135,10 +135,11 @@ void open(const CuFile::Functions& cufile) {
   Driver& driver = drivers()[cufile.library];
   if (driver.users == 0) {
     driver = {};
-    if (cufile.get && cufile.set && cufile.get(kMayCopy, &driver.may_copy).code == 0) cufile.set(kMayCopy, false);
     const char* temporary = std::getenv("TMPDIR");
-    if (cufile.set_text && !std::getenv("CUFILE_LOGFILE_PATH"))  // else cufile.log turns up in the working directory
+    // First of all, or else cufile.log turns up in the working directory.
+    if (cufile.set_text && !std::getenv("CUFILE_LOGFILE_PATH"))
       cufile.set_text(kLogFolder, temporary && *temporary ? temporary : "/tmp");
+    if (cufile.get && cufile.set && cufile.get(kMayCopy, &driver.may_copy).code == 0) cufile.set(kMayCopy, false);
     const Status status = cufile.open();
     driver.ours = status.code == 0;
     try {
