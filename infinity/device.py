@@ -32,6 +32,7 @@ from infinity.errors import ConfigError
 from infinity.observe import Meter
 
 HUGE_PAGE = 2 << 20
+GPU_PAGE = 64 << 10  # in which a GPU shows its memory to other devices
 _MPOL_INTERLEAVE = 3
 ALONE_ELEMENTS = 32768  # up to here (at::internal::GRAIN_SIZE) torch's operators run on the thread that calls them
 
@@ -207,10 +208,11 @@ class ComputeDevice:
         return memory.tensor
 
     def compute_memory(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of `nbytes` on the compute device."""
+        """A uint8 tensor of `nbytes` on the compute device; on a GPU it begins at a page, for drives that write to it."""
         if self.shares_host:
             return self.host_memory(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+        whole = torch.empty(nbytes + GPU_PAGE, dtype=torch.uint8, device=self.torch)
+        return whole[-whole.data_ptr() % GPU_PAGE :][:nbytes]
 
     def random_state(self) -> list[torch.Tensor]:
         """The states of torch's default generators: of the CPU, and of this device."""
@@ -248,7 +250,15 @@ class ComputeDevice:
 
     def mark(self) -> Mark | None:
         """The end of what is queued on the caller's stream now; None where nothing is ever queued."""
-        return None if self.shares_host else Mark(next(self._marks), torch.cuda.current_stream(self.torch).record_event())
+        if self.shares_host:
+            return None
+        event = torch.cuda.Event(blocking=True)  # `reach` sleeps
+        return Mark(next(self._marks), torch.cuda.current_stream(self.torch).record_event(event))
+
+    def reach(self, mark: Mark | None) -> None:
+        """Block until what was queued before `mark` has ended, for who writes to memory of the device past all streams."""
+        if mark is not None:
+            mark.event.synchronize()
 
     @contextmanager
     def aside(self, after: Mark | None) -> Iterator[None]:

@@ -397,6 +397,7 @@ class Engine:
             skipped_steps=self._updater.skipped_steps,
             copied_to_device=self._copied_last[0],
             copied_from_device=self._copied_last[1],
+            gpu_direct=self._store.gpu_direct,
             updated=sum(
                 unit.blocks[kind].nbytes for unit in self._units if unit.trains for kind in STATES if kind in unit.blocks
             ),

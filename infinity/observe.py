@@ -138,5 +138,7 @@ class Report:
     """Bytes copied from host memory to the compute device in the last finished step, by our own count; where both are the same
     memory, what moved between a home there and the engine's place for the model."""
     copied_from_device: int = 0
+    gpu_direct: bool = False
+    """Whether drives write parameters on nvme straight into the memory of the GPU; those bytes are not among the copied ones."""
     updated: int = 0
     """Bytes of masters and moments that a step renews."""

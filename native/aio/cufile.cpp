@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <climits>
-#include <cstdlib>
 #include <map>
 #include <stdexcept>
 
@@ -40,7 +39,6 @@ constexpr int kFileNumber = 1;                                       // FileDesc
 constexpr int kNotLoaded = 5001, kCudaError = 5011, kAlreadyOpen = 5026;  // Status::code
 constexpr int kMayCopy = 1, kMustCopy = 2;                           // settings: "allow" and "force" of its compatibility mode
 constexpr unsigned kMayCopyBit = 1u << 1;                            // of Properties::controls
-constexpr int kLogFolder = 2;                                        // a setting that is text
 
 std::string describe(const Status& status) {
   const auto code = " (cuFile error " + std::to_string(status.code) + ")";
@@ -77,7 +75,6 @@ struct CuFile::Functions {
     find(read, "cuFileRead");
     find(get, "cuFileGetParameterBool");
     find(set, "cuFileSetParameterBool");
-    find(set_text, "cuFileSetParameterString");
   }
   template <class Function>
   void find(Function*& function, const char* name) {
@@ -96,7 +93,6 @@ struct CuFile::Functions {
   ssize_t (*read)(Handle, void*, std::size_t, off_t, off_t);
   Status (*get)(int, bool*);
   Status (*set)(int, bool);
-  Status (*set_text)(int, const char*);
 };
 
 namespace {
@@ -135,10 +131,6 @@ void open(const CuFile::Functions& cufile) {
   Driver& driver = drivers()[cufile.library];
   if (driver.users == 0) {
     driver = {};
-    const char* temporary = std::getenv("TMPDIR");
-    // First of all, or else cufile.log turns up in the working directory.
-    if (cufile.set_text && !std::getenv("CUFILE_LOGFILE_PATH"))
-      cufile.set_text(kLogFolder, temporary && *temporary ? temporary : "/tmp");
     if (cufile.get && cufile.set && cufile.get(kMayCopy, &driver.may_copy).code == 0) cufile.set(kMayCopy, false);
     const Status status = cufile.open();
     driver.ours = status.code == 0;
