@@ -17,6 +17,7 @@ import ctypes
 import hashlib
 import itertools
 import mmap
+import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ import torch
 
 from infinity import native
 from infinity.errors import ConfigError
-from infinity.observe import Meter
+from infinity.observe import Meter, Ranges
 
 HUGE_PAGE = 2 << 20
 GPU_PAGE = 64 << 10  # in which a GPU shows its memory to other devices
@@ -113,6 +114,17 @@ def divide_alone(target: torch.Tensor, divisor: int) -> None:
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Parts for which torch's operators start no team of threads."""
     return tensor.split(ALONE_ELEMENTS) if tensor.device.type == "cpu" else (tensor,)
+
+
+def profiler_ranges() -> Ranges | None:
+    """NVTX ranges if the environment asks for them with INFINITY_NVTX=1, for a profiler that shows them (Nsight Systems)."""
+    if os.environ.get("INFINITY_NVTX", "0") in ("", "0"):
+        return None
+    try:
+        torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("infinity"))
+    except RuntimeError as error:
+        raise ConfigError("INFINITY_NVTX is set, but this torch has no NVTX; unset it, or install torch for CUDA") from error
+    return Ranges(torch.cuda.nvtx.range_start, torch.cuda.nvtx.range_end)
 
 
 def stream_of(tensor: torch.Tensor) -> int:

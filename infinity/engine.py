@@ -22,7 +22,7 @@ from infinity.checkpoint.loading import load
 from infinity.checkpoint.saving import save
 from infinity.checkpoint.state import State
 from infinity.config import Config
-from infinity.device import ComputeDevice
+from infinity.device import ComputeDevice, profiler_ranges
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.modules.grouping import find_owners, find_users, group_parameters, join_small
 from infinity.modules.hooks import Hooks
@@ -70,7 +70,7 @@ class Engine:
         seed: int | None = None,
     ) -> None:
         self.config = config
-        self.recorder = Recorder()
+        self.recorder = Recorder(profiler_ranges())
         self._model = weakref.ref(model)
         self._device = ComputeDevice(config.device)
         owners = find_owners(model, units)

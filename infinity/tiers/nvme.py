@@ -57,7 +57,7 @@ class Transfer:
         self._operation, self._name, self._recorder = operation, name, recorder
         self._requests: Sequence[Request] = requests
         self._failed: tuple[str, int, int, int, int] | None = None
-        self._start = time.perf_counter()
+        self._start, self._shown = time.perf_counter(), recorder.show(f"nvme {operation}", name)
         self._lock = threading.Lock()
         self._seen = False
 
@@ -87,6 +87,8 @@ class Transfer:
             first, self._seen = not self._seen, True
             if first:
                 self._failed, self._requests = failed, ()
+        if first:
+            self._recorder.hide(self._shown)
         if first and failed is None:
             self._recorder.add(f"nvme {self._operation}", self._name, self._start, time.perf_counter())
 
