@@ -84,7 +84,7 @@ def test_a_range_ends_where_a_forward_or_a_backward_fails(tmp_path: Path, profil
     budgets = smallest(transformer(), nvme=tmp_path, device="cpu") | {"cache": 0}
     model = infinity.wrap(transformer(), infinity.Config(nvme=tmp_path, device="cpu", **budgets))
     with infinity.engine(model) as engine:
-        block = model.get_submodule("blocks.1")
+        block = model.get_submodule("blocks.1.up")
 
         class Fails(torch.autograd.Function):
             @staticmethod
@@ -102,6 +102,9 @@ def test_a_range_ends_where_a_forward_or_a_backward_fails(tmp_path: Path, profil
         with pytest.raises(ArithmeticError, match="in forward"):
             model(**text_batch(0))
         handle.remove()
+        engine._hooks.settle()
+        assert not profiler.open
+        assert profiler.closed["model: forward"] == 1 and profiler.closed["compute: forward blocks.1"] == 1, profiler.closed
         handle = block.register_forward_hook(lambda module, args, output: Fails.apply(output))
         loss = model(**text_batch(0)).loss
         with pytest.raises(ArithmeticError, match="in backward"):
