@@ -17,10 +17,12 @@ import torch
 from far import FarDevice
 from models import text_batch
 from test_far_device import LEAST, Places, Wrap, assert_equal, train, wrap
+from test_gpu_benchmarks import load
 
 import infinity
 from infinity import native
-from infinity.device import Mark
+from infinity.cli import machine
+from infinity.device import ComputeDevice, Mark
 from infinity.observe import Recorder
 from infinity.tiers import nvme as tier
 from infinity.tiers.block import Block, Format, Kind
@@ -295,3 +297,19 @@ def test_it_is_said_once_which_way_is_taken(store: Any, fake: Fake, caplog: pyte
     one.close()
     assert fake.open() == (0, 0, 0)
     one.close()
+
+
+def test_the_doctor_and_the_benchmark_of_links_say_so(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_o_direct(tmp_path)
+    assert machine.gpu_direct_problem("cpu", [tmp_path]) == "there is no GPU"
+    assert machine.gpu_direct_problem("cuda:0", [tmp_path, tmp_path / "no"]) is None
+    fake.file_code = 5008
+    assert "file system is not supported" in (machine.gpu_direct_problem("cuda:0", [tmp_path]) or "")
+    fake.file_code = 0
+    links = load("links")
+    for far in (True, False):
+        folder = tmp_path / str(far)
+        folder.mkdir()
+        monkeypatch.setattr(links, "ComputeDevice", FarDevice if far else ComputeDevice)
+        facts = links.measure("cpu", folder, 4, 1 << 20, 1)
+        assert ("nvme_to_device_direct" in facts) == far
