@@ -112,6 +112,10 @@ class Config(BaseModel):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     io_engine: Literal["auto", "io_uring", "posix"] = "auto"
+    gpu_direct: Literal["auto", "on", "off"] = "auto"
+    """Whether a drive writes parameters on nvme straight into the memory of the GPU (GPUDirect Storage, through cuFile): "auto"
+    where every directory can, and a block that was read so has the right bytes; "on" refuses where one cannot. Else they pass
+    host memory."""
     instruction_set: Literal["auto", "scalar", "avx2", "avx512"] = "auto"
     threads: int | None = None
     """Threads of the CPU optimizer; None takes every CPU this process may run on, divided by the LOCAL_WORLD_SIZE that torchrun
@@ -139,6 +143,8 @@ class Config(BaseModel):
         if not self.nvme and "nvme" in (self.parameters, self.optimizer, self.gradients):
             states = [s for s in ("parameters", "gradients", "optimizer") if getattr(self, s) == "nvme"]
             raise ValueError(f"{' and '.join(states)} on nvme, but no directory is given: set nvme=[...]")
+        if self.gpu_direct == "on" and self.parameters != "nvme":
+            raise ValueError(f"gpu_direct='on' needs parameters='nvme', not {self.parameters!r}: only those are read to the GPU")
         if len(set(self.nvme)) < len(self.nvme):
             raise ValueError(f"nvme names a directory twice: {', '.join(map(str, self.nvme))}")
         if self.update == "delayed" and (self.parameters == "gpu" or not self.copy_on_write):

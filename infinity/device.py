@@ -17,6 +17,7 @@ import ctypes
 import hashlib
 import itertools
 import mmap
+import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +30,10 @@ import torch
 
 from infinity import native
 from infinity.errors import ConfigError
-from infinity.observe import Meter
+from infinity.observe import Meter, Ranges
 
 HUGE_PAGE = 2 << 20
+GPU_PAGE = 64 << 10  # in which a GPU shows its memory to other devices
 _MPOL_INTERLEAVE = 3
 ALONE_ELEMENTS = 32768  # up to here (at::internal::GRAIN_SIZE) torch's operators run on the thread that calls them
 
@@ -112,6 +114,17 @@ def divide_alone(target: torch.Tensor, divisor: int) -> None:
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """Parts for which torch's operators start no team of threads."""
     return tensor.split(ALONE_ELEMENTS) if tensor.device.type == "cpu" else (tensor,)
+
+
+def profiler_ranges() -> Ranges | None:
+    """NVTX ranges if the environment asks for them with INFINITY_NVTX=1, for a profiler that shows them (Nsight Systems)."""
+    if os.environ.get("INFINITY_NVTX", "0") in ("", "0"):
+        return None
+    try:
+        torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("infinity"))
+    except RuntimeError as error:
+        raise ConfigError("INFINITY_NVTX is set, but this torch has no NVTX; unset it, or install torch for CUDA") from error
+    return Ranges(torch.cuda.nvtx.range_start, torch.cuda.nvtx.range_end)
 
 
 def stream_of(tensor: torch.Tensor) -> int:
@@ -207,10 +220,11 @@ class ComputeDevice:
         return memory.tensor
 
     def compute_memory(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of `nbytes` on the compute device."""
+        """A uint8 tensor of `nbytes` on the compute device; on a GPU it begins at a page, for drives that write to it."""
         if self.shares_host:
             return self.host_memory(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+        whole = torch.empty(nbytes + GPU_PAGE, dtype=torch.uint8, device=self.torch)
+        return whole[-whole.data_ptr() % GPU_PAGE :][:nbytes]
 
     def random_state(self) -> list[torch.Tensor]:
         """The states of torch's default generators: of the CPU, and of this device."""
@@ -248,7 +262,15 @@ class ComputeDevice:
 
     def mark(self) -> Mark | None:
         """The end of what is queued on the caller's stream now; None where nothing is ever queued."""
-        return None if self.shares_host else Mark(next(self._marks), torch.cuda.current_stream(self.torch).record_event())
+        if self.shares_host:
+            return None
+        event = torch.cuda.Event(blocking=True)  # `reach` sleeps
+        return Mark(next(self._marks), torch.cuda.current_stream(self.torch).record_event(event))
+
+    def reach(self, mark: Mark | None) -> None:
+        """Block until what was queued before `mark` has ended, for who writes to memory of the device past all streams."""
+        if mark is not None:
+            mark.event.synchronize()
 
     @contextmanager
     def aside(self, after: Mark | None) -> Iterator[None]:

@@ -22,7 +22,7 @@ from infinity.checkpoint.loading import load
 from infinity.checkpoint.saving import save
 from infinity.checkpoint.state import State
 from infinity.config import Config
-from infinity.device import ComputeDevice
+from infinity.device import ComputeDevice, profiler_ranges
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.modules.grouping import find_owners, find_users, group_parameters, join_small
 from infinity.modules.hooks import Hooks
@@ -70,7 +70,7 @@ class Engine:
         seed: int | None = None,
     ) -> None:
         self.config = config
-        self.recorder = Recorder()
+        self.recorder = Recorder(profiler_ranges())
         self._model = weakref.ref(model)
         self._device = ComputeDevice(config.device)
         owners = find_owners(model, units)
@@ -399,6 +399,7 @@ class Engine:
             skipped_steps=self._updater.skipped_steps,
             copied_to_device=self._copied_last[0],
             copied_from_device=self._copied_last[1],
+            gpu_direct=self._store.gpu_direct,
             updated=sum(
                 unit.blocks[kind].nbytes for unit in self._units if unit.trains for kind in STATES if kind in unit.blocks
             ),

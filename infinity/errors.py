@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+_FIRST_CUFILE_ERROR = 5000  # above every errno
+
 
 class InfinityError(Exception):
     """Base of every error that `infinity` raises on purpose."""
@@ -52,11 +54,13 @@ class NvmeError(InfinityError, OSError):
     """An I/O moved fewer bytes than asked (invariant I4), of `what`, as far as that has a name.
 
     Attributes: `operation` ("read" or "write"), `path`, `offset`, `asked` and `done` (bytes), and `errno` of `OSError`
-    (0 when the file ended before the asked bytes).
+    (0 when the file ended before the asked bytes; from 5000 on one of cuFile's own codes, when a GPU was read to directly).
     """
 
     def __init__(self, operation: str, path: str, offset: int, code: int, asked: int, done: int, what: str = "") -> None:
         reason = os.strerror(code) if code else "the file ends before the asked bytes"
+        if code >= _FIRST_CUFILE_ERROR:
+            reason = f"cuFile error {code}"
         of_what = f" (for {what})" if what else ""
         text = f"{operation} of {asked} bytes at offset {offset} stopped after {done}: {reason}{of_what}"
         super().__init__(code, text, path)

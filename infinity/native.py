@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
+import os
+import tempfile
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
@@ -50,6 +54,22 @@ def _best_kind() -> str:
     if not available:
         log.warning("io_uring is not available (%s); using POSIX threads for I/O", reason)
     return "io_uring" if available else "posix"
+
+
+def cufile() -> Any:
+    """libcufile with its driver open (`_aio.CuFile`). Raises `RuntimeError` that says why no drive can write to a GPU here."""
+    # It would else leave a cufile.log in the working directory.
+    os.environ.setdefault("CUFILE_LOGFILE_PATH", str(Path(tempfile.gettempdir(), f"cufile-{os.getuid()}.log")))
+    return aio().CuFile(cufile_libraries())
+
+
+def cufile_libraries() -> list[str]:
+    """Where libcufile may be: loaded already or known to the system, in NVIDIA's wheels, in the toolkit."""
+    name = "libcufile.so.0"
+    wheels = importlib.util.find_spec("nvidia")
+    folders = [Path(at) for at in wheels.submodule_search_locations or ()] if wheels is not None else []
+    found = [str(path) for folder in folders for path in sorted(folder.glob(f"*/lib/{name}"))]
+    return [name, *found, f"/usr/local/cuda/lib64/{name}"]
 
 
 def cpu_adam() -> Any:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LANES = ("model", "compute", "wait nvme", "wait adam", "wait collective", "nvme read", "nvme write", "adam", "collective")
 MOST_SPANS = 200_000
@@ -58,10 +58,21 @@ class Span(NamedTuple):
     end: float
 
 
-class Recorder:
-    """Collects spans and counters; any thread may call it. Memory is bounded: the oldest spans are dropped."""
+class Ranges(NamedTuple):
+    """What shows a profiler what goes on: `begin` takes a text and gives what `end` takes, on any thread."""
 
-    def __init__(self) -> None:
+    begin: Callable[[str], Any]
+    end: Callable[[Any], object]
+
+
+class Recorder:
+    """Collects spans and counters; any thread may call it. Memory is bounded: the oldest spans are dropped.
+
+    With `ranges` each span is also one of these while it lasts, called "lane: name" and begun on the thread where it begins.
+    """
+
+    def __init__(self, ranges: Ranges | None = None) -> None:
+        self._ranges = ranges
         self._lock = threading.Lock()
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._counters: defaultdict[str, int] = defaultdict(int)
@@ -72,9 +83,31 @@ class Recorder:
         """Record the time spent inside as one span."""
         start = time.perf_counter()
         try:
-            yield
+            with self.range(lane, name):
+                yield
         finally:
             self.add(lane, name, start, time.perf_counter())
+
+    def range(self, lane: str, name: str) -> AbstractContextManager[None]:
+        """Show what is inside to a profiler, beside an `add` that counts it."""
+        return nullcontext() if self._ranges is None else self._shown(lane, name)
+
+    @contextmanager
+    def _shown(self, lane: str, name: str) -> Iterator[None]:
+        shown = self.show(lane, name)
+        try:
+            yield
+        finally:
+            self.hide(shown)
+
+    def show(self, lane: str, name: str) -> Any:
+        """Like `range` where the end is elsewhere: the result is for `hide`, once, on any thread."""
+        return None if self._ranges is None else self._ranges.begin(f"{lane}: {name}")
+
+    def hide(self, shown: Any) -> None:
+        """End what `show` began; None is nothing."""
+        if self._ranges is not None and shown is not None:
+            self._ranges.end(shown)
 
     def add(self, lane: str, name: str, start: float, end: float) -> None:
         """Record a span whose times are already known."""
@@ -140,5 +173,7 @@ class Report:
     copied_from_device: int = 0
     near: int = 0
     """Bytes of the states that `Config.gpu_cache` keeps on the compute device, whatever tier the others are on."""
+    gpu_direct: bool = False
+    """Whether drives write parameters on nvme straight into the memory of the GPU; those bytes are not among the copied ones."""
     updated: int = 0
     """Bytes of masters and moments that a step renews."""

@@ -36,7 +36,7 @@ class FarDevice(ComputeDevice):
     """What the model queues runs at once here, so a copy may come too early without a wrong number.
 
     `on_upload(target, after)` is told of each copy to this device, and what it comes after; `on_download()` of one from it, and
-    `on_update(after)` of updates in its memory.
+    `on_update(after)` of updates in its memory. `on_reach(mark)` is told, on the thread that waits, what a drive waits for.
     """
 
     def __init__(self, kind: Any = "cpu") -> None:
@@ -47,6 +47,7 @@ class FarDevice(ComputeDevice):
         self.on_upload: Callable[[torch.Tensor, Mark | None], None] = lambda target, after: None
         self.on_download: Callable[[], None] = lambda: None
         self.on_update: Callable[[Mark | None], None] = lambda after: None
+        self.on_reach: Callable[[Mark | None], None] = lambda mark: None
 
     @contextmanager
     def _near(self) -> Iterator[None]:
@@ -71,6 +72,9 @@ class FarDevice(ComputeDevice):
 
     def mark(self) -> Mark:
         return Mark(next(self.numbers), None)
+
+    def reach(self, mark: Mark | None) -> None:
+        self.on_reach(mark)
 
     @contextmanager
     def aside(self, after: Mark | None) -> Iterator[None]:

@@ -574,6 +574,7 @@ def test_doctor_knows_versions_limits_and_paths(tmp_path: Path) -> None:
     facts = json.loads(result.stdout)
     assert facts["versions"]["torch"] == torch.__version__
     assert set(facts["native"]) == {"_aio", "_cpu_adam", "_cuda"}
+    assert facts["gpu_direct_problem"] == "there is no GPU" or facts["device"] != "cpu"
     assert facts["nvme"][0]["free"] > 0
     assert facts["nvme"][1] == {"path": str(tmp_path / "no"), "problem": "not a directory", "free": None}
     assert not list(tmp_path.iterdir())
@@ -582,7 +583,7 @@ def test_doctor_knows_versions_limits_and_paths(tmp_path: Path) -> None:
 def test_doctor_says_the_same_in_a_table(tmp_path: Path) -> None:
     result = run("doctor", "--nvme", tmp_path)
     assert result.exit_code == 0, result.stderr
-    for shown in ("torch", "io_uring", "memlock", "huge pages", "infinity._cuda"):
+    for shown in ("torch", "io_uring", "GPUDirect Storage", "memlock", "huge pages", "infinity._cuda"):
         assert shown in result.stdout
 
 

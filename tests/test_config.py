@@ -18,7 +18,7 @@ KEYS = (
     "nvme, gpu_memory, cpu_memory, nvme_memory, nvme_shares, cache, gpu_cache, parameters, optimizer, gradients, stage, "
     "precision, algorithm, gradient_precision, split_master, moment_precision, copy_on_write, update, delayed_after, "
     "collective_timeout, poison, device, "
-    "io_engine, instruction_set, threads"
+    "io_engine, gpu_direct, instruction_set, threads"
 )
 NOT_SHARES = "is neither 'measured' nor 'equal' nor a positive number for each directory"
 NOT_BYTES = "is not a number of bytes; write for example 512MiB, 2GiB or 2000000000"

@@ -92,7 +92,7 @@ def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
 
     def make(far: bool = True, **options: Any) -> infinity.Engine:
         folder = tmp_path / str(len(engines))
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)  # one that was refused may have left it
         config = LEAST | {"nvme": folder, "device": "cpu"} | options
         with monkeypatch.context() as patch:
             if far:

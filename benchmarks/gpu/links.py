@@ -5,7 +5,8 @@
                    `wait`, two units ahead); against one large copy from pinned memory by torch, non_blocking, then a synchronize
   device to host   gradients go home (`bring_home`); against the same copy the other way
   NVMe to device   units on NVMe come into the arena, through staging where the drive cannot reach the device; against reading as
-                   many bytes of a file into touched memory on huge pages with `infinity.nvme`
+                   many bytes of a file into touched memory on huge pages with `infinity.nvme`; and, where the drive can reach the
+                   device after all (GPUDirect Storage), straight into the arena, against the same
 Everyone runs once per round, in an order that turns; ratios are taken within a round. GB = 1e9 bytes. Without a GPU the compute
 device is host memory and the plain copy one of torch's, with its threads.
 
@@ -41,11 +42,12 @@ PIECE_BYTES = 4 << 20
 class Units:
     """`count` units of `nbytes` each, at home on `tier`, and an arena that holds a few of them."""
 
-    def __init__(self, tier: Any, count: int, nbytes: int, folder: Path, kind: str) -> None:
+    def __init__(self, tier: Any, count: int, nbytes: int, folder: Path, kind: str, gpu_direct: Any = "off") -> None:
         self.device = ComputeDevice(kind)
         places = AHEAD + 2
         config = Config(
             nvme=folder, gpu_memory=places * nbytes + (nbytes if tier == "cpu" else 0), cache=0, device=kind,
+            gpu_direct=gpu_direct,
             cpu_memory=(count + 1) * nbytes * (2 if tier == "cpu" else 0) + (256 << 20),
         )  # fmt: skip
         self.store = Store(config, self.device, Recorder())
@@ -122,14 +124,18 @@ def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> dic
     """All comparisons, over `count` units of `nbytes` bytes, JSON-ready."""
     total = count * nbytes
     with ExitStack() as stack:
-        near, far = folder / "memory", folder / "drive"
-        near.mkdir()
-        far.mkdir()
+        near, far, straight = folder / "memory", folder / "drive", folder / "direct"
+        for each in (near, far, straight):
+            each.mkdir()
         memory = Units("cpu", count, nbytes, near, kind)
         stack.callback(memory.store.close)
         drive = Units("nvme", count, nbytes, far, kind)
         stack.callback(drive.store.close)
         drive.write()
+        direct = Units("nvme", count, nbytes, straight, kind, "auto")
+        stack.callback(direct.store.close)
+        if direct.store.gpu_direct:
+            direct.write()
         target = memory.device.torch
         cuda = target.type == "cuda"
         host = torch.zeros(total, dtype=torch.uint8, pin_memory=cuda)
@@ -144,8 +150,11 @@ def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> dic
             "arena down": memory.bring_home, "plain down": lambda: host.copy_(there, non_blocking=True),
             "store": drive.fetch, "plain read": lambda: io.read_many(items),
         }  # fmt: skip
+        if direct.store.gpu_direct:
+            ways["direct"] = direct.fetch
         taken = rounds(ways, times, after)
-    return {
+    directly = {"nvme_to_device_direct": compare(taken, "direct", "plain read", total)} if "direct" in taken else {}
+    return directly | {
         "device": torch.cuda.get_device_name() if cuda else "CPU",
         "unit_bytes": nbytes, "units_count": count, "rounds_count": times,
         "host_to_device": compare(taken, "arena up", "plain up", total),
@@ -166,7 +175,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.nvme, prefix="infinity-links-") as folder:
         facts = measure(options.device, Path(folder), options.units, options.unit_bytes, options.rounds)
-    for name in ("host_to_device", "device_to_host", "nvme_to_device"):
+    for name in filter(facts.__contains__, ("host_to_device", "device_to_host", "nvme_to_device", "nvme_to_device_direct")):
         row = facts[name]
         ratio, plain = row["engine_over_plain_ratio"], row["plain_gb_per_second"]["median"]
         print(

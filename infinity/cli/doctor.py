@@ -17,7 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from infinity.cli.failure import plain_failures
-from infinity.cli.machine import direct_io_problem, huge_pages, io_engine_problem, lines, memlock_limit
+from infinity.cli.machine import (
+    direct_io_problem,
+    gpu_direct_problem,
+    huge_pages,
+    io_engine_problem,
+    lines,
+    memlock_limit,
+)
 from infinity.units import format_bytes
 
 _PACKAGES = ("zero-infinity", "torch", "numpy", "safetensors", "transformers", "matplotlib")
@@ -63,17 +70,19 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
 
     from infinity.device import ComputeDevice
 
+    device = str(ComputeDevice("auto").torch)
     return {
         "python": platform.python_version(),
         "kernel": platform.release(),
         "machine": platform.machine(),
         "versions": {name: installed_version(name) for name in _PACKAGES},
-        "device": str(ComputeDevice("auto").torch),
+        "device": device,
         "cpus": len(os.sched_getaffinity(0)),
         "isa": _isa(),
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "native": _native(),
         "io_uring_problem": io_engine_problem(),
+        "gpu_direct_problem": gpu_direct_problem(device, nvme),
         "memlock": memlock_limit(),
         "huge_pages": huge_pages(),
         "nvme": [_path(directory) for directory in nvme],
@@ -95,6 +104,8 @@ def _rows(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
             rows.append((problem is None, f"infinity.{name}", problem or "loads"))
     problem = facts["io_uring_problem"]
     rows.append((problem is None, "io_uring", "available" if problem is None else f"{problem}; POSIX threads are used"))
+    problem = facts["gpu_direct_problem"]
+    rows.append((True, "GPUDirect Storage", f"{problem}; parameters on nvme pass host memory" if problem else "available"))
     memlock = facts["memlock"]
     rows.append((True, "memlock limit", "none" if memlock is None else format_bytes(memlock)))
     pages = facts["huge_pages"]

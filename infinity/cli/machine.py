@@ -8,6 +8,8 @@ import mmap
 import os
 import resource
 import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,24 @@ def direct_io_problem(directory: Path) -> str | None:
                 os.close(descriptor)
     except OSError as error:
         return f"cannot be written: {error.strerror}"
+    return None
+
+
+def gpu_direct_problem(device: str, directories: Sequence[Path]) -> str | None:
+    """None when cuFile lets the drives of `directories` write to the memory of `device`, else why parameters pass host memory."""
+    if device == "cpu":
+        return "there is no GPU"
+    try:
+        with ExitStack() as stack:
+            cufile = native.cufile()
+            stack.callback(cufile.close)
+            for directory in filter(Path.is_dir, directories):
+                handle = stack.enter_context(tempfile.NamedTemporaryFile(dir=directory, prefix=".infinity-doctor-"))
+                file = native.aio().File(handle.name)
+                stack.callback(file.close)
+                stack.callback(cufile.engine(file, threads=1).close)
+    except (RuntimeError, OSError, InfinityError) as error:
+        return str(error)
     return None
 
 

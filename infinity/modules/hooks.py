@@ -65,6 +65,7 @@ class _Call(NamedTuple):
     module: nn.Module
     recomputing: bool
     start: float
+    shown: Any  # to a profiler
     frame: FrameType | None  # what runs it
     lent: list[Unit]  # entered on top of the module's own, until it ends
 
@@ -76,7 +77,7 @@ Flow = dict[str, Any]
 def fresh_flow() -> Flow:
     """A flow of which nothing is under way."""
     nothing: Flow = {"_calls": [], "_saving": None, "_held": {}, "_node": None, "_node_units": [], "_backward": False}
-    return nothing | {"_backward_since": 0.0, "_forward_since": 0.0, "_forward_waited": 0.0}
+    return nothing | {"_backward_since": 0.0, "_forward_since": 0.0, "_forward_waited": 0.0, "_shown": None}
 
 
 class Weaver(Protocol):
@@ -123,6 +124,7 @@ class Hooks:
         self._node_units: list[Unit] = []  # the units it unpacked views of
         self._backward = False
         self._backward_since = self._forward_since = self._forward_waited = 0.0
+        self._shown: Any = None  # to a profiler: the forward or backward that is under way
         self.forward_seconds = 0.0
         """Seconds of all forwards since the start, without the waits for units."""
         self._weaver: Weaver | None = None
@@ -195,8 +197,10 @@ class Hooks:
             self._recorder.add("model", "backward", self._backward_since, now)
         elif self._calls:
             self._count_forward(now)
+        self._show("")
         left = {name: vars(self)[name] for name in flow}
         vars(self).update(flow)
+        self._show("backward" if self._backward else "forward" if self._calls else "")
         self._forward_since = self._backward_since = now
         self._forward_waited = self._runtime.waited
         return left
@@ -210,6 +214,7 @@ class Hooks:
         if not recomputing and not self._calls:
             self._end_backward()  # one that was cut off by an exception
             self._forward_since, self._forward_waited = time.perf_counter(), self._runtime.waited
+            self._show("forward")
             if self._weaver is None and (module is self._model() or self._runtime.stale):
                 self._runtime.begin(torch.is_grad_enabled())
             self._saving = self._packing(), threading.get_ident()
@@ -227,7 +232,8 @@ class Hooks:
             if not self._calls:
                 self._stop_saving()
             raise
-        self._calls.append(_Call(module, recomputing, time.perf_counter(), sys._getframe().f_back, []))
+        shown = self._recorder.show("compute", f"forward {entered[0].name}") if entered else None
+        self._calls.append(_Call(module, recomputing, time.perf_counter(), shown, sys._getframe().f_back, []))
         if recomputing:
             self._watch_backward()
         else:
@@ -239,6 +245,7 @@ class Hooks:
         if not self._calls or self._calls[-1].module is not module:
             return  # its `_before_forward` failed and has cleaned up
         call = self._calls.pop()
+        self._recorder.hide(call.shown)
         units = [*self._units_of[module], *call.lent]
         edited = self._edited(units)
         shown = {found[0] for tensor in _tensors(output) if (found := self._locate_tensor(tensor)) is not None}
@@ -271,7 +278,13 @@ class Hooks:
                 "`with infinity.gathered(model, write=True):` (or gathered(parameter, write=True))"
             )
 
+    def _show(self, name: str) -> None:
+        """To a profiler: what went on so far has ended, and `name`, if that has letters, begins."""
+        self._recorder.hide(self._shown)
+        self._shown = self._recorder.show("model", name) if name else None
+
     def _count_forward(self, now: float) -> None:
+        self._show("")
         self._recorder.add("model", "forward", self._forward_since, now)
         self.forward_seconds += now - self._forward_since - (self._runtime.waited - self._forward_waited)
 
@@ -311,10 +324,13 @@ class Hooks:
                 self._stop_saving()
 
     def _abandon(self, call: _Call) -> None:
+        self._recorder.hide(call.shown)
         for unit in (*self._units_of[call.module], *call.lent):
             self._leave(unit)
 
     def _stop_saving(self) -> None:
+        if not self._backward:
+            self._show("")
         if self._saving is not None:
             (saving, thread), self._saving = self._saving, None
             if thread == threading.get_ident():  # the hooks of another thread are out of reach
@@ -418,6 +434,7 @@ class Hooks:
     def _watch_backward(self) -> None:
         if not self._backward and in_backward():
             self._backward, self._backward_since = True, time.perf_counter()
+            self._show("backward")
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_other_node(self) -> None:
@@ -436,6 +453,7 @@ class Hooks:
         self._passed(list(self._held))
         if self._backward:
             self._backward = False
+            self._show("")
             self._recorder.add("model", "backward", self._backward_since, time.perf_counter())
             if self._weaver is None:
                 self._after_backward()

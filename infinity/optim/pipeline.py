@@ -436,7 +436,8 @@ class Pipeline:
         if update is None or chunk.job.state is JobState.ENDED:
             return
         start, unit = time.perf_counter(), update.unit
-        with self._store.updating(unit.blocks[Kind.PARAM]) if unit.near else contextlib.nullcontext() as chunk.running:
+        near = self._store.updating(unit.blocks[Kind.PARAM]) if unit.near else contextlib.nullcontext()
+        with self._recorder.range("adam", unit.name), near as chunk.running:
             self._apply(update, chunk.states(), chunk.begin)
         self._recorder.add("adam", unit.name, start, time.perf_counter())
         chunk.updated = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -61,19 +62,24 @@ class Runtime:
             if new:
                 self.look_ahead()
             state, gathered, start = unit.blocks[Kind.PARAM].state, unit.gathered(), time.perf_counter()
-            flat = unit.wait()
+            with self._recorder.range(_lane(state), unit.name) if self._waits(state, gathered) else nullcontext():
+                flat = unit.wait()
         except BaseException:
             unit.release()
             raise
-        if state is not BlockState.RESIDENT or not gathered:
+        if self._waits(state, gathered):
             self._count_wait(unit, state, start, time.perf_counter())
         return flat
+
+    @staticmethod
+    def _waits(state: BlockState, gathered: bool) -> bool:
+        return state is not BlockState.RESIDENT or not gathered
 
     def _count_wait(self, unit: Unit, state: BlockState, start: float, end: float) -> None:
         """`enter` waited for `unit`, whose block was in `state`: until it was there, and then until it was gathered."""
         arrived = end if unit.gather_posted is None else min(max(unit.gather_posted.arrived, start), end)
         if state is not BlockState.RESIDENT:
-            self._recorder.add("wait adam" if state is BlockState.UPDATING else "wait nvme", unit.name, start, arrived)
+            self._recorder.add(_lane(state), unit.name, start, arrived)
         if arrived < end:
             self._recorder.add("wait collective", unit.name, arrived, end)
         self.waited += end - start
@@ -103,3 +109,9 @@ class Runtime:
 
     def _bring(self, unit: int, beyond: float) -> bool:
         return self._store.prefetch(self._units[unit].blocks[Kind.PARAM], beyond)
+
+
+def _lane(state: BlockState) -> str:
+    """What a wait for a unit whose block is in `state` is called; with several ranks its second part is "wait collective"."""
+    lanes = {BlockState.UPDATING: "wait adam", BlockState.RESIDENT: "wait collective"}
+    return lanes.get(state, "wait nvme")

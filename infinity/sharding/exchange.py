@@ -267,7 +267,7 @@ class Exchange:
         try:
             collective.arrive()
             collective.arrived = start = time.perf_counter()
-            with self._device.aside(collective.after):
+            with self._recorder.range("collective", collective.name), self._device.aside(collective.after):
                 if not all(collectives.same(collective.order, group) for group in collective.groups):
                     raise InfinityError("the ranks have posted different collectives")
                 result = collective.join()

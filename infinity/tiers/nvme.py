@@ -28,6 +28,8 @@ log = logging.getLogger("infinity")
 ALIGNMENT = 4096
 STRIPE_BYTES = 4 << 20
 REQUEST_BYTES = 1 << 20  # larger ones cost less CPU, but what is needed first then waits longer behind them
+DIRECT_THREADS = 8
+"""For each drive that writes to a GPU: so many requests are under way at once, for one takes a thread until it has ended."""
 LOCK_NAME = "infinity.lock"
 STATES_NAME = "infinity-states.bin"
 
@@ -55,7 +57,7 @@ class Transfer:
         self._operation, self._name, self._recorder = operation, name, recorder
         self._requests: Sequence[Request] = requests
         self._failed: tuple[str, int, int, int, int] | None = None
-        self._start = time.perf_counter()
+        self._start, self._shown = time.perf_counter(), recorder.show(f"nvme {operation}", name)
         self._lock = threading.Lock()
         self._seen = False
 
@@ -85,6 +87,8 @@ class Transfer:
             first, self._seen = not self._seen, True
             if first:
                 self._failed, self._requests = failed, ()
+        if first:
+            self._recorder.hide(self._shown)
         if first and failed is None:
             self._recorder.add(f"nvme {self._operation}", self._name, self._start, time.perf_counter())
 
@@ -116,6 +120,8 @@ class NvmeTier:
         self._stripes = Stripes(STRIPE_BYTES, [1.0] * len(directories))
         self.engines: list[Any] = []
         """The native I/O engines, one per directory; none when nothing is reserved."""
+        self.direct: list[Any] = []
+        """Those that read straight into what was given to `attach`, one per directory; else none."""
         self.reserved = 0
 
     def reserve(self, nbytes: int) -> Extent:
@@ -266,12 +272,56 @@ class NvmeTier:
                 except OSError as error:
                     log.debug("%d bytes are not registered with the I/O engine: %s", memory.numel(), error)
 
-    def read(self, extent: Extent, begin: int, nbytes: int, address: int, name: str, meter: Meter | None = None) -> Transfer:
-        """Start reading bytes [begin, begin + nbytes) of `extent` into `address`; `name` labels the span, `meter` counts."""
+    def attach(self, memory: torch.Tensor) -> None:
+        """After `open`: let the drives write to `memory` (uint8, on a GPU) until `close`, for `read` with `direct`.
+
+        A block of each file is written and read so to see that it arrives. Raises `RuntimeError` that says why it cannot be, and
+        then nothing has changed.
+        """
+        with ExitStack() as undo:
+            cufile = native.cufile()
+            undo.callback(cufile.close)
+            cufile.register_memory(memory.data_ptr(), memory.numel())
+            direct = []
+            for number, file in enumerate(self._files):
+                direct.append(cufile.engine(file, threads=DIRECT_THREADS, request_bytes=REQUEST_BYTES))
+                undo.callback(direct[-1].close)
+                if file.size() > 0:
+                    self._try_direct(number, direct[-1], memory[:ALIGNMENT])
+            self.direct = direct
+            self._parts.callback(self.direct.clear)
+            self._parts.enter_context(undo.pop_all())
+
+    def _try_direct(self, number: int, engine: Any, place: torch.Tensor) -> None:
+        """Raise `RuntimeError` unless a block of a file arrives in `place`, which is as before then."""
+        file, before = self._files[number], place.cpu().clone()
+        block = (torch.arange(ALIGNMENT) * (number + 3) // 7).to(torch.uint8)
+        try:
+            for word, io, address in (("write", self.engines[number], block.data_ptr()), ("read", engine, place.data_ptr())):
+                code, _, done = getattr(io, word)(file, 0, address, ALIGNMENT).wait()
+                if code != 0:
+                    raise RuntimeError(str(NvmeError(word, file.path, 0, max(code, 0), ALIGNMENT, done)))
+            if not torch.equal(place.cpu(), block):
+                raise RuntimeError(f"a block of {file.path} did not arrive on the GPU")
+        finally:
+            place.copy_(before)
+
+    def read(
+        self,
+        extent: Extent,
+        begin: int,
+        nbytes: int,
+        address: int,
+        name: str,
+        meter: Meter | None = None,
+        direct: bool = False,
+    ) -> Transfer:
+        """Start reading bytes [begin, begin + nbytes) of `extent` into `address`, with `direct` in the memory that was attached;
+        `name` labels the span, `meter` counts."""
         if meter is not None:
             meter.add(read=nbytes)
         self._recorder.count("nvme bytes read", nbytes)
-        return self._submit("read", extent, begin, nbytes, address, name)
+        return self._submit("read", extent, begin, nbytes, address, name, direct=direct)
 
     def write(
         self,
@@ -291,13 +341,21 @@ class NvmeTier:
         return self._submit("write", extent, begin, nbytes, address, name, background)
 
     def _submit(
-        self, operation: str, extent: Extent, begin: int, nbytes: int, address: int, name: str, background: bool = False
+        self,
+        operation: str,
+        extent: Extent,
+        begin: int,
+        nbytes: int,
+        address: int,
+        name: str,
+        background: bool = False,
+        direct: bool = False,
     ) -> Transfer:
         if begin < 0 or begin + nbytes > extent.nbytes:
             raise ValueError(f"bytes {begin}..{begin + nbytes} are not in an extent of {extent.nbytes}")
         requests = []
         for number, offset, length in self._stripes.pieces(extent.start + begin, nbytes):
-            engine, file = self.engines[number], self._files[number]
+            engine, file = (self.direct if direct else self.engines)[number], self._files[number]
             submit = engine.read if operation == "read" else engine.write
             requests.append(Request(engine, submit(file, offset, address, length, background), file.path, offset))
             address += length

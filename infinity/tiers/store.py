@@ -17,7 +17,8 @@ the unit; who uses the unit before the step is fixed, or takes the update back, 
 [Note: what a place may be filled after]
 On a stream device the model's work is queued, and long after `release` a kernel may still read the copy. So each `release` marks
 where the model's stream is (`Block.used`), and what is copied into the place, for this block or for the one that gets the place
-next, comes after that mark, and waits for nothing that is queued later.
+next, comes after that mark, and waits for nothing that is queued later. A copy is queued behind the mark; a drive that writes to
+the device itself (`Config.gpu_direct`) is asked to when the mark has been reached.
 
 [Note: nobody starves]
 Staging slots are taken all at once for a chunk or not at all, and only by threads that can give back what they hold, so
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import threading
 from collections import deque
@@ -40,7 +42,7 @@ import torch
 
 from infinity.config import Config, Tier
 from infinity.device import ComputeDevice, Copy, Mark, copy_alone, zero_alone
-from infinity.errors import BudgetError, EngineClosedError
+from infinity.errors import BudgetError, ConfigError, EngineClosedError
 from infinity.observe import Meter, Recorder
 from infinity.tiers.access import Checkout, Fetch, Mover, Pending, Placing
 from infinity.tiers.arena import Arena, Lease
@@ -49,6 +51,8 @@ from infinity.tiers.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT, HostPlan, Stag
 from infinity.tiers.cache import choose, fill
 from infinity.tiers.nvme import ALIGNMENT, NvmeTier, Transfer
 from infinity.units import format_bytes, round_up
+
+log = logging.getLogger("infinity")
 
 FILLING = 4
 """Chunks on their way to a compute device that the drive cannot reach: one is copied, the others are read."""
@@ -180,6 +184,7 @@ class Store:
         self._nvme.register(self._arenas["staging"].memory)
         if self._device.shares_host:  # reads land in it
             self._nvme.register(self._arenas["gpu"].memory)
+        self._attach()
         for block in self._blocks:
             if block.tier != "nvme":
                 block.homes = tuple(self.reserve(block.tier, block.home_bytes) for _ in range(self._homes_of(block)))
@@ -194,6 +199,23 @@ class Store:
                 start += block.kept_bytes
         self.copy_slots = self._arenas["gpu"].free_slots - self._arenas["gpu"].slots_for(reserve)
         self._mover = Mover()
+
+    def _attach(self) -> None:
+        """Let the drives write parameters into the compute arena themselves, if that is wanted and works, and say which it is."""
+        wanted, problem = self._config.gpu_direct, "the compute device is the CPU"
+        if wanted == "off" or not any(b.moved_bytes for b in self._travelling()):
+            return
+        if not self._device.shares_host:
+            try:
+                self._nvme.attach(self._arenas["gpu"].memory)
+                log.info("parameters on nvme are read straight into the memory of the GPU (GPUDirect Storage)")
+                return
+            except RuntimeError as error:
+                problem = str(error)
+                log.info("parameters on nvme pass host memory on their way to the GPU: %s", problem)
+        if wanted == "on":
+            self.close()
+            raise ConfigError(f"gpu_direct='on', but no drive can write to the compute device: {problem}; use gpu_direct='auto'")
 
     def reserve(self, tier: Tier, nbytes: int) -> Lease:
         """A lease for as long as the store lives, for a home or a buffer; part of what `open` was told."""
@@ -418,9 +440,11 @@ class Store:
         part, memory = target[at : at + nbytes], self._memory_of(block, begin)
         if memory is not None:
             return functools.partial(self._device.upload, part, memory[at : at + nbytes], block.used)
-        if not self._device.shares_host:
+        if not self._device.shares_host and not (self._nvme.direct and block.written):
             return functools.partial(self._fill_through_staging, block, part, begin, end)
         at -= block.kept_bytes
+        if self._nvme.direct:
+            return functools.partial(self._fill_directly, block, at, part, block.used)
         return self._nvme.read(block.extents[block.version], at, nbytes, part.data_ptr(), block.name, self.meter).wait
 
     def _memory_of(self, block: Block, begin: int) -> torch.Tensor | None:
@@ -428,6 +452,12 @@ class Store:
         if block.home is not None:
             return block.memory
         return block.cached if begin < block.kept else None
+
+    def _fill_directly(self, block: Block, at: int, part: torch.Tensor, used: Mark | None) -> None:
+        """The drive knows no streams: who finishes the fetch first waits until the model has left the place."""
+        self._device.reach(used)
+        extent = block.extents[block.version]
+        self._nvme.read(extent, at, part.numel(), part.data_ptr(), block.name, self.meter, direct=True).wait()
 
     def _fill_through_staging(self, block: Block, part: torch.Tensor, begin: int, end: int) -> None:
         """While one chunk is copied the next ones are read, as far as there are slots that nobody else holds."""
@@ -799,6 +829,11 @@ class Store:
         with self._changed:
             self._check_open()
             return {"gpu": arena["gpu"].peak, "cpu": arena["cpu"].peak + arena["staging"].peak, "nvme": self._nvme.reserved}
+
+    @property
+    def gpu_direct(self) -> bool:
+        """Whether drives write parameters straight into the memory of the compute device."""
+        return bool(self._nvme.direct)
 
     @property
     def io(self) -> Any:

@@ -1,4 +1,5 @@
-// Asynchronous file I/O with one contract and two engines: io_uring (through liburing) and POSIX threads.
+// Asynchronous file I/O with one contract and three engines: io_uring (through liburing) and POSIX threads for host memory, and
+// cuFile (GPUDirect Storage), which only reads, into the memory of a GPU.
 //
 // The six questions a caller has:
 //   Which thread?        Any thread may call submit(), wait() and done(); the engine has its own thread or threads.
@@ -166,5 +167,34 @@ bool io_uring_available(std::string* reason);
 // Both throw std::invalid_argument on bad options; the first throws std::runtime_error when io_uring cannot be had.
 std::unique_ptr<Engine> make_io_uring(const Options& options);
 std::unique_ptr<Engine> make_posix(const Options& options);
+
+// libcufile with its driver open, and what is registered with it: how a drive writes into the memory of a GPU with no host memory
+// between. It is told not to fall back to copying through host memory ("compatibility mode"), and where it does not promise
+// that, there is no CuFile. Used by one thread at a time; the engines made with it keep it.
+class CuFile {
+ public:
+  // Takes the first of `libraries` (names or paths, as dlopen takes them) that can be loaded. Throws std::runtime_error that
+  // says why a drive cannot write to a GPU here.
+  explicit CuFile(const std::vector<std::string>& libraries);
+  ~CuFile();
+  CuFile(const CuFile&) = delete;
+  CuFile& operator=(const CuFile&) = delete;
+  // Once: where reads may go, which outlives this object. Throws std::runtime_error when it is refused.
+  void register_memory(void* memory, std::size_t bytes);
+  bool holds(const void* memory, std::size_t bytes) const;
+  void* memory() const { return memory_; }
+  struct Functions;  // internal
+  const Functions& functions() const { return *functions_; }
+
+ private:
+  std::unique_ptr<Functions> functions_;
+  void* memory_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+// Reads of `file` into registered memory, on `options.threads` threads; offsets, sizes and addresses are multiples of kAlignment.
+// To be made by a thread whose CUDA context the memory belongs to. A Result::error of 5000 or more is one of cuFile's own. Throws
+// std::runtime_error when the file is not open with O_DIRECT, or cannot be read so.
+std::unique_ptr<Engine> make_cufile(const Options& options, std::shared_ptr<CuFile> cufile, const File& file);
 
 }  // namespace infinity::aio

@@ -223,6 +223,7 @@ Ticket QueueEngine::submit(Operation operation, File& file, std::vector<Part> pa
     if (part.offset > kLargestFile || part.bytes > kLargestFile - part.offset)
       throw std::invalid_argument("offset + bytes is past the largest file");
     if (!part.memory && part.bytes != 0) throw std::invalid_argument("the memory is null");
+    admit(operation, file, part);
     all += part.bytes;
     if (all > kLargestFile) throw std::invalid_argument("the parts together are larger than the largest file");
   }

@@ -1,4 +1,4 @@
-// What both engines share: everything except the execution of a device request.
+// What the engines share: everything except the execution of a device request.
 //
 // [Note: one path for every request]
 // submit() queues a Transfer. `next()` cuts it into device requests, each in one of `depth` slots (Request), and an
@@ -171,6 +171,8 @@ class QueueEngine : public Engine {
   // Ends everything with `code`, now and later: what waits, what is cut, and what never came back. Takes mutex_.
   void abandon(int code);
   void stop();              // drains, sets stopping_ and wakes; each engine's destructor calls it before it joins
+  // Throws std::invalid_argument for what this engine cannot do.
+  virtual void admit(Operation, const File&, const Part&) const {}
   virtual void wake() = 0;  // there is work, or stopping_ was set; called with mutex_ held
   // Whether the pages are pinned, so that going straight costs nothing. Called by the thread that calls next().
   virtual bool registered(const void* memory, std::size_t bytes) const = 0;

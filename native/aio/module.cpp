@@ -35,7 +35,7 @@ auto blocking(const std::string& path, Work work) {
 
 constexpr const char* kForked = "this belongs to a process that was forked; make an engine in the child";
 
-// The object behind a Python File or Engine. Calls hold their own reference, so close() cannot pull it away from
+// The object behind a Python File, Engine or CuFile. Calls hold their own reference, so close() cannot pull it away from
 // another thread; the GIL guards the pointer. A forked child lacks the engine's threads and may find its mutex locked for ever:
 // there it refuses calls, and nothing ends it.
 template <class T>
@@ -62,7 +62,7 @@ class Closable {
   }
 
  private:
-  bool inherited() const { return std::is_same_v<T, Engine> && process_ != ::getpid(); }
+  bool inherited() const { return !std::is_same_v<T, File> && process_ != ::getpid(); }
 
   std::shared_ptr<T> object_;
   pid_t process_;
@@ -70,6 +70,7 @@ class Closable {
 
 using PyFile = Closable<File>;
 using PyEngine = Closable<Engine>;
+using PyCuFile = Closable<CuFile>;
 
 std::unique_ptr<PyFile> open_file(const std::string& path, bool create, unsigned mode, bool direct) {
   return std::make_unique<PyFile>(
@@ -82,6 +83,18 @@ std::unique_ptr<PyEngine> make_engine(const std::string& kind, unsigned depth, u
   if (kind == "io_uring") return std::make_unique<PyEngine>(make_io_uring(options));
   if (kind == "posix") return std::make_unique<PyEngine>(make_posix(options));
   throw py::value_error("kind must be 'io_uring' or 'posix', not '" + kind + "'");
+}
+
+std::unique_ptr<PyCuFile> load_cufile(const std::vector<std::string>& libraries) {
+  py::gil_scoped_release release;
+  return std::make_unique<PyCuFile>(std::make_shared<CuFile>(libraries));
+}
+
+std::unique_ptr<PyEngine> cufile_engine(const PyCuFile& self, const PyFile& file, unsigned threads, std::size_t request_bytes) {
+  const auto cufile = self.get();
+  const auto target = file.get();
+  py::gil_scoped_release release;
+  return std::make_unique<PyEngine>(make_cufile({Options{}.depth, threads, request_bytes}, cufile, *target));
 }
 
 // A ticket and, when the caller wishes, the object that owns the memory: it lives until the request is complete, so
@@ -273,6 +286,23 @@ PYBIND11_MODULE(_aio, module) {
            },
            "Block until nothing is in flight.")
       .def("close", &PyEngine::close, "Drain and stop.");
+
+  py::class_<PyCuFile>(module, "CuFile",
+                       "libcufile with its driver open: how a drive writes into the memory of a GPU. One thread at a time.")
+      .def(py::init(&load_cufile), "libraries"_a,
+           "The first of these names or paths that can be loaded. RuntimeError says why a drive cannot write to a GPU here; "
+           "a library that may copy through host memory is refused.")
+      .def("register_memory",
+           [](const PyCuFile& self, std::uintptr_t address, std::size_t bytes) {
+             const auto cufile = self.get();
+             py::gil_scoped_release release;
+             cufile->register_memory(reinterpret_cast<void*>(address), bytes);
+           },
+           "address"_a, "nbytes"_a, "Where reads may go, until the last engine is closed; once. RuntimeError when it is refused.")
+      .def("engine", &cufile_engine, "file"_a, "threads"_a = Options{}.threads, "request_bytes"_a = Options{}.request_bytes,
+           "An engine that reads `file` into the registered memory, at multiples of 4096. The caller's CUDA context is that of the "
+           "memory. RuntimeError when the file cannot be read so.")
+      .def("close", &PyCuFile::close, "After its engines: forget the memory and close the driver.");
 }
 
 }  // namespace infinity::aio

@@ -127,6 +127,7 @@ def summary(
             name: getattr(work.config, name)
             for name in ("parameters", "gradients", "optimizer", "moment_precision", "copy_on_write", "update")
         },
+        "gpu_direct": report.gpu_direct,
         "sequence_length_tokens": work.length,
         "batch_windows": work.batch_size,
         "accumulate_count": work.accumulate,

@@ -85,6 +85,8 @@ def sentences(result: dict[str, Any]) -> list[str]:
     words.append(f"Highest use of the tiers: {', '.join(tiers)}.")
     verb = "falls" if result["loss_falls"] else "does not fall"
     words.append(f"The loss {verb}: {losses[0]:.4f} at first, {losses[-1]:.4f} at last.")
+    if result["gpu_direct"]:
+        words.append("Drives write parameters straight into the memory of the GPU.")
     if "nvme_read" in result["link_gb_per_second"]:
         words.append("NVMe gives so much reading, writing and doing both at once.")
     words.append(f"Operations: {result['flops']['formula']}.")
