@@ -114,6 +114,11 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return tensor.split(ALONE_ELEMENTS) if tensor.device.type == "cpu" else (tensor,)
 
 
+def is_graphed(module: torch.nn.Module) -> bool:
+    """Whether `torch.cuda.make_graphed_callables` has replaced the module's forward: it reads parameters where they were then."""
+    return getattr(vars(module).get("forward"), "__module__", "") == "torch.cuda.graphs"
+
+
 def stream_of(tensor: torch.Tensor) -> int:
     """The stream that the caller's work on a tensor of a CUDA device is queued on, as the kernels take it."""
     return int(torch.cuda.current_stream(tensor.device).cuda_stream)
@@ -185,6 +190,10 @@ class ComputeDevice:
         self._marks = itertools.count()
         self.copied = Meter()
         """Bytes that were copied to its memory (`written`) and from it (`read`)."""
+
+    def is_capturing(self) -> bool:
+        """Whether the caller's stream records a CUDA graph: what is queued is not run now, but at every replay."""
+        return self.torch.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @property
     def name(self) -> str:

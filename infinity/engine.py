@@ -22,7 +22,7 @@ from infinity.checkpoint.loading import load
 from infinity.checkpoint.saving import save
 from infinity.checkpoint.state import State
 from infinity.config import Config
-from infinity.device import ComputeDevice
+from infinity.device import ComputeDevice, is_graphed
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.modules.grouping import find_owners, find_users, group_parameters, join_small
 from infinity.modules.hooks import Hooks
@@ -78,6 +78,12 @@ class Engine:
             alike = files.enter_context(ExitStack())
             ranks = find_ranks(group, config.stage)
             alike.enter_context(together(ranks, config.collective_timeout))
+            graphed = next((name for name, module in model.named_modules() if is_graphed(module)), None)
+            if graphed is not None:
+                raise ConfigError(
+                    f"the forward of {graphed or 'the model'} was replaced by make_graphed_callables, whose graphs read "
+                    "parameters where they were then; wrap the model without that"
+                )
             values = files.enter_context(open_weights(weights, model)) if weights is not None else None
             replaced = replace_meta(model)
             undo.callback(put_back, replaced)
@@ -166,6 +172,7 @@ class Engine:
         self._updater.loss_scale = 1.0  # also of a backward that was cut off
 
     def _settled(self) -> None:
+        self._store.check_usable()
         self._hooks.settle()
 
     def _stepped(self) -> None:
