@@ -221,6 +221,14 @@ class ComputeDevice:
             return self.host_memory(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
 
+    def scratch(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor of its memory for a moment, for the stream that the caller queues on; beside all budgets."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+
+    def near(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` itself if it is in its memory, else a copy there, made on the caller's stream."""
+        return tensor.to(self.torch)
+
     def random_state(self) -> list[torch.Tensor]:
         """The states of torch's default generators: of the CPU, and of this device."""
         states = [torch.get_rng_state()]

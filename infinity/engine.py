@@ -37,7 +37,7 @@ from infinity.plan.planner import Foresight, Traffic, UnitCost, predict
 from infinity.plan.runtime import Runtime
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Exchange
-from infinity.sharding.ranks import Ranks, find_ranks, whole_group
+from infinity.sharding.ranks import Ranks, check_reach, find_ranks, whole_group
 from infinity.sharding.tensor_parallel import local, whole, with_tensor_parallel
 from infinity.sharding.unit import GradientBuffer, Unit
 from infinity.sharding.watch import together
@@ -78,6 +78,7 @@ class Engine:
             alike = files.enter_context(ExitStack())
             ranks = find_ranks(group, config.stage)
             alike.enter_context(together(ranks, config.collective_timeout))
+            check_reach(ranks, self._device.torch.type)
             graphed = next((name for name, module in model.named_modules() if is_graphed(module)), None)
             if graphed is not None:
                 raise ConfigError(
