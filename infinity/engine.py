@@ -405,9 +405,8 @@ class Engine:
             skipped_steps=self._updater.skipped_steps,
             copied_to_device=self._copied_last[0],
             copied_from_device=self._copied_last[1],
-            updated=sum(
-                unit.blocks[kind].nbytes for unit in self._units if unit.trains for kind in STATES if kind in unit.blocks
-            ),
+            updated=sum(map(_renewed, self._units)),
+            updated_near=sum(_renewed(unit) for unit in self._units if unit.near),
             waits=waits,
             cached=cached,
             on_nvme=on_nvme,
@@ -510,6 +509,11 @@ def engine(model: nn.Module) -> Engine:
     if not isinstance(found, Engine):
         raise ConfigError("the model is not wrapped, or its engine was closed; call model = infinity.wrap(model, config)")
     return found
+
+
+def _renewed(unit: Unit) -> int:
+    """Bytes of masters and moments that a step renews."""
+    return sum(unit.blocks[kind].nbytes for kind in STATES if kind in unit.blocks) if unit.trains else 0
 
 
 def _concurrent_bytes(model: nn.Module, users: dict[nn.Module, list[Unit]]) -> int:

@@ -140,3 +140,5 @@ class Report:
     copied_from_device: int = 0
     updated: int = 0
     """Bytes of masters and moments that a step renews."""
+    updated_near: int = 0
+    """Of those, what kernels of the compute device renew in its memory; the CPU renews the rest."""
