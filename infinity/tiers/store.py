@@ -161,6 +161,7 @@ class Store:
             if block.kept and cache is not None:
                 block.cached = cache[start : start + block.kept_bytes]
                 start += block.kept_bytes
+        self._device.settle()  # zeros and poison, and what was there before: copies would overtake them
         self.copy_slots = self._arenas["gpu"].free_slots - self._arenas["gpu"].slots_for(reserve)
         self._mover = Mover()
 
@@ -691,6 +692,7 @@ class Store:
                 home.tensor.zero_()
             if block.cached is not None:
                 block.cached.zero_()
+            self._device.settle()
 
     def fail(self, error: BaseException, what: str = "an update") -> EngineClosedError:
         """`what` failed: whoever waits for it, now or later, gets `EngineClosedError` from `error`; returned is one like it."""
