@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PLACEMENTS = [{"parameters": "nvme", "gpu_memory": 180_000}, {"parameters": "cpu"}, {"parameters": "gpu"}]
+PLACEMENTS = [{"parameters": "nvme", "gpu_memory": 190_000}, {"parameters": "cpu"}, {"parameters": "gpu"}]
 
 
 def wrapped(model: nn.Module, directory: Path, **settings: Any) -> nn.Module:

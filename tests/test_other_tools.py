@@ -114,7 +114,7 @@ def test_a_function_that_saves_its_parameter(tmp_path: Path) -> None:
 def same_gradients(make: Callable[[], nn.Module], x: torch.Tensor, directory: Path) -> None:
     """With room for some of the units."""
     plain, model = make(), make()
-    wrap(model, directory, gpu_memory=16 << 10)
+    wrap(model, directory, gpu_memory=24 << 10)
     engine = infinity.engine(model)
     for each in (plain, model):
         torch.manual_seed(1)
