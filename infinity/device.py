@@ -21,7 +21,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -42,10 +42,17 @@ def _cudart() -> Any:
     return torch.cuda.cudart()
 
 
-def huge_pages(nbytes: int, residue: int = 0) -> torch.Tensor:
+def _forget_error() -> None:
+    """CUDA keeps an error until somebody asks for it, as torch does after its next kernel, which is then blamed."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+def huge_pages(nbytes: int, residue: int = 0, inherited: bool = True) -> torch.Tensor:
     """A uint8 tensor of shape (nbytes,) on memory of its own, on huge pages where the kernel gives them, not touched yet.
 
-    Its address is `residue` past a multiple of 2 MiB (0 <= residue < 2 MiB). The pages go back with the last view of it.
+    Its address is `residue` past a multiple of 2 MiB (0 <= residue < 2 MiB). The pages go back with the last view of it. A forked
+    child has them only if they are `inherited`.
     """
     memory = mmap.mmap(-1, nbytes + residue + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
@@ -53,6 +60,8 @@ def huge_pages(nbytes: int, residue: int = 0) -> torch.Tensor:
     pages = (residue + nbytes) // HUGE_PAGE * HUGE_PAGE  # not the rest, which a huge page would round up to 2 MiB
     if pages and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE, begin, pages)
+    if not inherited:
+        memory.madvise(mmap.MADV_DONTFORK)
     _interleave(whole.data_ptr() + begin, pages, memory_nodes())
     return whole[begin + residue :][:nbytes]
 
@@ -127,23 +136,36 @@ def profiler_ranges() -> Ranges | None:
     return Ranges(torch.cuda.nvtx.range_start, torch.cuda.nvtx.range_end)
 
 
+def is_graphed(module: torch.nn.Module) -> bool:
+    """Whether `torch.cuda.make_graphed_callables` has replaced the module's forward: it reads parameters where they were then."""
+    return getattr(vars(module).get("forward"), "__module__", "") == "torch.cuda.graphs"
+
+
 def stream_of(tensor: torch.Tensor) -> int:
     """The stream that the caller's work on a tensor of a CUDA device is queued on, as the kernels take it."""
     return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
+def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Inside, the device of a CUDA tensor is the calling thread's, as our kernels want it; a new thread has the first one."""
+    return torch.cuda.device(tensor.device)
+
+
 class HostMemory:
     """`nbytes` of host memory on huge pages where the kernel gives them, touched once so that no page fault comes later.
 
-    `tensor` is a uint8 tensor of shape (nbytes,) whose address is a multiple of 2 MiB. `pin=True` registers it with CUDA.
+    `tensor` is a uint8 tensor of shape (nbytes,) whose address is a multiple of 2 MiB. `pin=True` registers it with CUDA. Then no
+    forked child has it, for Linux would copy pinned pages to each at once: all of cpu_memory for every worker of a DataLoader.
     """
 
     def __init__(self, nbytes: int, pin: bool = False) -> None:
-        self.tensor = huge_pages(nbytes).zero_()
+        self.tensor = huge_pages(nbytes, inherited=not pin).zero_()
         self._pinned = pin and nbytes > 0
         if self._pinned:
             code = _cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, 0)
             if int(code) != 0:
+                self._pinned = False
+                _forget_error()
                 raise ConfigError(f"CUDA could not pin {nbytes} bytes of host memory (error {int(code)}); lower cpu_memory")
 
     def close(self) -> None:
@@ -199,6 +221,10 @@ class ComputeDevice:
         self.copied = Meter()
         """Bytes that were copied to its memory (`written`) and from it (`read`)."""
 
+    def is_capturing(self) -> bool:
+        """Whether the caller's stream records a CUDA graph: what is queued is not run now, but at every replay."""
+        return self.torch.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     @property
     def name(self) -> str:
         """What people call it."""
@@ -225,6 +251,20 @@ class ComputeDevice:
             return self.host_memory(nbytes)
         whole = torch.empty(nbytes + GPU_PAGE, dtype=torch.uint8, device=self.torch)
         return whole[-whole.data_ptr() % GPU_PAGE :][:nbytes]
+
+    def settle(self) -> None:
+        """Return when all that the caller's stream was given has ended: nothing of it comes later than copies to the same memory,
+        which wait for marks alone."""
+        if self.torch.type == "cuda":
+            torch.cuda.current_stream(self.torch).synchronize()
+
+    def scratch(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor of its memory for a moment, for the stream that the caller queues on; beside all budgets."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+
+    def near(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` itself if it is in its memory, else a copy there, made on the caller's stream."""
+        return tensor.to(self.torch)
 
     def random_state(self) -> list[torch.Tensor]:
         """The states of torch's default generators: of the CPU, and of this device."""

@@ -22,7 +22,7 @@ from infinity.checkpoint.loading import load
 from infinity.checkpoint.saving import save
 from infinity.checkpoint.state import State
 from infinity.config import Config
-from infinity.device import ComputeDevice, profiler_ranges
+from infinity.device import ComputeDevice, is_graphed, profiler_ranges
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.modules.grouping import find_owners, find_users, group_parameters, join_small
 from infinity.modules.hooks import Hooks
@@ -37,7 +37,7 @@ from infinity.plan.planner import Foresight, Traffic, UnitCost, predict
 from infinity.plan.runtime import Runtime
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Exchange
-from infinity.sharding.ranks import Ranks, find_ranks, whole_group
+from infinity.sharding.ranks import Ranks, check_reach, find_ranks, whole_group
 from infinity.sharding.tensor_parallel import local, whole, with_tensor_parallel
 from infinity.sharding.unit import GradientBuffer, Unit
 from infinity.sharding.watch import together
@@ -78,6 +78,13 @@ class Engine:
             alike = files.enter_context(ExitStack())
             ranks = find_ranks(group, config.stage)
             alike.enter_context(together(ranks, config.collective_timeout))
+            check_reach(ranks, self._device.torch.type)
+            graphed = next((name for name, module in model.named_modules() if is_graphed(module)), None)
+            if graphed is not None:
+                raise ConfigError(
+                    f"the forward of {graphed or 'the model'} was replaced by make_graphed_callables, whose graphs read "
+                    "parameters where they were then; wrap the model without that"
+                )
             values = files.enter_context(open_weights(weights, model)) if weights is not None else None
             replaced = replace_meta(model)
             undo.callback(put_back, replaced)
@@ -168,6 +175,7 @@ class Engine:
         self._updater.loss_scale = 1.0  # also of a backward that was cut off
 
     def _settled(self) -> None:
+        self._store.check_usable()
         self._hooks.settle()
 
     def _stepped(self) -> None:
@@ -400,9 +408,8 @@ class Engine:
             copied_to_device=self._copied_last[0],
             copied_from_device=self._copied_last[1],
             gpu_direct=self._store.gpu_direct,
-            updated=sum(
-                unit.blocks[kind].nbytes for unit in self._units if unit.trains for kind in STATES if kind in unit.blocks
-            ),
+            updated=sum(map(_renewed, self._units)),
+            updated_near=sum(_renewed(unit) for unit in self._units if unit.near),
             waits=waits,
             cached=cached,
             on_nvme=on_nvme,
@@ -506,6 +513,11 @@ def engine(model: nn.Module) -> Engine:
     if not isinstance(found, Engine):
         raise ConfigError("the model is not wrapped, or its engine was closed; call model = infinity.wrap(model, config)")
     return found
+
+
+def _renewed(unit: Unit) -> int:
+    """Bytes of masters and moments that a step renews."""
+    return sum(unit.blocks[kind].nbytes for kind in STATES if kind in unit.blocks) if unit.trains else 0
 
 
 def _concurrent_bytes(model: nn.Module, users: dict[nn.Module, list[Unit]]) -> int:

@@ -177,3 +177,5 @@ class Report:
     """Whether drives write parameters on nvme straight into the memory of the GPU; those bytes are not among the copied ones."""
     updated: int = 0
     """Bytes of masters and moments that a step renews."""
+    updated_near: int = 0
+    """Of those, what kernels of the compute device renew in its memory; the CPU renews the rest."""

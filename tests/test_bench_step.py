@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from far import FarDevice
 from typer.testing import CliRunner
 
 import infinity
 from infinity.cli.bench.step import limits, train
 from infinity.cli.bench.step.flops import Shape, count
 from infinity.cli.bench.step.limits import extrapolated
-from infinity.cli.bench.step.measure import bounds, formats_of
+from infinity.cli.bench.step.measure import bounds, formats_of, parts_updated
 from infinity.cli.main import app
 from infinity.config import Config
 from infinity.observe import Report
@@ -67,10 +70,48 @@ def test_what_a_step_needs_follows_from_bytes_and_rates() -> None:
     nbytes = {"nvme_read": 60, "nvme_write": 40, "host_to_device": 30, "device_to_host": 8}
     rates = {"nvme_read": 10.0, "nvme_write": 20.0, "nvme_both": 25.0, "host_to_device": 5.0, "device_to_host": 4.0, "adam": 50.0}
     takes = {"compute": 7.0, "nvme": 6.0, "host_to_device": 6.0, "device_to_host": 2.0, "adam": 4.0}
-    assert bounds(7.0, nbytes, 200, rates) == takes
-    assert bounds(7.0, nbytes, 200, rates | {"nvme_both": 10.0})["nvme"] == 10.0
+    assert bounds(7.0, nbytes, {"adam": 200}, rates) == takes
+    assert bounds(7.0, nbytes, {"adam": 200}, rates | {"nvme_both": 10.0})["nvme"] == 10.0
     links = {name: rates[name] for name in ("host_to_device", "device_to_host", "adam")}
-    assert "nvme" not in bounds(7.0, nbytes, 200, links)
+    assert "nvme" not in bounds(7.0, nbytes, {"adam": 200}, links)
+
+
+def report_of(updated: int, near: int) -> Report:
+    nothing: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(Report)}
+    return Report(**nothing | {"parameters": 100, "updated": updated, "updated_near": near})
+
+
+def test_an_update_is_bound_by_the_kernels_that_do_it() -> None:
+    """The CPU's, those of the device, or both at once, each with its part."""
+    nbytes = dict.fromkeys(("host_to_device", "device_to_host"), 0)
+    rates = {"host_to_device": 1.0, "device_to_host": 1.0, "adam": 10.0, "adam_near": 100.0}
+
+    def times(updated: int, near: int) -> dict[str, float]:
+        return {k: v for k, v in bounds(0.0, nbytes, parts_updated(report_of(updated, near)), rates).items() if "adam" in k}
+
+    assert times(800, 0) == {"adam": 10.0}
+    assert times(800, 800) == {"adam_near": 1.0}
+    assert times(800, 200) == {"adam": 7.5, "adam_near": 0.25}
+
+
+@pytest.mark.parametrize(("tier", "kept", "near"), [("gpu", "0", 1), ("cpu", "auto", 1), ("cpu", "0", 0), ("cpu", "200KiB", 0.5)])
+def test_the_report_says_where_states_are_updated(
+    tier: str, kept: str, near: float, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device with kernels and memory of its own, which `far` plays."""
+    for name in ("infinity.engine", "infinity.cli.bench.step.measure"):
+        monkeypatch.setitem(vars(sys.modules[name]), "ComputeDevice", FarDevice)
+    kinds = ("--gradients", tier, "--optimizer", tier, "--parameters", "gpu", "--gpu-cache", kept)
+    result = run("--model", model, *SMALL, "--gpu-memory", "32MiB", *kinds, "--nvme", tmp_path, "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    facts = json.loads((tmp_path / "r.json").read_text())
+    states = facts["bytes_per_step"]
+    share = states["optimizer_states_updated_near"] / states["optimizer_states_updated"]
+    assert share == near or 0 < share < 1 == 2 * near
+    by_cpu, by_device = near < 1, near > 0
+    assert (facts["adam"] is not None, facts["adam_near"] is not None) == (by_cpu, by_device)
+    assert ("adam" in facts["roofline"]["seconds"], "adam_near" in facts["roofline"]["seconds"]) == (by_cpu, by_device)
+    assert ("Adam on the GPU" in result.stdout) is bool(near)
 
 
 def test_depth_is_extrapolated_from_rounds_of_one_and_two_blocks() -> None:

@@ -11,6 +11,7 @@ import torch
 
 from infinity import device
 from infinity.device import HUGE_PAGE, HostMemory, huge_pages, memory_nodes
+from infinity.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="the kernel knows no memory nodes")
 
@@ -64,3 +65,52 @@ def test_where_nothing_says_so_there_are_none(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Path, "read_text", missing)
     assert memory_nodes() == []
+
+
+class Cudart:
+    """What torch gives of CUDA's runtime; refuses to pin when told."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.pinned: list[tuple[int, int]] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.pinned.append((address, nbytes))
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.pinned = [each for each in self.pinned if each[0] != address]
+        return 0
+
+
+def inherited(memory: torch.Tensor) -> bool:
+    """Whether a forked child would have the pages of `memory`."""
+    address, flags = memory.data_ptr(), ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span = line.split()[0]
+        if "-" in span:
+            begin, end = (int(each, 16) for each in span.split("-"))
+            within = begin <= address < end
+        elif line.startswith("VmFlags:") and within:
+            flags = line
+    return "dc" not in flags.split()
+
+
+def test_pinned_memory_is_not_copied_to_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = Cudart(0)
+    monkeypatch.setattr(device, "_cudart", lambda: cudart)
+    plain, pinned = HostMemory(HUGE_PAGE + 5), HostMemory(HUGE_PAGE + 5, pin=True)
+    assert cudart.pinned == [(pinned.tensor.data_ptr(), HUGE_PAGE + 5)]
+    assert (inherited(plain.tensor), inherited(pinned.tensor)) == (True, False)
+    pinned.close()
+    pinned.close()
+    assert not cudart.pinned
+
+
+def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[bool] = []
+    monkeypatch.setattr(device, "_cudart", lambda: Cudart(2))
+    monkeypatch.setattr(device, "_forget_error", lambda: forgotten.append(True))
+    with pytest.raises(ConfigError, match=r"CUDA could not pin 4096 bytes of host memory \(error 2\); lower cpu_memory"):
+        HostMemory(4096, pin=True)
+    assert forgotten == [True], "the next kernel would be blamed"

@@ -163,6 +163,26 @@ def test_no_copy_overtakes_the_model(placement: str, wrap: Wrap, monkeypatch: py
         assert places.uploads > 0 and places.updates == 0
 
 
+@pytest.mark.parametrize("placement", ["nvme", "all on the device"])
+def test_no_copy_overtakes_what_clears_the_memory(placement: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros and poison are queued on the stream of the caller, which copies do not wait for."""
+    seen: list[str] = []
+    real = FarDevice.begin_upload
+
+    def begin_upload(device: FarDevice, *values: Any) -> Any:
+        seen.append("copy")
+        return real(device, *values)
+
+    monkeypatch.setattr(FarDevice, "begin_upload", begin_upload)
+    monkeypatch.setattr(
+        FarDevice, "compute_memory", lambda d, n, real=FarDevice.compute_memory: seen.append("memory") or real(d, n)
+    )
+    monkeypatch.setattr(FarDevice, "settle", lambda device: seen.append("settled"))
+    train(wrap(FarDevice, **PLACEMENTS[placement]))
+    assert "copy" in seen
+    assert seen.index("memory") < seen.index("settled") < seen.index("copy")
+
+
 def test_gradients_go_home_on_a_thread_of_their_own(wrap: Wrap) -> None:
     engine = wrap(**PLACEMENTS["states in host memory"])
     threads: list[str] = []

@@ -7,6 +7,7 @@ trains as a model that was never given to us, and can be wrapped with a better c
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import os
@@ -301,23 +302,32 @@ def test_a_parameter_may_be_asked_what_it_is(wrapped: Transformer) -> None:
     assert "Embedding(64, 32)" in repr(wrapped)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda model: model.to(torch.bfloat16),
-        lambda model: model.to("cpu"),
-        lambda model: model.half(),
-        lambda model: model.share_memory(),
-        lambda model: model.to_empty(device="cpu"),
-        copy.deepcopy,
-        pickle.dumps,
-        lambda model: model.state_dict(),
-        lambda model: nn.utils.parameters_to_vector(model.parameters()),
-    ],
-    ids=["to dtype", "to device", "half", "share_memory", "to_empty", "deepcopy", "pickle", "state_dict", "to vector"],
-)
-def test_a_wrapped_model_used_as_if_it_held_its_data(use: Callable[[nn.Module], object], wrapped: Transformer) -> None:
-    with pytest.raises(infinity.ShardedParameterError, match=r"lives on nvme and its data was touched .* infinity\.gathered"):
+MOVED = "the engine moves the model: Config\\(device="
+SAVED = r"infinity\.engine\(model\) saves it"
+COPIED = "for a copy build the model again"
+READ = r"use infinity\.engine\(model\)\.state_dict\(\)"
+BEFORE = "do that before infinity.wrap"
+USES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "to dtype": (lambda model: model.to(torch.bfloat16), MOVED),
+    "to device": (lambda model: model.to("cpu"), MOVED),
+    "half": (lambda model: model.half(), MOVED),
+    "share_memory": (lambda model: model.share_memory(), MOVED),
+    "to_empty": (lambda model: model.to_empty(device="cpu"), MOVED),
+    "deepcopy": (copy.deepcopy, COPIED),
+    "average": (torch.optim.swa_utils.AveragedModel, COPIED),
+    "pickle": (pickle.dumps, SAVED),
+    "save": (lambda model: torch.save(model, io.BytesIO()), SAVED),
+    "state_dict": (lambda model: model.state_dict(), READ),
+    "weight norm": (lambda model: nn.utils.parametrizations.weight_norm(model.blocks[0].up), BEFORE),
+    "to vector": (lambda model: nn.utils.parameters_to_vector(model.parameters()), r"use `with infinity\.gathered"),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_wrapped_model_used_as_if_it_held_its_data(name: str, wrapped: Transformer) -> None:
+    """What to do instead is a sentence for each."""
+    use, way = USES[name]
+    with pytest.raises(infinity.ShardedParameterError, match=rf"lives on nvme and its data was touched .*; .*{way}"):
         use(wrapped)
     assert wrapped.scale.dtype == torch.float32
     train(wrapped, infinity.AdamW(wrapped.parameters()))

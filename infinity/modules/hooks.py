@@ -19,6 +19,16 @@ Activation checkpointing runs a module's forward again inside the backward, and 
 parameters and parameters included. So a unit entered during a backward stays entered until the gradient of that module's
 input is there, which is after the last node of the module has run, or else until the backward ends. Where the checkpoint is
 inside of the module's call (transformers wraps `forward`), no hook runs again: then the first touch of a parameter enters.
+
+[Note: casts]
+Autocast keeps what it makes of each parameter until its context ends: a copy of the whole model on the compute device that no
+budget knows, and a stale one after an update. So casts are dropped when a unit leaves. A weight that a forward uses twice, its
+unit being away in between, is cast twice, and its gradients are added in its own dtype, as with `cache_enabled=False`. What
+autograd saves of casts stays until the backward, unless the activations are checkpointed.
+
+[Note: graphs]
+torch.compile does not look into these hooks. They run before the guards of a compiled forward are looked at, which so see
+parameters of the same class, shape and dtype each time: nothing is compiled again. What the graph saves passes `pack` as ever.
 """
 
 from __future__ import annotations
@@ -69,6 +79,12 @@ class _Call(NamedTuple):
     frame: FrameType | None  # what runs it
     lent: list[Unit]  # entered on top of the module's own, until it ends
 
+
+_AUTOCAST = ("cpu", "cuda")
+_NO_GRAPH = (
+    "infinity brings the parameters of each unit, such as a block, in a hook, which cannot be a part of a graph: "
+    "compile block after block, or leave out fullgraph=True"
+)
 
 Flow = dict[str, Any]
 """A forward or backward under way: what `Hooks` keeps of it, by attribute."""
@@ -129,10 +145,12 @@ class Hooks:
         """Seconds of all forwards since the start, without the waits for units."""
         self._weaver: Weaver | None = None
         self._handles: list[Any] = []
+        before, after = _uncompiled(self._before_forward), _uncompiled(self._after_forward)
+        self._packers = _uncompiled(self._pack), _uncompiled(self._unpack)
         for module in units_of:
             # First, for other pre-hooks may use the parameters: torch.nn.utils.weight_norm computes the weight in one.
-            self._handles.append(module.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True))
-            self._handles.append(module.register_forward_hook(self._after_forward, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_hook(after, always_call=True))
         self._units = tuple(units)
         for unit in units:
             unit.touched, unit.packing = self._touched, self._packing
@@ -208,6 +226,7 @@ class Hooks:
     # Forward
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._check(module)
         recomputing = in_backward()
         if not recomputing:
             self._unwind()
@@ -233,13 +252,26 @@ class Hooks:
                 self._stop_saving()
             raise
         shown = self._recorder.show("compute", f"forward {entered[0].name}") if entered else None
-        self._calls.append(_Call(module, recomputing, time.perf_counter(), shown, sys._getframe().f_back, []))
+        self._calls.append(_Call(module, recomputing, time.perf_counter(), shown, _caller(), []))
         if recomputing:
             self._watch_backward()
         else:
             for tensor in _tensors((args, kwargs)):
                 if tensor.grad_fn is not None:  # the gradient of a leaf may come before the module's last node has run
                     tensor.register_hook(lambda _, units=self._units_of[module]: self._passed(units))
+
+    def _check(self, module: nn.Module) -> None:
+        if module not in self._units_of:
+            raise ShardedParameterError(
+                f"this {type(module).__name__} is a copy of a module of a wrapped model, as torch.nn.DataParallel makes them: it "
+                "has no parameters; run the wrapped model itself, or a process for each device, and give infinity.wrap a group="
+            )
+        transform = torch._C._functorch.peek_interpreter_stack()
+        if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
+            raise RuntimeError(
+                "torch.func.grad, vjp and their kind cannot pass a wrapped model, for they take no hooks on saved tensors, by "
+                "which parameters come back for the backward; use loss.backward(), and infinity.engine(model).gradient(parameter)"
+            )
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self._calls or self._calls[-1].module is not module:
@@ -302,6 +334,8 @@ class Hooks:
         unit.reshard()
         if unit.state is UnitState.SHARDED:
             self._versions.pop(unit, None)
+            if any(map(torch.is_autocast_enabled, _AUTOCAST)):  # see [Note: casts]
+                torch.clear_autocast_cache()
         self._runtime.leave(unit)
 
     def _hold(self, unit: Unit) -> None:
@@ -339,7 +373,7 @@ class Hooks:
     # Saved views
 
     def _packing(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(*self._packers)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | PackedView:
         found = self._locate_tensor(tensor)
@@ -457,6 +491,20 @@ class Hooks:
             self._recorder.add("model", "backward", self._backward_since, time.perf_counter())
             if self._weaver is None:
                 self._after_backward()
+
+
+def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook`, with a frame of torch's around it: see [Note: graphs]."""
+    disabled: Callable[..., Any] = torch.compiler.disable(hook, reason=_NO_GRAPH)
+    return disabled
+
+
+def _caller() -> FrameType | None:
+    """The frame that called the hook that calls this."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":  # of `_uncompiled`
+        frame = frame.f_back
+    return frame
 
 
 def _runs(frame: FrameType | None) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity import native
-from infinity.device import stream_of
+from infinity.device import device_of, stream_of
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Format, Kind
@@ -101,10 +101,11 @@ class Kernels:
             cuda: Any = native.cuda()
             total = torch.full((1,), carry, dtype=torch.float64, device=values.device)
             sums = total.new_empty(cuda.norm_blocks(values.numel()))
-            cuda.squared_norm(
-                values.data_ptr(), _NAMES[values.dtype], values.numel(), block_sums=sums.data_ptr(), total=total.data_ptr(),
-                stream=stream_of(values),
-            )  # fmt: skip
+            with device_of(values):
+                cuda.squared_norm(
+                    values.data_ptr(), _NAMES[values.dtype], values.numel(), block_sums=sums.data_ptr(), total=total.data_ptr(),
+                    stream=stream_of(values),
+                )  # fmt: skip
             return float(total)
         if (pool := self._pool) is None:
             raise EngineClosedError("the engine was closed")

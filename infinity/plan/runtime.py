@@ -40,6 +40,7 @@ class Runtime:
 
     def begin(self, training: bool) -> None:
         """A forward of the model starts."""
+        self._store.check_usable()
         if not training:
             self.before_evaluation()
         self.stale = False

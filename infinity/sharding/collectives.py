@@ -5,6 +5,12 @@ Gloo makes a reduce-scatter by an all-reduce, which sends twice as much. So on t
 part, (N-1)/N of the whole, and adds what it receives to its own, in the order of the ranks: the sum has the same bits whoever
 makes it, and an all-reduce is this and the parts once more. What arrives goes through two halves of a memory of constant size,
 piece by piece, so however large a unit is, nothing is allocated.
+
+[Note: what a group reaches]
+A backend takes tensors of some kinds of device: NCCL those of GPUs alone, gloo those of the host, "cpu:gloo,cuda:nccl" both.
+Units are gathered, and gradients reduced, in the memory of the compute device. What lies at home on the host is gathered there
+where the group reaches it, and else passes the device, a piece at a time (`all_gather_home`), as what is averaged over replicas
+does. The few bytes by which ranks agree on something are made where the group takes them.
 """
 
 from __future__ import annotations
@@ -16,12 +22,15 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from infinity.device import add_alone, divide_alone
+from infinity.device import ComputeDevice, add_alone, divide_alone
 
 Group = dist.ProcessGroup | None
 
 RECEIVING_BYTES = 2 << 20
 """What a rank has for the pieces of reductions on the way to it: with two ranks, two of 1 MiB."""
+
+PASSING_BYTES = 8 << 20
+"""What a rank sends at a time of a tensor on the host that passes the compute device; that has room for those of all ranks."""
 
 # Their names from torch 2.13 on; the older ones then warn.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,6 +72,37 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
         _gather(full, shard, group=group)
 
 
+def all_gather_home(full: torch.Tensor, shard: torch.Tensor, group: Group, device: ComputeDevice) -> None:
+    """Like `all_gather`, of tensors on the host; see [Note: what a group reaches]. On the thread of the exchange."""
+    if group is None or reaches(group, "cpu"):
+        all_gather(full, shard, group)
+        return
+    ranks, length = size(group), max(PASSING_BYTES // shard.itemsize, 1)
+    room = device.scratch(min(length, shard.numel()) * shard.itemsize * (ranks + 1)).view(shard.dtype)
+    for piece in shard.split(length):
+        here, gathered = room[: piece.numel()], room[piece.numel() :][: piece.numel() * ranks]
+        here.copy_(piece)
+        all_gather(gathered, here, group)
+        begin = piece.storage_offset() - shard.storage_offset()
+        for theirs, part in zip(full.chunk(ranks), gathered.chunk(ranks), strict=True):
+            theirs[begin : begin + piece.numel()].copy_(part)
+
+
+def reaches(group: dist.ProcessGroup, kind: str) -> bool:
+    """Whether collectives of `group` take tensors of this kind of device ("cpu", "cuda")."""
+    return kind in _backends(group)
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """The backend for each kind of device, as in "cpu:gloo,cuda:nccl"."""
+    return dict(pair.split(":", 1) for pair in dist.get_backend_config(group).split(","))
+
+
+def _kind_for(group: dist.ProcessGroup) -> str:
+    """The kind of device that a few bytes for a collective of `group` lie on."""
+    return "cpu" if reaches(group, "cpu") else next(iter(_backends(group)))
+
+
 def receiving(groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
     """The memory, uint8, that reductions in `groups` receive in; none where it is the backend's own affair."""
     return torch.empty(RECEIVING_BYTES if any(map(_is_gloo, groups)) else 0, dtype=torch.uint8)
@@ -95,7 +135,7 @@ def all_reduce_mean(values: torch.Tensor, room: torch.Tensor, group: Group) -> N
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
     """Whether gloo joins the collectives of host memory."""
-    return "gloo" in dist.get_backend(group)
+    return _backends(group).get("cpu") == "gloo"
 
 
 def _add_parts(parts: Sequence[torch.Tensor], room: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -151,7 +191,7 @@ def _wait(works: Iterable[dist.Work | None]) -> None:
 
 def same(value: int, group: dist.ProcessGroup) -> bool:
     """Whether all ranks of `group` call this with the same `value`, of less than 64 bits."""
-    both = torch.tensor([value, -value], device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    both = torch.tensor([value, -value], device=_kind_for(group))
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     most, minus_least = both.tolist()
     return bool(most == -minus_least)
@@ -161,8 +201,7 @@ def all_reduce_sum(values: Sequence[float], groups: Iterable[dist.ProcessGroup])
     """The sum over the ranks of all `groups`, one after the other, of each of `values`, in double precision."""
     result = list(values)
     for group in groups:
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        total = torch.tensor(result, dtype=torch.float64, device=device)
+        total = torch.tensor(result, dtype=torch.float64, device=_kind_for(group))
         dist.all_reduce(total, group=group)
         result = [float(value) for value in total]
     return result

@@ -112,7 +112,7 @@ class Exchange:
     """
 
     def __init__(self, ranks: Ranks, device: ComputeDevice, store: Store, recorder: Recorder, timeout: float) -> None:
-        self._device, self._store, self._recorder = device, store, recorder
+        self.device, self._store, self._recorder = device, store, recorder
         self.ranks = ranks.copy(1.25 * timeout + 1)
         self.room = collectives.receiving(self.ranks.groups())
         """What reductions receive in."""
@@ -151,7 +151,7 @@ class Exchange:
         """
         look = self._watch.pause, self._look
         collective = Collective(self._count, f"{operation} {unit}", join, sent, arrive, look)
-        collective.after, collective.groups = self._device.mark(), self._groups(everywhere, tensor)
+        collective.after, collective.groups = self.device.mark(), self._groups(everywhere, tensor)
         with self._lock:
             self._calls.note(operation, unit)
             collective.order = self._calls.value
@@ -267,7 +267,7 @@ class Exchange:
         try:
             collective.arrive()
             collective.arrived = start = time.perf_counter()
-            with self._recorder.range("collective", collective.name), self._device.aside(collective.after):
+            with self._recorder.range("collective", collective.name), self.device.aside(collective.after):
                 if not all(collectives.same(collective.order, group) for group in collective.groups):
                     raise InfinityError("the ranks have posted different collectives")
                 result = collective.join()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,6 +21,28 @@ _METADATA = {
     "size", "numel", "nelement", "dim", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "__len__",
     "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "storage_offset", "__hash__", "_is_view", "names",
 }  # fmt: skip
+
+_BEFORE = "do that before infinity.wrap, which then manages what it makes of the parameters"
+_MOVED = "the engine moves the model: Config(device=..., precision=...) say where it runs and in what dtype"
+_SAVED = (
+    "engine = infinity.engine(model) saves it: engine.save_checkpoint(directory, optimizer), or torch.save(engine.state_dict())"
+)
+_COPIED = "for a copy build the model again, and let it load_state_dict(infinity.engine(model).state_dict())"
+_AVERAGED = "leave that out: infinity.wrap(model, config, group=torch.distributed.group.WORLD) averages gradients over the ranks"
+_READ = "use infinity.engine(model).state_dict(), or call it inside `with infinity.gathered(model):`"
+_WAYS = {
+    ("torch.nn.modules.module", "_apply"): _MOVED,
+    ("torch.nn.modules.module", "state_dict"): _READ,
+    ("torch.nn.parallel.distributed", "__init__"): _AVERAGED,
+    ("torch.nn.utils.parametrize", "register_parametrization"): _BEFORE,
+    ("torch.nn.utils.weight_norm", "apply"): _BEFORE,
+    ("torch.nn.utils.spectral_norm", "apply"): _BEFORE,
+    ("torch.nn.utils.prune", "apply"): _BEFORE,
+    ("torch.serialization", "save"): _SAVED,
+    ("torch.nn.parameter", "__reduce_ex__"): _SAVED,
+    ("copy", "deepcopy"): _COPIED,
+}
+"""What to do instead of functions that touch parameters, by module and name."""
 
 
 class ShardedParameter(nn.Parameter):
@@ -61,7 +85,7 @@ class ShardedParameter(nn.Parameter):
             return func(*args, **(kwargs or {}))
         raise ShardedParameterError(
             f"{who} (unit {unit.name}) lives on {unit.tier} and its data was touched ({name}) outside of its module's forward; "
-            f"use `with infinity.gathered(model):` (or the parameter itself) to read it, gathered(..., write=True) to change it"
+            f"{_way_out()}"
         )
 
     @staticmethod
@@ -87,6 +111,17 @@ class ShardedParameter(nn.Parameter):
     def _holds_gradient(cls, args: Any) -> bool:
         parameter = args[0]
         return isinstance(parameter, ShardedParameter) and type(parameter).unit.has_gradient(parameter)
+
+
+def _way_out() -> str:
+    """What people should do instead, which depends on who is touching a parameter."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        way = _WAYS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
+        if way is not None:
+            return way
+        frame = frame.f_back
+    return "use `with infinity.gathered(model):` (or the parameter itself) to read it, gathered(..., write=True) to change it"
 
 
 def guard_for(unit: Unit, kind: type[torch.Tensor]) -> type[ShardedParameter]:

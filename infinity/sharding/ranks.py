@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.errors import ConfigError
-from infinity.sharding.collectives import Group, rank, size
+from infinity.sharding.collectives import Group, rank, reaches, size
 
 
 class Ranks(NamedTuple):
@@ -88,6 +88,18 @@ def find_ranks(group: Group | DeviceMesh, stage: int) -> Ranks:
         groups = [group]
     shards, replicas = [each if size(each) > 1 else None for each in (*groups, None)][:2]
     return Ranks(None, shards) if stage == 0 else Ranks(shards, replicas)
+
+
+def check_reach(ranks: Ranks, device: str) -> None:
+    """Raise `ConfigError` where the collectives of a group take no tensors of the compute device, "cpu" or "cuda"."""
+    for group in ranks.groups():
+        if not reaches(group, device):
+            offered = dist.get_backend_config(group)
+            wanted = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+            raise ConfigError(
+                f"the model runs on {device}, but the process group that was given has no backend for that ({offered}); "
+                f"give torch.distributed.init_process_group({wanted!r}, ...), or set Config(device=...)"
+            )
 
 
 def whole_group(ranks: Ranks) -> Group:

@@ -515,7 +515,7 @@ class Unit:
         """Put the mean over the replicas in the place of `values`. On the thread of the exchange."""
         exchange = self._partners()
         if exchange.ranks.replicas is not None:
-            here = values.to(self._placeholder.device)  # what its group can reach
+            here = exchange.device.near(values)  # what its group can reach
             collectives.all_reduce_mean(here, exchange.room, exchange.ranks.replicas)
             values.copy_(here)
 
@@ -693,7 +693,7 @@ class Unit:
         if exchange is None or not self.shared:
             return shard
         full = torch.empty(self.layout.numel, dtype=shard.dtype)
-        join = functools.partial(collectives.all_gather, full, shard, exchange.ranks.shards)
+        join = functools.partial(collectives.all_gather_home, full, shard, exchange.ranks.shards, exchange.device)
         exchange.post(f"gather {kind.value} of", self.name, join, self._sent(shard), everywhere=False).wait()
         return full
 

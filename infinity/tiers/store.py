@@ -32,6 +32,7 @@ import functools
 import itertools
 import logging
 import math
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -78,6 +79,7 @@ class Store:
         self._left: Mark | None = None  # the last use of a place on the compute device by whoever lost it
         self._failure: tuple[BaseException, str] | None = None  # and what failed
         self._closed = False
+        self._process = os.getpid()
         self._tokens = itertools.count()
         self.meter = Meter()
         """NVMe traffic of all that has no meter of its own."""
@@ -197,6 +199,7 @@ class Store:
             if block.kept and cache is not None:
                 block.cached = cache[start : start + block.kept_bytes]
                 start += block.kept_bytes
+        self._device.settle()  # zeros and poison, and what was there before: copies would overtake them
         self.copy_slots = self._arenas["gpu"].free_slots - self._arenas["gpu"].slots_for(reserve)
         self._mover = Mover()
 
@@ -296,6 +299,7 @@ class Store:
 
     def start(self, block: Block) -> None:
         """Pin `block` on the compute device and start bringing it there, if there is room at once; paired with a `release`."""
+        self.check_usable()
         with self._changed:
             block.pins += 1
         try:
@@ -609,6 +613,7 @@ class Store:
         near: bool = False,
         spare: int = 0,
     ) -> list[Checkout] | None:
+        self.check_usable()
         staged = [begin >= self.in_memory_until(block, near) for block, _ in wants] + [True] * (spare > 0)
         with self._changed:
             self._check_open()
@@ -778,6 +783,7 @@ class Store:
                 home.tensor.zero_()
             if block.cached is not None:
                 block.cached.zero_()
+            self._device.settle()
 
     def fail(self, error: BaseException, what: str = "an update") -> EngineClosedError:
         """`what` failed: whoever waits for it, now or later, gets `EngineClosedError` from `error`; returned is one like it."""
@@ -793,6 +799,19 @@ class Store:
         """Raise `EngineClosedError` when something failed or the store was closed."""
         with self._changed:
             self._check()
+
+    def check_usable(self) -> None:
+        """Raise where nothing can be brought: `EngineClosedError` in a forked child, `RuntimeError` while a graph is captured."""
+        if os.getpid() != self._process:
+            raise EngineClosedError(
+                "this process was forked from the one that wrapped the model, whose threads and files it does not have; use the "
+                "model there, or start processes by torch.multiprocessing's 'spawn' and wrap a model in each"
+            )
+        if self._device.is_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured, which would replay this use of the model without what the engine does for it "
+                "(bringing parameters, taking gradients); capture what uses no parameters of a wrapped model, or leave graphs out"
+            )
 
     def _check(self) -> None:
         if self._failure is not None:

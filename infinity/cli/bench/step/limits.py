@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 from infinity import native, nvme
 from infinity.cli.bench.adam.measure import Formats
 from infinity.cli.models import ModelSource
-from infinity.device import ComputeDevice, HostMemory
+from infinity.device import ComputeDevice, HostMemory, stream_of
 from infinity.units import round_up
 
 PIECE_BYTES = 4 << 20  # a stripe of the engine
@@ -187,8 +187,9 @@ def drives(directories: Sequence[Path], engine: str, nbytes: int, rounds: int) -
 # The update
 
 
-def adam(formats: Formats, parameters: int, threads: int, rounds: int) -> list[float]:
-    """Parameters per second of the engine's kernels over `parameters` parameters in `formats`, more than caches hold."""
+def adam(formats: Formats, parameters: int, threads: int, rounds: int, device: ComputeDevice | None = None) -> list[float]:
+    """Parameters per second of the engine's kernels over `parameters` parameters in `formats`, more than caches hold: of the CPU
+    with `threads` threads in host memory, or with `device`, which has kernels, of those and in its memory."""
     kernels = native.cpu_adam()
     sizes = {name: int(width * parameters) for name, width in formats.blocks.items()}
     sizes |= {moment: kernels.block_bytes(formats.moments, parameters) for moment in ("first", "second")}
@@ -196,23 +197,34 @@ def adam(formats: Formats, parameters: int, threads: int, rounds: int) -> list[f
     for name, size in sizes.items():
         starts[name] = end
         end += round_up(size, 1 << 21) + 4096 * 5  # not equal offsets in every cache
-    memory, pool, isa = HostMemory(end), kernels.Pool(threads), kernels.best_isa()
-    try:
-        pieces = {name: memory.tensor[start : start + sizes[name]] for name, start in starts.items()}
+    with ExitStack() as stack:
+        if device is None:
+            host, pool = HostMemory(end), kernels.Pool(threads)
+            stack.callback(host.close)
+            memory = host.tensor
+        else:
+            memory, pool = device.compute_memory(end).zero_(), kernels.Pool(threads)
+        pieces = {name: memory[start : start + sizes[name]] for name, start in starts.items()}
         for name in ("grad", "param"):
             pieces[name].view(_DTYPES[getattr(formats, name)]).fill_(0.01)
         at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in pieces.items()}
+        module: Any = native.cuda() if memory.is_cuda else kernels
+
+        def update() -> None:
+            where = {"stream": stream_of(memory)} if memory.is_cuda else {"isa": kernels.best_isa(), "pool": pool}
+            module.update(
+                "adam", at["grad"], formats.grad, at["param"], formats.param, at["master"], formats.master, at["first"],
+                at["second"], formats.moments, 0, parameters, position=0, key=1, **where, **_HYPER,
+            )  # fmt: skip
 
         def step() -> None:
-            kernels.update(
-                "adam", at["grad"], formats.grad, at["param"], formats.param, at["master"], formats.master, at["first"],
-                at["second"], formats.moments, 0, parameters, position=0, key=1, isa=isa, pool=pool, **_HYPER,
-            )  # fmt: skip
+            with nullcontext() if device is None else device.updating(device.mark()) as running:
+                update()
+            if running is not None:
+                running.wait()
 
         step()
         return [parameters / _seconds(step) for _ in range(rounds)]
-    finally:
-        memory.close()
 
 
 def threads_of(configured: int | None) -> int:

@@ -5,8 +5,9 @@ A step cannot be faster than what has most to do: the device with its matrix mul
 link, or the kernels of the update. Each of these times is bytes (or operations) of this very step, as the engine counted them,
 over what the device gave in this run before and after the steps. The longest is the bound; step over bound says what is left to
 gain by more overlap. The drives have three bounds: what is read at the speed of reading, what is written at that of writing, and
-both together at that of both at once. Where the compute device is the CPU, compute and update want the same cores, and their sum
-is stated, too.
+both together at that of both at once. So has the update where some units have all their states on a GPU, whose kernels renew them
+there while the CPU's renew the others': two times, side by side. Where the compute device is the CPU, compute and update want
+the same cores, and their sum is stated, too.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from infinity.cli.bench.step.train import Trained, Workload, train
 from infinity.cli.history import limits as budgets_of
 from infinity.config import Config
 from infinity.device import ComputeDevice
+from infinity.observe import Report
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_KERNELS = ("adam", "adam_near")  # of the CPU, and of the compute device
 ROUNDS = 3
 FORMULA = (
     "6 x parameters that multiply x tokens + 12 x layers x width x length x tokens / 2 (causal); "
@@ -46,9 +49,11 @@ def formats_of(config: Config, dtype: torch.dtype) -> Formats:
     return Formats("", grad, param, master, config.moment_precision)
 
 
-def bounds(compute: float, nbytes: Mapping[str, int], parameters: int, rates: Mapping[str, float]) -> dict[str, float]:
-    """Seconds that each device needs for a step: `nbytes` and `rates` by the names of `links`, rates in bytes (parameters for
-    "adam") per second; what has no rate took no part."""
+def bounds(
+    compute: float, nbytes: Mapping[str, int], updated: Mapping[str, float], rates: Mapping[str, float]
+) -> dict[str, float]:
+    """Seconds that each device needs for a step: `nbytes` and `rates` by the names of `links`, rates in bytes per second; of the
+    updates by those of `parts_updated`, in parameters. What has no rate took no part."""
     seconds = {"compute": compute}
     if "nvme_read" in rates:
         read, written = nbytes["nvme_read"], nbytes["nvme_write"]
@@ -56,7 +61,15 @@ def bounds(compute: float, nbytes: Mapping[str, int], parameters: int, rates: Ma
         seconds["nvme"] = max(alone, (read + written) / rates["nvme_both"])
     for way in ("host_to_device", "device_to_host"):
         seconds[way] = nbytes[way] / rates[way]
-    return seconds | {"adam": parameters / rates["adam"]}
+    return seconds | {where: parameters / rates[where] for where, parameters in updated.items() if where in rates}
+
+
+def parts_updated(report: Report) -> dict[str, float]:
+    """How many parameters the kernels of the CPU update in a step ("adam"), and those of the compute device ("adam_near");
+    without those that update none. Counted by their states, which have one format."""
+    near = report.updated_near / max(report.updated, 1)
+    parts = {"adam": report.parameters * (1 - near), "adam_near": report.parameters * near}
+    return {where: parameters for where, parameters in parts.items() if parameters > 0}
 
 
 def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -88,11 +101,21 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
         rates["matmul"] = limits.multiplications(device.torch, trained.dtype, ROUNDS)
         formats = formats_of(config, trained.dtype)
         few = max(1 << 16, probe_bytes // 8)
-        rates["adam"] = limits.adam(formats, few, limits.threads_of(config.threads), 2 * ROUNDS)
+        for where in parts_updated(trained.report):
+            near = device if where == "adam_near" else None
+            rates[where] = limits.adam(formats, few, limits.threads_of(config.threads), 2 * ROUNDS, near)
         found = summary(work, trained, rates, (one, two), formats, on_cpu=device.shares_host)
         return {"device": device.name, **found, "peak_device_bytes": peak}
     finally:
         device.close()
+
+
+def _kernels(formats: Formats, rates: Sequence[float]) -> dict[str, Any]:
+    return {
+        "bytes_per_parameter": formats.bytes_per_parameter,
+        "parameters_per_second": spread(rates),
+        "gb_per_second": spread([rate * formats.bytes_per_parameter / 1e9 for rate in rates]),
+    }
 
 
 def summary(
@@ -114,7 +137,7 @@ def summary(
     }
     middle = {name: statistics.median(values) for name, values in rates.items()}
     compute = limits.extrapolated(*blocks, shape.layers) * work.accumulate
-    takes = bounds(compute, nbytes, report.parameters, middle)
+    takes = bounds(compute, nbytes, parts_updated(report), middle)
     longest = max(takes, key=lambda name: takes[name])
     per_step = [1 / each for each in seconds]
     limited = budgets_of(report)
@@ -148,19 +171,18 @@ def summary(
         "matmul_tflop_per_second": spread([rate / 1e12 for rate in rates["matmul"]]),
         "stall_seconds": {lane: spread(values) for lane, values in trained.waits.items()},
         "adam_busy_seconds": spread(trained.adam_seconds),
-        "bytes_per_step": nbytes | {"optimizer_states_updated": report.updated},
+        "bytes_per_step": nbytes
+        | {"optimizer_states_updated": report.updated, "optimizer_states_updated_near": report.updated_near},
         "planned_bytes_per_step": {
             "nvme_read": round(report.planned_read_per_parameter * report.parameters),
             "nvme_write": round(report.planned_written_per_parameter * report.parameters),
         },
         "link_gb_per_second": {
-            name: spread([rate / 1e9 for rate in values]) for name, values in rates.items() if name not in ("matmul", "adam")
+            name: spread([rate / 1e9 for rate in values])
+            for name, values in rates.items()
+            if name not in ("matmul", *_KERNELS)
         },
-        "adam": {
-            "bytes_per_parameter": formats.bytes_per_parameter,
-            "parameters_per_second": spread(rates["adam"]),
-            "gb_per_second": spread([rate * formats.bytes_per_parameter / 1e9 for rate in rates["adam"]]),
-        },
+        **{where: _kernels(formats, rates[where]) if where in rates else None for where in _KERNELS},
         "compute": {
             "method": COMPUTE, "seconds": compute,
             "one_block_seconds": spread(blocks[0]), "two_blocks_seconds": spread(blocks[1]),
@@ -170,7 +192,7 @@ def summary(
             "bound": longest,
             "bound_seconds": takes[longest],
             "step_over_bound_ratio": spread([each / takes[longest] for each in seconds]),
-            "compute_and_adam_on_the_same_cpus_seconds": compute + takes["adam"] if on_cpu else None,
+            "compute_and_adam_on_the_same_cpus_seconds": compute + takes["adam"] if on_cpu and "adam" in takes else None,
         },
         "tiers": {
             tier: {"peak_bytes": peak, "budget_bytes": limited.get(tier)} for tier, peak in report.peaks.items()
