@@ -280,7 +280,7 @@ def test_where_it_cannot_be_the_reason_is_said_and_host_memory_is_used(
 
 def test_when_it_must_be_had_it_is_refused_in_a_sentence(fake: Fake, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(infinity.ConfigError, match="needs parameters='nvme', not 'cpu'"):
-        infinity.Config(**LEAST, nvme="x", parameters="cpu", gpu_direct="on")
+        infinity.Config(**LEAST | {"nvme": "x", "parameters": "cpu", "gpu_direct": "on"})
     with pytest.raises(infinity.ConfigError, match="the compute device is the CPU"):
         wrap(far=False, gpu_direct="on")
     monkeypatch.setattr(native, "cufile_libraries", lambda: ["libinfinity-none.so.0"])
