@@ -146,7 +146,7 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path: Path, mo
     facts = json.loads((tmp_path / "r.json").read_text())
     assert (facts["parameters_count"], facts["tokens_per_step_count"], facts["steps_count"]) == (PARAMETERS, 64, 3)
     assert len(facts["losses"]) == 3 + facts["discarded_steps_count"]
-    assert facts["loss_falls"]
+    assert facts["loss_falls"] and facts["gpu_direct"] is False
     operations = count(Shape(3 * BLOCK + 48 * 32 + 32, 3 * BLOCK, 3, 32), 64, 16, recomputes=True)
     assert facts["flops"]["model_per_step_count"] == operations.model
     assert facts["flops"]["hardware_per_step_count"] == operations.hardware

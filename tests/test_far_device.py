@@ -26,7 +26,7 @@ from infinity.tiers.store import Store
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 6
-LEAST: dict[str, Any] = {"gpu_memory": 0, "cpu_memory": "2MiB", "cache": 0, "poison": True}
+LEAST: dict[str, Any] = {"gpu_memory": 0, "cpu_memory": "2MiB", "cache": 0, "poison": True, "gpu_direct": "off"}
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "nvme": {"update": "speculative"},
     "exact": {"update": "exact"},

@@ -148,8 +148,11 @@ def test_numbers_and_bytes_are_those_of_the_way_through_host_memory(fake: Fake, 
         assert slow._device.copied.written - fast._device.copied.written == fake.bytes_read, "and nothing else is different"
 
 
-def test_a_fetch_moves_exactly_its_bytes_and_uses_no_staging(store: Any, fake: Fake) -> None:
-    one, device, blocks = store()
+@pytest.mark.parametrize("cache", [0, 3 << 20])
+def test_a_fetch_moves_exactly_its_bytes_and_uses_no_staging(store: Any, fake: Fake, cache: int) -> None:
+    one, device, blocks = store(cache=cache, cpu_memory="16MiB")
+    kept = sum(block.kept for block in blocks)
+    assert bool(kept) == bool(cache)
     uploads: list[torch.Tensor] = []
     device.on_upload = lambda target, after: uploads.append(target)
     staging, read, metered = one._arenas["staging"], fake.bytes_read, one.meter.read
@@ -158,8 +161,8 @@ def test_a_fetch_moves_exactly_its_bytes_and_uses_no_staging(store: Any, fake: F
         one.start(block)
         assert torch.equal(one.wait(block), content(block))
         one.release(block)
-    assert fake.bytes_read - read == one.meter.read - metered == len(blocks) * UNIT
-    assert not uploads
+    assert fake.bytes_read - read == one.meter.read - metered == len(blocks) * UNIT - kept
+    assert sum(target.numel() for target in uploads) == kept
     for lease in held:
         assert lease is not None
         lease.release()
@@ -280,7 +283,7 @@ def test_where_it_cannot_be_the_reason_is_said_and_host_memory_is_used(
 
 def test_when_it_must_be_had_it_is_refused_in_a_sentence(fake: Fake, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(infinity.ConfigError, match="needs parameters='nvme', not 'cpu'"):
-        infinity.Config(**LEAST, nvme="x", parameters="cpu", gpu_direct="on")
+        infinity.Config(**LEAST | {"nvme": "x", "parameters": "cpu", "gpu_direct": "on"})
     with pytest.raises(infinity.ConfigError, match="the compute device is the CPU"):
         wrap(far=False, gpu_direct="on")
     monkeypatch.setattr(native, "cufile_libraries", lambda: ["libinfinity-none.so.0"])

@@ -134,8 +134,11 @@ def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> dic
         drive.write()
         direct = Units("nvme", count, nbytes, straight, kind, "auto")
         stack.callback(direct.store.close)
-        if direct.store.gpu_direct:
+        straight_too = direct.store.gpu_direct
+        if straight_too:
             direct.write()
+        else:
+            direct.store.close()
         target = memory.device.torch
         cuda = target.type == "cuda"
         host = torch.zeros(total, dtype=torch.uint8, pin_memory=cuda)
@@ -150,7 +153,7 @@ def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> dic
             "arena down": memory.bring_home, "plain down": lambda: host.copy_(there, non_blocking=True),
             "store": drive.fetch, "plain read": lambda: io.read_many(items),
         }  # fmt: skip
-        if direct.store.gpu_direct:
+        if straight_too:
             ways["direct"] = direct.fetch
         taken = rounds(ways, times, after)
     directly = {"nvme_to_device_direct": compare(taken, "direct", "plain read", total)} if "direct" in taken else {}
