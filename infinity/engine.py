@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from infinity.checkpoint.loading import load
 from infinity.checkpoint.saving import save
@@ -446,17 +447,21 @@ class Engine:
 
 
 def _collected(*parts: Any) -> None:
-    """The finalizer of the model: shut down here, or on a thread of its own when this one is in the middle of our code.
+    """The finalizer of the model: shut down here, or on a thread of its own when this one is in the middle of our code, or of
+    operators that somebody intercepts, as torch.compile does while it traces.
 
     A collection may start at any allocation: on a thread that the shutdown joins, or under a lock that it needs.
     """
-    frame = sys._getframe(1) if os.getpid() == parts[0] else None
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_OURS):
-            threading.Thread(target=_shut_down, args=parts, name="infinity-closing", daemon=False).start()
-            return
-        frame = frame.f_back
-    _shut_down(*parts)
+    if os.getpid() != parts[0]:
+        return
+    frame: FrameType | None = sys._getframe(1)
+    aside = bool(_get_current_dispatch_mode_stack())
+    while frame is not None and not aside:
+        aside, frame = frame.f_globals.get("__name__", "").startswith(_OURS), frame.f_back
+    if aside:
+        threading.Thread(target=_shut_down, args=parts, name="infinity-closing", daemon=False).start()
+    else:
+        _shut_down(*parts)
 
 
 def _shut_down(process: int, hooks: Hooks, updater: Updater, store: Store, units: Sequence[Unit]) -> None:

@@ -26,7 +26,7 @@ import infinity
 from infinity.plan.memory import bytes_on_tiers
 from infinity.sharding import collectives
 
-WIDTH, WORDS, ROWS, STEPS = 48, 40, 24, 6
+WIDTH, WORDS, ROWS, STEPS = 48, 40, 24, 4
 GPU, CPU = (dict.fromkeys(("parameters", "gradients", "optimizer"), tier) for tier in ("gpu", "cpu"))
 CASES: dict[str, dict[str, Any]] = {
     # The placements of the ZeRO-Infinity paper's table 2.

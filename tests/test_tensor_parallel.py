@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from models import FAMILIES, text_batch
 
-RANKS, WIDTH, HEAD, WORDS, ROWS, LENGTH, STEPS = 4, 32, 8, 41, 8, 8, 20
+RANKS, WIDTH, HEAD, WORDS, ROWS, LENGTH, STEPS = 4, 32, 8, 41, 8, 8, 10
 SHORT = 4  # steps of those that `LONG` does not name
 GPU, CPU = (dict.fromkeys(("parameters", "gradients", "optimizer"), tier) for tier in ("gpu", "cpu"))
 NVME = {"gradients": "nvme"}
