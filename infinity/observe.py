@@ -140,3 +140,11 @@ class Report:
     copied_from_device: int = 0
     updated: int = 0
     """Bytes of masters and moments that a step renews."""
+    activations_offloaded: int = 0
+    """Bytes that autograd saved in the last finished step and that left the compute device, each storage once."""
+    activations_left: int = 0
+    """Bytes that should have, and stayed for want of room."""
+    activations_written: int = 0
+    """Bytes of them that went on to NVMe in the last finished step; not among `written_per_parameter`."""
+    activations_peak: int = 0
+    """The most bytes of them that were off the compute device at any time."""

@@ -90,5 +90,8 @@ class FarDevice(ComputeDevice):
         self.on_download()
         return super().begin_download(target, source, after)
 
+    def join(self, copy: Copy, memory: torch.Tensor) -> None:
+        copy.wait()
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> Copy:
         return _Late(target, source)
