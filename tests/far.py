@@ -50,9 +50,11 @@ class FarDevice(ComputeDevice):
 
     @contextmanager
     def _near(self) -> Iterator[None]:
-        self.shares_host = True  # nothing is pinned, and there are no generators but the CPU's
-        yield
-        self.shares_host = False
+        before, self.shares_host = self.shares_host, True  # nothing is pinned, and there are no generators but the CPU's
+        try:
+            yield
+        finally:
+            self.shares_host = before
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         with self._near():
@@ -68,6 +70,13 @@ class FarDevice(ComputeDevice):
     def set_random_state(self, states: list[torch.Tensor]) -> None:
         with self._near():
             super().set_random_state(states)
+
+    def fork_random_state(self, count: int) -> list[list[torch.Tensor]]:
+        with self._near():
+            return super().fork_random_state(count)
+
+    def follow(self) -> Callable[[], None]:
+        return lambda: None
 
     def mark(self) -> Mark:
         return Mark(next(self.numbers), None)

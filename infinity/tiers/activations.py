@@ -126,7 +126,6 @@ class Saved:
         self.source: torch.Tensor | None = source  # keeps the origin while it is copied
         self.leaving: Copy | None = leaving
         self.transfer: Transfer | None = None
-        self.failure: NvmeError | None = None
         self.memory: torch.Tensor | None = None  # a copy on the compute device
         self.coming: Copy | None = None  # into it
         self.saves = 1
@@ -357,10 +356,9 @@ class Activations:
             try:
                 with self._recorder.span("wait nvme", "activations"):
                     saved.transfer.wait()
-                saved.state = State.CLEAN
-            except NvmeError as error:
-                saved.state, saved.failure = State.LOST, error
-            saved.transfer = None
+                saved.state, saved.transfer = State.CLEAN, None
+            except NvmeError:
+                saved.state = State.LOST
         self._free_slot(saved)
         if saved.state is State.CLEAN:
             saved.state = State.AWAY
@@ -459,8 +457,8 @@ class Activations:
 
     def _bring_to_slot(self, saved: Saved) -> None:
         self._await_landing(saved)
-        if saved.failure is not None:
-            raise saved.failure
+        if saved.state is State.LOST and saved.transfer is not None:
+            saved.transfer.wait()  # raises again why
         if saved.state is State.AWAY:
             self._read(saved, wanted=True)
         if saved.state is State.READING:
