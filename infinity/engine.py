@@ -410,6 +410,7 @@ class Engine:
             activations_offloaded=moved.left,
             activations_left=moved.stayed,
             activations_written=moved.written,
+            activations_read=moved.read,
             activations_peak=0 if activations is None else activations.peak,
             waits=waits,
             cached=cached,

@@ -146,5 +146,7 @@ class Report:
     """Bytes that should have, and stayed for want of room."""
     activations_written: int = 0
     """Bytes of them that went on to NVMe in the last finished step; not among `written_per_parameter`."""
+    activations_read: int = 0
+    """And bytes that were read from there."""
     activations_peak: int = 0
     """The most bytes of them that were off the compute device at any time."""

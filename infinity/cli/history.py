@@ -107,7 +107,7 @@ def shared_by(tier: str, per_node: int) -> int:
 
 _MOVED = (
     "cached", "on_nvme", "copied_to_device", "copied_from_device", "updated", "activations_offloaded", "activations_left",
-    "activations_written",
+    "activations_written", "activations_read",
 )  # fmt: skip
 
 
@@ -166,6 +166,12 @@ def summarize(
         "seconds": dict(report.seconds),
         "worst_waits": [{"unit": unit, "seconds": seconds} for unit, seconds in worst],
         "cached": {"bytes": report.cached, "of": report.on_nvme},
+        "activations": {
+            "offloaded": report.activations_offloaded,
+            "left_on_the_device": report.activations_left,
+            "written_to_nvme": report.activations_written,
+            "peak": report.activations_peak,
+        },
         "memory": {tier: {"peak": report.peaks[tier], "budget": budgets.get(tier)} for tier in TIERS if tier in report.peaks},
         "output": str(output) if output else None,
         **files,

@@ -134,6 +134,11 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"peak {tier}", format_bytes(memory["peak"]) + budget_text(summary, tier, " of ")))
     if summary["cached"]["of"]:
         rows.append(("cached in host memory", cached_text(summary["cached"])))
+    saved = summary["activations"]
+    if saved["offloaded"] or saved["left_on_the_device"]:
+        text = f"{format_bytes(saved['offloaded'])} in the last step, {format_bytes(saved['written_to_nvme'])} of it to NVMe"
+        stayed = f"; {format_bytes(saved['left_on_the_device'])} had no room" if saved["left_on_the_device"] else ""
+        rows.append(("activations offloaded", f"{text}; peak {format_bytes(saved['peak'])}{stayed}"))
     rows += [(name, summary[name]) for name in ("output", "report", "trace") if summary.get(name)]
     if not summary["output"]:
         rows.append(("output", "none: the trained weights are gone; give --output DIR to keep them"))
