@@ -23,6 +23,13 @@ def _as_cache(value: Any) -> Any:
         raise ValueError(f"{error}, or 'auto'") from None
 
 
+def _as_activation_memory(value: Any) -> Any:
+    try:
+        return value if value == "auto" else parse_bytes(value) // 4096 * 4096
+    except ValueError as error:
+        raise ValueError(f"{error}, or 'auto' for half of what homes leave of cpu_memory") from None
+
+
 def _as_paths(value: Any) -> Any:
     paths = [value] if isinstance(value, (str, Path)) else value
     if isinstance(paths, (list, tuple)) and "" in paths:
@@ -71,6 +78,13 @@ class Config(BaseModel):
     parameters: Tier = "nvme"
     optimizer: Tier = "nvme"
     gradients: Tier = "cpu"
+    activations: Tier = "gpu"
+    """Where what autograd saves in a forward waits for its backward. "gpu": on the compute device, as in plain PyTorch. "cpu": in
+    host memory; what does not fit there stays on the device, and where the device is the CPU it is there already, so nothing
+    moves. "nvme": in host memory, and on from there to the drives."""
+    activation_memory: Annotated[Literal["auto"] | int, BeforeValidator(_as_activation_memory)] = "auto"
+    """Bytes of `cpu_memory` for activations on cpu or nvme: "auto" for half of what homes leave, and for what staging and
+    cache do not use. With "nvme" they all pass through it; a tensor that is larger stays on the device."""
 
     stage: Literal[0, 1, 2, 3] = 3
     """What several ranks share among them, each holding 1/N of it (ZeRO, section 5): nothing with 0, optimizer states from 1 on,
@@ -140,11 +154,15 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        if not self.nvme and "nvme" in (self.parameters, self.optimizer, self.gradients):
-            states = [s for s in ("parameters", "gradients", "optimizer") if getattr(self, s) == "nvme"]
+        states = [s for s in ("parameters", "gradients", "optimizer", "activations") if getattr(self, s) == "nvme"]
+        if states and not self.nvme:
             raise ValueError(f"{' and '.join(states)} on nvme, but no directory is given: set nvme=[...]")
         if self.gpu_direct == "on" and self.parameters != "nvme":
             raise ValueError(f"gpu_direct='on' needs parameters='nvme', not {self.parameters!r}: only those are read to the GPU")
+        if self.activation_memory != "auto" and self.activations == "gpu":
+            raise ValueError(
+                "activation_memory is for activations that are offloaded; set activations='cpu' or 'nvme', or leave it out"
+            )
         if len(set(self.nvme)) < len(self.nvme):
             raise ValueError(f"nvme names a directory twice: {', '.join(map(str, self.nvme))}")
         if self.update == "delayed" and (self.parameters == "gpu" or not self.copy_on_write):

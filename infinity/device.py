@@ -347,6 +347,15 @@ class ComputeDevice:
         self.copied.add(read=source.nbytes)
         return self._copy(target, source, self._down, after)
 
+    def join(self, copy: Copy, memory: torch.Tensor) -> None:
+        """Let what the caller queues from now on come after `copy`, which reads or fills `memory`, of this device; never waits.
+
+        So the caller may use `memory`, or let go of it: it is freed in the order of the caller's stream.
+        """
+        if not self.shares_host and copy._event is not None:
+            copy._event.wait(torch.cuda.current_stream(self.torch))
+            memory.record_stream(torch.cuda.current_stream(self.torch))  # nothing to do where it was allocated on this one
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> Copy:
         if self.shares_host:
             copy_alone(target, source)

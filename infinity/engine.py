@@ -25,6 +25,7 @@ from infinity.checkpoint.state import State
 from infinity.config import Config
 from infinity.device import ComputeDevice, is_graphed, profiler_ranges
 from infinity.errors import ConfigError, EngineClosedError
+from infinity.modules.activations import Keeper
 from infinity.modules.grouping import find_owners, find_users, group_parameters, join_small
 from infinity.modules.hooks import Hooks
 from infinity.modules.init import put_back, replace_meta
@@ -42,6 +43,7 @@ from infinity.sharding.ranks import Ranks, check_reach, find_ranks, whole_group
 from infinity.sharding.tensor_parallel import local, whole, with_tensor_parallel
 from infinity.sharding.unit import GradientBuffer, Unit
 from infinity.sharding.watch import together
+from infinity.tiers.activations import Moved
 from infinity.tiers.block import Kind
 from infinity.tiers.nvme import ALIGNMENT
 from infinity.tiers.store import Store
@@ -122,7 +124,8 @@ class Engine:
         delay = config.delayed_after if config.update == "delayed" else math.inf
         self._updater = Updater(self._store, self._units, kernels, foresight, surroundings, self.recorder, delay)
         self._runtime.before_evaluation = self._updater.look if config.update == "delayed" else lambda: None
-        self._hooks = Hooks(model, users, self._units, self._runtime, self._locate, self._after_backward, self.recorder)
+        keeper = Keeper(self._store.activations, model, self._device.torch)
+        self._hooks = Hooks(model, users, self._units, self._runtime, self._locate, self._after_backward, self.recorder, keeper)
         self._fetched_before = (0, 0)
         self._traffic_last = (0, 0)  # bytes read and written
         self._copied_last, self._copied_before = (0, 0), self._copied()  # bytes to the compute device and from it
@@ -188,6 +191,8 @@ class Engine:
         self._fetched_before = fetched
         copied, earlier = self._copied(), self._copied_before
         self._copied_last, self._copied_before = (copied[0] - earlier[0], copied[1] - earlier[1]), copied
+        if self._store.activations is not None:
+            self._store.activations.stepped()
         self._runtime.stepped()
 
     def _copied(self) -> tuple[int, int]:
@@ -389,6 +394,8 @@ class Engine:
             for_ranks = {lane: sum(self.recorder.seconds(lane).values()) for lane in ("wait collective", "collective")}
         config, counters = self.config, self.recorder.counters()
         cached, on_nvme = self._store.cached()
+        activations = self._store.activations
+        moved = Moved() if activations is None else activations.last_step
         return Report(
             parameters=count,
             steps=self._updater.posted_steps,
@@ -411,6 +418,11 @@ class Engine:
             gpu_direct=self._store.gpu_direct,
             updated=sum(map(_renewed, self._units)),
             updated_near=sum(_renewed(unit) for unit in self._units if unit.near),
+            activations_offloaded=moved.left,
+            activations_left=moved.stayed,
+            activations_written=moved.written,
+            activations_read=moved.read,
+            activations_peak=0 if activations is None else activations.peak,
             waits=waits,
             cached=cached,
             on_nvme=on_nvme,

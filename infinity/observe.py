@@ -179,3 +179,13 @@ class Report:
     """Bytes of masters and moments that a step renews."""
     updated_near: int = 0
     """Of those, what kernels of the compute device renew in its memory; the CPU renews the rest."""
+    activations_offloaded: int = 0
+    """Bytes that autograd saved in the last finished step and that left the compute device, each storage once."""
+    activations_left: int = 0
+    """Bytes that should have, and stayed for want of room."""
+    activations_written: int = 0
+    """Bytes of them that went on to NVMe in the last finished step; not among `written_per_parameter`."""
+    activations_read: int = 0
+    """And bytes that were read from there."""
+    activations_peak: int = 0
+    """The most bytes of them that were off the compute device at any time."""

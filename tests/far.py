@@ -52,8 +52,10 @@ class FarDevice(ComputeDevice):
     @contextmanager
     def _near(self) -> Iterator[None]:
         before, self.shares_host = self.shares_host, True  # nothing is pinned, and there are no generators but the CPU's
-        yield
-        self.shares_host = before
+        try:
+            yield
+        finally:
+            self.shares_host = before
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         with self._near():
@@ -101,6 +103,9 @@ class FarDevice(ComputeDevice):
     def begin_download(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
         self.on_download()
         return super().begin_download(target, source, after)
+
+    def join(self, copy: Copy, memory: torch.Tensor) -> None:
+        copy.wait()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> Copy:
         return _Late(target, source)

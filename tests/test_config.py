@@ -15,8 +15,9 @@ from infinity.errors import ConfigError
 from infinity.units import format_bytes, parse_bytes, round_up
 
 KEYS = (
-    "nvme, gpu_memory, cpu_memory, nvme_memory, nvme_shares, cache, gpu_cache, parameters, optimizer, gradients, stage, "
-    "precision, algorithm, gradient_precision, split_master, moment_precision, copy_on_write, update, delayed_after, "
+    "nvme, gpu_memory, cpu_memory, nvme_memory, nvme_shares, cache, gpu_cache, parameters, optimizer, gradients, "
+    "activations, activation_memory, stage, precision, "
+    "algorithm, gradient_precision, split_master, moment_precision, copy_on_write, update, delayed_after, "
     "collective_timeout, poison, device, "
     "io_engine, gpu_direct, instruction_set, threads"
 )
@@ -37,6 +38,8 @@ def test_defaults_and_quantities() -> None:
     assert make().nvme_shares == "measured"
     assert make(nvme=["a", "b"], nvme_shares=[3, 0.5]).nvme_shares == (3, 0.5)
     assert (make().cache, make(cache="auto").cache, make(cache="2MiB").cache, make(cache=0).cache) == ("auto", "auto", 2 << 20, 0)
+    assert (make().activations, make().activation_memory) == ("gpu", "auto")
+    assert make(activations="cpu", activation_memory="1MiB").activation_memory == 1 << 20
 
 
 @pytest.mark.parametrize("nvme", ["a", Path("a"), ["a"], ("a",)])
@@ -73,6 +76,18 @@ def test_without_nvme_everything_may_live_in_memory() -> None:
         ({"nvme": ["a", "b"], "nvme_shares": (1, "2")}, f"nvme_shares: (1, '2') {NOT_SHARES}"),
         ({"nvme": ["a", "b"], "nvme_shares": (2,)}, "config: nvme_shares has 1 number, but nvme has 2 directories"),
         ({"nvme_shares": (2, 1)}, "config: nvme_shares has 2 numbers, but nvme has 1 directory"),
+        (
+            {"activation_memory": "all"},
+            f"activation_memory: 'all' {NOT_BYTES}, or 'auto' for half of what homes leave of cpu_memory",
+        ),
+        (
+            {"activation_memory": "1MiB"},
+            "config: activation_memory is for activations that are offloaded; set activations='cpu' or 'nvme', or leave it out",
+        ),
+        (
+            {"nvme": [], "parameters": "gpu", "optimizer": "cpu", "activations": "nvme"},
+            "config: activations on nvme, but no directory is given: set nvme=[...]",
+        ),
         ({"threads": 0}, "config: threads must be at least 1, not 0"),
         ({"nvme": 3}, "nvme: Input should be a valid tuple, not 3"),
         ({"nvme": ""}, "nvme: a directory is empty text; write '.' for the current one"),

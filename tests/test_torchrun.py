@@ -292,6 +292,8 @@ def test_budgets_are_those_of_a_node(tmp_path: Path) -> None:
     assert (config.gpu_memory, config.cpu_memory, config.nvme_memory) == (30, 50, 25)
     config = job.config()
     assert (config.gpu_memory, config.cpu_memory, config.nvme_memory) == (30, 100, 51)
+    job = Job(**values | {"nvme": (tmp_path,), "activations": "nvme", "activation_memory": 4 << 20})
+    assert job.config(World(rank=3, size=4, local_rank=1, local_size=2)).activation_memory == 2 << 20
 
 
 def test_gc_removes_what_killed_ranks_left_and_nothing_else(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ def finetune(
     parameters: o.Parameters = "nvme",
     optimizer: o.Optimizer = "nvme",
     gradients: o.Gradients = "cpu",
+    activations: o.Activations = "gpu",
+    activation_memory: o.ActivationMemory = "auto",
     precision: o.Precision = "bf16",
     gradient_precision: o.GradientPrecision = "auto",
     moment_precision: o.MomentPrecision = "fp32",

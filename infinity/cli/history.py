@@ -105,7 +105,10 @@ def shared_by(tier: str, per_node: int) -> int:
     return 1 if tier == "gpu" else per_node
 
 
-_MOVED = ("cached", "on_nvme", "near", "copied_to_device", "copied_from_device", "updated")
+_MOVED = (
+    "cached", "on_nvme", "near", "copied_to_device", "copied_from_device", "updated", "activations_offloaded", "activations_left",
+    "activations_written", "activations_read",
+)  # fmt: skip
 
 
 def combine(reports: Sequence[Report], per_node: int) -> Report:
@@ -117,9 +120,10 @@ def combine(reports: Sequence[Report], per_node: int) -> Report:
     first = reports[0]
     sums = ("read_per_parameter", "written_per_parameter", "planned_read_per_parameter", "planned_written_per_parameter")
     summed = {name: sum(getattr(report, name) for report in reports) for name in (*sums, *_MOVED)}
+    highest = max(report.activations_peak for report in reports)
     peaks = {tier: max(report.peaks[tier] for report in reports) for tier in first.peaks}
     budgets = {tier: budget * shared_by(tier, per_node) for tier, budget in limits(first).items()}
-    return replace(first, peaks=peaks, budgets=budgets, **summed)
+    return replace(first, peaks=peaks, budgets=budgets, activations_peak=highest, **summed)
 
 
 def summarize(
@@ -163,6 +167,12 @@ def summarize(
         "worst_waits": [{"unit": unit, "seconds": seconds} for unit, seconds in worst],
         "cached": {"bytes": report.cached, "of": report.on_nvme},
         "kept_on_compute_device": report.near,
+        "activations": {
+            "offloaded": report.activations_offloaded,
+            "left_on_the_device": report.activations_left,
+            "written_to_nvme": report.activations_written,
+            "peak": report.activations_peak,
+        },
         "memory": {tier: {"peak": report.peaks[tier], "budget": budgets.get(tier)} for tier in TIERS if tier in report.peaks},
         "output": str(output) if output else None,
         **files,

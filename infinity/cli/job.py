@@ -58,6 +58,8 @@ class Job:
     parameters: Tier
     optimizer: Tier
     gradients: Tier
+    activations: Tier
+    activation_memory: Any
     precision: Any
     gradient_precision: Any
     moment_precision: Any
@@ -85,7 +87,9 @@ class Job:
 
     def config(self, world: World = ALONE) -> Config:
         """The configuration of this rank's engine; raises `ValueError` when a state is on nvme and no directory is given."""
-        refuse_missing_directory(self.nvme, parameters=self.parameters, optimizer=self.optimizer, gradients=self.gradients)
+        states: tuple[Any, ...] = "parameters", "optimizer", "gradients", "activations"
+        refuse_missing_directory(self.nvme, **{state: getattr(self, state) for state in states})
+        memory = self.activation_memory
         return Config(
             nvme=self.nvme,
             gpu_memory=self.gpu_memory,
@@ -97,6 +101,8 @@ class Job:
             parameters=self.parameters,
             optimizer=self.optimizer,
             gradients=self.gradients,
+            activations=self.activations,
+            activation_memory=memory if memory == "auto" else world.share(memory),
             precision=self.precision,
             gradient_precision=self.gradient_precision,
             moment_precision=self.moment_precision,

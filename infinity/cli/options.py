@@ -20,7 +20,7 @@ def parse_size(value: Any) -> int:
 
 
 def parse_cache(value: Any) -> int | str:
-    """The parser of --cache and --gpu-cache: bytes, or "auto"."""
+    """The parser of --cache, --gpu-cache and --activation-memory: bytes, or "auto"."""
     return "auto" if value == "auto" else parse_size(value)
 
 
@@ -120,6 +120,23 @@ GpuCache = Annotated[
 Parameters = Annotated[TierName, typer.Option(help="Home of the parameters.", rich_help_panel=_TIERS)]
 Optimizer = Annotated[TierName, typer.Option(help="Home of the optimizer states.", rich_help_panel=_TIERS)]
 Gradients = Annotated[TierName, typer.Option(help="Home of the gradients.", rich_help_panel=_TIERS)]
+Activations = Annotated[
+    TierName,
+    typer.Option(
+        help="Where what a forward saves waits for its backward; cpu: on the device where host memory is full, nvme: on from "
+        "there to the drives.",
+        rich_help_panel=_TIERS,
+    ),
+]
+ActivationMemory = Annotated[
+    Any,
+    typer.Option(
+        parser=parse_cache,
+        metavar="auto|BYTES",
+        help="How much of --cpu-memory is for activations, of all ranks of a node together; auto: half of what is left.",
+        rich_help_panel=_TIERS,
+    ),
+]
 Precision = Annotated[
     Literal["auto", "bf16", "fp16", "fp32"],
     typer.Option(help="dtype of parameters and compute; auto: the model's own.", rich_help_panel=_TIERS),

@@ -136,6 +136,11 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("cached in host memory", cached_text(summary["cached"])))
     if summary["kept_on_compute_device"]:
         rows.append(("kept on the compute device", format_bytes(summary["kept_on_compute_device"])))
+    saved = summary["activations"]
+    if saved["offloaded"] or saved["left_on_the_device"]:
+        text = f"{format_bytes(saved['offloaded'])} in the last step, {format_bytes(saved['written_to_nvme'])} of it to NVMe"
+        stayed = f"; {format_bytes(saved['left_on_the_device'])} had no room" if saved["left_on_the_device"] else ""
+        rows.append(("activations offloaded", f"{text}; peak {format_bytes(saved['peak'])}{stayed}"))
     rows += [(name, summary[name]) for name in ("output", "report", "trace") if summary.get(name)]
     if not summary["output"]:
         rows.append(("output", "none: the trained weights are gone; give --output DIR to keep them"))

@@ -47,6 +47,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from infinity.errors import ShardedParameterError
+from infinity.modules.activations import Keeper, Kept, Packed
 from infinity.observe import Recorder
 from infinity.plan.runtime import Runtime
 from infinity.sharding.tensor_parallel import Form, form_of, local
@@ -127,11 +128,12 @@ class Hooks:
         locate: Callable[[int], tuple[Unit, int] | None],
         after_backward: Callable[[], None],
         recorder: Recorder,
+        keeper: Keeper,
     ) -> None:
         self._model = weakref.ref(model)
         self._units_of = weakref.WeakKeyDictionary(units_of)  # the model may die before the engine
         self._runtime, self._locate = runtime, locate
-        self._after_backward, self._recorder = after_backward, recorder
+        self._after_backward, self._recorder, self._keeper = after_backward, recorder, keeper
         self._calls: list[_Call] = []
         self._saving: tuple[saved_tensors_hooks, int] | None = None  # and the thread that saves
         self._versions: dict[Unit, list[int]] = {}  # of the parameters of each unit that is entered, before a forward had them
@@ -375,10 +377,10 @@ class Hooks:
     def _packing(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(*self._packers)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | PackedView:
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept | Packed | PackedView:
         found = self._locate_tensor(tensor)
         if found is None:
-            return tensor
+            return self._keeper.pack(tensor)
         (unit, offset), form, tensor = found, form_of(tensor), local(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             size, stride, conjugate, negative = tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
@@ -397,9 +399,11 @@ class Hooks:
                 return None
         return self._locate(address)
 
-    def _unpack(self, saved: torch.Tensor | PackedView) -> torch.Tensor:
+    def _unpack(self, saved: torch.Tensor | Kept | Packed | PackedView) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
+        if not isinstance(saved, PackedView):
+            return saved.unpack()
         if saved.updates != saved.unit.blocks[Kind.PARAM].updates:
             raise RuntimeError(
                 f"the parameters of {saved.unit.name} were updated after the forward whose backward needs them; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 CHUNK_ELEMENTS = 16384  # a chunk is a multiple of this many elements: the block of the gradient norm, 64 KiB of fp32
 FULL_CHUNK_ELEMENTS = 1 << 19  # 2 MiB of fp32: enough for full bandwidth, and short enough for others to get between
@@ -11,6 +11,7 @@ FEWEST_CHUNKS = 64  # of a model: with fewer the first unit of a forward waits n
 STAGED_SETS = 6  # chunks in flight in the optimizer pipeline: two that are read and four that are written
 MOST_STAGED_SETS = 24  # what is left of them is read ahead
 AHEAD_SHARE = 4  # of the memory beyond STAGED_SETS, the part that is for reading ahead, not for cache: one in so many
+PAGE = 4096
 WIDEST_ELEMENT = 4  # bytes; a staging slot fits a chunk of any kind
 
 
@@ -41,6 +42,21 @@ class HostPlan(NamedTuple):
     staged_sets: int
     slots: int
     cache: int
+
+
+def divide_with_activations(
+    available: int, staged: Staged, cache: int | None, activations: int | Literal["auto"]
+) -> tuple[HostPlan, int]:
+    """Like `divide`, with that many bytes, a multiple of 4096, for saved activations beside it; returns them, too.
+
+    With "auto" these get half, for a byte of theirs saves about as much traffic as one of the cache; less where staging needs
+    more, and whatever staging and cache do not use.
+    """
+    if activations != "auto":
+        return divide(available - activations, staged, cache), activations
+    plan = divide(max(available - available // 2, staged.least), staged, cache)
+    left = available - plan.cache - plan.slots * plan.chunk_elements * WIDEST_ELEMENT
+    return plan, left // PAGE * PAGE
 
 
 def divide(available: int, staged: Staged, cache: int | None) -> HostPlan:

@@ -118,6 +118,7 @@ class NvmeTier:
         self._parts = ExitStack()  # what `close` undoes, the last first
         self._files: list[Any] = []
         self._stripes = Stripes(STRIPE_BYTES, [1.0] * len(directories))
+        self._layout: tuple[Sequence[float], list[int | None]] = (), []  # shares, and stripes of the directories that are full
         self.engines: list[Any] = []
         """The native I/O engines, one per directory; none when nothing is reserved."""
         self.direct: list[Any] = []
@@ -219,6 +220,7 @@ class NvmeTier:
                         "%s has room for %s of its share of %s of the states; the other directories take the rest",
                         self._directories[number], format_bytes(rooms[number] * STRIPE_BYTES), format_bytes(length),
                     )  # fmt: skip
+        self._layout = shares, [room if room < stripes else None for room in rooms]
         if len(lengths) > 1:
             parts = (f"{format_bytes(length)} in {at}" for at, length in zip(self._directories, lengths, strict=True))
             log.info("the states on nvme take %s", ", ".join(parts))
@@ -262,6 +264,30 @@ class NvmeTier:
             f"{format_bytes(need)} there; free {format_bytes(max(need - room, 0))}, add {'a second' if alone else 'another'} "
             "directory, or set copy_on_write=False (halves what is updated, but a failed step then loses the state)"
         )
+
+    def grow(self, nbytes: int) -> Extent | None:
+        """An extent of `nbytes` (a multiple of 4096) more, after `open`; None where the budget or the drives have no room for it.
+
+        Called by one thread at a time; what is in flight goes on.
+        """
+        shares, full = self._layout
+        stripes = -(-(self.reserved + nbytes) // STRIPE_BYTES)
+        if not self._files or (self._budget is not None and stripes * STRIPE_BYTES > self._budget):
+            return None
+        before = [file.size() for file in self._files]
+        while sum(rooms := [stripes if room is None else room for room in full]) >= stripes:
+            layout = Stripes(STRIPE_BYTES, shares, rooms)
+            lengths = layout.lengths(stripes)
+            short = [number for number, file in enumerate(self._files) if not _extend(file, lengths[number])]
+            if not short:
+                self._stripes, self._layout = layout, (shares, full)
+                extent = Extent(self.reserved, nbytes)
+                self.reserved += nbytes
+                return extent
+            full = [before[at] // STRIPE_BYTES if at in short else room for at, room in enumerate(full)]
+        for file, length in zip(self._files, before, strict=True):
+            file.truncate(length)
+        return None
 
     def register(self, memory: torch.Tensor) -> None:
         """Let every engine pin `memory` until `close`, so that requests in it cost less CPU; needless, so it may be refused."""

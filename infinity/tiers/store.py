@@ -46,9 +46,10 @@ from infinity.device import ComputeDevice, Copy, Mark, copy_alone, zero_alone
 from infinity.errors import BudgetError, ConfigError, EngineClosedError
 from infinity.observe import Meter, Recorder
 from infinity.tiers.access import Checkout, Fetch, Mover, Pending, Placing
+from infinity.tiers.activations import Activations
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, BlockState, Kind
-from infinity.tiers.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT, HostPlan, Staged, divide
+from infinity.tiers.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT, HostPlan, Staged, divide_with_activations
 from infinity.tiers.cache import choose, fill
 from infinity.tiers.nvme import ALIGNMENT, NvmeTier, Transfer
 from infinity.units import format_bytes, round_up
@@ -76,6 +77,8 @@ class Store:
         self._blocks: list[Block] = []
         self._arenas: dict[str, Arena] = {}
         self._mover: Mover | None = None
+        self.activations: Activations | None = None
+        """What autograd saves, off the compute device; set by `open`, where the configuration wants that."""
         self._left: Mark | None = None  # the last use of a place on the compute device by whoever lost it
         self._failure: tuple[BaseException, str] | None = None  # and what failed
         self._closed = False
@@ -162,11 +165,13 @@ class Store:
             )
         useful = sum(b.span for b in travelling) + reserve
         device_bytes = min(budget.gpu_memory // ALIGNMENT * ALIGNMENT, device_home + max(useful, least))
-        plan = self._divide_host(budget.cpu_memory - host_home, host_home)
+        plan, saved_bytes = self._divide_host(budget.cpu_memory - host_home, host_home)
         self.chunk_elements, self.staged_sets = plan.chunk_elements, plan.staged_sets
         slot_bytes = plan.chunk_elements * WIDEST_ELEMENT
-        self._double(budget.cpu_memory - host_home - plan.slots * slot_bytes - plan.cache)
-        host_home = self._home_bytes("cpu")
+        free = budget.cpu_memory - host_home - plan.slots * slot_bytes - plan.cache - saved_bytes
+        shared = saved_bytes // 2 if budget.activation_memory == "auto" else 0
+        doubled = self._double(free + shared)
+        host_home, saved_bytes = host_home + doubled, saved_bytes - round_up(max(doubled - free, 0), ALIGNMENT)
         self._keep(plan.cache, resident=min(1.0, (device_bytes - device_home - reserve) / max(useful - reserve, 1)))
         kept_bytes, _ = self.cached()
         for block in self._blocks:
@@ -174,12 +179,18 @@ class Store:
                 # What a failed step leaves of its gradients is of no use, so they are rewritten in place.
                 copies = 2 if budget.copy_on_write and block.kind is not Kind.GRAD and not block.frozen else 1
                 block.extents = tuple(self._nvme.reserve(block.moved_bytes) for _ in range(copies))
+        if budget.activations == "nvme":
+            self._nvme.reserve(ALIGNMENT)  # so that there is a file, which grows
         self._nvme.open()
         try:
             poison = budget.poison
             self._arenas["gpu"] = Arena("gpu", self._device.compute_memory(device_bytes), ALIGNMENT, poison)
             self._arenas["cpu"] = Arena("cpu", self._device.host_memory(host_home + kept_bytes), ALIGNMENT, poison)
             self._arenas["staging"] = Arena("staging", self._device.host_memory(plan.slots * slot_bytes), slot_bytes, poison)
+            if self._moves_activations():
+                memory, drive = self._device.host_memory(saved_bytes), self._nvme if budget.activations == "nvme" else None
+                self.activations = Activations(self._device, memory, drive, self._recorder, poison)
+                self._nvme.register(memory)
         except BaseException:
             self.close()
             raise
@@ -234,41 +245,54 @@ class Store:
         """How many homes a block in memory has."""
         return 2 if (block.kind in self._twice or block in self._doubled) and not block.frozen else 1
 
-    def _double(self, room: int) -> None:
+    def _double(self, room: int) -> int:
         """Give units that are in host memory second homes in `room` bytes of it, so that their updates may begin before their
-        step: first those that come last in the model, whose gradients come first. What is on NVMe is better cached instead."""
+        step: first those that come last in the model, whose gradients come first. What is on NVMe is better cached instead.
+        Returns what that takes, in bytes."""
         early = self._config.update == "speculative" or (self._config.update == "auto" and not self._device.shares_host)
         rewritten = [b for b in self._blocks if b.kind is not Kind.GRAD and not b.frozen]
         if not early or not self._config.copy_on_write or any(b.tier == "nvme" for b in rewritten):
-            return
+            return 0
         units: dict[int, list[Block]] = {}
         for block in reversed(rewritten):
             units.setdefault(block.unit, []).append(block)
         candidates = [blocks for blocks in units.values() if all(b.tier == "cpu" for b in blocks)]
         sizes = [sum(round_up(b.home_bytes, ALIGNMENT) for b in blocks) for blocks in candidates]
-        for number in fill(room, sizes):
+        chosen = fill(room, sizes)
+        for number in chosen:
             self._doubled.update(candidates[number])
+        return sum(sizes[number] for number in chosen)
 
     def _may_keep(self, block: Block) -> bool:
         """Whether a part of `block` may stay in host memory although it is at home on NVMe."""
         return block.tier == "nvme" and block.kind not in self._twice
 
-    def _divide_host(self, available: int, home: int) -> HostPlan:
-        """The plan for `available` bytes beside the `home` bytes of states; raises `BudgetError` when there is none."""
+    def _divide_host(self, available: int, home: int) -> tuple[HostPlan, int]:
+        """The plan for `available` bytes beside the `home` bytes of states, and the bytes for saved activations; raises
+        `BudgetError` when there is none."""
         on_nvme = [b for b in self._blocks if self._may_keep(b)]
         others = {b.kind for b in self._blocks if not self._may_keep(b) and self.needs_staging(b)}
         spare = not self._device.shares_host  # for what has to be added to gradients
         kinds, longest = others | {b.kind for b in on_nvme}, max((b.elements for b in self._blocks), default=0)
         elements = sum(b.elements for b in self._blocks if b.kind is Kind.PARAM)
         staged = Staged(len(kinds) + spare, len(others) + spare, self._granule, longest, elements, sum(b.nbytes for b in on_nvme))
-        if available < staged.least:
-            least = home + staged.least
+        wanted = self._config.activation_memory if self._moves_activations() else 0
+        fixed = 0 if wanted == "auto" else wanted
+        least = home + fixed + staged.least
+        if available < least - home:
+            saved = f", saved activations {format_bytes(fixed)} (activation_memory)" if fixed else ""
             raise BudgetError(
                 f"cpu_memory={format_bytes(self._config.cpu_memory)} is too small: states at home in host memory take "
-                f"{format_bytes(home)} and staging at least {format_bytes(staged.least)}; the smallest cpu_memory that works is "
-                f"{least} ({format_bytes(least)}) (invariant I10)"
+                f"{format_bytes(home)}{saved} and staging at least {format_bytes(staged.least)}; the smallest cpu_memory that "
+                f"works is {least} ({format_bytes(least)}) (invariant I10)"
             )
-        return divide(available, staged, None if self._config.cache == "auto" else self._config.cache)
+        cache = None if self._config.cache == "auto" else self._config.cache
+        return divide_with_activations(available, staged, cache, wanted)
+
+    def _moves_activations(self) -> bool:
+        """Whether what autograd saves goes anywhere: memory of the CPU is host memory already."""
+        where = self._config.activations
+        return where == "nvme" or (where == "cpu" and not self._device.shares_host)
 
     def _keep(self, cache_bytes: int, resident: float) -> None:
         """Decide what of the blocks on NVMe is at home in host memory; `resident` of the parameters fit on the compute device."""
@@ -840,14 +864,18 @@ class Store:
         arena = self._arenas
         with self._changed:
             self._check_open()
-            return {"gpu": arena["gpu"].used, "cpu": arena["cpu"].used + arena["staging"].used, "nvme": self._nvme.reserved}
+            saved = self.activations.used if self.activations is not None else 0
+            host = arena["cpu"].used + arena["staging"].used + saved
+            return {"gpu": arena["gpu"].used, "cpu": host, "nvme": self._nvme.reserved}
 
     def peaks(self) -> dict[str, int]:
         """The most bytes in use at any time since `open`, per tier."""
         arena = self._arenas
         with self._changed:
             self._check_open()
-            return {"gpu": arena["gpu"].peak, "cpu": arena["cpu"].peak + arena["staging"].peak, "nvme": self._nvme.reserved}
+            saved = self.activations.used_peak if self.activations is not None else 0
+            host = arena["cpu"].peak + arena["staging"].peak + saved
+            return {"gpu": arena["gpu"].peak, "cpu": host, "nvme": self._nvme.reserved}
 
     @property
     def gpu_direct(self) -> bool:
@@ -877,6 +905,8 @@ class Store:
             stack.callback(self._arenas.clear)
             stack.callback(self._device.close)
             stack.callback(self._nvme.close)
+            if self.activations is not None:
+                stack.callback(self.activations.close)
             mover, self._mover = self._mover, None
             if mover is not None:
                 stack.callback(mover.close)

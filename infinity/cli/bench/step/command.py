@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -59,6 +59,8 @@ def step(
     parameters: o.Parameters = "nvme",
     optimizer: o.Optimizer = "nvme",
     gradients: o.Gradients = "cpu",
+    activations: o.Activations = "gpu",
+    activation_memory: o.ActivationMemory = "auto",
     precision: o.Precision = "bf16",
     gradient_precision: o.GradientPrecision = "auto",
     moment_precision: o.MomentPrecision = "fp32",
@@ -87,11 +89,17 @@ def step(
         from infinity.config import Config
 
         delivery = Delivery(as_json, report)
-        o.refuse_missing_directory(nvme, parameters=parameters, optimizer=optimizer, gradients=gradients)
+        tiers: dict[str, Any] = {
+            "parameters": parameters,
+            "optimizer": optimizer,
+            "gradients": gradients,
+            "activations": activations,
+        }
+        o.refuse_missing_directory(nvme, **tiers)
         config = Config(
             nvme=tuple(nvme or ()), gpu_memory=gpu_memory, cpu_memory=cpu_memory, nvme_memory=nvme_memory,
-            nvme_shares=nvme_shares, cache=cache, gpu_cache=gpu_cache, parameters=parameters, optimizer=optimizer,
-            gradients=gradients, precision=precision, gradient_precision=gradient_precision, moment_precision=moment_precision,
+            nvme_shares=nvme_shares, cache=cache, gpu_cache=gpu_cache, activation_memory=activation_memory, **tiers,
+            precision=precision, gradient_precision=gradient_precision, moment_precision=moment_precision,
             copy_on_write=copy_on_write, update=update, delayed_after=delayed_after, io_engine=io_engine, device=device,
         )  # fmt: skip
         source = find_source(model, precision)

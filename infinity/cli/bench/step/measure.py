@@ -130,8 +130,8 @@ def summary(
     report, shape, seconds = trained.report, trained.shape, trained.seconds
     operations = flops.count(shape, work.tokens, work.length, work.recomputes)
     nbytes = {
-        "nvme_read": round(report.read_per_parameter * report.parameters),
-        "nvme_write": round(report.written_per_parameter * report.parameters),
+        "nvme_read": round(report.read_per_parameter * report.parameters) + report.activations_read,
+        "nvme_write": round(report.written_per_parameter * report.parameters) + report.activations_written,
         "host_to_device": report.copied_to_device,
         "device_to_host": report.copied_from_device,
     }

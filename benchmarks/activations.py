@@ -1,0 +1,143 @@
+"""What offloaded activations cost and free: a step of a checkpointed or plain stack of blocks, beside torch's `save_on_cpu`.
+
+Each round trains a step in every way, one after the other in one process; figures are medians over rounds, with the least and the
+largest, and ratios are taken within a round. "Held" is what is saved on the compute device when a forward ends: bytes of
+storages, counted where autograd saves them. On the CPU `save_on_cpu` copies into ordinary memory and so frees nothing there; on a
+GPU it is the way that torch itself has, one synchronous copy per tensor.
+
+    python benchmarks/activations.py --nvme /mnt/nvme0 [--width 512 --depth 8 --tokens 4096 --rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+
+
+class Block(nn.Module):
+    """A residual block of two matrices and a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    """`depth` blocks; notes the storages of what goes into each and of what it computes first."""
+
+    def __init__(self, width: int, depth: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.blocks, self.checkpointed = nn.ModuleList(Block(width) for _ in range(depth)), checkpointed
+        self.seen: list[tuple[StorageWeakRef, int]] = []
+        for block in self.blocks:
+            block.up.register_forward_hook(self.see)  # type: ignore[operator, union-attr]
+
+    def see(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        for tensor in (*args, output):
+            self.seen.append((StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            self.seen.append((StorageWeakRef(x.untyped_storage()), x.untyped_storage().nbytes()))
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x.square().mean()
+
+    def held(self) -> int:
+        """Bytes of what was noted that still are where they were; each storage once."""
+        alive = {reference.cdata: nbytes for reference, nbytes in self.seen if not reference.expired()}
+        self.seen.clear()
+        return sum(alive.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme", type=Path, required=True)
+    for name, default in {"width": 512, "depth": 8, "tokens": 4096, "rounds": 5}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--activation-memory", default="32MiB")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found = {kind: measure(options, kind == "checkpointed") for kind in ("plain", "checkpointed")}
+    print(json.dumps(found, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+def measure(options: argparse.Namespace, checkpointed: bool) -> dict[str, Any]:
+    ways: dict[str, dict[str, Any] | None] = {
+        "plain": None,
+        "save_on_cpu": None,
+        "gpu": {},
+        "cpu": {"activations": "cpu"},
+        "nvme": {"activations": "nvme", "activation_memory": options.activation_memory},
+    }
+    with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
+        steps = {name: make(options, checkpointed, Path(folder), name, config) for name, config in ways.items()}
+        for step in steps.values():
+            step()
+        rounds = [{name: step() for name, step in steps.items()} for _ in range(options.rounds)]
+    result: dict[str, Any] = {}
+    for name in ways:
+        ratios = [each[name][0] / each["gpu"][0] for each in rounds]
+        result[name] = {
+            "seconds": statistics.median(each[name][0] for each in rounds),
+            "of activations=gpu: median, least, largest": [statistics.median(ratios), min(ratios), max(ratios)],
+            "held MiB": rounds[-1][name][1] / 2**20,
+        }
+    return result
+
+
+def make(
+    options: argparse.Namespace, checkpointed: bool, folder: Path, name: str, config: dict[str, Any] | None
+) -> Callable[[], tuple[float, int]]:
+    """A function that trains a step, and gives its seconds and the bytes held at the end of its forward. `config`: None for plain
+    PyTorch, which `save_on_cpu` needs, for of two hooks torch asks the inner one alone."""
+    torch.manual_seed(0)
+    memory = {"parameters": "gpu", "gradients": "gpu", "optimizer": "gpu", "gpu_memory": "4GiB", "cpu_memory": "2GiB"}
+    (folder / name).mkdir()
+    model, kind = Stack(options.width, options.depth, checkpointed), "cuda" if torch.cuda.is_available() else "cpu"
+    optimizer: torch.optim.Optimizer
+    if config is None:
+        optimizer = torch.optim.AdamW(model.to(kind).parameters(), fused=True)
+    else:
+        infinity.wrap(model, infinity.Config(nvme=folder / name, **memory, **config))
+        optimizer = infinity.AdamW(model.parameters())
+    x = torch.randn(options.tokens, options.width, device=kind)
+
+    def step() -> tuple[float, int]:
+        start = time.perf_counter()
+        with save_on_cpu(pin_memory=kind != "cpu") if name == "save_on_cpu" else nullcontext():
+            loss = model(x)
+        held = model.held()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if config is None:
+            loss.item()
+        else:
+            infinity.engine(model).drain()
+        return time.perf_counter() - start, held
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""What autograd saves that is no parameter: kept as it is, or as a view of bytes that `infinity.tiers.activations` moves.
+
+[Note: a saved tensor that changes]
+Torch notes the version of a saved tensor, and refuses to use what was changed in place before its backward. It cannot where hooks
+pack the tensor, so it is done here: what is packed shares the version counter of the tensor, as an alias whose memory has been
+taken away. Nor may it keep the tensor itself, which refers to the node that saves it: such a circle, half of which is not
+Python's, is never collected when a loss is dropped without its backward. (Who writes to memory behind the counter's back, by
+`.data`, finds what the storage held when it was first saved, or what it holds now.)
+
+[Note: storages move, not tensors]
+Views of one storage are saved by many operators: chunks of a fused projection, the input of three linear layers, the hidden state
+that a norm and the residual connection read. The whole storage moves, once, as long as its version is the same, and each view is
+made anew on what comes back. A view of a part keeps all of a storage in plain PyTorch, too.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from infinity.tiers.activations import Activations, Saved
+
+LEAST_BYTES = 64 << 10
+"""Smaller storages stay: on a link of 25 GB/s they would take 3 us, less than it takes to ask for the copy, and what is so small,
+statistics of norms and the like, is a hundredth of all."""
+_PLAIN = (torch.Tensor, nn.Parameter)  # a subclass, such as a DTensor, wants more than bytes
+
+
+class _Storage:
+    """A storage that was moved; lives as long as anything that was packed from it."""
+
+    __slots__ = ("__weakref__", "saved", "tier")
+
+    def __init__(self, tier: Activations, saved: Saved) -> None:
+        self.tier, self.saved = tier, saved
+
+    def __del__(self) -> None:
+        self.tier.drop(self.saved)
+
+
+class Kept:
+    """A saved tensor that stays where it is."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor; raises the `RuntimeError` of plain PyTorch when it was changed in place."""
+        _check_version(self.tensor, self.version, self.tensor)
+        return self.tensor
+
+
+class Packed:
+    """A saved tensor whose storage was moved."""
+
+    __slots__ = ("conjugate", "counter", "negative", "offset", "shape", "storage", "stride", "version")
+
+    def __init__(self, tensor: torch.Tensor, storage: _Storage) -> None:
+        self.storage, self.version = storage, tensor._version
+        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()
+        self.counter = tensor.detach()
+        self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def unpack(self) -> torch.Tensor:
+        """The same view of the same bytes, on the compute device; raises what `Activations.fetch` does, and like `Kept`."""
+        like = self.counter
+        storage = self.storage.tier.fetch(self.storage.saved)
+        view = torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, self.offset, self.shape, self.stride)
+        _check_version(like, self.version, view)
+        if self.conjugate:
+            view = view.conj()
+        return torch._neg_view(view) if self.negative else view
+
+
+def _check_version(counter: torch.Tensor, version: int, tensor: torch.Tensor) -> None:
+    if counter._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {counter._version}; expected version {version} instead"
+        )
+
+
+class Keeper:
+    """Packs what autograd saves inside of the model's forwards. `tier` is None where everything stays on `device`."""
+
+    def __init__(self, tier: Activations | None, model: nn.Module, device: torch.device) -> None:
+        self._tier, self._device = tier, device
+        self._known: weakref.WeakValueDictionary[tuple[int, int], Kept | _Storage] = weakref.WeakValueDictionary()
+        # Buffers live as long as the model: to move a copy of one saves nothing. A weak reference keeps the number from another.
+        buffers = [buffer for buffer in model.buffers() if type(buffer) in _PLAIN and buffer.layout is torch.strided]
+        self._buffers = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
+        self._lasting = {reference.cdata for reference in self._buffers}
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept | Packed:
+        """What autograd keeps of `tensor`, which is no view of a parameter."""
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return tensor
+        try:
+            storage = tensor.untyped_storage()
+            storage.data_ptr()
+        except RuntimeError:  # a tensor of no bytes: a fake or a functional one
+            return tensor
+        number = storage._cdata
+        if self._tier is None or storage.nbytes() < LEAST_BYTES or tensor.device != self._device or number in self._lasting:
+            return Kept(tensor)
+        key = number, tensor._version
+        known = self._known.get(key)
+        if isinstance(known, _Storage):
+            self._tier.save_again(known.saved)
+            return Packed(tensor, known)
+        if known is None and (saved := self._tier.save(storage)) is not None:
+            moved = self._known[key] = _Storage(self._tier, saved)
+            return Packed(tensor, moved)
+        kept = Kept(tensor)
+        self._known.setdefault(key, kept)
+        return kept

@@ -1,0 +1,613 @@
+"""What autograd saved for the backward, off the compute device until it is needed: in host memory, and beyond that on NVMe.
+
+[Note: the last comes first]
+The backward asks for what was saved in reverse order, so what was saved first is needed last. Host memory therefore holds the
+end of a forward, and its beginning goes on to the drive: always the oldest, as soon as more than half of the memory is not
+written, so that who needs a slot finds one whose write has ended. On the way back each request looks ahead along the same order:
+the next few on the drive are read as far as there are free slots, and the next few in slots are copied to the device. Every
+thread that saves has an order of its own (micro-batches that run together are threads of their own), and the order is a guess
+only: who asks for something else gets that, and waits for nothing but it.
+
+[Note: when memory of the device is free]
+A copy to the host waits, on its own stream, for what made the bytes. Their memory is kept until the copy has ended; beyond the
+last `AHEAD` copies the stream of the model is told to come after them, and the memory goes at once: freed in the order of that
+stream, as everything that autograd drops. So a host that runs far ahead of the device does not hold all of a forward, nobody
+sleeps, and where copies keep up nothing waits. What is still there when it is asked for, held by whomever, is not copied.
+
+[Note: dropped at any moment]
+Autograd drops what it does not need on any thread, and so does the collector of garbage, at any allocation, ours included. So
+`drop` only notes it, and whoever has the lock, or gets it without waiting, ends it; what is in flight first lands.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from infinity.device import ComputeDevice, Copy, huge_pages
+from infinity.errors import EngineClosedError, NvmeError
+from infinity.observe import Meter, Recorder
+from infinity.tiers.arena import POISON
+from infinity.tiers.nvme import ALIGNMENT, Extent, NvmeTier, Transfer
+from infinity.units import round_up
+
+log = logging.getLogger("infinity")
+
+AHEAD = 4
+"""Copies to the host whose source is kept, and on the way back reads, and copies to the device, that nobody has asked for yet.
+With several threads that save, one for each at least."""
+GROWTH_BYTES = 64 << 20
+"""What the place on the drive grows by, at least."""
+
+
+class Gaps:
+    """The free ranges of an address space; the first that is long enough is taken. Not thread-safe."""
+
+    def __init__(self, nbytes: int = 0) -> None:
+        self._starts = [0] if nbytes else []
+        self._ends = [nbytes] if nbytes else []
+        self.free = nbytes
+        """Bytes that nobody has."""
+
+    def take(self, nbytes: int) -> int | None:
+        """The start of `nbytes` (more than 0) that are the caller's from now on; None where no range is long enough."""
+        for at, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            if end - start >= nbytes:
+                self._starts[at] += nbytes
+                self.free -= nbytes
+                if self._starts[at] == end:
+                    del self._starts[at], self._ends[at]
+                return start
+        return None
+
+    def give(self, start: int, nbytes: int) -> None:
+        """These `nbytes`, taken before or new, are free."""
+        at, end = bisect_left(self._starts, start), start + nbytes
+        if (at and self._ends[at - 1] > start) or (at < len(self._starts) and self._starts[at] < end):
+            raise ValueError(f"bytes {start}..{end} are free already (invariant I3)")
+        self.free += nbytes
+        if at < len(self._starts) and self._starts[at] == end:
+            end = self._ends[at]
+            del self._starts[at], self._ends[at]
+        if at and self._ends[at - 1] == start:
+            self._ends[at - 1] = end
+        else:
+            self._starts.insert(at, start)
+            self._ends.insert(at, end)
+
+
+class State(Enum):
+    """Where the bytes are; a copy on the compute device may be beside them in any state."""
+
+    LEAVING = auto()
+    """On their way from the compute device to their slot in host memory."""
+    HELD = auto()
+    """In the slot."""
+    WRITING = auto()
+    """In the slot, and on their way to the drive."""
+    CLEAN = auto()
+    """In the slot and on the drive."""
+    AWAY = auto()
+    """On the drive."""
+    READING = auto()
+    """On their way from the drive to a slot."""
+    LOST = auto()
+    """Nowhere: writing them failed."""
+    ENDED = auto()
+    """Nowhere: nobody needs them, or the engine was closed."""
+
+
+_IN_SLOT = (State.HELD, State.WRITING, State.CLEAN)
+
+
+class Saved:
+    """One storage that autograd saved, `nbytes` long. All but `nbytes` is for `Activations`, under its lock."""
+
+    def __init__(
+        self, storage: torch.UntypedStorage, source: torch.Tensor, leaving: Copy, start: int, slot: torch.Tensor
+    ) -> None:
+        self.nbytes = storage.nbytes()
+        self.state = State.LEAVING
+        self.start: int | None = start  # of the slot, in the memory of the tier; None: the slot is memory of its own
+        self.slot: torch.Tensor | None = slot
+        self.extent: Extent | None = None
+        self.origin = StorageWeakRef(storage)
+        self.address = storage.data_ptr()
+        self.source: torch.Tensor | None = source  # keeps the origin while it is copied
+        self.leaving: Copy | None = leaving
+        self.transfer: Transfer | None = None
+        self.memory: torch.Tensor | None = None  # a copy on the compute device
+        self.coming: Copy | None = None  # into it
+        self.saves = 1
+        self.asked = 0  # how many of the saves have had `memory`
+        self.passed = False  # all of them, once
+        self.stack: Stack | None = None
+        self.rank = 0
+        self.above: Saved | None = None
+        self.below: Saved | None = None
+
+    def alive(self) -> torch.UntypedStorage | None:
+        """The storage itself, if anybody still has it as it was."""
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.origin.cdata)
+        if storage is None or storage.nbytes() != self.nbytes or storage.data_ptr() != self.address:
+            return None
+        return storage
+
+    def in_flight(self) -> bool:
+        """Whether something is still being read from its places, or written to them."""
+        return any(each is not None and not each.done() for each in (self.leaving, self.coming, self.transfer))
+
+    def settle(self) -> None:
+        """Block until nothing is in flight, and let go of it."""
+        for copy in (self.leaving, self.coming):
+            if copy is not None:
+                copy.wait()
+        if self.transfer is not None:
+            with suppress(NvmeError):
+                self.transfer.wait()
+        self.source = self.leaving = self.coming = self.transfer = self.memory = None
+
+
+class Stack:
+    """What one thread saved, in order, and what of it is likely to be asked for next."""
+
+    def __init__(self) -> None:
+        self.top: Saved | None = None
+        self.next: Saved | None = None  # to be asked for
+        self.away: Saved | None = None  # to be read: whatever is AWAY is this, or below it
+
+    def push(self, saved: Saved, rank: int) -> None:
+        """`saved` is the last now, and the first to be asked for."""
+        saved.stack, saved.rank, saved.below, saved.above = self, rank, self.top, None
+        if self.top is not None:
+            self.top.above = saved
+        self.top = self.next = saved
+        if saved.state is State.AWAY:
+            self.away = saved
+
+    def remove(self, saved: Saved) -> None:
+        """`saved` is not in it any more."""
+        above, below = saved.above, saved.below
+        if above is not None:
+            above.below = below
+        if below is not None:
+            below.above = above
+        self.top = below if self.top is saved else self.top
+        self.next = below if self.next is saved else self.next
+        self.away = below if self.away is saved else self.away
+        saved.stack = saved.above = saved.below = None
+
+    def reach(self, saved: Saved) -> None:
+        """`saved` was asked for: what is below it comes next. Several that one operator saved are asked for in any order."""
+        if saved.passed or self.next is None or saved.rank <= self.next.rank:
+            self.next = saved.below
+
+    def went_away(self, saved: Saved) -> None:
+        """`saved` is on the drive only."""
+        if self.away is None or saved.rank > self.away.rank:
+            self.away = saved
+
+    def next_away(self) -> Saved | None:
+        """What to read next."""
+        while self.away is not None and self.away.state is not State.AWAY:
+            self.away = self.away.below
+        return self.away
+
+
+class Moved(NamedTuple):
+    """Bytes of saved storages: that left the compute device; that stayed there for want of room; written to NVMe and read."""
+
+    left: int = 0
+    stayed: int = 0
+    written: int = 0
+    read: int = 0
+
+
+class Activations:
+    """Owns the slots in `memory` (uint8, host), and the extents on `nvme` (None: there is no drive), of saved storages.
+
+    Any thread may call it; it has one lock. `save` and `fetch` are called on the thread whose stream uses the storage. Space on
+    NVMe is reserved when it is first needed, for good. `close` ends it, before `nvme`.
+    """
+
+    def __init__(
+        self, device: ComputeDevice, memory: torch.Tensor, nvme: NvmeTier | None, recorder: Recorder, poison: bool = False
+    ) -> None:
+        self._device, self._memory, self._nvme, self._recorder, self._poison = device, memory, nvme, recorder, poison
+        self._lock = threading.Lock()
+        self._closed = False
+        self._capacity = memory.numel()
+        self._slots, self._extents = Gaps(self._capacity), Gaps()
+        self._full = False  # the drive
+        self._dropped: deque[Saved] = deque()
+        self._ending: list[Saved] = []  # dropped, with something in flight
+        self._stacks: dict[int, Stack] = {}  # by thread
+        self._ranks = itertools.count()
+        self._leaving: deque[Saved] = deque()
+        self._in_memory: dict[Saved, None] = {}  # who has a slot, the oldest first
+        self._unwritten: dict[Saved, None] = {}  # LEAVING or HELD, the oldest first
+        self._unwritten_bytes = 0
+        self._reading: list[Saved] = []
+        self._ahead: deque[Saved] = deque()  # copied to the device, and not asked for
+        self._moved, self._before, self.last_step = Moved(), Moved(), Moved()
+        self._live = 0
+        self.peak = 0
+        """The most bytes of storages that were saved here at any time."""
+        self.used_peak = 0
+        """The most bytes of host memory in use at any time."""
+        self.meter = Meter()
+        """Its NVMe traffic."""
+
+    @property
+    def used(self) -> int:
+        """Bytes of host memory in use."""
+        return self._capacity - self._slots.free
+
+    # Saving
+
+    def save(self, storage: torch.UntypedStorage) -> Saved | None:
+        """Begin to move a storage of the compute device away; None where it has to stay, for there is no room.
+
+        May wait for the drive. The caller lets go of the storage, and calls `drop` in the end.
+        """
+        nbytes = round_up(storage.nbytes(), ALIGNMENT)
+        with self._locked():
+            start = None if self._closed else self._make_room(nbytes)
+            if start is None:
+                self._moved = self._moved._replace(stayed=self._moved.stayed + storage.nbytes())
+                return None
+            slot = self._memory[start : start + nbytes]
+            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            try:
+                leaving = self._device.begin_download(slot[: source.numel()], source, self._device.mark())
+            except BaseException:
+                self._slots.give(start, nbytes)
+                raise
+            saved = Saved(storage, source, leaving, start, slot)
+            self._in_memory[saved] = self._unwritten[saved] = None
+            self._unwritten_bytes += nbytes
+            self._leaving.append(saved)
+            self._stack().push(saved, next(self._ranks))
+            self._moved = self._moved._replace(left=self._moved.left + saved.nbytes)
+            self._live += saved.nbytes
+            self.peak = max(self.peak, self._live)
+            self._land()
+            self._write_ahead()
+        return saved
+
+    def save_again(self, saved: Saved) -> None:
+        """The same storage was saved once more, and is now the first that the backward will ask for."""
+        with self._locked():
+            saved.saves += 1
+            if saved.stack is not None:
+                self._unstack(saved)
+                self._stack().push(saved, next(self._ranks))
+
+    def _stack(self) -> Stack:
+        return self._stacks.setdefault(threading.get_ident(), Stack())
+
+    def _unstack(self, saved: Saved) -> None:
+        stack = saved.stack
+        if stack is not None:
+            stack.remove(saved)
+            if stack.top is None:
+                self._stacks = {thread: other for thread, other in self._stacks.items() if other is not stack}
+
+    def _land(self) -> None:
+        """See [Note: when memory of the device is free]."""
+        while self._leaving and (copy := self._leaving[0].leaving) is not None and copy.done():
+            self._landed(self._leaving.popleft())
+        for saved in itertools.islice(self._leaving, max(0, len(self._leaving) - AHEAD)):
+            if saved.source is not None and saved.leaving is not None:
+                self._device.join(saved.leaving, saved.source)
+                saved.source = None
+
+    def _landed(self, saved: Saved) -> None:
+        saved.source = saved.leaving = None
+        if saved.state is State.LEAVING:
+            saved.state = State.HELD
+
+    def _await_landing(self, saved: Saved) -> None:
+        if saved.leaving is not None:
+            saved.leaving.wait()
+            self._leaving.remove(saved)
+            self._landed(saved)
+
+    # Room
+
+    def _make_room(self, nbytes: int) -> int | None:
+        """A slot of `nbytes`, for which older storages go on to the drive; None where there is none to be had."""
+        start = self._take_slot(nbytes)
+        if start is None and nbytes <= self._capacity:
+            for saved in list(self._in_memory) if self._nvme is not None else ():
+                if self._send_away(saved) and (start := self._take_slot(nbytes)) is not None:
+                    break
+        while start is None and self._ending:
+            self._ending[0].settle()
+            self._release(self._ending.pop(0))
+            start = self._take_slot(nbytes)
+        return start
+
+    def _take_slot(self, nbytes: int) -> int | None:
+        start = self._slots.take(nbytes)
+        self.used_peak = max(self.used_peak, self.used)
+        return start
+
+    def _send_away(self, saved: Saved) -> bool:
+        """Give the slot of `saved` to others when the drive has what is in it; waits. False where the drive has no room."""
+        self._await_landing(saved)
+        if saved.state is State.READING:
+            with suppress(NvmeError):
+                self._finish_reading(saved)
+        if saved.state is State.HELD and not self._write(saved):
+            return False
+        if saved.state is State.WRITING and saved.transfer is not None:
+            saved.transfer.promote()
+            try:
+                with self._recorder.span("wait nvme", "activations"):
+                    saved.transfer.wait()
+                saved.state, saved.transfer = State.CLEAN, None
+            except NvmeError:
+                saved.state = State.LOST
+        self._free_slot(saved)
+        if saved.state is State.CLEAN:
+            saved.state = State.AWAY
+            if saved.stack is not None:
+                saved.stack.went_away(saved)
+        return True
+
+    def _free_slot(self, saved: Saved) -> None:
+        if saved.slot is None:
+            return
+        if saved.coming is not None:
+            saved.coming.wait()
+        if self._poison:
+            saved.slot.numpy().fill(POISON)
+        if saved.start is not None:
+            self._slots.give(saved.start, saved.slot.numel())
+        self._in_memory.pop(saved, None)
+        saved.slot = saved.start = None
+
+    def _write_ahead(self) -> None:
+        """Start writing the oldest, while more than half of the memory is not written."""
+        while self._nvme is not None and self._unwritten_bytes > self._capacity // 2:
+            saved = next(iter(self._unwritten))
+            if saved.state is State.LEAVING or not self._write(saved):
+                return
+
+    def _write(self, saved: Saved) -> bool:
+        """Start writing what is HELD; False where the drive has no room."""
+        if self._nvme is None or saved.slot is None:
+            return False
+        nbytes = saved.slot.numel()
+        if saved.extent is None and (start := self._take_extent(nbytes)) is not None:
+            saved.extent = Extent(start, nbytes)
+        if saved.extent is None:
+            return False
+        address = saved.slot.data_ptr()
+        saved.transfer = self._nvme.write(saved.extent, 0, nbytes, address, "activations", self.meter, background=True)
+        self._forget_unwritten(saved)
+        saved.state = State.WRITING
+        return True
+
+    def _forget_unwritten(self, saved: Saved) -> None:
+        if saved in self._unwritten:
+            del self._unwritten[saved]
+            self._unwritten_bytes -= round_up(saved.nbytes, ALIGNMENT)
+
+    def _take_extent(self, nbytes: int) -> int | None:
+        start = self._extents.take(nbytes)
+        if start is None and not self._full and self._nvme is not None:
+            grown = self._nvme.grow(max(nbytes, GROWTH_BYTES)) or self._nvme.grow(nbytes)
+            if grown is None:
+                self._full = True
+                log.warning("NVMe has no room for more saved activations; what host memory cannot hold stays on the device")
+                return None
+            self._extents.give(grown.start, grown.nbytes)
+            start = self._extents.take(nbytes)
+        return start
+
+    # Bringing back
+
+    def fetch(self, saved: Saved) -> torch.UntypedStorage:
+        """The content of `saved` on the compute device, for what the caller queues from now on; may be called again.
+
+        Raises `NvmeError` where it could not be written or read, `EngineClosedError` after `close`.
+        """
+        with self._locked():
+            if saved.state is State.ENDED:
+                raise EngineClosedError(
+                    "the engine was closed, and with it what a forward had saved for its backward; call backward() before close()"
+                )
+            self._poll()
+            storage = saved.alive()
+            if storage is None:
+                if saved.memory is None:
+                    self._bring_to_slot(saved)
+                    self._upload(saved)
+                elif saved in self._ahead:
+                    self._ahead.remove(saved)
+                if saved.memory is None or saved.coming is None:
+                    raise RuntimeError("a saved storage has no copy where it was just put")
+                self._device.join(saved.coming, saved.memory)
+                storage = saved.memory.untyped_storage()
+            if saved.stack is not None:
+                saved.stack.reach(saved)
+            saved.asked += 1
+            if saved.asked >= saved.saves:  # with retain_graph they may ask again, much later
+                saved.asked, saved.passed, saved.memory = 0, True, None
+            self._look_ahead()
+        return storage
+
+    def _poll(self) -> None:
+        self._land()
+        for saved in [each for each in self._reading if each.transfer is not None and each.transfer.done()]:
+            with suppress(NvmeError):  # who asks for it reads it again, and is told
+                self._finish_reading(saved)
+
+    def _bring_to_slot(self, saved: Saved) -> None:
+        self._await_landing(saved)
+        if saved.state is State.LOST and saved.transfer is not None:
+            saved.transfer.wait()  # raises again why
+        if saved.state is State.AWAY:
+            self._read(saved, wanted=True)
+        if saved.state is State.READING:
+            with self._recorder.span("wait nvme", "activations"):
+                self._finish_reading(saved)
+
+    def _read(self, saved: Saved, wanted: bool) -> bool:
+        """Start reading what is AWAY; False where there is no free slot, and nobody wants it now."""
+        if saved.extent is None or self._nvme is None:
+            raise RuntimeError("a saved storage is on no drive")
+        nbytes = saved.extent.nbytes
+        start = self._make_room(nbytes) if wanted else self._take_slot(nbytes)
+        if start is None and not wanted:
+            return False
+        # All others are in host memory, and the drive is full: memory of its own then, for a moment.
+        saved.slot = huge_pages(nbytes) if start is None else self._memory[start : start + nbytes]
+        saved.start = start
+        if start is not None:
+            self._in_memory[saved] = None
+        address = saved.slot.data_ptr()
+        saved.transfer = self._nvme.read(saved.extent, 0, nbytes, address, "activations", self.meter)
+        saved.state = State.READING
+        self._reading.append(saved)
+        return True
+
+    def _finish_reading(self, saved: Saved) -> None:
+        if saved.transfer is None:
+            raise RuntimeError("nothing is being read")
+        try:
+            saved.transfer.wait()
+        except NvmeError:
+            self._free_slot(saved)
+            saved.state = State.AWAY
+            if saved.stack is not None:
+                saved.stack.went_away(saved)
+            raise
+        else:
+            saved.state = State.CLEAN
+        finally:
+            if saved.state is not State.READING:
+                saved.transfer = None
+                self._reading.remove(saved)
+
+    def _upload(self, saved: Saved) -> None:
+        """Start copying what is in a slot to the compute device."""
+        if saved.slot is None:
+            raise RuntimeError("a saved storage that is to be copied has no slot")
+        saved.memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device.torch)
+        saved.coming = self._device.begin_upload(saved.memory, saved.slot[: saved.nbytes], self._device.mark())
+
+    def _look_ahead(self) -> None:
+        if not self._stacks:
+            return
+        most = max(AHEAD, len(self._stacks))
+        for stack in self._stacks.values() if not self._device.shares_host else ():
+            saved = stack.next
+            for _ in range(most // len(self._stacks)):
+                if saved is None:
+                    break
+                if saved.memory is None and saved.state in _IN_SLOT and saved.origin.expired():
+                    with suppress(torch.OutOfMemoryError):  # then it comes when it is asked for
+                        self._upload(saved)
+                        self._ahead.append(saved)
+                saved = saved.below
+        while len(self._ahead) > 2 * most:
+            self._let_go(self._ahead.popleft())
+        going = self._nvme is not None
+        while going:
+            going = False
+            for stack in self._stacks.values():
+                away = stack.next_away()
+                going |= away is not None and len(self._reading) < most and self._read(away, wanted=False)
+
+    def _let_go(self, saved: Saved) -> None:
+        """Give the copy on the device up, which nobody asked for."""
+        if saved.memory is not None and saved.coming is not None:
+            self._device.join(saved.coming, saved.memory)
+            saved.memory = None
+
+    # The end of one, and of all
+
+    def drop(self, saved: Saved) -> None:
+        """Nobody will ask for `saved` any more. Never waits."""
+        self._dropped.append(saved)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        while self._dropped and self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                self._collect()
+                yield
+        finally:
+            self._sweep()
+
+    def _collect(self) -> None:
+        while self._dropped:
+            saved = self._dropped.popleft()
+            if saved.state is not State.ENDED:
+                self._end(saved)
+        for saved in [each for each in self._ending if not each.in_flight()]:
+            saved.settle()
+            self._ending.remove(saved)
+            self._release(saved)
+
+    def _end(self, saved: Saved) -> None:
+        self._unstack(saved)
+        self._forget_unwritten(saved)
+        if saved.leaving is not None:
+            self._leaving.remove(saved)
+        if saved.state is State.READING:
+            self._reading.remove(saved)
+        if saved in self._ahead:
+            self._ahead.remove(saved)
+        self._in_memory.pop(saved, None)
+        self._live -= saved.nbytes
+        saved.state = State.ENDED
+        self._ending.append(saved)
+
+    def _release(self, saved: Saved) -> None:
+        self._free_slot(saved)
+        if saved.extent is not None:
+            self._extents.give(*saved.extent)
+            saved.extent = None
+
+    def stepped(self) -> None:
+        """A step has ended: `last_step` is what moved since the one before."""
+        with self._locked():
+            now = self._moved._replace(written=self.meter.written, read=self.meter.read)
+            before, self._before = self._before, now
+            self.last_step = Moved(*(new - old for new, old in zip(now, before, strict=True)))
+
+    def close(self) -> None:
+        """Wait for what is in flight and give all of it up. May be called twice."""
+        with self._lock:
+            self._closed = True
+            for stack in list(self._stacks.values()):
+                while stack.top is not None:
+                    self._end(stack.top)
+            self._dropped.clear()
+            while self._ending:
+                saved = self._ending.pop()
+                saved.settle()
+                self._release(saved)
+            self._memory = torch.empty(0, dtype=torch.uint8)
