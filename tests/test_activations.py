@@ -105,7 +105,7 @@ class WatchedDevice(FarDevice):
     def __init__(self) -> None:
         super().__init__()
         self.lost: list[str] = []
-        self.joined: list[Copy] = []
+        self.queue: list[Watched] = []
         self.marked = -1
 
     def mark(self) -> Mark:
@@ -113,14 +113,14 @@ class WatchedDevice(FarDevice):
         self.marked = mark.number
         return mark
 
-    def join(self, copy: Copy, memory: torch.Tensor) -> None:
-        self.joined.append(copy)
-        super().join(copy, memory)
-
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> Copy:
         if after is None or after.number != self.marked:
             self.lost.append("a copy that may come before the model has made its source, or left its target")
-        return Watched(target, source, self.lost)
+        self.queue.append(Watched(target, source, self.lost))
+        for copy in self.queue[: -2 * AHEAD]:  # ends whether anybody looks or not
+            copy.wait()
+        del self.queue[: -2 * AHEAD]
+        return self.queue[-1]
 
 
 class Rig:
@@ -325,6 +325,16 @@ def test_memory_of_the_device_is_free_after_a_few_more_have_left() -> None:
             rig.tier.drop(each)
 
 
+def test_what_is_dropped_on_its_way_keeps_its_place_until_it_is_there() -> None:
+    with Rig(far=True, pages=2, drive="no") as rig:
+        rig.tier.drop(rig.save(1, 0))
+        gc.collect()
+        assert rig.tier.used == PAGE
+        assert isinstance(rig.device, WatchedDevice)
+        rig.device.queue[0].wait()
+        rig.assert_empty()
+
+
 def test_a_copy_is_given_up_when_all_that_saved_it_have_had_it() -> None:
     with Rig(far=True, pages=8, drive="no") as rig:
         saved = rig.save(1, 0)
@@ -383,7 +393,8 @@ def test_the_drive_grows_without_moving_what_is_there(tmp_path: Path, monkeypatc
             assert torch.equal(memory, content(5, number)), number
         assert refused.size() <= 6 * PAGE
         sizes = [file.size() for file in nvme._files]
-        monkeypatch.setattr(nvme_module, "_extend", lambda file, n: False)
+        answers = iter([True])
+        monkeypatch.setattr(nvme_module, "_extend", lambda file, n: next(answers, False) and extend(file, n))
         nvme._budget = None
         assert nvme.grow(5 * PAGE) is None
         assert [file.size() for file in nvme._files] == sizes, "what there is no room for leaves nothing"
@@ -549,6 +560,35 @@ def test_a_fused_projection_and_the_input_of_three_layers_move_once() -> None:
         engine.model(torch.randn(16, 64)).backward()
         tier_of(engine).stepped()
         assert tier_of(engine).last_step.left == 3 * 16 * 64 * 4
+
+
+@pytest.mark.parametrize("config", [{}, {"activations": "nvme", "activation_memory": "8KiB"}], ids=["gpu", "nvme"])
+def test_what_was_changed_and_saved_again_is_what_it_was_then(config: dict[str, Any]) -> None:
+    class Changes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = self.linear(x) + 1  # neither of which saves y
+            unused = y * y
+            with torch.no_grad():
+                y += 1
+            return unused, (y * y).sum()
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    torch.manual_seed(0)
+    plain, x = Changes(), torch.randn(16, 32)
+    plain(x)[1].backward()
+    torch.manual_seed(0)
+    with wrapped(Changes(), **config) as engine:
+        unused, loss = engine.model(x)
+        loss.backward()
+        found = [gradient for p in engine.model.parameters() if (gradient := engine.gradient(p)) is not None]
+        assert_same(found, gradients(plain))
+        del unused
 
 
 def test_what_was_saved_is_gone_from_the_device() -> None:
