@@ -233,7 +233,7 @@ def test_the_options_are_frozen() -> None:
     assert names == set(job.Job.__dataclass_fields__) | {"as_json", "debug"}
     lists = (
         {"model", "checkpoint_activations", "data", "sequence_length", "seed", "nvme", "gpu_memory", "cpu_memory"},
-        {"activations", "activation_memory"},
+        {"activations", "activation_memory", "gpu_cache", "gpu_direct"},
         {"parameters", "optimizer", "gradients", "precision", "update", "io_engine", "steps", "batch_size", "accumulate", "lr"},
         {"gradient_precision", "moment_precision", "skip_nonfinite"},
         {"weight_decay", "warmup", "max_grad_norm", "eval_every", "eval_batches", "output", "overwrite", "report"},

@@ -38,6 +38,7 @@ def finetune(
     update: o.Update = "auto",
     delayed_after: o.DelayedAfter = 40,
     io_engine: o.IoEngine = "auto",
+    gpu_direct: o.GpuDirect = "auto",
     steps: o.Steps = 100,
     batch_size: o.BatchSize = 4,
     accumulate: o.Accumulate = 1,

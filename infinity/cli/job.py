@@ -66,6 +66,7 @@ class Job:
     update: Any
     delayed_after: int
     io_engine: Any
+    gpu_direct: Any
     steps: int
     batch_size: int
     accumulate: int
@@ -109,6 +110,7 @@ class Job:
             update=self.update,
             delayed_after=self.delayed_after,
             io_engine=self.io_engine,
+            gpu_direct=self.gpu_direct,
         )
 
     def schedule(self) -> Schedule:

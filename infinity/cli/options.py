@@ -163,6 +163,10 @@ DelayedAfter = Annotated[
 IoEngine = Annotated[
     Literal["auto", "io_uring", "posix"], typer.Option(help="How NVMe is read and written.", rich_help_panel=_TIERS)
 ]
+GpuDirect = Annotated[
+    Literal["auto", "on", "off"],
+    typer.Option(help="Whether drives write parameters straight to the GPU; auto: where they can.", rich_help_panel=_TIERS),
+]
 
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps.", rich_help_panel=_TRAINING)]
 BatchSize = Annotated[

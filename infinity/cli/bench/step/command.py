@@ -68,6 +68,7 @@ def step(
     update: o.Update = "auto",
     delayed_after: o.DelayedAfter = 0,
     io_engine: o.IoEngine = "auto",
+    gpu_direct: o.GpuDirect = "auto",
     steps: Steps = 5,
     discard: Discard = 2,
     most_seconds: MostSeconds = 1e9,
@@ -100,7 +101,8 @@ def step(
             nvme=tuple(nvme or ()), gpu_memory=gpu_memory, cpu_memory=cpu_memory, nvme_memory=nvme_memory,
             nvme_shares=nvme_shares, cache=cache, gpu_cache=gpu_cache, activation_memory=activation_memory, **tiers,
             precision=precision, gradient_precision=gradient_precision, moment_precision=moment_precision,
-            copy_on_write=copy_on_write, update=update, delayed_after=delayed_after, io_engine=io_engine, device=device,
+            copy_on_write=copy_on_write, update=update, delayed_after=delayed_after, io_engine=io_engine, gpu_direct=gpu_direct,
+            device=device,
         )  # fmt: skip
         source = find_source(model, precision)
         source.check_length(sequence_length)
