@@ -150,10 +150,10 @@ class Engine:
         through_buffer = aside or self.config.gradients == "nvme"
         through_buffer &= not self._units[0].reduces_late  # the gradients' home is the whole buffer
         buffer_bytes = max((u.gradient_nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
-        self._store.keep_near(_concurrent_bytes(model, users), (1 + aside) * buffer_bytes)
+        self._store.placement.keep_near(_concurrent_bytes(model, users), (1 + aside) * buffer_bytes)
         concurrent = _concurrent_bytes(model, users)
         # A second buffer is collected into while the first one is reduced; a budget that has no room for it works without.
-        buffers = 2 if aside and self._store.fits(concurrent, 2 * buffer_bytes) else 1
+        buffers = 2 if aside and self._store.placement.fits(concurrent, 2 * buffer_bytes) else 1
         self._store.open(concurrent, buffers * buffer_bytes)
         memory = self._store.reserve("gpu", buffers * buffer_bytes).tensor if buffer_bytes else None
         self._buffer = None if memory is None else GradientBuffer(memory, buffers)
@@ -426,7 +426,7 @@ class Engine:
             waits=waits,
             cached=cached,
             on_nvme=on_nvme,
-            near=self._store.near_bytes,
+            near=self._store.placement.near_bytes,
             peaks=self._store.peaks(),
             budgets={
                 "gpu": config.gpu_memory,

@@ -48,11 +48,11 @@ from infinity.observe import Meter, Recorder
 from infinity.tiers.access import Checkout, Fetch, Mover, Pending, Placing
 from infinity.tiers.activations import Activations
 from infinity.tiers.arena import Arena, Lease
-from infinity.tiers.block import Block, BlockState, Kind
-from infinity.tiers.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT, HostPlan, Staged, divide_with_activations
-from infinity.tiers.cache import choose, fill
+from infinity.tiers.block import Block, BlockState
+from infinity.tiers.budget import CHUNK_ELEMENTS
 from infinity.tiers.nvme import ALIGNMENT, NvmeTier, Transfer
-from infinity.units import format_bytes, round_up
+from infinity.tiers.placement import Placement
+from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
 
@@ -69,12 +69,11 @@ class Store:
     def __init__(self, config: Config, device: ComputeDevice, recorder: Recorder, own: str = "") -> None:
         """What is on NVMe lies in directories called `own` below those of `config`, if that has letters."""
         self._config, self._device, self._recorder = config, device, recorder
-        # A delayed update writes new parameters while the old ones are in use: they have two places each, not one in the cache.
-        self._twice = {Kind.PARAM} if config.update == "delayed" else set()
-        self._doubled: set[Block] = set()  # those in host memory that updates rewrite beside their old content, see `_double`
         self._nvme = NvmeTier(config.nvme, config.io_engine, config.nvme_memory, recorder, config.nvme_shares, own)
         self._changed = threading.Condition()
         self._blocks: list[Block] = []
+        self.placement = Placement(config, device, self._blocks)
+        """Where blocks are at home; asked before `open` what would fit."""
         self._arenas: dict[str, Arena] = {}
         self._mover: Mover | None = None
         self.activations: Activations | None = None
@@ -88,13 +87,9 @@ class Store:
         """NVMe traffic of all that has no meter of its own."""
         self.chunk_elements = CHUNK_ELEMENTS
         """The most elements of a chunk; fixed by `open`."""
-        self._cuts: dict[int, set[int]] = {}  # by unit: the elements that chunks do not extend across
         self._starts: dict[Block, list[int]] = {}
-        self.near_bytes = 0
-        """Bytes of states that `keep_near` chose to be on the compute device."""
         self.staged_sets = 0
         """How many chunks of a unit, with all its kinds, staging holds at once; fixed by `open`."""
-        self._granule = CHUNK_ELEMENTS  # a chunk is a multiple of this many elements, so that it is whole in every format
         self.copy_slots = 0
         """Slots of 4096 bytes on the compute device for copies of parameters; fixed by `open`."""
         self.next_use: Callable[[int], float] = lambda unit: math.inf
@@ -110,41 +105,8 @@ class Store:
 
     def add(self, block: Block) -> Block:
         """Declare `block`; its bytes are a multiple of 4096."""
-        self._granule = max(self._granule, block.format.elements)
         self._blocks.append(block)
         return block
-
-    def keep_near(self, concurrent: int, reserve: int) -> None:
-        """Choose the units all of whose states are at home on the compute device, as `Config.gpu_cache` says; before `open`,
-        which has to find room for `concurrent` and `reserve` bytes besides."""
-        units: dict[int, list[Block]] = {}
-        for block in self._blocks:
-            if not block.frozen and block.tier != "gpu":
-                units.setdefault(block.unit, []).append(block)
-        candidates = list(units.values())
-        sizes = [sum(round_up(block.home_bytes, ALIGNMENT) for block in blocks) for blocks in candidates]
-        for number in fill(self._room_near(concurrent, reserve), sizes):
-            for block in candidates[number]:
-                block.tier = "gpu"
-                self.near_bytes += block.nbytes
-
-    def _room_near(self, concurrent: int, reserve: int) -> int:
-        wanted, memory = self._config.gpu_cache, self._config.gpu_memory
-        if wanted != "auto":
-            return wanted
-        if not self._device.has_kernels or self._twice:
-            return 0
-        # With bf16 and all on NVMe a unit that stays saves 26 bytes of traffic for its 14, and a copy 2 for its 2. But the others
-        # have to come ahead of use.
-        passing = min(sum(block.span for block in self._travelling()), max(2 * concurrent, memory // 4))
-        return memory - self._home_bytes("gpu") - reserve - passing
-
-    def fits(self, concurrent: int, reserve: int) -> bool:
-        """Whether `open` would find enough memory on the compute device."""
-        return self._home_bytes("gpu") + (concurrent if self._travelling() else 0) + reserve <= self._config.gpu_memory
-
-    def _travelling(self) -> list[Block]:
-        return [b for b in self._blocks if b.kind is Kind.PARAM and not b.permanent]
 
     def open(self, concurrent: int, reserve: int = 0) -> None:
         """Check the budgets (I10), then allocate everything; raises `BudgetError` before anything is changed.
@@ -152,43 +114,22 @@ class Store:
         `concurrent` bytes of gathered units must fit at once, and `reserve` bytes for gradient buffers, beside what is at
         home on the compute device.
         """
-        budget = self._config
-        device_home, host_home = self._home_bytes("gpu"), self._home_bytes("cpu")
-        travelling = self._travelling()
-        least = (concurrent if travelling else 0) + reserve
-        if not self.fits(concurrent, reserve):
-            raise BudgetError(
-                f"gpu_memory={format_bytes(budget.gpu_memory)} is too small: states at home there take "
-                f"{format_bytes(device_home)}, the units in use at once and the next one {format_bytes(least)}; the smallest "
-                f"gpu_memory that works is {device_home + least} ({format_bytes(device_home + least)})"
-                f"{', or set a smaller gpu_cache' if budget.gpu_cache not in ('auto', 0) else ''} (invariant I10)"
-            )
-        useful = sum(b.span for b in travelling) + reserve
-        device_bytes = min(budget.gpu_memory // ALIGNMENT * ALIGNMENT, device_home + max(useful, least))
-        plan, saved_bytes = self._divide_host(budget.cpu_memory - host_home, host_home)
-        self.chunk_elements, self.staged_sets = plan.chunk_elements, plan.staged_sets
-        slot_bytes = plan.chunk_elements * WIDEST_ELEMENT
-        free = budget.cpu_memory - host_home - plan.slots * slot_bytes - plan.cache - saved_bytes
-        shared = saved_bytes // 2 if budget.activation_memory == "auto" else 0
-        doubled = self._double(free + shared)
-        host_home, saved_bytes = host_home + doubled, saved_bytes - round_up(max(doubled - free, 0), ALIGNMENT)
-        self._keep(plan.cache, resident=min(1.0, (device_bytes - device_home - reserve) / max(useful - reserve, 1)))
-        kept_bytes, _ = self.cached()
+        budget, place = self._config, self.placement
+        rooms = place.divide(concurrent, reserve)
+        self.chunk_elements, self.staged_sets = rooms.host.chunk_elements, rooms.host.staged_sets
         for block in self._blocks:
             if block.moved_bytes:
-                # What a failed step leaves of its gradients is of no use, so they are rewritten in place.
-                copies = 2 if budget.copy_on_write and block.kind is not Kind.GRAD and not block.frozen else 1
-                block.extents = tuple(self._nvme.reserve(block.moved_bytes) for _ in range(copies))
+                block.extents = tuple(self._nvme.reserve(block.moved_bytes) for _ in range(place.copies_of(block)))
         if budget.activations == "nvme":
             self._nvme.reserve(ALIGNMENT)  # so that there is a file, which grows
         self._nvme.open()
         try:
-            poison = budget.poison
-            self._arenas["gpu"] = Arena("gpu", self._device.compute_memory(device_bytes), ALIGNMENT, poison)
-            self._arenas["cpu"] = Arena("cpu", self._device.host_memory(host_home + kept_bytes), ALIGNMENT, poison)
-            self._arenas["staging"] = Arena("staging", self._device.host_memory(plan.slots * slot_bytes), slot_bytes, poison)
-            if self._moves_activations():
-                memory, drive = self._device.host_memory(saved_bytes), self._nvme if budget.activations == "nvme" else None
+            poison, host = budget.poison, self._device.host_memory
+            self._arenas["gpu"] = Arena("gpu", self._device.compute_memory(rooms.device), ALIGNMENT, poison)
+            self._arenas["cpu"] = Arena("cpu", host(rooms.homes + rooms.cache), ALIGNMENT, poison)
+            self._arenas["staging"] = Arena("staging", host(rooms.host.slots * rooms.slot), rooms.slot, poison)
+            if place.moves_activations():
+                memory, drive = host(rooms.saved), self._nvme if budget.activations == "nvme" else None
                 self.activations = Activations(self._device, memory, drive, self._recorder, poison)
                 self._nvme.register(memory)
         except BaseException:
@@ -198,26 +139,30 @@ class Store:
         if self._device.shares_host:  # reads land in it
             self._nvme.register(self._arenas["gpu"].memory)
         self._attach()
-        for block in self._blocks:
-            if block.tier != "nvme":
-                block.homes = tuple(self.reserve(block.tier, block.home_bytes) for _ in range(self._homes_of(block)))
-                for home in block.homes:
-                    home.tensor.zero_()
-            if block.permanent:
-                block.lease, block.state = block.home, BlockState.RESIDENT
-        start, cache = 0, self.reserve("cpu", kept_bytes).tensor.zero_() if kept_bytes else None
-        for block in self._blocks:
-            if block.kept and cache is not None:
-                block.cached = cache[start : start + block.kept_bytes]
-                start += block.kept_bytes
+        self._settle_in(rooms.cache)
         self._device.settle()  # zeros and poison, and what was there before: copies would overtake them
         self.copy_slots = self._arenas["gpu"].free_slots - self._arenas["gpu"].slots_for(reserve)
         self._mover = Mover()
 
+    def _settle_in(self, cache_bytes: int) -> None:
+        """Every block that is at home in memory, or in part in the cache, gets its place there, of zeros."""
+        for block in self._blocks:
+            if block.tier != "nvme":
+                block.homes = tuple(self.reserve(block.tier, block.home_bytes) for _ in range(self.placement.homes_of(block)))
+                for home in block.homes:
+                    home.tensor.zero_()
+            if block.permanent:
+                block.lease, block.state = block.home, BlockState.RESIDENT
+        start, cache = 0, self.reserve("cpu", cache_bytes).tensor.zero_() if cache_bytes else None
+        for block in self._blocks:
+            if block.kept and cache is not None:
+                block.cached = cache[start : start + block.kept_bytes]
+                start += block.kept_bytes
+
     def _attach(self) -> None:
         """Let the drives write parameters into the compute arena themselves, if that is wanted and works, and say which it is."""
         wanted, problem = self._config.gpu_direct, "the compute device is the CPU"
-        if wanted == "off" or not any(b.moved_bytes for b in self._travelling()):
+        if wanted == "off" or not any(b.moved_bytes for b in self.placement.travelling()):
             return
         if not self._device.shares_host:
             try:
@@ -237,69 +182,6 @@ class Store:
         if lease is None:
             raise RuntimeError(f"{nbytes} bytes were not set aside on {tier} (invariant I10)")
         return lease
-
-    def _home_bytes(self, tier: Tier) -> int:
-        return sum(round_up(b.home_bytes, ALIGNMENT) * self._homes_of(b) for b in self._blocks if b.tier == tier)
-
-    def _homes_of(self, block: Block) -> int:
-        """How many homes a block in memory has."""
-        return 2 if (block.kind in self._twice or block in self._doubled) and not block.frozen else 1
-
-    def _double(self, room: int) -> int:
-        """Give units that are in host memory second homes in `room` bytes of it, so that their updates may begin before their
-        step: first those that come last in the model, whose gradients come first. What is on NVMe is better cached instead.
-        Returns what that takes, in bytes."""
-        early = self._config.update == "speculative" or (self._config.update == "auto" and not self._device.shares_host)
-        rewritten = [b for b in self._blocks if b.kind is not Kind.GRAD and not b.frozen]
-        if not early or not self._config.copy_on_write or any(b.tier == "nvme" for b in rewritten):
-            return 0
-        units: dict[int, list[Block]] = {}
-        for block in reversed(rewritten):
-            units.setdefault(block.unit, []).append(block)
-        candidates = [blocks for blocks in units.values() if all(b.tier == "cpu" for b in blocks)]
-        sizes = [sum(round_up(b.home_bytes, ALIGNMENT) for b in blocks) for blocks in candidates]
-        chosen = fill(room, sizes)
-        for number in chosen:
-            self._doubled.update(candidates[number])
-        return sum(sizes[number] for number in chosen)
-
-    def _may_keep(self, block: Block) -> bool:
-        """Whether a part of `block` may stay in host memory although it is at home on NVMe."""
-        return block.tier == "nvme" and block.kind not in self._twice
-
-    def _divide_host(self, available: int, home: int) -> tuple[HostPlan, int]:
-        """The plan for `available` bytes beside the `home` bytes of states, and the bytes for saved activations; raises
-        `BudgetError` when there is none."""
-        on_nvme = [b for b in self._blocks if self._may_keep(b)]
-        others = {b.kind for b in self._blocks if not self._may_keep(b) and self.needs_staging(b)}
-        spare = not self._device.shares_host  # for what has to be added to gradients
-        kinds, longest = others | {b.kind for b in on_nvme}, max((b.elements for b in self._blocks), default=0)
-        elements = sum(b.elements for b in self._blocks if b.kind is Kind.PARAM)
-        staged = Staged(len(kinds) + spare, len(others) + spare, self._granule, longest, elements, sum(b.nbytes for b in on_nvme))
-        wanted = self._config.activation_memory if self._moves_activations() else 0
-        fixed = 0 if wanted == "auto" else wanted
-        least = home + fixed + staged.least
-        if available < least - home:
-            saved = f", saved activations {format_bytes(fixed)} (activation_memory)" if fixed else ""
-            raise BudgetError(
-                f"cpu_memory={format_bytes(self._config.cpu_memory)} is too small: states at home in host memory take "
-                f"{format_bytes(home)}{saved} and staging at least {format_bytes(staged.least)}; the smallest cpu_memory that "
-                f"works is {least} ({format_bytes(least)}) (invariant I10)"
-            )
-        cache = None if self._config.cache == "auto" else self._config.cache
-        return divide_with_activations(available, staged, cache, wanted)
-
-    def _moves_activations(self) -> bool:
-        """Whether what autograd saves goes anywhere: memory of the CPU is host memory already."""
-        where = self._config.activations
-        return where == "nvme" or (where == "cpu" and not self._device.shares_host)
-
-    def _keep(self, cache_bytes: int, resident: float) -> None:
-        """Decide what of the blocks on NVMe is at home in host memory; `resident` of the parameters fit on the compute device."""
-        early = self._config.copy_on_write and self._config.update in ("auto", "speculative")
-        for block, kept in choose(self._blocks, cache_bytes, self._granule, early, resident, never=self._twice).items():
-            block.kept = kept
-            self._cuts.setdefault(block.unit, set()).add(kept)
 
     # Clean copies of parameter blocks on the compute device
 
@@ -393,7 +275,7 @@ class Store:
 
     def _no_room(self, block: Block) -> BudgetError:
         pinned = [b for b in self._blocks if b.pins and b.lease is not None and not b.permanent]
-        need = self._home_bytes("gpu") + sum(b.span for b in pinned) + (len(pinned) + 1) * block.span
+        need = self.placement.home_bytes("gpu") + sum(b.span for b in pinned) + (len(pinned) + 1) * block.span
         return BudgetError(
             f"{block.name} does not fit into gpu_memory={format_bytes(self._config.gpu_memory)} beside what is in use at the "
             f"same time ({', '.join(b.name for b in pinned)}); gpu_memory={need} ({format_bytes(need)}) is enough for these"
@@ -538,7 +420,7 @@ class Store:
         if near and self.is_near(block):
             return block.elements
         full = (begin // self.chunk_elements + 1) * self.chunk_elements
-        return min(full, block.elements, *(cut for cut in self._cuts.get(block.unit, ()) if cut > begin))
+        return min(full, block.elements, *(cut for cut in self.placement.cuts.get(block.unit, ()) if cut > begin))
 
     def in_memory_until(self, block: Block, near: bool = False) -> int:
         """The first element of which a chunk is a copy in a staging slot; chunks before it are a part of the home itself. With
