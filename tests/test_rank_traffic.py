@@ -244,7 +244,7 @@ def serve(directory: Path, rank: int, ranks: int) -> None:
 # This side
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 3])
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By rank, what `serve` saves."""
     directory, ranks = tmp_path_factory.mktemp(f"ranks{request.param}"), request.param

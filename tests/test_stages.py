@@ -163,7 +163,7 @@ def serve(directory: Path, rank: int, ranks: int) -> None:
 # This side
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[3, 4])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By rank, then by case."""
     directory, ranks = tmp_path_factory.mktemp(f"ranks{request.param}"), request.param
