@@ -573,13 +573,14 @@ class Unit:
     def zero_gradients(self) -> None:
         """Forget the gradients of this step."""
         self._withdraw()
-        self.collected, self.measured = 0, (0, None)
+        self.collected = 0
         self.accumulated = [False] * len(self.parameters)
         self.spent = self._is_mean = self._is_apart = False
         self.reduced.clear()
         self.grad_scale = self.loss_scale = 1.0
         if self._buffer is not None:
             self._buffer.discard(self)
+        self.measured = 0, None  # not before what was on its way has ended, and was measured
 
     def close(self) -> None:
         """The engine was closed: the parameters keep shape and dtype, and have no data on any tier."""

@@ -347,7 +347,7 @@ class NvmeTier:
         if meter is not None:
             meter.add(read=nbytes)
         self._recorder.count("nvme bytes read", nbytes)
-        return self._submit("read", extent, begin, nbytes, address, name, direct=direct)
+        return self._submit("read", self.direct if direct else self.engines, extent, begin, nbytes, address, name)
 
     def write(
         self,
@@ -364,26 +364,26 @@ class NvmeTier:
         if meter is not None:
             meter.add(written=nbytes)
         self._recorder.count("nvme bytes written", nbytes)
-        return self._submit("write", extent, begin, nbytes, address, name, background)
+        return self._submit("write", self.engines, extent, begin, nbytes, address, name, background)
 
     def _submit(
         self,
         operation: str,
+        engines: Sequence[Any],
         extent: Extent,
         begin: int,
         nbytes: int,
         address: int,
         name: str,
         background: bool = False,
-        direct: bool = False,
     ) -> Transfer:
         if begin < 0 or begin + nbytes > extent.nbytes:
             raise ValueError(f"bytes {begin}..{begin + nbytes} are not in an extent of {extent.nbytes}")
         requests = []
         for number, offset, length in self._stripes.pieces(extent.start + begin, nbytes):
-            engine, file = (self.direct if direct else self.engines)[number], self._files[number]
-            submit = engine.read if operation == "read" else engine.write
-            requests.append(Request(engine, submit(file, offset, address, length, background), file.path, offset))
+            engine, file = engines[number], self._files[number]
+            ticket = getattr(engine, operation)(file, offset, address, length, background)
+            requests.append(Request(engine, ticket, file.path, offset))
             address += length
         return Transfer(operation, name, requests, self._recorder)
 
