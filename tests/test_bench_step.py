@@ -15,13 +15,14 @@ from far import FarDevice
 from typer.testing import CliRunner
 
 import infinity
-from infinity.cli.bench.step import limits, train
+from infinity.cli.bench.step import train
 from infinity.cli.bench.step.flops import Shape, count
 from infinity.cli.bench.step.limits import extrapolated
-from infinity.cli.bench.step.measure import bounds, formats_of, parts_updated
+from infinity.cli.bench.step.measure import bounds, parts_updated
 from infinity.cli.main import app
 from infinity.config import Config
 from infinity.observe import Report
+from infinity.rates import formats_of, updates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -133,7 +134,7 @@ def test_the_kernels_are_measured_in_the_formats_of_the_states(options: Any, dty
     config = Config(nvme="/", gpu_memory=1, cpu_memory=1, **options)
     found = formats_of(config, dtype)
     assert (found.grad, found.param, found.master, found.moments) == expected
-    assert all(rate > 0 for rate in limits.adam(found, 1 << 16, 1, rounds=2))
+    assert all(rate > 0 for rate in updates(found, 1 << 16, 1, rounds=2))
 
 
 def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path: Path, model: Path) -> None:

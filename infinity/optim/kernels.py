@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 from infinity import native
 from infinity.device import device_of, stream_of
 from infinity.errors import ConfigError, EngineClosedError
+from infinity.rates import threads_of
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Format, Kind
 from infinity.tiers.budget import CHUNK_ELEMENTS
@@ -50,11 +50,7 @@ class States(NamedTuple):
 
 class Kernels:
     """The kernels of `native/cpu_adam` with one instruction set and one pool of `threads` threads, and those of `native/cuda` for
-    what lies on a GPU, with the same bits.
-
-    None takes every CPU this process may run on, or its part of them where torchrun says that there are several on this node.
-    Not what OMP_NUM_THREADS says: launchers set it to 1, which would starve the update.
-    """
+    what lies on a GPU, with the same bits. None: as many as `threads_of` says."""
 
     def __init__(self, instruction_set: str, threads: int | None) -> None:
         self._module = native.cpu_adam()
@@ -62,8 +58,7 @@ class Kernels:
         if instruction_set != "auto" and not self._module.has_isa(instruction_set):
             raise ConfigError(f"instruction_set={instruction_set!r} is not one that this CPU has; 'auto' is {best!r} here")
         self.isa = best if instruction_set == "auto" else instruction_set
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-        self.threads = threads or max(1, len(os.sched_getaffinity(0)) // ranks)
+        self.threads = threads_of(threads)
         self._pool = self._module.Pool(self.threads)
 
     def update(self, states: States, begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:

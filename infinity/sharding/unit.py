@@ -22,6 +22,7 @@ from infinity.sharding.parameter import guard_for
 from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.tensor_parallel import attach, cut_along, local, local_gradient, part_of
 from infinity.tiers.block import BF16, FP32, INT8, SPLIT, Block, Format, Kind
+from infinity.tiers.moves import is_rounded
 from infinity.tiers.store import Store
 
 _MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
@@ -258,7 +259,7 @@ class Unit:
     @property
     def is_rounded(self) -> bool:
         """Whether the parameters are nothing but their masters, rounded: then an update writes them and does not read them."""
-        return Kind.MASTER in self.blocks and self.blocks[Kind.MASTER].format is not SPLIT
+        return is_rounded(self.blocks)
 
     @property
     def trains(self) -> bool:

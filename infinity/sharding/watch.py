@@ -102,41 +102,46 @@ class Watch:
 
 
 @contextmanager
-def together(ranks: Ranks, timeout: float) -> Iterator[None]:
+def together(ranks: Ranks, timeout: float) -> Iterator[list[float]]:
     """What is inside ends well on all `ranks`, or on none: where it fails on one, the others raise `InfinityError` at its end.
 
-    All ranks enter it equally often. An error is raised at once, and told; without one a rank waits for the others for `timeout`
-    seconds. Joins no collective, so that a rank that never comes is named.
+    It gives a list for numbers to agree on: at the end each is the least that any rank has put at its place; none where a rank
+    has put none. All ranks enter it equally often. An error is raised at once, and told; without one a rank waits for the others
+    for `timeout` seconds. Joins no collective, so that a rank that never comes is named.
     """
     rank, meetings = str(dist.get_rank()) if ranks.groups() else "", []
     for group in ranks.groups():  # along one dimension of a mesh, then along the other
         all_times = distributed_c10d.PrefixStore(f"infinity/together/{group.group_name}", distributed_c10d._get_default_store())
         this_time = distributed_c10d.PrefixStore(str(all_times.add(f"times of {rank}", 1)), all_times)
         meetings.append((this_time, dist.get_process_group_ranks(group)))
+    numbers: list[float] = []
     try:
-        yield
+        yield numbers
     except BaseException as error:
         for notes, _ in meetings:
             with suppress(Exception):  # this error is the one to raise
-                notes.set(rank, f"rank {rank} failed: {type(error).__name__}: {error}")
+                notes.set(rank, json.dumps(f"rank {rank} failed: {type(error).__name__}: {error}"))
         raise
     failure = ""
     for notes, members in meetings:
-        notes.set(rank, failure)
-        failure = failure or _first_failure(notes, members, timeout)
+        notes.set(rank, json.dumps(failure or numbers))
+        failure = failure or _hear(notes, members, timeout, numbers)
     if failure:
         raise InfinityError(failure)
 
 
-def _first_failure(notes: distributed_c10d.Store, members: Sequence[int], timeout: float) -> str:
+def _hear(notes: distributed_c10d.Store, members: Sequence[int], timeout: float, numbers: list[float]) -> str:
+    """What the first that failed of `members` says, or ""; lowers `numbers` to the least of theirs."""
     until = time.monotonic() + timeout
     for rank in members:
         while not notes.check([str(rank)]):
             if time.monotonic() > until:
                 return f"rank {rank} did not come in {timeout:.0f} s (Config.collective_timeout): it is elsewhere, or gone"
             time.sleep(_GLANCE)
-        if said := notes.get(str(rank)).decode():
+        said = json.loads(notes.get(str(rank)))
+        if isinstance(said, str):
             return said
+        numbers[:] = [min(pair) for pair in zip(numbers, said, strict=False)]
     return ""
 
 

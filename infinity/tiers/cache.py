@@ -6,11 +6,8 @@ cache, and what is evicted has to be written besides. A part that never leaves r
 second place on the drive, and is the same in every run, so that the planner can state the bytes that move.
 
 [Note: what is kept first]
-What saves most NVMe traffic per byte of memory. Per byte and step a parameter is fetched for backward, written by the update,
-and read by it where it is a part of its master: 2 or 3; a frozen one is fetched for forward and for backward: 2. What the compute
-device has room for is not fetched and not read, so that share of the reads does not count. A gradient is written by backward
-and read by the norm and by the update: 3. A master or a moment is read and written: 2. Among equals the unit that comes
-first in the module: the next forward waits for its update first.
+What saves most NVMe traffic per byte of memory (`infinity.tiers.moves.traffic`): 2 or 3 bytes in a step. Among equals the unit
+that comes first in the module: the next forward waits for its update first.
 
 But an update may begin before its step only where nothing is rewritten in place (see `infinity.optim.pipeline`). Where updates
 begin early, a unit's parameters and states are therefore kept element by element together. Parameters alone would leave up to 8 %
@@ -22,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from infinity.tiers.block import SPLIT, Block, Kind
+from infinity.tiers.block import Block, Kind
+from infinity.tiers.moves import traffic, units_of
 
 
 class Candidate(NamedTuple):
@@ -74,9 +72,7 @@ def choose(
     It is all of them or a multiple of `granule`. With `early`, updates may begin before their step. The compute device has room
     for `resident` of all parameters. What is in `never` is not kept.
     """
-    units: dict[int, dict[Kind, Block]] = {}
-    for block in blocks:
-        units.setdefault(block.unit, {})[block.kind] = block
+    units = units_of(blocks)
     groups = [group for unit in units.values() for group in _groups(unit, early, never)]
     candidates = [_candidate(group, units[group[0].unit], granule, resident) for group in groups]
     shares = zip(groups, distribute(budget, candidates), strict=True)
@@ -93,16 +89,7 @@ def _groups(unit: Mapping[Kind, Block], early: bool, never: Collection[Kind]) ->
 
 
 def _candidate(group: Sequence[Block], unit: Mapping[Kind, Block], granule: int, resident: float) -> Candidate:
-    saved = sum(_traffic(block.kind, unit, resident) * block.nbytes for block in group)
+    saved = sum(traffic(block.kind, unit, resident) * block.nbytes for block in group)
     nbytes = sum(block.nbytes for block in group)
     piece = sum(block.format.bytes_of(granule) for block in group)
     return Candidate(max(block.elements for block in group), granule, piece, nbytes, saved / nbytes)
-
-
-def _traffic(kind: Kind, unit: Mapping[Kind, Block], resident: float) -> float:
-    """NVMe bytes that a step moves per byte of `kind`, see above."""
-    if kind is Kind.PARAM:
-        rounded = Kind.MASTER in unit and unit[Kind.MASTER].format is not SPLIT
-        written, read = (1, 1 if rounded else 2) if Kind.GRAD in unit else (0, 2)
-        return written + read * (1 - resident)
-    return 3 if kind is Kind.GRAD else 2

@@ -2,12 +2,15 @@
 
 Three things are decided beside what the configuration says. Units all of whose states stay on the compute device (`keep_near`);
 what of the blocks on NVMe stays in host memory (`infinity.tiers.cache`); and which units in host memory have second homes, so
-that their updates may begin before their step. All of it follows from sizes and the configuration alone, so ranks decide alike.
+that their updates may begin before their step. All of it follows from sizes, the configuration, and rates that ranks agree on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from infinity.config import Config, Tier
@@ -16,7 +19,13 @@ from infinity.errors import BudgetError
 from infinity.tiers.block import Block, Kind
 from infinity.tiers.budget import CHUNK_ELEMENTS, PAGE, WIDEST_ELEMENT, HostPlan, Staged, divide_with_activations
 from infinity.tiers.cache import choose, fill
+from infinity.tiers.moves import Moves, Rates, moves, units_of
 from infinity.units import format_bytes, round_up
+
+log = logging.getLogger("infinity")
+
+MOST_CANDIDATES = 32
+"""Of numbers of units that may stay on the compute device: so many are weighed, where a model has more units."""
 
 
 class Rooms(NamedTuple):
@@ -50,27 +59,91 @@ class Placement:
 
     # The compute device
 
-    def keep_near(self, concurrent: int, reserve: int) -> None:
+    def weighs(self, concurrent: int, reserve: int) -> bool:
+        """Whether `keep_near` has to know rates: it may choose how many units stay, and not all of them can."""
+        return self._may_choose() and bool(self._units()) and not self._all_fit(concurrent, reserve)
+
+    def keep_near(self, concurrent: int, reserve: int, rates: Rates | None = None) -> None:
         """Choose the units all of whose states are at home on the compute device, as `Config.gpu_cache` says, if `concurrent` and
-        `reserve` bytes there are for others."""
-        units: dict[int, list[Block]] = {}
-        for block in self._blocks:
-            if not block.frozen and block.tier != "gpu":
-                units.setdefault(block.unit, []).append(block)
-        for block in _those_that_fit(list(units.values()), self._room_near(concurrent, reserve)):
+        `reserve` bytes there are for others. With "auto" so many that a step takes least time by `rates`; none without these,
+        unless all can stay."""
+        units, wanted = self._units(), self._config.gpu_cache
+        if wanted != "auto":
+            near = _those_that_fit(units, wanted)
+        elif not self._may_choose():
+            near = []
+        elif self._all_fit(concurrent, reserve):
+            near = [block for blocks in units for block in blocks]
+        else:
+            near = self._fastest(units, concurrent, reserve, rates) if rates is not None else []
+        for block in near:
             block.tier = "gpu"
             self.near_bytes += block.nbytes
 
-    def _room_near(self, concurrent: int, reserve: int) -> int:
-        wanted, memory = self._config.gpu_cache, self._config.gpu_memory
-        if wanted != "auto":
-            return wanted
-        if not self._device.has_kernels or self._twice:
-            return 0
-        # With bf16 and all on NVMe a unit that stays saves 26 bytes of traffic for its 14, and a copy 2 for its 2. But the others
-        # have to come ahead of use.
-        passing = min(sum(block.span for block in self.travelling()), max(2 * concurrent, memory // 4))
-        return memory - self.home_bytes("gpu") - reserve - passing
+    def _units(self) -> list[list[Block]]:
+        """The blocks that may move to the compute device, by unit: not what is frozen, which no update renews."""
+        units = units_of(block for block in self._blocks if not block.frozen and block.tier != "gpu")
+        return [list(unit.values()) for unit in units.values()]
+
+    def _may_choose(self) -> bool:
+        can_update = self._device.has_kernels and self._config.algorithm != "other" and not self._twice
+        return self._config.gpu_cache == "auto" and can_update
+
+    def _all_fit(self, concurrent: int, reserve: int) -> bool:
+        with self._near([block for blocks in self._units() for block in blocks]):
+            return self.fits(concurrent, reserve)
+
+    def _fastest(self, units: Sequence[Sequence[Block]], concurrent: int, reserve: int, rates: Rates) -> list[Block]:
+        """The first of `units`, so many that what has most to do in a step has least.
+
+        Example, of a GPU with 50 GB/s each way beside a CPU that updates 6e9 parameters per second, per GB and step in bf16:
+        states of 71 million parameters that stay save 12 ms of the CPU, 6 of the way up and 3 of the way down; copies of 500
+        million parameters save 20 ms of the way up, and nothing else. So it depends on which of them is the longest.
+        """
+        room = max(self._config.gpu_memory - self.home_bytes("gpu") - reserve, 0)
+        ends = [end for end in itertools.accumulate(map(_home_bytes, units)) if end <= room]
+        best: tuple[float, float] | None = None
+        chosen: list[Block] = []
+        for size in [0, *ends[:: len(ends) // MOST_CANDIDATES + 1], room]:
+            near = _those_that_fit(units, size)
+            moved = self._moves(near, room - _home_bytes(near), concurrent)
+            if moved is not None:
+                seconds = moved.seconds(rates)
+                if best is None or (max(seconds), sum(seconds)) < best:
+                    best, chosen = (max(seconds), sum(seconds)), near
+        log.info(
+            "%s of states stay on the compute device: measured were %.1f GB/s to it, %.1f from it, %.1f of the drives, and %.2f "
+            "billion updates of parameters per second on the CPU",
+            format_bytes(_home_bytes(chosen)), rates.upload / 1e9, rates.download / 1e9, rates.nvme / 1e9, rates.updates / 1e9,
+        )  # fmt: skip
+        return chosen
+
+    def _moves(self, near: Sequence[Block], passing: int, concurrent: int) -> Moves | None:
+        """What a step moves where `near` are at home on the compute device, which has `passing` bytes for parameters that come
+        and go; None where that cannot be, or leaves them no room to come ahead of use."""
+        with self._near(near):
+            spans = sum(block.span for block in self.travelling())
+            if passing < min(spans, 2 * concurrent):
+                return None
+            resident = min(1.0, passing / max(spans, 1))
+            try:
+                homes = self.home_bytes("cpu")
+                plan, _ = self._divide_host(self._config.cpu_memory - homes, homes)
+            except BudgetError:  # if nothing can be, `divide` says so
+                return None
+            return moves(self._blocks, resident, self._choose(plan.cache, resident))
+
+    @contextmanager
+    def _near(self, blocks: Sequence[Block]) -> Iterator[None]:
+        """Inside, `blocks` are at home on the compute device."""
+        before = [block.tier for block in blocks]
+        for block in blocks:
+            block.tier = "gpu"
+        try:
+            yield
+        finally:
+            for block, tier in zip(blocks, before, strict=True):
+                block.tier = tier
 
     def travelling(self) -> list[Block]:
         """Parameters that come to the compute device for each use."""
@@ -164,10 +237,13 @@ class Placement:
 
     def _keep(self, cache_bytes: int, resident: float) -> None:
         """Decide what of the blocks on NVMe is at home in host memory; `resident` of the parameters fit on the compute device."""
-        early = self._config.copy_on_write and self._config.update in ("auto", "speculative")
-        for block, kept in choose(self._blocks, cache_bytes, self.granule, early, resident, never=self._twice).items():
+        for block, kept in self._choose(cache_bytes, resident).items():
             block.kept = kept
             self.cuts.setdefault(block.unit, set()).add(kept)
+
+    def _choose(self, cache_bytes: int, resident: float) -> dict[Block, int]:
+        early = self._config.copy_on_write and self._config.update in ("auto", "speculative")
+        return choose(self._blocks, cache_bytes, self.granule, early, resident, never=self._twice)
 
     def _double(self, room: int) -> int:
         """Give units in host memory second homes in `room` bytes of it: first those that come last in the model, whose gradients
@@ -180,10 +256,14 @@ class Placement:
         for block in reversed(rewritten):
             units.setdefault(block.unit, []).append(block)
         self._doubled.update(_those_that_fit([unit for unit in units.values() if all(b.tier == "cpu" for b in unit)], room))
-        return sum(round_up(b.home_bytes, PAGE) for b in self._doubled)
+        return _home_bytes(list(self._doubled))
 
 
 def _those_that_fit(units: Sequence[Sequence[Block]], room: int) -> list[Block]:
     """The blocks of the first of `units` that fit into `room` bytes, and of those after them that still do."""
-    sizes = [sum(round_up(block.home_bytes, PAGE) for block in blocks) for blocks in units]
-    return [block for number in fill(room, sizes) for block in units[number]]
+    return [block for number in fill(room, list(map(_home_bytes, units))) for block in units[number]]
+
+
+def _home_bytes(blocks: Sequence[Block]) -> int:
+    """Bytes of one home in memory for each of `blocks`."""
+    return sum(round_up(block.home_bytes, PAGE) for block in blocks)

@@ -103,6 +103,10 @@ class Store:
 
     # Declaration and budgets
 
+    def measure_drives(self) -> float:
+        """Before `open`: bytes per second of all drives together, half read and half written; infinite where nothing is there."""
+        return self._nvme.measure() if any(block.tier == "nvme" for block in self._blocks) else math.inf
+
     def add(self, block: Block) -> Block:
         """Declare `block`; its bytes are a multiple of 4096."""
         self._blocks.append(block)

@@ -25,42 +25,10 @@ import torch
 from infinity import native
 from infinity.device import HostMemory
 from infinity.errors import ConfigError
-from infinity.units import round_up
+from infinity.rates import ADAM_STEP, DTYPES, Formats, apart, threads_of
 
-_WIDTHS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "none": 0.0, "split": 2.0, "int8": 36864 / 32768}
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_STEP = {
-    "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "bias_correction1": 0.9,
-    "bias_correction2_sqrt": 0.9, "decoupled": True, "grad_scale": 1.0,
-}  # fmt: skip
 LOOP_BYTES = 20.0
 PEER_BYTES = 28.0
-_ALIGNMENT = 1 << 21
-
-
-@dataclass(frozen=True)
-class Formats:
-    """The formats of one case: what is read and written for each parameter."""
-
-    name: str
-    grad: str
-    param: str
-    master: str
-    moments: str
-
-    @property
-    def bytes_per_parameter(self) -> float:
-        """Bytes read plus bytes written; a parameter beside an fp32 master is written only."""
-        param = _WIDTHS[self.param] * (1 if self.master == "fp32" else 2)
-        return _WIDTHS[self.grad] + param + 2 * _WIDTHS[self.master] + 4 * _WIDTHS[self.moments]
-
-    @property
-    def blocks(self) -> dict[str, float]:
-        """Bytes of each block per parameter."""
-        return {
-            "grad": _WIDTHS[self.grad], "param": _WIDTHS[self.param], "master": _WIDTHS[self.master],
-            "first": _WIDTHS[self.moments], "second": _WIDTHS[self.moments],
-        }  # fmt: skip
 
 
 CASES = (
@@ -86,21 +54,16 @@ class Subject:
     seconds: list[float] = field(default_factory=list)
 
 
-def _aligned(nbytes: int) -> int:
-    # Not a whole number of huge pages apart: blocks that begin at equal offsets would share the sets of every cache.
-    return round_up(nbytes, _ALIGNMENT) + 4096 * 5
-
-
 class Bench:
     """Measures steps over `parameters` parameters with `threads` threads (None: all CPUs); `close` gives both back."""
 
     def __init__(self, parameters: int, threads: int | None, peers: bool) -> None:
         if parameters < 1 << 16:
             raise ConfigError(f"{parameters} parameters stay in the caches; measure at least {1 << 16}")
-        self.parameters, self.threads = parameters, threads or len(os.sched_getaffinity(0))
+        self.parameters, self.threads = parameters, threads_of(threads)
         self._kernels = native.cpu_adam()
         self._pool = self._kernels.Pool(self.threads)
-        self._most = max(sum(_aligned(size) for size in self._sizes(case).values()) for case in CASES)
+        self._most = max(sum(apart(size) for size in self._sizes(case).values()) for case in CASES)
         available = _available_bytes()
         if available is not None and self._most > 0.9 * available:
             raise ConfigError(
@@ -131,7 +94,7 @@ class Bench:
         pieces, at = {}, 0
         for name, size in sizes.items():
             pieces[name] = self._memory.tensor[at : at + size]
-            at += _aligned(size)
+            at += apart(size)
         return pieces
 
     def _loop(self) -> Subject:
@@ -150,7 +113,7 @@ class Bench:
     def _fill(self, case: Formats) -> None:
         for name, piece in self._pieces(self._sizes(case)).items():
             if name in ("grad", "param"):
-                piece.view(_DTYPES[case.grad if name == "grad" else case.param]).fill_(0.01)
+                piece.view(DTYPES[case.grad if name == "grad" else case.param]).fill_(0.01)
             else:
                 piece.zero_()
 
@@ -161,7 +124,7 @@ class Bench:
         def step() -> None:
             self._kernels.update(
                 "adam", at["grad"], case.grad, at["param"], case.param, at["master"], case.master, at["first"], at["second"],
-                case.moments, 0, self.parameters, position=0, key=1, isa=isa, pool=self._pool, **_STEP,
+                case.moments, 0, self.parameters, position=0, key=1, isa=isa, pool=self._pool, **ADAM_STEP,
             )  # fmt: skip
 
         return Subject(case.name, case.bytes_per_parameter, partial(self._fill, case), step)

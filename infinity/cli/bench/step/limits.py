@@ -1,7 +1,7 @@
-"""What each device under a training step gives, measured beside the step: arithmetic, both directions of the link, NVMe, Adam.
+"""What the compute device and the drives under a training step give, measured beside the step; see `infinity.rates` for the rest.
 
-All of it in the step's own terms: memory as the engine allocates it, its I/O engine on its directories, its kernels in the
-formats of its states. Every function gives one figure per round, in units per second.
+All of it in the step's own terms: the engine's I/O on its directories. Every function gives one figure per round, in units per
+second.
 
 [Note: the compute of a step without the engine]
 A model that is trained from NVMe need not fit anywhere. So models of one and of two blocks, else with the same configuration, run
@@ -13,37 +13,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity import native, nvme
-from infinity.cli.bench.adam.measure import Formats
+from infinity import nvme
 from infinity.cli.models import ModelSource
-from infinity.device import ComputeDevice, HostMemory, stream_of
-from infinity.units import round_up
+from infinity.rates import seconds_of
 
 PIECE_BYTES = 4 << 20  # a stripe of the engine
 _MATRIX = 8192
 _LONG_ENOUGH = 0.05  # seconds of a multiplication that is not made longer
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_HYPER = {
-    "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "bias_correction1": 0.9,
-    "bias_correction2_sqrt": 0.9, "decoupled": True, "grad_scale": 1.0,
-}  # fmt: skip
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return max(time.perf_counter() - start, 1e-9)
 
 
 # Arithmetic
@@ -61,12 +46,12 @@ def multiplications(device: torch.device, dtype: torch.dtype, rounds: int) -> li
             product[0, 0].item()  # waits for the device
 
         multiply(1)
-        once = _seconds(lambda: multiply(1))
+        once = seconds_of(lambda: multiply(1))
         if rows == _MATRIX or once > _LONG_ENOUGH:
             break
         rows *= 2
     times = max(1, int(2 * _LONG_ENOUGH / once))
-    return [2.0 * rows**3 * times / _seconds(lambda: multiply(times)) for _ in range(rounds)]
+    return [2.0 * rows**3 * times / seconds_of(lambda: multiply(times)) for _ in range(rounds)]
 
 
 def shortened(source: ModelSource, layers: int) -> ModelSource:
@@ -96,7 +81,7 @@ class Resident:
             loss.item()
 
         self._model.zero_grad(set_to_none=True)
-        return _seconds(work)
+        return seconds_of(work)
 
 
 def extrapolated(one: Sequence[float], two: Sequence[float], layers: int) -> float:
@@ -117,25 +102,6 @@ def compute_seconds(
 
 
 # Links
-
-
-def copies(device: ComputeDevice, nbytes: int, rounds: int) -> dict[str, list[float]]:
-    """Bytes per second of plain large copies between memory as the engine has it, to the device and from it.
-
-    Owns `device`'s memory: closes it.
-    """
-    try:
-        here, there = device.host_memory(nbytes), device.compute_memory(nbytes)
-        ways: dict[str, Callable[[], object]] = {
-            "host_to_device": lambda: device.upload(there, here),
-            "device_to_host": lambda: device.download(here, there),
-        }
-        for way in ways.values():
-            way()
-        turns = [{name: nbytes / _seconds(way) for name, way in ways.items()} for _ in range(rounds)]
-        return {name: [turn[name] for turn in turns] for name in ways}
-    finally:
-        device.close()
 
 
 def drives(directories: Sequence[Path], engine: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
@@ -175,58 +141,10 @@ def drives(directories: Sequence[Path], engine: str, nbytes: int, rounds: int) -
         one("write")  # the file has its length from here on
         turns = [
             {
-                "nvme_write": total / _seconds(lambda: one("write")),
-                "nvme_read": total / _seconds(lambda: one("read")),
-                "nvme_both": 2 * half * PIECE_BYTES * len(places) / _seconds(both),
+                "nvme_write": total / seconds_of(lambda: one("write")),
+                "nvme_read": total / seconds_of(lambda: one("read")),
+                "nvme_both": 2 * half * PIECE_BYTES * len(places) / seconds_of(both),
             }
             for _ in range(rounds)
         ]
     return {name: [turn[name] for turn in turns] for name in turns[0]}
-
-
-# The update
-
-
-def adam(formats: Formats, parameters: int, threads: int, rounds: int, device: ComputeDevice | None = None) -> list[float]:
-    """Parameters per second of the engine's kernels over `parameters` parameters in `formats`, more than caches hold: of the CPU
-    with `threads` threads in host memory, or with `device`, which has kernels, of those and in its memory."""
-    kernels = native.cpu_adam()
-    sizes = {name: int(width * parameters) for name, width in formats.blocks.items()}
-    sizes |= {moment: kernels.block_bytes(formats.moments, parameters) for moment in ("first", "second")}
-    starts, end = {}, 0
-    for name, size in sizes.items():
-        starts[name] = end
-        end += round_up(size, 1 << 21) + 4096 * 5  # not equal offsets in every cache
-    with ExitStack() as stack:
-        if device is None:
-            host, pool = HostMemory(end), kernels.Pool(threads)
-            stack.callback(host.close)
-            memory = host.tensor
-        else:
-            memory, pool = device.compute_memory(end).zero_(), kernels.Pool(threads)
-        pieces = {name: memory[start : start + sizes[name]] for name, start in starts.items()}
-        for name in ("grad", "param"):
-            pieces[name].view(_DTYPES[getattr(formats, name)]).fill_(0.01)
-        at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in pieces.items()}
-        module: Any = native.cuda() if memory.is_cuda else kernels
-
-        def update() -> None:
-            where = {"stream": stream_of(memory)} if memory.is_cuda else {"isa": kernels.best_isa(), "pool": pool}
-            module.update(
-                "adam", at["grad"], formats.grad, at["param"], formats.param, at["master"], formats.master, at["first"],
-                at["second"], formats.moments, 0, parameters, position=0, key=1, **where, **_HYPER,
-            )  # fmt: skip
-
-        def step() -> None:
-            with nullcontext() if device is None else device.updating(device.mark()) as running:
-                update()
-            if running is not None:
-                running.wait()
-
-        step()
-        return [parameters / _seconds(step) for _ in range(rounds)]
-
-
-def threads_of(configured: int | None) -> int:
-    """How many threads the engine's kernels have."""
-    return configured or len(os.sched_getaffinity(0))

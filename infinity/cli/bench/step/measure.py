@@ -18,18 +18,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from infinity.cli.bench.adam.measure import Formats
 from infinity.cli.bench.results import spread
 from infinity.cli.bench.step import flops, limits
 from infinity.cli.bench.step.train import Trained, Workload, train
 from infinity.cli.history import limits as budgets_of
-from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.observe import Report
+from infinity.rates import Formats, copies, formats_of, threads_of, updates
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _KERNELS = ("adam", "adam_near")  # of the CPU, and of the compute device
 ROUNDS = 3
 FORMULA = (
@@ -39,14 +35,6 @@ FORMULA = (
 COMPUTE = (
     "forward and backward of models of 1 and 2 blocks in the device's memory, without an engine, extrapolated linearly in depth"
 )
-
-
-def formats_of(config: Config, dtype: torch.dtype) -> Formats:
-    """What the kernels read and write of parameters of `dtype`."""
-    param = _NAMES[dtype]
-    master = "none" if param == "fp32" else "split" if param == "bf16" and config.split_master else "fp32"
-    grad = "fp32" if config.gradient_precision == "fp32" else param
-    return Formats("", grad, param, master, config.moment_precision)
 
 
 def bounds(
@@ -83,7 +71,7 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
 
     def links() -> dict[str, list[float]]:
         say("measuring the links")
-        rates = limits.copies(ComputeDevice(config.device), probe_bytes, ROUNDS)
+        rates = copies(ComputeDevice(config.device), probe_bytes, ROUNDS)
         return rates | (limits.drives(config.nvme, config.io_engine, probe_bytes, ROUNDS) if on_nvme else {})
 
     try:
@@ -103,7 +91,7 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
         few = max(1 << 16, probe_bytes // 8)
         for where in parts_updated(trained.report):
             near = device if where == "adam_near" else None
-            rates[where] = limits.adam(formats, few, limits.threads_of(config.threads), 2 * ROUNDS, near)
+            rates[where] = updates(formats, few, threads_of(config.threads), 2 * ROUNDS, near)
         found = summary(work, trained, rates, (one, two), formats, on_cpu=device.shares_host)
         return {"device": device.name, **found, "peak_device_bytes": peak}
     finally:

@@ -1,0 +1,158 @@
+"""How fast this machine copies to and from the compute device, and updates states, in the engine's own memory and formats.
+
+Measured where placement depends on it (`Config.gpu_cache`), and by `infinity bench`. Every function gives one figure per round,
+in units per second.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity import native
+from infinity.config import Config
+from infinity.device import ComputeDevice, HostMemory, stream_of
+from infinity.units import round_up
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_WIDTHS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "none": 0.0, "split": 2.0, "int8": 36864 / 32768}
+_ALIGNMENT = 1 << 21
+ADAM_STEP = {
+    "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "bias_correction1": 0.9,
+    "bias_correction2_sqrt": 0.9, "decoupled": True, "grad_scale": 1.0,
+}  # fmt: skip
+"""What the Adam kernels take beside the states: of some step, for time does not depend on which."""
+_SGD_STEP = {
+    "lr": 1e-3, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.01, "nesterov": False, "first_step": False, "grad_scale": 1.0
+}  # fmt: skip
+_STEPS: dict[str, tuple[str, dict[str, float]]] = {
+    "adam": ("adam", ADAM_STEP),
+    "adagrad": ("adagrad", {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.01, "grad_scale": 1.0}),
+    "lion": ("lion", {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01, "grad_scale": 1.0}),
+    "momentum": ("sgd", _SGD_STEP),
+    "sgd": ("sgd", _SGD_STEP | {"momentum": 0.0}),
+}  # by Config.algorithm: the kernels' rule, and what it takes
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The formats of one case: what is read and written for each parameter."""
+
+    name: str
+    grad: str
+    param: str
+    master: str
+    moments: str
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes read plus bytes written by Adam; a parameter beside an fp32 master is written only."""
+        param = _WIDTHS[self.param] * (1 if self.master == "fp32" else 2)
+        return _WIDTHS[self.grad] + param + 2 * _WIDTHS[self.master] + 4 * _WIDTHS[self.moments]
+
+    @property
+    def blocks(self) -> dict[str, float]:
+        """Bytes of each block per parameter."""
+        return {
+            "grad": _WIDTHS[self.grad], "param": _WIDTHS[self.param], "master": _WIDTHS[self.master],
+            "first": _WIDTHS[self.moments], "second": _WIDTHS[self.moments],
+        }  # fmt: skip
+
+
+def formats_of(config: Config, dtype: torch.dtype) -> Formats:
+    """What the kernels read and write of parameters of `dtype`."""
+    param = next(name for name, each in DTYPES.items() if each is dtype)
+    master = "none" if param == "fp32" else "split" if param == "bf16" and config.split_master else "fp32"
+    grad = "fp32" if config.gradient_precision == "fp32" else param
+    return Formats("", grad, param, master, config.moment_precision)
+
+
+def threads_of(configured: int | None) -> int:
+    """How many threads the engine's kernels have: as many as there are CPUs for this process, or its part of them where torchrun
+    says that there are several on this node.
+
+    Not what OMP_NUM_THREADS says: launchers set it to 1, which would starve the update.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    return configured or max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def apart(nbytes: int) -> int:
+    """Where the next block may begin after one of `nbytes`: not a whole number of huge pages on, for blocks that begin at equal
+    offsets would share the sets of every cache."""
+    return round_up(nbytes, _ALIGNMENT) + 4096 * 5
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """How long `work` takes, and never 0."""
+    start = time.perf_counter()
+    work()
+    return max(time.perf_counter() - start, 1e-9)
+
+
+def copies(device: ComputeDevice, nbytes: int, rounds: int) -> dict[str, list[float]]:
+    """Bytes per second of plain large copies between memory as the engine has it, to the device and from it.
+
+    Owns `device`'s memory: closes it.
+    """
+    try:
+        here, there = device.host_memory(nbytes), device.compute_memory(nbytes)
+        ways: dict[str, Callable[[], object]] = {
+            "host_to_device": lambda: device.upload(there, here),
+            "device_to_host": lambda: device.download(here, there),
+        }
+        for way in ways.values():
+            way()
+        turns = [{name: nbytes / seconds_of(way) for name, way in ways.items()} for _ in range(rounds)]
+        return {name: [turn[name] for turn in turns] for name in ways}
+    finally:
+        device.close()
+
+
+def updates(
+    formats: Formats, parameters: int, threads: int, rounds: int, device: ComputeDevice | None = None, algorithm: str = "adam"
+) -> list[float]:
+    """Parameters per second of the engine's kernels over `parameters` parameters in `formats`, more than caches hold: of the CPU
+    with `threads` threads in host memory, or with `device`, which has kernels, of those and in its memory."""
+    kernels = native.cpu_adam()
+    rule, hyper = _STEPS[algorithm]
+    sizes = {name: int(width * parameters) for name, width in formats.blocks.items()}
+    sizes |= {moment: kernels.block_bytes(formats.moments, parameters) for moment in ("first", "second")}
+    starts, end = {}, 0
+    for name, size in sizes.items():
+        starts[name] = end
+        end += apart(size)
+    with ExitStack() as stack:
+        if device is None:
+            host, pool = HostMemory(end), kernels.Pool(threads)
+            stack.callback(host.close)
+            memory = host.tensor
+        else:
+            memory, pool = device.compute_memory(end).zero_(), kernels.Pool(threads)
+        pieces = {name: memory[start : start + sizes[name]] for name, start in starts.items()}
+        for name in ("grad", "param"):
+            pieces[name].view(DTYPES[getattr(formats, name)]).fill_(0.01)
+        at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in pieces.items()}
+        module: Any = native.cuda() if memory.is_cuda else kernels
+
+        def update() -> None:
+            where = {"stream": stream_of(memory)} if memory.is_cuda else {"isa": kernels.best_isa(), "pool": pool}
+            module.update(
+                rule, at["grad"], formats.grad, at["param"], formats.param, at["master"], formats.master, at["first"],
+                at["second"], formats.moments, 0, parameters, position=0, key=1, **where, **hyper,
+            )  # fmt: skip
+
+        def step() -> None:
+            with nullcontext() if device is None else device.updating(device.mark()) as running:
+                update()
+            if running is not None:
+                running.wait()
+
+        step()
+        return [parameters / seconds_of(step) for _ in range(rounds)]

@@ -1,0 +1,88 @@
+"""What a step moves, by where blocks are at home, and how long that takes: pure functions of sizes. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from infinity.tiers.block import SPLIT, Block, Kind
+
+
+class Rates(NamedTuple):
+    """What this machine gives: bytes per second to the compute device, from it, and to and from all drives (half of each);
+    parameters per second that the CPU updates."""
+
+    upload: float
+    download: float
+    nvme: float
+    updates: float
+
+
+class Moves(NamedTuple):
+    """What a step of one cycle moves: bytes to the compute device, from it, and to and from the drives; and how many parameters
+    the CPU updates."""
+
+    upload: float
+    download: float
+    nvme: float
+    updates: float
+
+    def seconds(self, rates: Rates) -> tuple[float, ...]:
+        """How long each of these takes alone; all are under way at once, so a step takes no less than the longest."""
+        return tuple(amount / max(rate, 1.0) for amount, rate in zip(self, rates, strict=True))
+
+
+def moves(blocks: Iterable[Block], resident: float, kept: Mapping[Block, int]) -> Moves:
+    """What a step moves of `blocks`, all of a rank's. The compute device has room for `resident` of all parameters that come and
+    go, and of a block on NVMe `kept` elements are in host memory.
+
+    Where all of a unit is at home on the compute device nothing moves. Else a parameter is brought to each use that finds it
+    gone, which is one of two where the update puts it there for the first; a gradient leaves; and the CPU updates.
+    """
+    upload = download = nvme = 0.0
+    updates = 0
+    for unit in units_of(blocks).values():
+        if all(block.tier == "gpu" for block in unit.values()):
+            continue
+        trains = Kind.GRAD in unit
+        for kind, block in unit.items():
+            if kind is Kind.PARAM:
+                brought = 0.0 if block.tier == "gpu" else (1 - resident) * (1 if trains else 2)
+                upload += block.nbytes * (brought + trains)
+                there = {"gpu": 1.0, "nvme": resident, "cpu": 0.0}[block.tier]
+                download += block.nbytes * there * (trains and not is_rounded(unit))
+            elif kind is Kind.GRAD:
+                download += block.nbytes
+            elif block.tier == "gpu":
+                upload, download = upload + block.nbytes, download + block.nbytes
+            if block.tier == "nvme":
+                nvme += traffic(kind, unit, resident) * (block.nbytes - block.format.bytes_of(kept.get(block, 0)))
+        updates += trains * unit[Kind.PARAM].elements
+    return Moves(upload, download, nvme, updates)
+
+
+def traffic(kind: Kind, unit: Mapping[Kind, Block], resident: float) -> float:
+    """NVMe bytes that a step moves per byte of `kind` of `unit`, where it is on NVMe.
+
+    A parameter is fetched for backward, written by the update, and read by it where it is a part of its master: 2 or 3; a frozen
+    one is fetched for forward and for backward: 2. What the compute device has room for is not fetched and not read, so that
+    share of the reads does not count. A gradient is written by backward and read by the norm and by the update: 3. A master or a
+    moment is read and written: 2.
+    """
+    if kind is Kind.PARAM:
+        written, read = (1, 1 if is_rounded(unit) else 2) if Kind.GRAD in unit else (0, 2)
+        return written + read * (1 - resident)
+    return 3 if kind is Kind.GRAD else 2
+
+
+def is_rounded(unit: Mapping[Kind, Block]) -> bool:
+    """Whether the parameters are nothing but their masters, rounded: then an update writes them and does not read them."""
+    return Kind.MASTER in unit and unit[Kind.MASTER].format is not SPLIT
+
+
+def units_of(blocks: Iterable[Block]) -> dict[int, dict[Kind, Block]]:
+    """The blocks of each unit, by its number, in the order of `blocks`."""
+    units: dict[int, dict[Kind, Block]] = {}
+    for block in blocks:
+        units.setdefault(block.unit, {})[block.kind] = block
+    return units
