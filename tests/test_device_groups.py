@@ -100,6 +100,30 @@ def look(directory: Path, rank: int) -> bool:
     return all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
+def agree(directory: Path, rank: int) -> bool:
+    """Whether ranks of which one is slow choose what that one would alone, and fast ones something else."""
+    chosen = []
+    for slowest in (1e15, 1.0 if rank == 1 else 1e15):
+        with played(), pytest.MonkeyPatch.context() as monkeypatch:
+            engine = sys.modules["infinity.engine"]
+            monkeypatch.setattr(engine, "copies", lambda *_: {"host_to_device": [1e3], "device_to_host": [1e15]})
+            monkeypatch.setattr(engine, "updates", lambda *_, rate=slowest, **__: [rate])
+            nvme = directory / f"agree {len(chosen)} {rank}"
+            nvme.mkdir()
+            states = dict.fromkeys(("parameters", "optimizer"), "cpu")
+            memory = {"gpu_memory": "640KiB", "cpu_memory": "16MiB"}
+            config = infinity.Config(nvme=nvme, **memory, **states, precision="bf16", device="cpu", threads=1)
+            layers = [torch.nn.Linear(64, 64) for _ in range(40)]
+            model = infinity.wrap(torch.nn.Sequential(*layers), config, units=[torch.nn.Linear], group=dist.group.WORLD)
+            with infinity.engine(model) as wrapped:
+                mine = [unit.near for unit in wrapped.units]
+            everywhere: list[Any] = [None] * RANKS
+            dist.all_gather_object(everywhere, mine)
+            assert all(each == mine for each in everywhere), everywhere
+            chosen.append(sum(mine))
+    return chosen[0] < chosen[1]
+
+
 def serve(directory: Path, rank: int) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{directory}/rendezvous"
@@ -113,6 +137,7 @@ def serve(directory: Path, rank: int) -> None:
         passed = StrictDevice.passed - before
         results[name] = same(found, expected, "weights", "states") and found["losses"] == expected["losses"], passed
     results["look"] = look(directory, rank), 1
+    results["agree"] = agree(directory, rank), 1
     torch.save(results, directory / f"results{rank}.pt")
     dist.destroy_process_group()
 
