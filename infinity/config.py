@@ -71,9 +71,10 @@ class Config(BaseModel):
     gpu_cache: Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)] = "auto"
     """Bytes of `gpu_memory` in which units keep all their states, parameters, gradients, masters and moments, wherever the others
     have theirs: the first units of the model, whose gradients come last and whose parameters the next forward needs first. They
-    move nothing and are updated where they are, on a GPU by its own kernels beside those of the CPU. "auto": on a GPU what
-    `gpu_memory` leaves beside room for the others' parameters to pass (a quarter of it, or twice what is in use at once), 0 on
-    the CPU, where `cache` does the same."""
+    move nothing and are updated where they are, on a GPU by its own kernels beside those of the CPU. "auto": on a GPU all units
+    if they fit; else so many that what has most to do in a step has least, of both ways of the link, the drives and the CPU's
+    updates, which are measured when the model is wrapped (less than a second, at most 64 MiB on each drive); the others'
+    parameters pass through what is left, at least twice what is in use at once. On the CPU 0: `cache` does the same there."""
 
     parameters: Tier = "nvme"
     optimizer: Tier = "nvme"

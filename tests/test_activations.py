@@ -404,7 +404,9 @@ def test_the_drive_grows_without_moving_what_is_there(tmp_path: Path, monkeypatc
 
 # The engine
 
-LEAST: dict[str, Any] = {"parameters": "cpu", "optimizer": "cpu", "gpu_memory": "16MiB", "cpu_memory": "16MiB", "poison": True}
+LEAST: dict[str, Any] = {
+    "parameters": "cpu", "optimizer": "cpu", "gpu_memory": "16MiB", "gpu_cache": 0, "cpu_memory": "16MiB", "poison": True
+}  # fmt: skip
 PLACES: dict[str, tuple[bool, dict[str, Any]]] = {
     "host memory": (True, {"activations": "cpu"}),
     "some of host memory": (True, {"activations": "cpu", "activation_memory": "24KiB"}),

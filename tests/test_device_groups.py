@@ -28,7 +28,16 @@ from infinity.sharding.ranks import Ranks, check_reach
 from infinity.tiers.block import Kind
 
 RANKS = 2
-NAMES = ("data parallel, no_sync", "ZeRO-1", "ZeRO-2, no_sync", "ZeRO-Offload", "ZeRO-Inf-CPU", "ZeRO-Inf-NVMe", "little memory")
+NAMES = (
+    "data parallel, no_sync",
+    "ZeRO-1",
+    "ZeRO-2, no_sync",
+    "ZeRO-Offload",
+    "ZeRO-Inf-CPU",
+    "ZeRO-Inf-NVMe",
+    "little memory",
+    "some kept",
+)
 
 
 class StrictDevice(FarDevice):

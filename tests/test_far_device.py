@@ -93,7 +93,7 @@ def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
     def make(far: bool = True, **options: Any) -> infinity.Engine:
         folder = tmp_path / str(len(engines))
         folder.mkdir(exist_ok=True)  # one that was refused may have left it
-        config = LEAST | {"nvme": folder, "device": "cpu"} | options
+        config = LEAST | {"nvme": folder, "device": "cpu", "gpu_cache": 0} | options
         with monkeypatch.context() as patch:
             if far:
                 patch.setattr(sys.modules["infinity.engine"], "ComputeDevice", FarDevice)

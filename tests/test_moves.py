@@ -37,9 +37,7 @@ TIERS: dict[str, dict[str, Any]] = {
 FAST = 1e15
 
 
-def placed(
-    sizes: list[int], memory: int, tier: Any, master: Format = SPLIT, **options: Any
-) -> tuple[Placement, list[Block]]:
+def placed(sizes: list[int], memory: int, tier: Any, master: Format = SPLIT, **options: Any) -> tuple[Placement, list[Block]]:
     """A model of units of `sizes` thousand parameters in bf16, with `memory` bytes on a device that has kernels."""
     values = {"parameters": tier, "optimizer": tier, "cpu_memory": 1 << 40, "cache": 0} | options
     config = infinity.Config(nvme="/", gpu_memory=memory, **values)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import runpy
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 
 from infinity.plan.planner import MOST_STEPS, Traffic, UnitCost, look_ahead, predict
 from infinity.plan.trace import Trace
+
+SECONDS = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "look_ahead.py"))["seconds"]
 
 
 class Machine:
@@ -202,6 +206,24 @@ def test_at_each_turn_what_is_there_is_used_first(depth, places, accumulation):
     units = [UnitCost(1, 1, 1, 0, 0, True)] * depth
     absent = max(depth - places, 0)  # at the turn to backward, and as many at the turn to the next forward
     assert predict(order, units, places, accumulation).read == 2 * absent * accumulation
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=2, max_size=8), st.integers(1, 5), st.integers(2, 9), st.integers(0, 16))
+def test_no_shorter_look_ahead_takes_less_time(compute, copy, places, distance):
+    """Of a model whose units are of one size, whatever copies and compute take; so nobody needs to measure them for that."""
+    depth = len(compute)
+    order = [*range(depth), *reversed(range(depth - 1))]
+    sizes, copies = [1] * depth, [float(copy)] * depth
+    as_far_as_there_is_room = SECONDS(order, sizes, places, copies, compute, math.inf)
+    assert as_far_as_there_is_room <= SECONDS(order, sizes, places, copies, compute, distance)
+    assert as_far_as_there_is_room >= sum(compute[unit] for unit in order)
+
+
+def test_looking_ahead_hides_copies():
+    order, ones = [0, 1, 2, 3, 2, 1], [1] * 4
+    assert SECONDS(order, ones, 3, [1.0] * 4, [2.0] * 4, math.inf) == 12.0
+    assert SECONDS(order, ones, 3, [1.0] * 4, [2.0] * 4, -1) == 14.0, "two copies in a cycle"
 
 
 def test_a_palindrome_turns_on_what_is_resident():

@@ -90,7 +90,7 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
     """Train as `rank` of `ranks`, a group or a mesh, on its rows of every batch; what was computed, and what it took."""
     directory.mkdir()
     values = {"nvme": directory, "gpu_memory": "8MiB", "cpu_memory": "8MiB", "cache": 0, "precision": "fp32", "poison": True}
-    values |= {"device": "cpu", "threads": 1, "copy_on_write": case.get("update") == "speculative"}
+    values |= {"gpu_cache": 0, "device": "cpu", "threads": 1, "copy_on_write": case.get("update") == "speculative"}
     parts, apart = case.get("parts", 2), case.get("apart", 0)
     config = infinity.Config(**(values | {key: value for key, value in case.items() if key not in ("parts", "apart")}))
     model = infinity.wrap(Model(), config, group=ranks)

@@ -98,7 +98,6 @@ class GradientBuffer:
             while self._posted and (not self._free or self._posted[0][0].ended()):
                 self._end_first()
             self._holder, self._collected, again = unit, set(), False
-            self._flat(unit).zero_()
         self._collected.add(index)
         place = unit.layout.places[index]
         part = self._flat(unit)[place.offset : place.end].view(place.shape)
@@ -117,9 +116,19 @@ class GradientBuffer:
         holder, self._holder = self._holder, None
         if holder is None:
             return
+        self._zero_rest(holder)
         posted = holder.reduce(self._flat(holder), self._collected)
         if posted is not None:
             self._posted.append((posted, self._free.popleft(), holder, holder.collected))
+
+    def _zero_rest(self, holder: Unit) -> None:
+        """What the holder has not collected: mostly padding at the end alone, so that the buffer is filled in one pass."""
+        flat, end = self._flat(holder), 0
+        for place in (holder.layout.places[index] for index in sorted(self._collected)):
+            if end < place.offset:
+                flat[end : place.offset].zero_()
+            end = place.end
+        flat[end:].zero_()
 
     def settle(self) -> None:
         """Block until everything that was flushed has been added to the gradients of its unit."""

@@ -13,8 +13,9 @@
 //   Who outlives whom?   All memory outlives the work on the stream. Nothing is allocated here; there is no state.
 //
 // What is not here, because nobody needs it: gathered parameters are views into the flat buffer, so nothing is unpacked; gradients come
-// from hooks one at a time and go to their places at once, so nothing is packed; a scaled gradient is unscaled where update() reads it
-// (Hyper::grad_scale), and squared_norm() says whether all of it is finite, so there is no other pass over it.
+// from hooks one at a time and torch's copy takes each to its place at once, with the cast, so nothing is left to pack; a scaled gradient
+// is unscaled where update() reads it (Hyper::grad_scale), and squared_norm() says whether all of it is finite, so there is no other pass
+// over it; and what moves over links and to drives, which check it themselves, is not checked again by a CRC: checkpoints are, on the host.
 #pragma once
 
 #include <cstddef>
