@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--nvme", type=Path, required=True)
     for name, default in {"width": 512, "depth": 8, "tokens": 4096, "rounds": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--activation-memory", default="32MiB")
+    parser.add_argument("--room", type=int, default=4, help="how many of the largest tensors host memory holds (nvme)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found = {kind: measure(options, kind == "checkpointed") for kind in ("plain", "checkpointed")}
@@ -82,18 +82,21 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, checkpointed: bool) -> dict[str, Any]:
+    # An input of a block, or what its first matrix gives.
+    largest = 4 * options.tokens * options.width * (1 if checkpointed else 4)
     ways: dict[str, dict[str, Any] | None] = {
         "plain": None,
         "save_on_cpu": None,
         "gpu": {},
         "cpu": {"activations": "cpu"},
-        "nvme": {"activations": "nvme", "activation_memory": options.activation_memory},
+        "nvme": {"activations": "nvme", "activation_memory": options.room * largest},
     }
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
         steps = {name: make(options, checkpointed, Path(folder), name, config) for name, config in ways.items()}
         for step in steps.values():
             step()
-        rounds = [{name: step() for name, step in steps.items()} for _ in range(options.rounds)]
+        order = list(steps)  # in turns: what the machine does besides changes within a round, too
+        rounds = [{n: steps[n]() for n in order[i % len(order) :] + order[: i % len(order)]} for i in range(options.rounds)]
     result: dict[str, Any] = {}
     for name in ways:
         ratios = [each[name][0] / each["gpu"][0] for each in rounds]

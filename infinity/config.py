@@ -85,7 +85,8 @@ class Config(BaseModel):
     moves. "nvme": in host memory, and on from there to the drives."""
     activation_memory: Annotated[Literal["auto"] | int, BeforeValidator(_as_activation_memory)] = "auto"
     """Bytes of `cpu_memory` for activations on cpu or nvme: "auto" for half of what homes leave, and for what staging and
-    cache do not use. With "nvme" they all pass through it; a tensor that is larger stays on the device."""
+    cache do not use. With "nvme" they all pass through it, so that it should hold a few of the largest, of which one comes
+    while another is written; a tensor that is larger than all of it stays on the device."""
 
     stage: Literal[0, 1, 2, 3] = 3
     """What several ranks share among them, each holding 1/N of it (ZeRO, section 5): nothing with 0, optimizer states from 1 on,
