@@ -110,7 +110,6 @@ class Engine:
             kernels = Kernels(config.instruction_set, config.threads)
             undo.callback(kernels.close)
             self._store = Store(config, self._device, self.recorder, ranks.own)
-            self._store.copy = kernels.copy
             undo.callback(self._store.close)
             for unit in self._units:
                 unit.declare(self._store, config)

@@ -117,12 +117,15 @@ class Chunk:
     def address(self, name: str) -> int:
         return self.view(name).data_ptr() if name in self.blocks else 0
 
-    def update(self, isa: str = "scalar", threads: int = 1, begin: int = 0, end: int | None = None) -> Chunk:
+    def update(
+        self, isa: str = "scalar", threads: int = 1, begin: int = 0, end: int | None = None, to: Chunk | None = None
+    ) -> Chunk:
         case = self.case
+        targets = {f"to_{name}": to.address(name) for name in to.blocks} if to is not None else {}
         kernels.update(
             case.rule, self.address("grad"), case.grad, self.address("param"), case.param, self.address("master"), case.master,
             self.address("first"), self.address("second"), case.moments, begin, self.n if end is None else end,
-            position=self.position, key=self.key, **asdict(case.hyper), isa=isa, pool=POOLS[threads],
+            position=self.position, key=self.key, **asdict(case.hyper), isa=isa, pool=POOLS[threads], **targets,
         )  # fmt: skip
         return self
 
@@ -256,6 +259,42 @@ def test_threads_chunks_and_addresses_do_not_change_bits(data: st.DataObject, n:
     for begin, end in pairwise(cuts):
         actual.update(data.draw(st.sampled_from(ISAS)), threads, begin, end)
     assert actual.bits() == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), n=st.integers(1, 5000), threads=st.integers(1, 3), seed=st.integers(0, 2**32))
+def test_what_goes_to_another_place_is_what_would_be_here(data: st.DataObject, n: int, threads: int, seed: int) -> None:
+    """Any blocks, at any addresses: there is what an update in place makes, here what was here, and nothing around it changes."""
+    case = data.draw(st.sampled_from([replace(case, rule=rule) for case in FORMATS for rule in RULES]), label="case")
+    begin = data.draw(st.integers(0, n // 32)) * 32
+    end = data.draw(st.integers(begin, n)) if case.moments == "fp32" else n
+    old = random_chunk(case, n, seed)
+    names = [name for name in old.blocks if name != "grad"]
+    away = [name for name in names if data.draw(st.booleans(), label=f"{name} goes away")]
+    shift = 0 if case.moments == "int8" else data.draw(st.sampled_from([0, 0, 1, 3]))
+    to = old.clone().moved(shift)
+    to.blocks = {name: block.fill_(0xA5) for name, block in to.blocks.items() if name in away}
+    expected, blank = old.clone().update(begin=begin, end=end), to.clone()
+    here, isa = old.clone(), data.draw(st.sampled_from(ISAS))
+    here.update(isa=isa, threads=threads, begin=begin, end=end, to=to)
+    used = dict(zip(("first", "second"), case.moments_used, strict=True))
+    for name in old.blocks:
+        assert here.bits()[name] == (old if name in away else expected).bits()[name], name
+    for name in away:
+        changed = to.blocks[name] != blank.blocks[name]
+        assert not changed[: to.offset(name)].any() and not changed[-GUARD:].any(), name
+        if end == begin or not used.get(name, True):
+            assert not changed.any(), name
+        elif case.moments == "int8" and name in used:
+            ours, theirs = (decoded(chunk.view(name), "int8", name, n)[begin:end] for chunk in (to, expected))
+            assert torch.equal(bits(ours), bits(theirs)), name
+        else:
+            width = len(to.view(name)) // n
+            inside = slice(begin * width, end * width)
+            assert torch.equal(to.view(name)[inside], expected.view(name)[inside]), name
+            assert not changed[: to.offset(name) + inside.start].any() and not changed[to.offset(name) + inside.stop :].any(), (
+                name
+            )
 
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])

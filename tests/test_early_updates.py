@@ -15,6 +15,7 @@ from models import text_batch, transformer
 from torch import nn
 
 import infinity
+from infinity.optim.kernels import Kernels
 from infinity.plan.planner import Foresight
 from infinity.tiers.block import Block, Kind
 from infinity.tiers.store import Store
@@ -88,6 +89,38 @@ def test_fifty_steps_of_which_some_are_clipped(where: str, precision: str, wrap:
         assert norms == outcomes[0][0]
         assert equal(weights, outcomes[0][1])
         assert equal(optimizer_states, outcomes[0][2])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("split", [True, False])
+def test_only_what_is_not_updated_is_copied_to_the_second_home(
+    precision: str, split: bool, wrap: Callable[..., infinity.Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update reads one home and writes the other; a parameter that is frozen for a while goes along with its unit."""
+    copied: list[int] = []
+    real = Kernels.copy
+
+    def copy(kernels: Kernels, target: torch.Tensor, source: torch.Tensor) -> None:
+        copied.append(target.numel())
+        real(kernels, target, source)
+
+    monkeypatch.setattr(Kernels, "copy", copy)
+    outcomes = []
+    for mode in ("exact", "speculative"):
+        engine = wrap(mode, precision=precision, split_master=split, **WHERE["host"])
+        optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-3)
+        unit = max(engine.units, key=lambda unit: len(unit.parameters))
+        frozen = unit.parameters[1]
+        for number in range(6):
+            frozen.requires_grad_(number < 3)
+            backward(engine.model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.drain()
+            assert bool(copied) == (mode == "speculative" and number >= 3)
+        assert sum(copied) <= 3 * sum(block.nbytes for block in unit.blocks.values())
+        outcomes.append(engine.state_dict() | states(optimizer))
+    assert equal(*outcomes)
 
 
 def evaluate(engine: infinity.Engine, optimizer: infinity.AdamW) -> None:

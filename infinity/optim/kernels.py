@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from infinity.tiers.budget import CHUNK_ELEMENTS
 from infinity.tiers.store import Store
 from infinity.units import round_up
 
+_NAMES_OF_TARGETS = {Kind.PARAM: "param", Kind.MASTER: "master", Kind.EXP_AVG: "first", Kind.EXP_AVG_SQ: "second"}
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -39,13 +41,15 @@ class Segment(NamedTuple):
 class States(NamedTuple):
     """The states of some elements of unit number `unit`, from number `position` of its flat buffer on.
 
-    PARAM and GRAD are tensors of their dtypes, the others uint8 in `formats`.
+    PARAM and GRAD are tensors of their dtypes, the others uint8 in `formats`. What becomes of those that have one of `targets`
+    goes there, and they stay as they are.
     """
 
     tensors: dict[Kind, torch.Tensor]
     formats: dict[Kind, Format]
     unit: int = 0
     position: int = 0
+    targets: Mapping[Kind, torch.Tensor] = MappingProxyType({})
 
 
 class Kernels:
@@ -62,19 +66,20 @@ class Kernels:
         self._pool = self._module.Pool(self.threads)
 
     def update(self, states: States, begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:
-        """Update elements [begin, end) in place, with gradients times `grad_scale`; formulas in `native/cpu_adam/rules.h`.
+        """Update elements [begin, end) with gradients times `grad_scale`; formulas in `native/cpu_adam/rules.h`.
 
         The noise of stochastic rounding is a function of the unit, the element's place in it, and the step (`noise.h`).
         """
         tensors, formats = states.tensors, states.formats
 
-        def at(kind: Kind) -> int:
-            return tensors[kind].data_ptr() if kind in tensors else 0
+        def at(kind: Kind, where: Mapping[Kind, torch.Tensor] = tensors) -> int:
+            return where[kind].data_ptr() if kind in where else 0
 
         moments = {formats[kind].name for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ) if kind in tensors}
         on_gpu = tensors[Kind.PARAM].is_cuda
         module: Any = native.cuda() if on_gpu else self._module
         where = {"stream": stream_of(tensors[Kind.PARAM])} if on_gpu else {"isa": self.isa, "pool": self._pool}
+        where |= {f"to_{name}": at(kind, states.targets) for kind, name in _NAMES_OF_TARGETS.items() if kind in states.targets}
         module.update(
             hyper.rule, at(Kind.GRAD), _NAMES[tensors[Kind.GRAD].dtype], at(Kind.PARAM), _NAMES[tensors[Kind.PARAM].dtype],
             at(Kind.MASTER), formats[Kind.MASTER].name if Kind.MASTER in tensors else "none",

@@ -170,11 +170,13 @@ class _Chunk:
         return self.settled() and all(out.committed() for out in self.outs.values())
 
     def states(self) -> States:
-        unit = self.job.unit
+        unit, outs = self.job.unit, self.outs
         dtypes = {Kind.PARAM: unit.dtype, Kind.GRAD: unit.gradient_dtype}
-        tensors = {kind: out.tensor.view(dtypes.get(kind, torch.uint8)) for kind, out in self.outs.items()}
+        old = {kind: out.tensor if out.source is None else out.source for kind, out in outs.items()}
+        tensors = {kind: tensor.view(dtypes.get(kind, torch.uint8)) for kind, tensor in old.items()}
         formats = {kind: block.format for kind, block in unit.blocks.items()}
-        return States(tensors, formats, unit.index, unit.rank * unit.layout.shard_numel + self.begin)
+        targets = {kind: out.tensor for kind, out in outs.items() if out.source is not None}
+        return States(tensors, formats, unit.index, unit.rank * unit.layout.shard_numel + self.begin, targets)
 
 
 class Pipeline:
@@ -438,7 +440,7 @@ class Pipeline:
         start, unit = time.perf_counter(), update.unit
         near = self._store.updating(unit.blocks[Kind.PARAM]) if unit.near else contextlib.nullcontext()
         with self._recorder.range("adam", unit.name), near as chunk.running:
-            self._apply(update, chunk.states(), chunk.begin)
+            self._apply(update, chunk)
         self._recorder.add("adam", unit.name, start, time.perf_counter())
         chunk.updated = True
         self._place(chunk)
@@ -447,17 +449,23 @@ class Pipeline:
             if kind is not Kind.GRAD:
                 out.commit(background=not chunk.awaited)
 
-    def _apply(self, update: UnitUpdate, states: States, at: int) -> None:
-        """Do what `update` does to `states`, the chunk from element `at` of the shard on."""
+    def _apply(self, update: UnitUpdate, chunk: _Chunk) -> None:
+        """Do what `update` does to a chunk."""
+        unit, at, length = update.unit, chunk.begin, chunk.outs[Kind.GRAD].tensor.nbytes // update.unit.gradient_dtype.itemsize
+        # Padding is zeros in both homes. What else no segment has goes from one to the other as it is.
+        if not _covers(update.segments, at, min(at + length, unit.end_in_shard)):
+            for out in chunk.outs.values():
+                out.fill(self._kernels.copy)
+        states = chunk.states()
         param = states.tensors[Kind.PARAM]
-        if update.unit.is_rounded:
+        if unit.is_rounded:
             master = states.tensors[Kind.MASTER].view(torch.float32)
-            if not update.unit.blocks[Kind.MASTER].written:
+            if not unit.blocks[Kind.MASTER].written:
                 copy_alone(master, param)
-            elif not _covers(update.segments, at, at + param.numel()):
+            elif not _covers(update.segments, at, at + length):
                 codec.round_to(param, master)
         for segment in update.segments:
-            begin, end = max(segment.begin - at, 0), min(segment.end - at, param.numel())
+            begin, end = max(segment.begin - at, 0), min(segment.end - at, length)
             if begin < end:
                 self._kernels.update(states, begin, end, segment.hyper, update.grad_scale)
 

@@ -236,6 +236,11 @@ class Unit:
         return self.ranks.shards is not None
 
     @property
+    def end_in_shard(self) -> int:
+        """The element of this rank's shard from which on there is nothing but padding."""
+        return self.layout.places[-1].end - self.rank * self.layout.shard_numel
+
+    @property
     def gradient_nbytes(self) -> int:
         """Bytes of the gradients of the whole unit."""
         return self.layout.numel * self.gradient_dtype.itemsize

@@ -106,7 +106,8 @@ class Mover:
 class Checkout:
     """One chunk of one block on the host, as `tensor` (uint8): `wait`, then read it, change it, `commit` it; then `release`.
 
-    Used by one thread. For a block at home in host memory `tensor` is the home itself and nothing is copied.
+    Used by one thread. For a block at home in host memory `tensor` is the home itself and nothing is copied. Where an update
+    writes a second home, that is `tensor`, and what it reads is `source`, until `fill`.
     """
 
     def __init__(
@@ -115,8 +116,9 @@ class Checkout:
         arrive: Transfer | Copy | Callable[[], object] | None = None,
         write: Callable[[bool], Transfer | Copy] | None = None,
         end: Callable[[], None] | None = None,
+        source: torch.Tensor | None = None,
     ) -> None:
-        self.tensor = tensor
+        self.tensor, self.source = tensor, source
         self._arrive, self._write, self._end = arrive, write, end
         self._writing: Transfer | Copy | None = None
 
@@ -131,6 +133,12 @@ class Checkout:
     def arrived(self) -> bool:
         """Whether `wait` would not wait for I/O."""
         return not isinstance(self._arrive, Transfer | Copy) or self._arrive.done()
+
+    def fill(self, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Let `copy(target, source)` take to `tensor` what only `source` has."""
+        if self.source is not None:
+            copy(self.tensor, self.source)
+            self.source = None
 
     def commit(self, background: bool = False) -> None:
         """Start writing the content back; in the `background` when nobody waits for it."""

@@ -42,7 +42,7 @@ from typing import Any
 import torch
 
 from infinity.config import Config, Tier
-from infinity.device import ComputeDevice, Copy, Mark, copy_alone, zero_alone
+from infinity.device import ComputeDevice, Copy, Mark, zero_alone
 from infinity.errors import BudgetError, ConfigError, EngineClosedError
 from infinity.observe import Meter, Recorder
 from infinity.tiers.access import Checkout, Fetch, Mover, Pending, Placing
@@ -96,8 +96,6 @@ class Store:
         """How far away the next use of a unit's parameters is; set by whoever knows the trace."""
         self.on_place: Callable[[], None] = lambda: None
         """Called when a copy is on the compute device, or the place of one whose block is UPDATING; set by whoever updates."""
-        self.copy: Callable[[torch.Tensor, torch.Tensor], None] = copy_alone
-        """Fills a second home in host memory from the first; set by whoever has threads for that."""
         self.on_failure: Callable[[EngineClosedError], None] = lambda error: None
         """Called when something failed for good, once, on the thread where it did; set by whoever tells other ranks."""
 
@@ -562,7 +560,7 @@ class Store:
             if len(block.homes) < 2 or (load and not update):
                 return Checkout(memory[at : at + nbytes])
             new = block.homes[block.target].tensor[at : at + nbytes]
-            return Checkout(new, functools.partial(self.copy, new, memory[at : at + nbytes]) if load else None)
+            return Checkout(new, source=memory[at : at + nbytes] if load else None)
         tensor, name = slot.tensor[:nbytes], block.name
         arrive: Transfer | Copy | Callable[[], object] | None = None
         if block.memory is not None:  # at home on a device that the host cannot address

@@ -25,6 +25,7 @@ struct Avx2 {
 
   static Reg load(const float* from) { return _mm256_loadu_ps(from); }
   static void store(float* to, Reg x) { _mm256_storeu_ps(to, x); }
+  static void stream(float* to, Reg x) { _mm256_stream_ps(to, x); }
   static Reg load_fp16(const std::uint16_t* from) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))); }
   static Bits to_fp16(Reg x) { return (Bits)_mm256_cvtepu16_epi32(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
   static Bits load_halves(const std::uint16_t* from) {

@@ -20,6 +20,7 @@ struct Avx512 {
 
   static Reg load(const float* from) { return _mm512_loadu_ps(from); }
   static void store(float* to, Reg x) { _mm512_storeu_ps(to, x); }
+  static void stream(float* to, Reg x) { _mm512_stream_ps(to, x); }
   static Reg load_fp16(const std::uint16_t* from) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
   static Bits to_fp16(Reg x) { return (Bits)_mm512_cvtepu16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT)); }
   static Bits load_halves(const std::uint16_t* from) {

@@ -39,12 +39,12 @@ INFINITY_EVERYWHERE Moments locate(void* block, Format format, std::size_t at) {
 
 // The run of n elements from `at`, which must lie in one piece and share their noise.
 template <bool there = false>
-INFINITY_EVERYWHERE Run run_at(const Chunk& chunk, std::size_t at, std::size_t n, const Noise& noise, bool stream) {
+INFINITY_EVERYWHERE Run run_at(const Chunk& chunk, std::size_t at, std::size_t n, const Noise& noise, Streamed streamed) {
   return {offset<there>(chunk.grad, at * bytes_of(chunk.grad_dtype)), chunk.grad_dtype,
           offset<there>(chunk.param, at * bytes_of(chunk.param_dtype)), chunk.param_dtype,
           offset<there>(chunk.master, at * bytes_of(chunk.master_format)), chunk.master_format,
           locate<there>(chunk.first, chunk.moments, at), locate<there>(chunk.second, chunk.moments, at),
-          n, static_cast<std::uint32_t>(chunk.position + at), noise, stream};
+          n, static_cast<std::uint32_t>(chunk.position + at), noise, streamed};
 }
 
 // The most of n elements from `number` whose numbers have the same upper half, where noise is asked for.

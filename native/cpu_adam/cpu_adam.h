@@ -68,6 +68,12 @@ struct Chunk {
   std::uint64_t key;       // noise.h
 };
 
+// Where an update puts what it makes, laid out like the chunk; null: in place. What is there is not read, and must not overlap with what
+// is. It is written past the caches, so this moves no more bytes than an update in place.
+struct Targets {
+  void *param = nullptr, *master = nullptr, *first = nullptr, *second = nullptr;
+};
+
 class Pool;  // worker threads; size fixed at construction, independent of OMP_NUM_THREADS
 
 Isa best_isa();                 // what this CPU has
@@ -77,7 +83,8 @@ bool has_isa(Isa isa);
 // `isa`, when formats do not go together, and for bf16 and int8 moments when `begin` or `position` is no multiple of kGroup.
 // Nothing outside the range is written, except that an int8 group of which `end` is a part gets one new scale: the elements
 // behind `end` must be padding (zeros) then.
-void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper, Isa isa, Pool& pool);
+void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper, Isa isa, Pool& pool,
+            const Targets& targets = {});
 
 // Elements [begin, begin + n) of a block of moments to and from fp32. `encode` rounds to nearest, and for int8 writes whole groups:
 // `begin` must be a multiple of kGroup, and what lies behind the n elements in the last group becomes zeros.

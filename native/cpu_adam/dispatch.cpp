@@ -48,45 +48,50 @@ struct Work {
   UpdateKernel* kernel;
   const Chunk& chunk;
   const Constants& constants;
-  bool stream;
+  Streamed streamed;
+  const Chunk& target;  // the chunk itself, or where what becomes of it goes
 
   void range(std::size_t begin, std::size_t end) const {
     while (begin < end) {
       const std::uint64_t number = chunk.position + begin;
       const std::size_t n = same_noise(chunk.moments, number, piece(chunk.moments, begin, end - begin));
-      Run run = run_at(chunk, begin, n / kGroup * kGroup, make_noise(chunk.key, number), stream);
+      const Run run = run_at(chunk, begin, n / kGroup * kGroup, make_noise(chunk.key, number), streamed);
+      const Run to = run_at(target, begin, run.n, run.noise, streamed);
       if (run.n > 0) {
-        kernel(run, constants);
+        kernel(run, &target == &chunk ? run : to, constants);
       } else {
-        part(run, n);
+        part(run, to, n);
       }
       begin += run.n > 0 ? run.n : n;
     }
   }
 
  private:
-  // The first n elements of a group: copied beside zeros, updated, copied back. So kernels know whole groups only.
-  void part(Run run, std::size_t n) const {
+  // The first n elements of a group: copied beside zeros, updated, copied to where they belong. So kernels know whole groups only.
+  void part(Run run, Run to, std::size_t n) const {
     struct Copy {
-      void* from;
+      const void* from;
+      void* to;
       std::size_t bytes;
       alignas(64) unsigned char memory[kGroup * sizeof(float)];
     };
-    Copy copies[5] = {{const_cast<void*>(run.grad), n * bytes_of(run.grad_dtype), {}}, {run.param, n * bytes_of(run.param_dtype), {}},
-                      {run.master, n * bytes_of(run.master_format), {}}, {run.first.values, n * bytes_of(chunk.moments), {}},
-                      {run.second.values, n * bytes_of(chunk.moments), {}}};
+    const std::size_t moments = n * bytes_of(chunk.moments);
+    Copy copies[5] = {{run.grad, nullptr, n * bytes_of(run.grad_dtype), {}}, {run.param, to.param, n * bytes_of(run.param_dtype), {}},
+                      {run.master, to.master, n * bytes_of(run.master_format), {}}, {run.first.values, to.first.values, moments, {}},
+                      {run.second.values, to.second.values, moments, {}}};
     for (Copy& copy : copies) {
       if (copy.from) std::memcpy(copy.memory, copy.from, copy.bytes);
     }
     run.grad = run.grad ? copies[0].memory : nullptr;
-    run.param = copies[1].memory;
-    run.master = copies[2].memory;
-    run.first.values = copies[3].memory;
-    run.second.values = copies[4].memory;
+    to.param = run.param = copies[1].memory;
+    to.master = run.master = copies[2].memory;
+    to.first.values = run.first.values = copies[3].memory;
+    to.second.values = run.second.values = copies[4].memory;
+    to.streamed = Streamed::nothing;
     run.n = kGroup;
-    kernel(run, constants);
-    for (Copy* copy = copies + 1; copy < copies + 5; ++copy) {
-      if (copy->from) std::memcpy(copy->from, copy->memory, copy->bytes);
+    kernel(run, to, constants);
+    for (const Copy& copy : copies) {
+      if (copy.to) std::memcpy(copy.to, copy.memory, copy.bytes);
     }
   }
 };
@@ -117,14 +122,30 @@ std::size_t block_bytes(Format format, std::size_t elements) {
   return (elements + kSuperblock - 1) / kSuperblock * kSuperblockBytes;
 }
 
-void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper, Isa isa, Pool& pool) {
+void update(Rule rule, const Chunk& chunk, std::size_t begin, std::size_t end, const Hyper& hyper, Isa isa, Pool& pool,
+            const Targets& targets) {
   check(rule, chunk, begin, end, hyper);
   const Kernels& all = kernels(isa);
   const DefaultFloatEnvironment environment;  // the constants are rounded too
   const Constants constants(hyper);
-  // A streaming store is of a whole cache line here: 32 bf16. They pay where the line is not read: with an fp32 master.
-  const bool stream = chunk.master_format == Master::fp32 && (reinterpret_cast<std::uintptr_t>(chunk.param) + 2 * begin) % 64 == 0;
-  const Work work{all.update[row_of(rule, hyper)][static_cast<int>(chunk.moments)], chunk, constants, stream};
+  Chunk apart = chunk;
+  if (targets.param) apart.param = targets.param;
+  if (targets.master) apart.master = targets.master;
+  if (targets.first) apart.first = targets.first;
+  if (targets.second) apart.second = targets.second;
+  const bool in_place = apart.param == chunk.param && apart.master == chunk.master && apart.first == chunk.first &&
+                        apart.second == chunk.second;
+  // A streaming store is of whole cache lines here. They pay where a line is not read: with an fp32 master, and in another place.
+  const auto lines = [&](const void* to, std::size_t width) { return (reinterpret_cast<std::uintptr_t>(to) + begin * width) % 64 == 0; };
+  const auto moved = [&](const void* to, const void* from, std::size_t width) { return !from || (to != from && lines(to, width)); };
+  const bool moments = chunk.moments == Format::int8 || (moved(apart.first, chunk.first, bytes_of(chunk.moments)) &&
+                                                          moved(apart.second, chunk.second, bytes_of(chunk.moments)));
+  Streamed streamed = Streamed::nothing;
+  if (lines(apart.param, bytes_of(chunk.param_dtype)) && (apart.param != chunk.param || chunk.master_format == Master::fp32)) {
+    const bool all = apart.param != chunk.param && moved(apart.master, chunk.master, bytes_of(chunk.master_format)) && moments;
+    streamed = all ? Streamed::all : Streamed::param;
+  }
+  const Work work{all.update[row_of(rule, hyper)][static_cast<int>(chunk.moments)], chunk, constants, streamed, in_place ? chunk : apart};
   pool.run(end - begin, kGrain, [&](std::size_t from, std::size_t to) { work.range(begin + from, begin + to); });
 }
 

@@ -15,10 +15,15 @@ INFINITY_INLINE typename V::Reg load_vector(const void* values, Dtype dtype, std
 }
 
 template <class V, template <class> class RuleOf, Format format>
-void update_run(const Run& shared, const Constants& constants) {
+void update_run(const Run& shared, const Run& there, const Constants& constants) {
   const Run run = shared;  // copies that no store below can alias
   const Constants c = constants;
-  for (std::size_t i = 0; i < run.n; i += kGroup) update_group<V, RuleOf, format>(run, c, i);
+  if (&there == &shared) {
+    for (std::size_t i = 0; i < run.n; i += kGroup) update_group<V, RuleOf, format>(run, run, c, i);
+  } else {
+    const Run to = there;
+    for (std::size_t i = 0; i < run.n; i += kGroup) update_group<V, RuleOf, format>(run, to, c, i);
+  }
   V::fence();
 }
 

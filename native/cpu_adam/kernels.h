@@ -6,6 +6,9 @@
 
 namespace infinity::cpu_adam {
 
+// What is written with stores that leave the caches out: of addresses that are multiples of 64 bytes.
+enum class Streamed { nothing, param, all };
+
 // A part of a chunk that lies in one piece in every block: `n` elements from these addresses, whole groups.
 struct Run {
   const void* grad; Dtype grad_dtype;
@@ -15,13 +18,14 @@ struct Run {
   std::size_t n;
   std::uint32_t number;  // the lower half of the first element's number; it does not pass 2^32 within the run
   Noise noise;
-  bool stream;  // `param` is written with stores that leave the cache out
+  Streamed streamed;
 };
 
 // The internal rules: sgd without momentum is one of its own.
 constexpr int kRules = 5, kFormats = 3;
 
-using UpdateKernel = void(const Run& run, const Constants& c);
+// Reads `run` and writes what becomes of it to where `to` lies, of which nothing else counts; `run` itself is in place.
+using UpdateKernel = void(const Run& run, const Run& to, const Constants& c);
 // The sum of one norm block: n values, at most kNormBlock of them, lane 0 first.
 using NormKernel = double(const void* values, Dtype dtype, std::size_t n);
 // Whole groups to and from fp32.

@@ -78,6 +78,10 @@ struct Group {
     INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) V::store_halves(to + k * step, f(k));
   }
   template <class F>
+  INFINITY_INLINE static void stream(float* to, F f) {
+    INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) V::stream(to + k * step, f(k));
+  }
+  template <class F>
   INFINITY_INLINE static void stream_halves(std::uint16_t* to, F f) {
     INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) V::stream_halves(to + k * step, f(k));
   }
@@ -88,6 +92,24 @@ struct Group {
   // A group's one scale.
   INFINITY_INLINE static void store_scale(float* to, float scale) { *to = scale; }
 };
+
+// The two ways to store a group: through the caches, or with `streamed` past them.
+template <class V, class F>
+INFINITY_INLINE void put(float* to, bool streamed, F f) {
+  if (streamed) {
+    Group<V>::stream(to, f);
+  } else {
+    Group<V>::store(to, f);
+  }
+}
+template <class V, class F>
+INFINITY_INLINE void put_halves(std::uint16_t* to, bool streamed, F f) {
+  if (streamed) {
+    Group<V>::stream_halves(to, f);
+  } else {
+    Group<V>::store_halves(to, f);
+  }
+}
 
 template <class To, class From>
 INFINITY_INLINE To bit_cast(From from) {
@@ -191,16 +213,16 @@ INFINITY_INLINE void store_int8(const Moments& to, std::size_t i, const typename
   });
 }
 
-// `noise`: 16 random bits for each element; kNearest for all of them rounds to nearest.
+// `noise`: 16 random bits for each element; kNearest for all of them rounds to nearest. int8 is never `streamed`: it is bound by compute.
 template <class V, Format format, Moment moment>
 INFINITY_INLINE void store(const Moments& to, std::size_t i, const typename V::Reg (&x)[kRegs<V>],
-                           const typename V::Bits (&noise)[kRegs<V>]) {
+                           const typename V::Bits (&noise)[kRegs<V>], bool streamed = false) {
   if constexpr (format == Format::int8) {
     store_int8<V, moment>(to, i, x, noise);
   } else if constexpr (format == Format::fp32) {
-    Group<V>::store(floats(to) + i, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return canonical<V>(x[k]); });
+    put<V>(floats(to) + i, streamed, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return canonical<V>(x[k]); });
   } else {  // whatever is cut off goes up with the probability of its size
-    Group<V>::store_halves(halves(to) + i, [&](std::size_t k) INFINITY_INLINE_LAMBDA {
+    put_halves<V>(halves(to) + i, streamed, [&](std::size_t k) INFINITY_INLINE_LAMBDA {
       return (bits_of<V>(canonical<V>(x[k])) + (noise[k] & 0xffffu)) >> 16;
     });
   }

@@ -20,11 +20,12 @@ struct Neon {
 
   static Reg load(const float* from) { return vld1q_f32(from); }
   static void store(float* to, Reg x) { vst1q_f32(to, x); }
+  static void stream(float* to, Reg x) { store(to, x); }  // there are hints only, for pairs of registers
   static Reg load_fp16(const std::uint16_t* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
   static Bits to_fp16(Reg x) { return vmovl_u16(vreinterpret_u16_f16(vcvt_f16_f32(x))); }
   static Bits load_halves(const std::uint16_t* from) { return vmovl_u16(vld1_u16(from)); }
   static void store_halves(std::uint16_t* to, Bits x) { vst1_u16(to, vmovn_u32(x)); }
-  static void stream_halves(std::uint16_t* to, Bits x) { store_halves(to, x); }  // there are hints only, for pairs of registers
+  static void stream_halves(std::uint16_t* to, Bits x) { store_halves(to, x); }
   static Bits load_bytes(const std::uint8_t* from) {
     std::uint32_t four;
     std::memcpy(&four, from, sizeof four);

@@ -21,6 +21,7 @@ struct Scalar {
 
   static Reg load(const float* from) { return *from; }
   static void store(float* to, Reg x) { *to = x; }
+  static void stream(float* to, Reg x) { store(to, x); }
   static Reg load_fp16(const std::uint16_t* from) { return from_fp16(*from); }
   static Bits to_fp16(Reg x) { return cpu_adam::to_fp16(x); }
   static Bits load_halves(const std::uint16_t* from) { return *from; }

@@ -52,30 +52,28 @@ INFINITY_INLINE typename V::Bits to_bf16(typename V::Reg x) {
 }
 
 template <class V>
-INFINITY_INLINE void store_masters(const Run& run, std::size_t i, const typename V::Reg (&w)[kRegs<V>]) {
-  if (run.master_format != Master::split) {
-    auto* const values = static_cast<float*>(run.master_format == Master::fp32 ? run.master : run.param) + i;
-    Group<V>::store(values, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return w[k]; });
-    if (run.master_format == Master::none) return;
+INFINITY_INLINE void store_masters(const Run& to, std::size_t i, const typename V::Reg (&w)[kRegs<V>]) {
+  const bool all = to.streamed == Streamed::all;
+  if (to.master_format != Master::split) {
+    auto* const values = static_cast<float*>(to.master_format == Master::fp32 ? to.master : to.param) + i;
+    put<V>(values, all, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return w[k]; });
+    if (to.master_format == Master::none) return;
   }
-  auto* const param = static_cast<std::uint16_t*>(run.param) + i;
-  const auto rounded = [&](std::size_t k) INFINITY_INLINE_LAMBDA { return to_bf16<V>(w[k]); };
-  if (run.param_dtype == Dtype::fp16) {
-    Group<V>::store_halves(param, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return V::to_fp16(w[k]); });
-  } else if (run.stream) {
-    Group<V>::stream_halves(param, rounded);
+  auto* const param = static_cast<std::uint16_t*>(to.param) + i;
+  if (to.param_dtype == Dtype::fp16) {
+    put_halves<V>(param, all, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return V::to_fp16(w[k]); });
   } else {
-    Group<V>::store_halves(param, rounded);
+    put_halves<V>(param, to.streamed != Streamed::nothing, [&](std::size_t k) INFINITY_INLINE_LAMBDA { return to_bf16<V>(w[k]); });
   }
-  if (run.master_format == Master::split) {  // the lower 16 bits of M - (P << 16) are those of M
-    Group<V>::store_halves(static_cast<std::uint16_t*>(run.master) + i,
-                           [&](std::size_t k) INFINITY_INLINE_LAMBDA { return bits_of<V>(w[k]) & 0xffffu; });
+  if (to.master_format == Master::split) {  // the lower 16 bits of M - (P << 16) are those of M
+    put_halves<V>(static_cast<std::uint16_t*>(to.master) + i, all,
+                  [&](std::size_t k) INFINITY_INLINE_LAMBDA { return bits_of<V>(w[k]) & 0xffffu; });
   }
 }
 
-// The group that begins with element i of the run.
+// The group that begins with element i of the run; what becomes of it is written to where `to` lies, which may be the run itself.
 template <class V, template <class> class RuleOf, Format format>
-INFINITY_INLINE void update_group(const Run& run, const Constants& c, std::size_t i) {
+INFINITY_INLINE void update_group(const Run& run, const Run& to, const Constants& c, std::size_t i) {
   using Rule = RuleOf<V>;
   typename V::Reg w[kRegs<V>], g[kRegs<V>], m[kRegs<V>], v[kRegs<V>];
   if constexpr (Rule::first) load<V, format, Moment::first>(run.first, i, m);
@@ -86,7 +84,7 @@ INFINITY_INLINE void update_group(const Run& run, const Constants& c, std::size_
     Rule::apply(c, w[k], g[k] * c.grad_scale, m[k], v[k]);
     w[k] = canonical<V>(w[k]);
   }
-  store_masters<V>(run, i, w);
+  store_masters<V>(to, i, w);
   typename V::Bits noise[kRegs<V>] = {}, other[kRegs<V>] = {};
   if constexpr (format != Format::fp32) {
     INFINITY_UNROLL for (std::size_t k = 0; k < kRegs<V>; ++k) {
@@ -94,8 +92,8 @@ INFINITY_INLINE void update_group(const Run& run, const Constants& c, std::size_
       other[k] = noise[k] >> 16;
     }
   }
-  if constexpr (Rule::first) store<V, format, Moment::first>(run.first, i, m, noise);
-  if constexpr (Rule::second) store<V, format, Moment::second>(run.second, i, v, other);
+  if constexpr (Rule::first) store<V, format, Moment::first>(to.first, i, m, noise, to.streamed == Streamed::all);
+  if constexpr (Rule::second) store<V, format, Moment::second>(to.second, i, v, other, to.streamed == Streamed::all);
 }
 
 }  // namespace

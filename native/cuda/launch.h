@@ -38,9 +38,9 @@ INFINITY_INLINE void update_whole(const Launch& launch) {
   if (!RuleOf<Octet>::first) chunk.first = chunk.param;
   if (!RuleOf<Octet>::second) chunk.second = chunk.param;
   for (std::size_t k = first_octet(); k < launch.count; k += octets()) {
-    const Run run = run_at<true>(chunk, (launch.first + k) * kGroup, kGroup, launch.noise, false);
+    const Run run = run_at<true>(chunk, (launch.first + k) * kGroup, kGroup, launch.noise, Streamed::nothing);
     if (!run.grad) __builtin_unreachable();
-    update_group<Octet, RuleOf, format>(run, launch.constants, 0);
+    update_group<Octet, RuleOf, format>(run, run, launch.constants, 0);
   }
 }
 
@@ -58,7 +58,7 @@ INFINITY_INLINE void update_any(const Launch& launch, Stage& stage) {
   for (std::size_t k = first_octet(); k < launch.count; k += octets()) {
     const std::size_t at = (launch.first + k * launch.step) * kGroup, mine = at + Octet::lanes();
     const std::size_t from = mine > launch.begin ? mine : launch.begin, to = mine + 4 < launch.end ? mine + 4 : launch.end;
-    Run run = run_at(chunk, at, kGroup, launch.noise, false);
+    Run run = run_at(chunk, at, kGroup, launch.noise, Streamed::nothing);
     void* const parts[5] = {const_cast<void*>(run.grad), run.param, run.master, run.first.values, run.second.values};
     const std::size_t widths[5] = {bytes_of(chunk.grad_dtype), bytes_of(chunk.param_dtype), bytes_of(chunk.master_format), bytes_of(format),
                                    bytes_of(format)};
@@ -77,7 +77,7 @@ INFINITY_INLINE void update_any(const Launch& launch, Stage& stage) {
     run.master = stage.parts[2];
     run.first.values = stage.parts[3];
     run.second.values = stage.parts[4];
-    update_group<Octet, RuleOf, format>(run, launch.constants, 0);
+    update_group<Octet, RuleOf, format>(run, run, launch.constants, 0);
     INFINITY_UNROLL for (int part = 1; part < 5; ++part) {
       const std::size_t width = widths[part];
       const unsigned char* const copy = stage.parts[part];

@@ -76,6 +76,10 @@ struct Group<Octet> {
     reinterpret_cast<uint2*>(to)[Octet::lane()] = uint2{f(0) | f(1) << 16, f(2) | f(3) << 16};
   }
   template <class F>
+  INFINITY_INLINE static void stream(float* to, F f) {
+    store(to, f);
+  }
+  template <class F>
   INFINITY_INLINE static void stream_halves(std::uint16_t* to, F f) {
     store_halves(to, f);
   }
