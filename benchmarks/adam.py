@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The optimizer kernels against what memory gives and against their peers: a thin script around `infinity bench adam`.
 
-Prints a table for each size and keeps everything in JSON. Needs 16 bytes of memory per parameter. torch's fused AdamW always
+Prints a table for each size and keeps everything in JSON. Needs 26 bytes of memory per parameter. torch's fused AdamW always
 runs beside; DeepSpeed's CPUAdam where it can be imported. How they are compared: `infinity/cli/bench/adam/measure.py`.
 
     benchmarks/adam.py [--parameters 100e6 300e6] [--rounds 7] [--threads N] [--output benchmarks/results/adam.json]

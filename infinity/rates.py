@@ -42,13 +42,15 @@ _STEPS: dict[str, tuple[str, dict[str, float]]] = {
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of one case: what is read and written for each parameter."""
+    """The formats of one case: what is read and written for each parameter, in place or `elsewhere`, as an update writes a second
+    home."""
 
     name: str
     grad: str
     param: str
     master: str
     moments: str
+    elsewhere: bool = False
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -58,11 +60,11 @@ class Formats:
 
     @property
     def blocks(self) -> dict[str, float]:
-        """Bytes of each block per parameter."""
-        return {
-            "grad": _WIDTHS[self.grad], "param": _WIDTHS[self.param], "master": _WIDTHS[self.master],
-            "first": _WIDTHS[self.moments], "second": _WIDTHS[self.moments],
-        }  # fmt: skip
+        """Bytes of each block per parameter; of what goes elsewhere the names begin with "to_"."""
+        moments = _WIDTHS[self.moments]
+        states = {"param": _WIDTHS[self.param], "master": _WIDTHS[self.master], "first": moments, "second": moments}
+        targets = {f"to_{name}": width for name, width in states.items()} if self.elsewhere else {}
+        return {"grad": _WIDTHS[self.grad], **states, **targets}
 
 
 def formats_of(config: Config, dtype: torch.dtype) -> Formats:

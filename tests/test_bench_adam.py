@@ -29,6 +29,7 @@ def test_bytes_are_those_that_an_update_must_move() -> None:
         2 + 4 + 4 + 16,
         2 + 4 + 4 + 8,
         2 + 4 + 4 + 4 * 1.125,
+        2 + 4 + 4 + 16,
     ]
     assert Formats("", "fp32", "fp16", "fp32", "fp32").bytes_per_parameter == 4 + 2 + 8 + 16
 
@@ -60,8 +61,8 @@ def test_everyone_steps_in_every_round_and_the_order_turns() -> None:
         assert all(len(subject.seconds) == 3 for subject in bench.subjects)
     finally:
         bench.close()
-    assert names[:6] == ["in-place loop", *(case.name for case in CASES)]
-    assert "torch fused AdamW" in names[6:]
+    assert names[:7] == ["in-place loop", *(case.name for case in CASES)]
+    assert "torch fused AdamW" in names[7:]
     turns = [names[number:] + names[:number] for number in range(3)]
     assert order == [text for turn in turns for name in turn for text in (name, "step", "step")]
 

@@ -36,7 +36,7 @@ def adam(
 ) -> None:
     """Measure the optimizer kernels against what memory gives: GB/s of every state format beside a plain in-place loop.
 
-    Needs 16 bytes of memory per parameter.
+    Needs 26 bytes of memory per parameter.
     """
     with plain_failures(debug):
         from infinity.cli.bench.adam.measure import measure

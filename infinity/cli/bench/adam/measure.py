@@ -37,6 +37,7 @@ CASES = (
     Formats("bf16, split master", "bf16", "bf16", "split", "fp32"),
     Formats("split, bf16 moments", "bf16", "bf16", "split", "bf16"),
     Formats("split, int8 moments", "bf16", "bf16", "split", "int8"),
+    Formats("split, to a second home", "bf16", "bf16", "split", "fp32", elsewhere=True),
 )
 
 
@@ -84,10 +85,11 @@ class Bench:
         self._memory.close()
 
     def _sizes(self, case: Formats) -> dict[str, int]:
-        sizes = {name: int(width * self.parameters) for name, width in case.blocks.items()}
-        for moment in ("first", "second"):
-            sizes[moment] = self._kernels.block_bytes(case.moments, self.parameters)
-        return sizes
+        moments = self._kernels.block_bytes(case.moments, self.parameters)
+        return {
+            name: moments if name.endswith(("first", "second")) else int(width * self.parameters)
+            for name, width in case.blocks.items()
+        }
 
     def _pieces(self, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
         """uint8 tensors of `sizes` bytes from the beginning of the memory, one after the other."""
@@ -119,12 +121,12 @@ class Bench:
 
     def _ours(self, case: Formats) -> Subject:
         at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in self._pieces(self._sizes(case)).items()}
-        isa = self._kernels.best_isa()
+        isa, targets = self._kernels.best_isa(), {name: place for name, place in at.items() if name.startswith("to_")}
 
         def step() -> None:
             self._kernels.update(
                 "adam", at["grad"], case.grad, at["param"], case.param, at["master"], case.master, at["first"], at["second"],
-                case.moments, 0, self.parameters, position=0, key=1, isa=isa, pool=self._pool, **ADAM_STEP,
+                case.moments, 0, self.parameters, position=0, key=1, isa=isa, pool=self._pool, **targets, **ADAM_STEP,
             )  # fmt: skip
 
         return Subject(case.name, case.bytes_per_parameter, partial(self._fill, case), step)
