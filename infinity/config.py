@@ -73,8 +73,9 @@ class Config(BaseModel):
     have theirs: the first units of the model, whose gradients come last and whose parameters the next forward needs first. They
     move nothing and are updated where they are, on a GPU by its own kernels beside those of the CPU. "auto": on a GPU all units
     if they fit; else so many that what has most to do in a step has least, of both ways of the link, the drives and the CPU's
-    updates, which are measured when the model is wrapped (less than a second, at most 64 MiB on each drive); the others'
-    parameters pass through what is left, at least twice what is in use at once. On the CPU 0: `cache` does the same there."""
+    updates, which are measured when the model is wrapped (less than a second; at most 64 MiB on each drive, for each rank); the
+    others' parameters pass through what is left, at least twice what is in use at once. It is 0 on the CPU, where `cache` does
+    the same, and with update="delayed" and algorithm="other", which the GPU's kernels cannot do."""
 
     parameters: Tier = "nvme"
     optimizer: Tier = "nvme"

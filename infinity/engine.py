@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
@@ -38,7 +39,7 @@ from infinity.optim.optimizer import Optimizer
 from infinity.optim.step import Surroundings, Updater
 from infinity.plan.planner import Foresight, Traffic, UnitCost, predict
 from infinity.plan.runtime import Runtime
-from infinity.rates import copies, formats_of, threads_of, updates
+from infinity.rates import DTYPES, copies, formats_of, updates
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.ranks import Ranks, check_reach, find_ranks, whole_group
@@ -56,8 +57,8 @@ Model = TypeVar("Model", bound=nn.Module)
 STATES = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ATTRIBUTE = "_infinity_engine"
-PROBE_BYTES, PROBE_ROUNDS = 64 << 20, 3
-"""What is copied, and what states are updated, to see how fast this machine is, and how often."""
+PROBE_BYTES, PROBE_PARAMETERS, PROBE_ROUNDS = 64 << 20, 16 << 20, 3
+"""What is copied, and how many parameters are updated, to see how fast this machine is: more than caches hold; and how often."""
 _OURS = f"{__name__.partition('.')[0]}."
 
 
@@ -113,10 +114,13 @@ class Engine:
             undo.callback(self._store.close)
             for unit in self._units:
                 unit.declare(self._store, config)
-            numbers += self._measure(_concurrent_bytes(model, users), ranks)
+            concurrent, reserve = _concurrent_bytes(model, users), (1 + self._brings_aside(ranks)) * self._buffer_bytes(ranks)
+            if self._store.placement.weighs(concurrent, reserve):
+                numbers += self._measure(kernels)
             alike.close()
             alike.enter_context(together(ranks, config.collective_timeout))
-            self._open_store(model, users, ranks, Rates(*numbers) if numbers else None)
+            self._store.placement.keep_near(concurrent, reserve, Rates(*numbers) if numbers else None)
+            self._open_store(_concurrent_bytes(model, users), ranks)
             alike.close()  # nobody waits in collectives for a rank that has no room
             self._meet(ranks)
             if self._exchange is not None:
@@ -154,30 +158,30 @@ class Engine:
         numbers = {key: unit.index for key, unit in self._unit_of.items()}
         return {m: [self._units[i] for i in used] for m, used in find_users(model, owners, numbers).items()}
 
-    def _measure(self, concurrent: int, ranks: Ranks) -> tuple[float, ...]:
-        """What `Rates` are made of, where placement depends on them."""
-        config = self.config
-        if not self._store.placement.weighs(concurrent, self._reserve(ranks)):
+    def _measure(self, kernels: Kernels) -> Sequence[float]:
+        """`Rates` of this machine, in the format that most parameters have; empty where there are no kernels for any."""
+        config, elements = self.config, Counter[torch.dtype]()
+        for unit in self._units:
+            if unit.trainable and unit.dtype in DTYPES.values():
+                elements[unit.dtype] += unit.layout.shard_numel
+        if not elements:
             return ()
-        formats = formats_of(config, next(unit.dtype for unit in self._units if unit.trainable))
-        links = copies(ComputeDevice(config.device), PROBE_BYTES, PROBE_ROUNDS)
-        update = updates(formats, PROBE_BYTES // 16, threads_of(config.threads), PROBE_ROUNDS, algorithm=config.algorithm)
+        dtype, count = elements.most_common(1)[0]
+        links = copies(ComputeDevice(config.device), min(PROBE_BYTES, config.gpu_memory), PROBE_ROUNDS)
+        few = min(PROBE_PARAMETERS, count)
+        update = updates(
+            formats_of(config, dtype), few, kernels.threads, PROBE_ROUNDS, algorithm=config.algorithm, isa=kernels.isa
+        )
         both_ways = median(links["host_to_device"]), median(links["device_to_host"])
         return Rates(*both_ways, self._store.measure_drives(), median(update))
-
-    def _reserve(self, ranks: Ranks) -> int:
-        """Bytes for gradient buffers on the compute device, if there are as many as may be of use."""
-        return (1 + self._brings_aside(ranks)) * self._buffer_bytes(ranks)
 
     def _buffer_bytes(self, ranks: Ranks) -> int:
         through_buffer = self._brings_aside(ranks) or self.config.gradients == "nvme"
         through_buffer &= not self._units[0].reduces_late  # the gradients' home is the whole buffer
         return max((u.gradient_nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
 
-    def _open_store(self, model: nn.Module, users: dict[nn.Module, list[Unit]], ranks: Ranks, rates: Rates | None) -> None:
+    def _open_store(self, concurrent: int, ranks: Ranks) -> None:
         aside, buffer_bytes = self._brings_aside(ranks), self._buffer_bytes(ranks)
-        self._store.placement.keep_near(_concurrent_bytes(model, users), self._reserve(ranks), rates)
-        concurrent = _concurrent_bytes(model, users)
         # A second buffer is collected into while the first one is reduced; a budget that has no room for it works without.
         buffers = 2 if aside and self._store.placement.fits(concurrent, 2 * buffer_bytes) else 1
         self._store.open(concurrent, buffers * buffer_bytes)

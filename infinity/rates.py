@@ -76,8 +76,8 @@ def formats_of(config: Config, dtype: torch.dtype) -> Formats:
 
 
 def threads_of(configured: int | None) -> int:
-    """How many threads the engine's kernels have: as many as there are CPUs for this process, or its part of them where torchrun
-    says that there are several on this node.
+    """How many threads the engine's kernels have: as many as are `configured`, or for None as there are CPUs for this process,
+    its part of them where torchrun says that there are several on this node.
 
     Not what OMP_NUM_THREADS says: launchers set it to 1, which would starve the update.
     """
@@ -105,6 +105,7 @@ def copies(device: ComputeDevice, nbytes: int, rounds: int) -> dict[str, list[fl
     """
     try:
         here, there = device.host_memory(nbytes), device.compute_memory(nbytes)
+        device.settle()  # what had this memory before may still be in use by the caller's stream
         ways: dict[str, Callable[[], object]] = {
             "host_to_device": lambda: device.upload(there, here),
             "device_to_host": lambda: device.download(here, there),
@@ -118,10 +119,16 @@ def copies(device: ComputeDevice, nbytes: int, rounds: int) -> dict[str, list[fl
 
 
 def updates(
-    formats: Formats, parameters: int, threads: int, rounds: int, device: ComputeDevice | None = None, algorithm: str = "adam"
+    formats: Formats,
+    parameters: int,
+    threads: int,
+    rounds: int,
+    device: ComputeDevice | None = None,
+    algorithm: str = "adam",
+    isa: str | None = None,
 ) -> list[float]:
-    """Parameters per second of the engine's kernels over `parameters` parameters in `formats`, more than caches hold: of the CPU
-    with `threads` threads in host memory, or with `device`, which has kernels, of those and in its memory."""
+    """Parameters per second of the engine's kernels over `parameters` parameters in `formats`: of the CPU, with `threads` threads
+    and the instruction set `isa` (None: the best), or with `device`, which has kernels, of those and in its memory."""
     kernels = native.cpu_adam()
     rule, hyper = _STEPS[algorithm]
     sizes = {name: int(width * parameters) for name, width in formats.blocks.items()}
@@ -144,7 +151,7 @@ def updates(
         module: Any = native.cuda() if memory.is_cuda else kernels
 
         def update() -> None:
-            where = {"stream": stream_of(memory)} if memory.is_cuda else {"isa": kernels.best_isa(), "pool": pool}
+            where = {"stream": stream_of(memory)} if memory.is_cuda else {"isa": isa or kernels.best_isa(), "pool": pool}
             module.update(
                 rule, at["grad"], formats.grad, at["param"], formats.param, at["master"], formats.master, at["first"],
                 at["second"], formats.moments, 0, parameters, position=0, key=1, **where, **hyper,

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from models import text_batch, transformer
 
 import infinity
+from infinity import native, rates
 from infinity.tiers.block import BF16, FP32, SPLIT, Block, Format, Kind
 from infinity.tiers.moves import Moves, Rates, moves
 from infinity.tiers.placement import Placement
@@ -102,7 +103,7 @@ def test_from_nvme_the_format_says_what_stays() -> None:
     st.lists(st.integers(1, 6), min_size=1, max_size=12),
     st.floats(0.2, 1.5),
     st.sampled_from(["cpu", "nvme"]),
-    st.tuples(*[st.floats(0.1, 10.0)] * 4),
+    st.tuples(*[st.floats(10.0, 1000.0)] * 4),
 )
 def test_no_other_number_of_units_takes_less_time(sizes: list[int], part: float, tier: str, rates: Any) -> None:
     """Against every number of them, given as `Config.gpu_cache`."""
@@ -114,7 +115,7 @@ def test_no_other_number_of_units_takes_less_time(sizes: list[int], part: float,
         travelling = [block for block in blocks if block.kind is Kind.PARAM and block.tier != "gpu"]
         spans, homes = sum(b.span for b in travelling), sum(b.nbytes for b in blocks if b.tier == "gpu")
         room = memory - homes
-        if room < min(spans, 2 * concurrent):
+        if room < (max(concurrent, min(spans, 2 * concurrent)) if travelling else 0):
             return math.inf
         return max(moves(blocks, min(1.0, room / max(spans, 1)), {}).seconds(Rates(*rates)))
 
@@ -150,8 +151,8 @@ def test_a_model_of_many_units_is_weighed_quickly() -> None:
     inner = placement._moves
     placement._moves = lambda *values: asked.append(values) or inner(*values)  # type: ignore[method-assign,func-returns-value]
     placement.keep_near(room_for_two(sizes), 0, slow("updates"))
-    assert len(asked) <= 34
-    assert len(near(blocks)) >= 1000
+    assert 32 <= len(asked) <= 34
+    assert len(near(blocks)) >= 1000 - 2000 // 32
 
 
 @pytest.fixture
@@ -175,14 +176,17 @@ def test_what_is_stated_is_what_moves(tiers: str, split: bool, options: dict[str
     model = infinity.wrap(transformer(), configured(tmp_path, **(TIERS[tiers] | options), split_master=split))
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters(), max_grad_norm=0.5)
+        store = engine._store
+        spans = sum(block.span for block in store.placement.travelling())
+        resident = min(1.0, store.copy_slots * PAGE / spans) if spans else 1.0
+        assert (resident < 1) == (options.get("gpu_memory") == "150KiB")
         for step in range(4):
             model(**text_batch(step)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        report, store = engine.report(), engine._store
-        spans = sum(block.span for block in store.placement.travelling())
-        resident = min(1.0, store.copy_slots * PAGE / spans) if spans else 1.0
-        assert (resident < 1) == (options.get("gpu_memory") == "150KiB")
+            if resident == 1:
+                engine.drain()  # what its update moves counts as that of this step
+        report = engine.report()
         stated = moves([block for unit in engine.units for block in unit.blocks.values()], resident, {})
         on_drives = (report.read_per_parameter + report.written_per_parameter) * report.parameters
         largest = max(unit.nbytes for unit in engine.units)
@@ -206,14 +210,95 @@ def test_this_machine_is_measured(
 ) -> None:
     """With each algorithm and format the engine measures what it needs, says so, and leaves nothing behind."""
     monkeypatch.setattr(sys.modules["infinity.engine"], "PROBE_BYTES", 1 << 20)
-    config = configured(tmp_path, gpu_cache="auto", gpu_memory="400KiB", algorithm=algorithm, **formats)
+    kernels: list[str] = []
+    real = native.cpu_adam()
+    update = lambda *values, **how: (kernels.append(how["isa"]), real.update(*values, **how))  # noqa: E731
+    spied = SimpleNamespace(update=update, Pool=real.Pool, block_bytes=real.block_bytes, best_isa=real.best_isa)
+    monkeypatch.setattr(rates, "native", SimpleNamespace(cpu_adam=lambda: spied))
+    config = configured(tmp_path, gpu_cache="auto", gpu_memory="400KiB", algorithm=algorithm, instruction_set="scalar", **formats)
     with caplog.at_level(logging.INFO, "infinity"):
         model = infinity.wrap(transformer(), config)
     with infinity.engine(model) as engine:
         said = [record.getMessage() for record in caplog.records if "measured were" in record.getMessage()]
-        assert len(said) == 1 and "inf" not in said[0] and " 0.0 " not in said[0]
+        assert len(said) == 1 and "of the drives" in said[0] and " 0.0 " not in said[0]
+        assert set(kernels) == {"scalar"}
         assert 0 < engine.report().near < sum(b.nbytes for unit in engine.units for b in unit.blocks.values())
         assert sorted(path.name for path in tmp_path.iterdir()) == ["infinity-states.bin", "infinity.lock"]
+
+
+@pytest.mark.usefixtures("far")
+def test_what_is_in_memory_needs_no_drive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    states = {"parameters": "cpu", "optimizer": "cpu"}
+    with caplog.at_level(logging.INFO, "infinity"):
+        model = infinity.wrap(transformer(), configured(tmp_path, gpu_cache="auto", gpu_memory="400KiB", **states))
+    infinity.engine(model).close()
+    (said,) = [record.getMessage() for record in caplog.records if "measured were" in record.getMessage()]
+    assert "drive" not in said and "inf" not in said
+
+
+def test_nothing_is_copied_to_what_is_in_use_still() -> None:
+    """The memory that is copied to may have been freed by who still has work on it in the queue of his stream."""
+    seen: list[str] = []
+
+    class Device(FarDevice):
+        def settle(self) -> None:
+            seen.append("settled")
+
+    device = Device()
+    device.on_upload = lambda target, after: seen.append("copy")
+    rates.copies(device, 1 << 20, 1)
+    assert seen[0] == "settled" and seen.count("copy") == 2
+
+
+class Weights(torch.nn.Module):
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        for number, dtype in enumerate(dtypes):
+            self.register_parameter(f"weight{number}", torch.nn.Parameter(torch.zeros(16384 // dtype.itemsize, dtype=dtype)))
+
+
+@pytest.mark.usefixtures("far")
+@pytest.mark.parametrize("last", [(torch.bfloat16,), (torch.bfloat16, torch.float16, torch.float32)])
+def test_auto_works_where_nothing_stays(last: tuple[torch.dtype, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where what does not stay is used together, and with as many gradient buffers."""
+    engine = sys.modules["infinity.engine"]
+    monkeypatch.setattr(engine, "copies", lambda *_: {"host_to_device": [1e15], "device_to_host": [1e15]})
+    monkeypatch.setattr(engine, "updates", lambda *_, **__: [1.0])
+    most = 0
+    for pages in range(20, 260, 4):
+        buffers = []
+        for cache in (0, "auto"):
+            states = {"parameters": "cpu", "optimizer": "cpu", "precision": "auto", "gpu_cache": cache}
+            model = torch.nn.Sequential(*[Weights(torch.bfloat16) for _ in range(6)], Weights(*last))
+            try:
+                infinity.wrap(model, configured(tmp_path, gpu_memory=pages * PAGE, **states), units=[Weights])
+            except infinity.BudgetError:
+                assert cache == 0, f"{pages} pages are enough without"
+                break
+            with infinity.engine(model) as found:
+                assert found._buffer is not None
+                buffers.append(len(found._buffer._free))
+                most = max(most, sum(unit.near for unit in found.units))
+        assert len(set(buffers)) <= 1
+    assert most > 0
+
+
+def test_moves_of_what_comes_and_goes() -> None:
+    """With room for a quarter of the parameters: of the two uses in a step the first finds what the update has put there."""
+    bf16, states = 2 * 4 * PAGE, 2 * 10 * PAGE  # bytes of a unit of two thousand parameters
+
+    def of(tier: str, kept: int = 0, frozen: bool = False, **how: Any) -> tuple[float, ...]:
+        _, blocks = placed([2], 1 << 30, tier, **how)
+        blocks = [block for block in blocks if block.kind is Kind.PARAM or not frozen]
+        return tuple(moves(blocks, 0.25, {block: kept for block in blocks if block.tier == "nvme"}))
+
+    assert of("cpu") == (bf16 / 2 * 1.75, bf16 / 2, 0, 2 * PAGE)
+    assert of("cpu", frozen=True) == (bf16 / 2 * 1.5, 0, 0, 0)
+    # Of a split master the old parameter is read, too: from the device where it is there, else from the drive.
+    assert of("nvme") == (bf16 / 2 * 1.75, bf16 / 2 * 1.25, bf16 / 2 * 2.5 + states * 2, 2 * PAGE)
+    assert of("nvme", master=FP32) == (bf16 / 2 * 1.75, bf16 / 2, bf16 / 2 * 1.75 + (states + bf16 / 2) * 2, 2 * PAGE)
+    assert of("nvme", kept=PAGE)[2] == (bf16 / 2 * 2.5 + states * 2) / 2
+    assert of("nvme", frozen=True) == (bf16 / 2 * 1.5, 0, bf16 / 2 * 1.5, 0)
 
 
 @pytest.mark.usefixtures("far")

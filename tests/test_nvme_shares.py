@@ -163,6 +163,28 @@ def test_a_slow_drive_is_not_measured_for_long(monkeypatch: pytest.MonkeyPatch) 
 # The tier
 
 
+@pytest.mark.parametrize(
+    ("shares", "expected"), [("measured", 7e9), ("equal", 2e9), ((2.0, 1.0), 3e9), ((12.0, 1.0), 6.5e9), ((1e3, 1.0), 6.006e9)]
+)
+def test_drives_give_together_what_their_shares_let_them(
+    shares: Any, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "infinity-states.bin").write_bytes(bytes(5000))  # of a run that was killed
+    monkeypatch.setattr(speed, "measure", lambda probes: [6e9, 1e9] if all(p.nbytes == 64 * MIB for p in probes) else [])
+    tier = NvmeTier(folders, "posix", None, Recorder(), shares)
+    try:
+        assert tier.measure() == pytest.approx(expected)
+        assert [(folder / "infinity-states.bin").stat().st_size for folder in folders] == [0, 0]
+        with pytest.raises(infinity.PathInUseError):
+            NvmeTier(folders[:1], "posix", None, Recorder()).measure()
+    finally:
+        tier.close()
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stripes of 16 KiB, and what is written to measure a drive so much smaller."""

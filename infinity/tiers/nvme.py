@@ -6,7 +6,6 @@ import errno
 import fcntl
 import logging
 import os
-import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -120,6 +119,8 @@ class NvmeTier:
         self._files: list[Any] = []
         self._stripes = Stripes(STRIPE_BYTES, [1.0] * len(directories))
         self._layout: tuple[Sequence[float], list[int | None]] = (), []  # shares, and stripes of the directories that are full
+        self._speeds: list[float] = []  # of the directories, once they were measured
+        self._probed: list[int] = []  # and how many bytes each had room for, at most those that were wanted
         self.engines: list[Any] = []
         """The native I/O engines, one per directory; none when nothing is reserved."""
         self.direct: list[Any] = []
@@ -133,28 +134,17 @@ class NvmeTier:
         return extent
 
     def measure(self) -> float:
-        """Before `open`: bytes per second of all directories together, half of them written and half read; 0.0 where
-        one takes no files, for `open` says so.
+        """Before `open`: bytes per second that all directories together give, in their shares, half written and half read.
 
-        Takes at most 64 MiB of each, in files that have no name. Raises `ConfigError` and `NvmeError`.
+        Locks and reclaims as `open` does, and takes at most 64 MiB of each directory meanwhile. Raises what `open` raises, but
+        for what depends on the states.
         """
-        self._check_directories()
-        with ExitStack() as stack:
-            probes = []
-            for directory in self._directories:
-                path = directory / f".infinity-probe-{os.getpid()}-{secrets.token_hex(4)}"
-                try:
-                    file = native.aio().File(str(path), create=True, mode=0o600)
-                except OSError:
-                    return 0.0
-                stack.callback(file.close)
-                path.unlink()
-                engine = make_engine(self._kind, request_bytes=REQUEST_BYTES)
-                stack.callback(engine.close)
-                if not _extend(file, speed.PROBE_BYTES):
-                    _fill(file, speed.PROBE_BYTES)
-                probes.append(speed.Probe(engine, file, file.size()))
-            return sum(speed.measure(probes)) if probes else 0.0
+        self._enter()
+        speeds = self._probe()
+        if self._shares == "measured":
+            return sum(speeds)
+        shares = [1.0] * len(speeds) if self._shares == "equal" else list(map(float, self._shares))
+        return min(rate / share for rate, share in zip(speeds, shares, strict=True)) * sum(shares)
 
     def open(self) -> None:
         """Lock, reclaim, measure and preallocate; on an error nothing of ours stays behind.
@@ -172,6 +162,18 @@ class NvmeTier:
                 f"nvme_memory={format_bytes(self._budget)} cannot hold the states on nvme, which need {format_bytes(total)}; "
                 f"the smallest nvme_memory that works is {total} (invariant I10)"
             )
+        self._enter()
+        try:
+            self._allocate(stripes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _enter(self) -> None:
+        """Lock the directories, reclaim what is there, and have a file, which is empty, and an engine for each."""
+        if self.engines:
+            return
+        self._check_directories()
         try:
             self._directories = [self._make_own(directory) for directory in self._directories]
             for directory in self._directories:
@@ -183,7 +185,6 @@ class NvmeTier:
                 engine = make_engine(self._kind, request_bytes=REQUEST_BYTES)
                 self._parts.callback(engine.close)
                 self.engines.append(engine)
-            self._allocate(stripes)
         except BaseException:
             self.close()
             raise
@@ -260,16 +261,26 @@ class NvmeTier:
         most = speed.PROBE_BYTES // STRIPE_BYTES
         if self._shares == "equal" or len(self._files) == 1 or stripes < most * len(self._files):
             return [1.0] * len(self._files)
-        for number, file in enumerate(self._files):
-            if not _extend(file, most * STRIPE_BYTES):
-                rooms[number] = _fill(file, most * STRIPE_BYTES)
-        files = zip(self.engines, self._files, strict=True)
-        measured = speed.measure([speed.Probe(engine, file, file.size()) for engine, file in files])
-        for file in self._files:
-            file.truncate(0)
-        found = (f"{at} {rate / 1e9:.2f} GB/s" for at, rate in zip(self._directories, measured, strict=True))
-        log.info("measured, half reading and half writing: %s", ", ".join(found))
-        return speed.levelled(measured)
+        speeds = self._probe()
+        for number, nbytes in enumerate(self._probed):
+            if nbytes < speed.PROBE_BYTES:
+                rooms[number] = nbytes // STRIPE_BYTES
+        return speed.levelled(speeds)
+
+    def _probe(self) -> list[float]:
+        """Bytes per second of each directory beside the others; measured once. The files are empty before and after."""
+        if not self._speeds:
+            for file in self._files:
+                if not _extend(file, speed.PROBE_BYTES):
+                    _fill(file, speed.PROBE_BYTES)
+            self._probed = [file.size() for file in self._files]
+            probes = map(speed.Probe, self.engines, self._files, self._probed)
+            self._speeds = speed.measure(list(probes))
+            for file in self._files:
+                file.truncate(0)
+            found = (f"{at} {rate / 1e9:.2f} GB/s" for at, rate in zip(self._directories, self._speeds, strict=True))
+            log.info("measured, half reading and half writing: %s", ", ".join(found))
+        return self._speeds
 
     def _check_room(self, stripes: int) -> None:
         """Raise `BudgetError` where it is plain that the directories cannot hold `stripes`, before each is filled to its end."""

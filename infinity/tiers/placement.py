@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -61,7 +62,8 @@ class Placement:
 
     def weighs(self, concurrent: int, reserve: int) -> bool:
         """Whether `keep_near` has to know rates: it may choose how many units stay, and not all of them can."""
-        return self._may_choose() and bool(self._units()) and not self._all_fit(concurrent, reserve)
+        some_fit = any(_home_bytes(unit) <= self._room(reserve) for unit in self._units())
+        return self._may_choose() and some_fit and not self._all_fit(concurrent, reserve)
 
     def keep_near(self, concurrent: int, reserve: int, rates: Rates | None = None) -> None:
         """Choose the units all of whose states are at home on the compute device, as `Config.gpu_cache` says, if `concurrent` and
@@ -85,6 +87,9 @@ class Placement:
         units = units_of(block for block in self._blocks if not block.frozen and block.tier != "gpu")
         return [list(unit.values()) for unit in units.values()]
 
+    def _room(self, reserve: int) -> int:
+        return max(self._config.gpu_memory - self.home_bytes("gpu") - reserve, 0)
+
     def _may_choose(self) -> bool:
         can_update = self._device.has_kernels and self._config.algorithm != "other" and not self._twice
         return self._config.gpu_cache == "auto" and can_update
@@ -100,21 +105,20 @@ class Placement:
         states of 71 million parameters that stay save 12 ms of the CPU, 6 of the way up and 3 of the way down; copies of 500
         million parameters save 20 ms of the way up, and nothing else. So it depends on which of them is the longest.
         """
-        room = max(self._config.gpu_memory - self.home_bytes("gpu") - reserve, 0)
+        room = self._room(reserve)
         ends = [end for end in itertools.accumulate(map(_home_bytes, units)) if end <= room]
-        best: tuple[float, float] | None = None
+        longest = math.inf
         chosen: list[Block] = []
-        for size in [0, *ends[:: len(ends) // MOST_CANDIDATES + 1], room]:
+        for size in [0, *ends[:: max(1, -(-len(ends) // MOST_CANDIDATES))], room]:
             near = _those_that_fit(units, size)
             moved = self._moves(near, room - _home_bytes(near), concurrent)
-            if moved is not None:
-                seconds = moved.seconds(rates)
-                if best is None or (max(seconds), sum(seconds)) < best:
-                    best, chosen = (max(seconds), sum(seconds)), near
+            if moved is not None and max(moved.seconds(rates)) < longest:
+                longest, chosen = max(moved.seconds(rates)), near
         log.info(
-            "%s of states stay on the compute device: measured were %.1f GB/s to it, %.1f from it, %.1f of the drives, and %.2f "
-            "billion updates of parameters per second on the CPU",
-            format_bytes(_home_bytes(chosen)), rates.upload / 1e9, rates.download / 1e9, rates.nvme / 1e9, rates.updates / 1e9,
+            "%s of states stay on the compute device: measured were %.1f GB/s to it, %.1f from it%s, and %.2f billion updates of "
+            "parameters per second on the CPU",
+            format_bytes(_home_bytes(chosen)), rates.upload / 1e9, rates.download / 1e9,
+            f", {rates.nvme / 1e9:.1f} of the drives" if rates.nvme < math.inf else "", rates.updates / 1e9,
         )  # fmt: skip
         return chosen
 
@@ -123,7 +127,7 @@ class Placement:
         and go; None where that cannot be, or leaves them no room to come ahead of use."""
         with self._near(near):
             spans = sum(block.span for block in self.travelling())
-            if passing < min(spans, 2 * concurrent):
+            if spans and passing < max(concurrent, min(spans, 2 * concurrent)):
                 return None
             resident = min(1.0, passing / max(spans, 1))
             try:

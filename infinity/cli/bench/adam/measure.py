@@ -56,7 +56,7 @@ class Subject:
 
 
 class Bench:
-    """Measures steps over `parameters` parameters with `threads` threads (None: all CPUs); `close` gives both back."""
+    """Measures steps over `parameters` parameters with `threads_of(threads)` threads; `close` gives both back."""
 
     def __init__(self, parameters: int, threads: int | None, peers: bool) -> None:
         if parameters < 1 << 16:
