@@ -103,8 +103,6 @@ class Engine:
             if units is None:
                 groups = join_small(groups, owners)
             ranks = with_tensor_parallel(ranks, model, self._device.torch)
-            alike.close()
-            numbers = alike.enter_context(together(ranks, config.collective_timeout))
             self._units = [Unit(index, g.name, g.parameters, g.dtype, ranks) for index, g in enumerate(groups)]
             self._unit_of = {id(p): unit for unit in self._units for p in unit.parameters}
             users = self._users(model, owners)
@@ -114,20 +112,13 @@ class Engine:
             undo.callback(self._store.close)
             for unit in self._units:
                 unit.declare(self._store, config)
-            concurrent, reserve = _concurrent_bytes(model, users), (1 + self._brings_aside(ranks)) * self._buffer_bytes(ranks)
-            if self._store.placement.weighs(concurrent, reserve):
-                numbers += self._measure(kernels)
             alike.close()
-            alike.enter_context(together(ranks, config.collective_timeout))
-            self._store.placement.keep_near(concurrent, reserve, Rates(*numbers) if numbers else None)
-            self._open_store(_concurrent_bytes(model, users), ranks)
-            alike.close()  # nobody waits in collectives for a rank that has no room
+            self._open_store(model, users, ranks, kernels)
             self._meet(ranks)
             if self._exchange is not None:
                 undo.callback(self._exchange.close)
-            alike.enter_context(together(ranks, config.collective_timeout))
-            fill_units(model, self._units, {id(m._parameters[name]) for m, name, _ in replaced}, values, seed)
-            alike.close()
+            with together(ranks, config.collective_timeout):
+                fill_units(model, self._units, {id(m._parameters[name]) for m, name, _ in replaced}, values, seed)
             undo.pop_all()
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -175,16 +166,21 @@ class Engine:
         both_ways = median(links["host_to_device"]), median(links["device_to_host"])
         return Rates(*both_ways, self._store.measure_drives(), median(update))
 
-    def _buffer_bytes(self, ranks: Ranks) -> int:
-        through_buffer = self._brings_aside(ranks) or self.config.gradients == "nvme"
+    def _open_store(self, model: nn.Module, users: dict[nn.Module, list[Unit]], ranks: Ranks, kernels: Kernels) -> None:
+        aside, place, timeout = self._brings_aside(ranks), self._store.placement, self.config.collective_timeout
+        through_buffer = aside or self.config.gradients == "nvme"
         through_buffer &= not self._units[0].reduces_late  # the gradients' home is the whole buffer
-        return max((u.gradient_nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
-
-    def _open_store(self, concurrent: int, ranks: Ranks) -> None:
-        aside, buffer_bytes = self._brings_aside(ranks), self._buffer_bytes(ranks)
-        # A second buffer is collected into while the first one is reduced; a budget that has no room for it works without.
-        buffers = 2 if aside and self._store.placement.fits(concurrent, 2 * buffer_bytes) else 1
-        self._store.open(concurrent, buffers * buffer_bytes)
+        buffer_bytes = max((u.gradient_nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
+        concurrent, reserve = _concurrent_bytes(model, users), (1 + aside) * buffer_bytes
+        with together(ranks, timeout) as numbers:
+            if place.weighs(concurrent, reserve):
+                numbers += self._measure(kernels)
+        with together(ranks, timeout):  # nobody waits in collectives for a rank that has no room
+            place.keep_near(concurrent, reserve, Rates(*numbers) if numbers else None)
+            concurrent = _concurrent_bytes(model, users)
+            # A second buffer is collected into while the first one is reduced; a budget that has no room for it works without.
+            buffers = 2 if aside and place.fits(concurrent, 2 * buffer_bytes) else 1
+            self._store.open(concurrent, buffers * buffer_bytes)
         memory = self._store.reserve("gpu", buffers * buffer_bytes).tensor if buffer_bytes else None
         self._buffer = None if memory is None else GradientBuffer(memory, buffers)
 
