@@ -55,7 +55,6 @@ from infinity.tiers.store import Store
 Model = TypeVar("Model", bound=nn.Module)
 
 STATES = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ATTRIBUTE = "_infinity_engine"
 PROBE_BYTES, PROBE_PARAMETERS, PROBE_ROUNDS = 64 << 20, 16 << 20, 3
 """What is copied, and how many parameters are updated, to see how fast this machine is: more than caches hold; and how often."""
@@ -97,7 +96,7 @@ class Engine:
             values = files.enter_context(open_weights(weights, model)) if weights is not None else None
             replaced = replace_meta(model)
             undo.callback(put_back, replaced)
-            groups = group_parameters(model, owners, _DTYPES.get(config.precision))
+            groups = group_parameters(model, owners, DTYPES.get(config.precision))
             if not groups:
                 raise ConfigError("the model has no parameters to manage")
             if units is None:

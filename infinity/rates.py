@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +66,14 @@ class Formats:
         targets = {f"to_{name}": width for name, width in states.items()} if self.elsewhere else {}
         return {"grad": _WIDTHS[self.grad], **states, **targets}
 
+    def sizes(self, parameters: int) -> dict[str, int]:
+        """Bytes of each block of so many parameters."""
+        moments = native.cpu_adam().block_bytes(self.moments, parameters)
+        return {
+            name: moments if name.endswith(("first", "second")) else int(width * parameters)
+            for name, width in self.blocks.items()
+        }
+
 
 def formats_of(config: Config, dtype: torch.dtype) -> Formats:
     """What the kernels read and write of parameters of `dtype`."""
@@ -89,6 +97,15 @@ def apart(nbytes: int) -> int:
     """Where the next block may begin after one of `nbytes`: not a whole number of huge pages on, for blocks that begin at equal
     offsets would share the sets of every cache."""
     return round_up(nbytes, _ALIGNMENT) + 4096 * 5
+
+
+def pieces_of(memory: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Tensors of `sizes` bytes from the beginning of `memory` (uint8), one after the other, `apart`."""
+    pieces, at = {}, 0
+    for name, size in sizes.items():
+        pieces[name] = memory[at : at + size]
+        at += apart(size)
+    return pieces
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -131,12 +148,8 @@ def updates(
     and the instruction set `isa` (None: the best), or with `device`, which has kernels, of those and in its memory."""
     kernels = native.cpu_adam()
     rule, hyper = _STEPS[algorithm]
-    sizes = {name: int(width * parameters) for name, width in formats.blocks.items()}
-    sizes |= {moment: kernels.block_bytes(formats.moments, parameters) for moment in ("first", "second")}
-    starts, end = {}, 0
-    for name, size in sizes.items():
-        starts[name] = end
-        end += apart(size)
+    sizes = formats.sizes(parameters)
+    end = sum(map(apart, sizes.values()))
     with ExitStack() as stack:
         if device is None:
             host, pool = HostMemory(end), kernels.Pool(threads)
@@ -144,7 +157,7 @@ def updates(
             memory = host.tensor
         else:
             memory, pool = device.compute_memory(end).zero_(), kernels.Pool(threads)
-        pieces = {name: memory[start : start + sizes[name]] for name, start in starts.items()}
+        pieces = pieces_of(memory, sizes)
         for name in ("grad", "param"):
             pieces[name].view(DTYPES[getattr(formats, name)]).fill_(0.01)
         at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in pieces.items()}

@@ -11,7 +11,7 @@ import torch
 from infinity import native
 from infinity.device import device_of, stream_of
 from infinity.errors import ConfigError, EngineClosedError
-from infinity.rates import threads_of
+from infinity.rates import DTYPES, threads_of
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Format, Kind
 from infinity.tiers.budget import CHUNK_ELEMENTS
@@ -19,7 +19,7 @@ from infinity.tiers.store import Store
 from infinity.units import round_up
 
 _NAMES_OF_TARGETS = {Kind.PARAM: "param", Kind.MASTER: "master", Kind.EXP_AVG: "first", Kind.EXP_AVG_SQ: "second"}
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Hyper(NamedTuple):

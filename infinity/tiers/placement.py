@@ -256,10 +256,8 @@ class Placement:
         rewritten = [b for b in self._blocks if b.kind is not Kind.GRAD and not b.frozen]
         if not early or not self._config.copy_on_write or any(b.tier == "nvme" for b in rewritten):
             return 0
-        units: dict[int, list[Block]] = {}
-        for block in reversed(rewritten):
-            units.setdefault(block.unit, []).append(block)
-        self._doubled.update(_those_that_fit([unit for unit in units.values() if all(b.tier == "cpu" for b in unit)], room))
+        units = [list(unit.values()) for unit in units_of(reversed(rewritten)).values()]
+        self._doubled.update(_those_that_fit([unit for unit in units if all(b.tier == "cpu" for b in unit)], room))
         return _home_bytes(list(self._doubled))
 
 

@@ -25,7 +25,7 @@ import torch
 from infinity import native
 from infinity.device import HostMemory
 from infinity.errors import ConfigError
-from infinity.rates import ADAM_STEP, DTYPES, Formats, apart, threads_of
+from infinity.rates import ADAM_STEP, DTYPES, Formats, apart, pieces_of, threads_of
 
 LOOP_BYTES = 20.0
 PEER_BYTES = 28.0
@@ -64,7 +64,7 @@ class Bench:
         self.parameters, self.threads = parameters, threads_of(threads)
         self._kernels = native.cpu_adam()
         self._pool = self._kernels.Pool(self.threads)
-        self._most = max(sum(apart(size) for size in self._sizes(case).values()) for case in CASES)
+        self._most = max(sum(map(apart, case.sizes(parameters).values())) for case in CASES)
         available = _available_bytes()
         if available is not None and self._most > 0.9 * available:
             raise ConfigError(
@@ -84,23 +84,8 @@ class Bench:
         self._pool = None
         self._memory.close()
 
-    def _sizes(self, case: Formats) -> dict[str, int]:
-        moments = self._kernels.block_bytes(case.moments, self.parameters)
-        return {
-            name: moments if name.endswith(("first", "second")) else int(width * self.parameters)
-            for name, width in case.blocks.items()
-        }
-
-    def _pieces(self, sizes: dict[str, int]) -> dict[str, torch.Tensor]:
-        """uint8 tensors of `sizes` bytes from the beginning of the memory, one after the other."""
-        pieces, at = {}, 0
-        for name, size in sizes.items():
-            pieces[name] = self._memory.tensor[at : at + size]
-            at += apart(size)
-        return pieces
-
     def _loop(self) -> Subject:
-        pieces = self._pieces(dict.fromkeys("abc", 4 * self.parameters))
+        pieces = pieces_of(self._memory.tensor, dict.fromkeys("abc", 4 * self.parameters))
         a, b, c = (pieces[name].data_ptr() for name in "abc")
 
         def fill() -> None:
@@ -112,15 +97,18 @@ class Bench:
 
         return Subject("in-place loop", LOOP_BYTES, fill, step)
 
+    def _pieces(self, case: Formats) -> dict[str, torch.Tensor]:
+        return pieces_of(self._memory.tensor, case.sizes(self.parameters))
+
     def _fill(self, case: Formats) -> None:
-        for name, piece in self._pieces(self._sizes(case)).items():
+        for name, piece in self._pieces(case).items():
             if name in ("grad", "param"):
                 piece.view(DTYPES[case.grad if name == "grad" else case.param]).fill_(0.01)
             else:
                 piece.zero_()
 
     def _ours(self, case: Formats) -> Subject:
-        at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in self._pieces(self._sizes(case)).items()}
+        at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in self._pieces(case).items()}
         isa, targets = self._kernels.best_isa(), {name: place for name, place in at.items() if name.startswith("to_")}
 
         def step() -> None:
@@ -132,7 +120,7 @@ class Bench:
         return Subject(case.name, case.bytes_per_parameter, partial(self._fill, case), step)
 
     def _peer(self, name: str, make: Callable[[torch.nn.Parameter], Any]) -> Subject:
-        pieces = {key: piece.view(torch.float32) for key, piece in self._pieces(self._sizes(CASES[0])).items() if piece.numel()}
+        pieces = {key: piece.view(torch.float32) for key, piece in self._pieces(CASES[0]).items() if piece.numel()}
         parameter = torch.nn.Parameter(pieces["param"])
         parameter.grad = pieces["grad"]
         optimizer = make(parameter)
