@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports from its own line and from lines with a lower number. A line is a package, or modules of `infinity` itself.
 LAYERS = """\
-1 infinity: config device errors files native observe units
+1 infinity: backward config device errors files native observe units
 2 infinity: nvme rates safetensors transfer
 2 tiers
 3 sharding

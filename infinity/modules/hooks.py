@@ -46,6 +46,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from infinity.backward import in_backward
 from infinity.errors import ShardedParameterError
 from infinity.modules.activations import Keeper, Kept, Packed
 from infinity.observe import Recorder
@@ -105,11 +106,6 @@ class Weaver(Protocol):
 
     def collect(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """The flow that runs has the gradient of parameter `index`, for `unit.collect`."""
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside an autograd backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 class Hooks:

@@ -36,9 +36,10 @@ from torch.overrides import _push_mode as _push_function_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
+from infinity.backward import in_backward
 from infinity.device import ComputeDevice
 from infinity.errors import InfinityError
-from infinity.modules.hooks import Hooks, fresh_flow, in_backward
+from infinity.modules.hooks import Hooks, fresh_flow
 from infinity.optim.scaler import Scaled
 from infinity.plan.trace import Trace
 from infinity.sharding.unit import Unit

@@ -1,0 +1,51 @@
+"""Backward passes under way on this thread. Autograd calls one a graph task; they nest, and may be cut off by an exception."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside an autograd backward pass."""
+    return current_pass() is not None
+
+
+def current_pass() -> int | None:
+    """The number of the innermost backward pass that this thread runs; None outside of any. No two passes share a number."""
+    number = int(torch._C._current_graph_task_id())
+    return None if number == -1 else number
+
+
+class _Ending:
+    """What autograd calls when a pass completes. The pass alone owns it, so it dies with the pass, completed or not."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        self._call()
+
+
+class BackwardPass:
+    """The innermost backward pass of the thread that makes this object. Raises `RuntimeError` outside of a pass.
+
+    Autograd calls `completed` when the pass completes; `backward()` then raises what `completed` raises. Autograd does not call
+    it when an exception cuts the pass off. `alive` turns False in both cases, before `backward()` returns or raises.
+    """
+
+    def __init__(self, completed: Callable[[], None] = lambda: None) -> None:
+        number = current_pass()
+        if number is None:
+            raise RuntimeError("there is no backward pass under way on this thread")
+        self.number = number
+        ending = _Ending(completed)
+        self._ending = weakref.ref(ending)
+        torch.autograd.Variable._execution_engine.queue_callback(ending)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the pass is still under way."""
+        return self._ending() is not None
