@@ -18,8 +18,9 @@ as a whole takes part in this order, and fills the time in which I/O is waited f
 [Note: an update waits for its place]
 Once a step is fixed, a unit's update runs when the unit has its place on the compute device: when it is used next but few. What
 it makes is put there (see the store), where an update that ran sooner would have it read back. As many units as have a place
-are enough ahead of the forward to hide behind it. Who waits for all updates (`drain`) does not wait for places. What is made
-AHEAD is put into the copy that the backward has just left.
+are enough ahead of the forward to hide behind it. Whoever waits for an update without bringing that place must hurry it, or
+both would wait for ever: `drain` hurries all updates, `await_update` that of one unit. What is made AHEAD is put into the copy
+that the backward has just left.
 
 [Note: nobody waits for writes]
 The forward needs a unit's copy and not what is written of it, so writes go behind reads, and the forward goes on while they are
@@ -105,6 +106,8 @@ class Job:
         self.in_flight = 0
         """Chunks that are checked out."""
         self.meter = Meter()
+        self.hurried = False
+        """Whether somebody waits for it who does not bring the unit's place: it runs without one."""
         self.placed = True
         """Whether all that went through and was updated is where the next forward looks for it."""
 
@@ -245,13 +248,24 @@ class Pipeline:
             self._changed.notify_all()
             self._changed.wait_for(lambda: job.in_flight == 0)
 
+    def await_update(self, unit: Unit) -> None:
+        """Block until the update of `unit` that is CONFIRMED, if any, has ended, well or not; it waits for no place."""
+        with self._changed:
+            going = [job for job in self._jobs if job.unit is unit and job.state is JobState.CONFIRMED]
+            for job in going:
+                job.hurried = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: all(job.state is JobState.ENDED for job in going))
+
     def drain(self) -> None:
         """Block until no job is CONFIRMED; also returns when one failed, which the store then knows."""
         with self._changed:
             self._hurries += 1
             self._changed.notify_all()
-            self._changed.wait_for(lambda: all(job.state is not JobState.CONFIRMED for job in self._jobs))
-            self._hurries -= 1
+            try:
+                self._changed.wait_for(lambda: all(job.state is not JobState.CONFIRMED for job in self._jobs))
+            finally:
+                self._hurries -= 1
 
     def poke(self) -> None:
         """A unit got its place, or its copy, on the compute device."""
@@ -376,7 +390,8 @@ class Pipeline:
     def _has_place(self, job: Job) -> bool:
         """Whether what the update of `job` makes can be put where it is used, or need not wait for that."""
         block = job.unit.blocks[Kind.PARAM]
-        waits = job.state is JobState.CONFIRMED and block.moved_bytes and not (self._hurries or self._closed)
+        hurried = job.hurried or self._hurries or self._closed
+        waits = job.state is JobState.CONFIRMED and block.moved_bytes and not hurried
         return not waits or self._store.has_copy(block)
 
     def _next_in_memory(self) -> Job | None:

@@ -158,6 +158,13 @@ class Updater:
             self._pipeline.await_written(self._delayed[unit][0])
             self._store.check()
 
+    def await_update(self, unit: Unit) -> None:
+        """Return when no update of `unit` is under way, for whoever does not bring its place: the update waits for none then.
+        Raises `EngineClosedError` when it failed."""
+        if self._store.is_updating(unit.blocks[Kind.PARAM]):
+            self._pipeline.await_update(unit)
+            self._store.check()
+
     def land(self) -> None:
         """What was delayed becomes the content of its units, except of those that are in use; returns when it is."""
         jobs = [self._delayed.pop(unit) for unit in list(self._delayed) if not unit.blocks[Kind.PARAM].pins]

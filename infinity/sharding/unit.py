@@ -62,6 +62,9 @@ class Updates(Protocol):
     def withdraw(self, unit: Unit) -> None:
         """What an early update of `unit` was begun with changes; return when nothing of it is in flight."""
 
+    def await_update(self, unit: Unit) -> None:
+        """Return when no update of `unit` is under way, for whoever does not bring its place on the compute device."""
+
     def await_delayed(self, unit: Unit) -> None:
         """Return when no delayed update reads the gradients of `unit` any more."""
 
@@ -419,8 +422,8 @@ class Unit:
             )
         if self.collected == self.expected:
             self._withdraw()
-        self.store.await_update(self.blocks[Kind.PARAM])  # it still reads the gradients of the step before
         if self.updater is not None:
+            self.updater.await_update(self)  # it still reads the gradients of the step before
             self.updater.await_delayed(self)
         gradient = local_gradient(gradient, self.parameters[index])
         if gradient.is_sparse:

@@ -659,13 +659,6 @@ class Store:
         with self._changed:
             return block.state is BlockState.UPDATING
 
-    def await_update(self, block: Block) -> None:
-        """Block until no update of `block` is under way; raises `EngineClosedError` when it failed."""
-        with self._changed:
-            while block.state is BlockState.UPDATING:
-                self._check()
-                self._changed.wait()
-
     def end_update(self, blocks: Sequence[Block]) -> None:
         """All chunks of `blocks` are committed and released: from now on they read as what was written."""
         with self._changed:
