@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.sharding.layout import PARAMETER_ALIGNMENT, SHARD_ALIGNMENT, Layout, Overlap
+from infinity.sharding.layout import PARAMETER_ALIGNMENT, Layout, Overlap, shard_alignment
 
 SHAPES = st.lists(st.lists(st.integers(0, 30), max_size=3).map(tuple), max_size=8)
 RANKS = st.integers(1, 5)
@@ -16,18 +16,20 @@ PADDING = -1
 
 
 @settings(deadline=None)
-@given(SHAPES, RANKS)
-def test_places_are_aligned_and_disjoint_and_shards_are_whole_blocks(shapes, ranks):
-    layout = Layout(shapes, ranks)
+@given(SHAPES, RANKS, st.sampled_from([1, 2, 4, 8, 16]))
+def test_places_are_aligned_and_disjoint_and_shards_are_whole_blocks(shapes, ranks, itemsize):
+    layout = Layout(shapes, ranks, itemsize=itemsize)
+    alignment = shard_alignment(itemsize)
+    assert alignment * min(itemsize, 2) == 4096
     end = 0
     for shape, place in zip(shapes, layout.places, strict=True):
         assert place.shape == shape and place.numel == math.prod(shape)
         assert place.offset % PARAMETER_ALIGNMENT == 0
         assert end <= place.offset < end + PARAMETER_ALIGNMENT, "no overlap, and no more room than the alignment takes"
         end = place.end
-    assert end <= layout.numel < end + PARAMETER_ALIGNMENT + SHARD_ALIGNMENT * ranks
+    assert end <= layout.numel < end + PARAMETER_ALIGNMENT + alignment * ranks
     assert layout.shard_numel * ranks == layout.numel > 0
-    assert layout.shard_numel % SHARD_ALIGNMENT == 0
+    assert layout.shard_numel % alignment == 0
 
 
 @settings(deadline=None)

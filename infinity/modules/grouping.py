@@ -58,7 +58,8 @@ def find_owners(model: nn.Module, given: Sequence[type[nn.Module] | nn.Module] |
 def group_parameters(model: nn.Module, owners: dict[str, nn.Module], dtype: torch.dtype | None = None) -> list[Group]:
     """Every parameter of `model` in exactly one group, tied ones where they come first, in the order of the modules.
 
-    Floating-point parameters count as `dtype` when it is given: what they will be stored in.
+    Floating-point parameters count as `dtype` when it is given: what they will be stored in. Frozen ones of one byte
+    (float8) keep their own dtype: they are codes of a quantized base, whose kernels and scales expect them.
     """
     inside = {id(m): (name, owner) for name, owner in owners.items() for m in owner.modules()}
     buckets: dict[tuple[str, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -72,7 +73,7 @@ def group_parameters(model: nn.Module, owners: dict[str, nn.Module], dtype: torc
             holder_path, holder = parent if isinstance(module, _CONTAINERS) else (path, module)
             unit_name, owner = inside.get(id(module), (holder_path, holder))
             owner_of[unit_name] = owner
-            stored = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+            stored = dtype if dtype is not None and _is_converted(parameter) else parameter.dtype
             key = (unit_name, stored, parameter.requires_grad)
             buckets.setdefault(key, []).append((f"{path}.{name}" if path else name, parameter))
     kinds = Counter(unit_name for unit_name, _, _ in buckets)
@@ -81,6 +82,11 @@ def group_parameters(model: nn.Module, owners: dict[str, nn.Module], dtype: torc
         suffix = "" if kinds[unit_name] == 1 else f" ({str(stored).removeprefix('torch.')}{'' if trainable else ', frozen'})"
         groups.append(Group((unit_name or "model") + suffix, stored, owner_of[unit_name], tuple(parameters)))
     return groups
+
+
+def _is_converted(parameter: nn.Parameter) -> bool:
+    """Whether `Config.precision` says the dtype of `parameter`."""
+    return parameter.is_floating_point() and (parameter.requires_grad or parameter.dtype.itemsize > 1)
 
 
 def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list[Group]:

@@ -42,7 +42,8 @@ def bytes_per_parameter(config: Config) -> StateBytes:
 def bytes_on_tiers(trainable: int, config: Config, ranks: int = 1, frozen: int = 0) -> dict[str, float]:
     """Bytes of the states of `trainable` parameters, and of `frozen` ones, on each tier of one of `ranks` ranks.
 
-    Without padding (a unit takes multiples of 2048 elements on every rank), and without what passes through: gathered units and
+    Without padding (a unit takes whole pages on every rank: multiples of 2048 elements, of 4096 where they have one byte),
+    and without what passes through: gathered units and
     one gradient buffer on the compute device, staging in host memory. What is rewritten beside its old content counts twice, but
     not in host memory, where a second home takes only what the budget leaves. What `gpu_cache` keeps on the compute device counts
     there where it is a number; what "auto" is depends on the units.

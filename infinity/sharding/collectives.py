@@ -67,9 +67,12 @@ def rank(group: Group) -> int:
 
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
-    """Fill `full` (n * ranks,) with the shards (n,) of all ranks; `shard` may be this rank's part of `full`."""
+    """Fill `full` (n * ranks,) with the shards (n,) of all ranks; `shard` may be this rank's part of `full`.
+
+    Backends see bytes. Gloo and NCCL know neither bool nor every float8, and a gather only moves.
+    """
     if group is not None:
-        _gather(full, shard, group=group)
+        _gather(full.view(torch.uint8), shard.view(torch.uint8), group=group)
 
 
 def all_gather_home(full: torch.Tensor, shard: torch.Tensor, group: Group, device: ComputeDevice) -> None:

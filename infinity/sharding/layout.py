@@ -9,7 +9,16 @@ from typing import NamedTuple
 from infinity.units import round_up
 
 PARAMETER_ALIGNMENT = 64  # elements: a cache line or more for every dtype, so SIMD kernels start aligned
-SHARD_ALIGNMENT = 2048  # elements: 4096 bytes of the narrowest dtype, so that every kind of block is whole device blocks
+PAGE = 4096  # bytes: every block is whole device blocks, so that O_DIRECT can move it
+NARROWEST_STATE = 2  # bytes per element of a split master or a bf16 moment, beside a parameter that may be wider
+
+
+def shard_alignment(itemsize: int) -> int:
+    """Elements that a shard is a multiple of, for parameters of `itemsize` bytes: whole pages of every block of the unit.
+
+    Example: 4096 elements of int8; 2048 of bf16 or fp32, whose states may have 2 bytes each.
+    """
+    return PAGE // min(itemsize, NARROWEST_STATE)
 
 
 class Place(NamedTuple):
@@ -34,12 +43,12 @@ class Overlap(NamedTuple):
 
 class Layout:
     """Parameters of `shapes` laid out one after the other, cut into `ranks` equal shards; each has room for as many elements as
-    `rooms` says, by default its own.
+    `rooms` says, by default its own. An element takes `itemsize` bytes.
 
     Example: shapes (3, 5) and (7,) for 2 ranks: offsets 0 and 64, 71 elements, padded to 4096; shards of 2048.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], ranks: int = 1, rooms: Sequence[int] = ()) -> None:
+    def __init__(self, shapes: Sequence[Sequence[int]], ranks: int = 1, rooms: Sequence[int] = (), itemsize: int = 4) -> None:
         places, offset = [], 0
         for shape, room in zip(shapes, rooms or [0] * len(shapes), strict=True):
             numel = math.prod(shape)
@@ -47,7 +56,7 @@ class Layout:
             offset = round_up(offset + max(numel, room), PARAMETER_ALIGNMENT)
         self.places = tuple(places)
         self.ranks = ranks
-        self.numel = round_up(max(offset, 1), SHARD_ALIGNMENT * ranks)
+        self.numel = round_up(max(offset, 1), shard_alignment(itemsize) * ranks)
         self.shard_numel = self.numel // ranks
 
     def overlap(self, index: int, rank: int) -> Overlap:

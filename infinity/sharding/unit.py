@@ -183,7 +183,7 @@ class Unit:
         self.parts = [part_of(p) for p in self.parameters]
         """Where what this rank lays out of each parameter lies in it."""
         shapes, rooms = [local(p).shape for p in self.parameters], [part.room for part in self.parts]
-        self.layout = Layout(shapes, collectives.size(ranks.shards), rooms)
+        self.layout = Layout(shapes, collectives.size(ranks.shards), rooms, dtype.itemsize)
         first = collectives.rank(ranks.tensor) == 0
         self.counted = [first or cut_along(p) is not None for p in self.parameters]
         """Which parameters this rank speaks for where tensor parallel ranks sum up, or save: what all hold counts once."""

@@ -38,6 +38,11 @@ class Format(NamedTuple):
         """Bytes of `elements` values."""
         return -(-elements // self.elements) * self.nbytes
 
+    @property
+    def width(self) -> int:
+        """Bytes of one value, rounded up."""
+        return -(-self.nbytes // self.elements)
+
 
 FP32 = Format("fp32", 1, 4)
 BF16 = Format("bf16", 1, 2)

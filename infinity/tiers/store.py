@@ -49,7 +49,7 @@ from infinity.tiers.access import Checkout, Fetch, Mover, Pending, Placing
 from infinity.tiers.activations import Activations
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, BlockState
-from infinity.tiers.budget import CHUNK_ELEMENTS
+from infinity.tiers.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT
 from infinity.tiers.nvme import ALIGNMENT, NvmeTier, Transfer
 from infinity.tiers.placement import Placement
 from infinity.units import format_bytes
@@ -421,7 +421,9 @@ class Store:
     def _end_of_chunk(self, block: Block, begin: int, near: bool = False) -> int:
         if near and self.is_near(block):
             return block.elements
-        full = (begin // self.chunk_elements + 1) * self.chunk_elements
+        # A slot fits `chunk_elements` of WIDEST_ELEMENT bytes. Frozen parameters may be wider, and are alone in their unit.
+        most = self.chunk_elements * WIDEST_ELEMENT // max(WIDEST_ELEMENT, block.format.width)
+        full = (begin // most + 1) * most
         return min(full, block.elements, *(cut for cut in self.placement.cuts.get(block.unit, ()) if cut > begin))
 
     def in_memory_until(self, block: Block, near: bool = False) -> int:
