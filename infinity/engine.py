@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from infinity.checkpoint.loading import load
@@ -42,7 +41,7 @@ from infinity.plan.runtime import Runtime
 from infinity.rates import DTYPES, copies, formats_of, updates
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Exchange
-from infinity.sharding.ranks import Ranks, check_reach, find_ranks, whole_group
+from infinity.sharding.ranks import GivenGroup, Ranks, check_reach, find_ranks, whole_group
 from infinity.sharding.tensor_parallel import local, whole, with_tensor_parallel
 from infinity.sharding.unit import GradientBuffer, Unit
 from infinity.sharding.watch import together
@@ -74,7 +73,7 @@ class Engine:
         config: Config,
         weights: str | Path | None = None,
         units: Sequence[type[nn.Module] | nn.Module] | None = None,
-        group: collectives.Group | DeviceMesh = None,
+        group: GivenGroup = "auto",
         seed: int | None = None,
     ) -> None:
         self.config = config
@@ -524,18 +523,21 @@ def wrap(
     *,
     weights: str | Path | None = None,
     units: Sequence[type[nn.Module] | nn.Module] | None = None,
-    group: collectives.Group | DeviceMesh = None,
+    group: GivenGroup = "auto",
     seed: int | None = None,
 ) -> Model:
     """Move the states of `model` to the tiers that `config` says, and train it from then on; returns the same module.
 
     Parameters built inside `infinity.init()` get their values from the safetensors in `weights` (a Hugging Face directory or
     one file), or from the modules' own initialisation under `seed`. `units` chooses classes or modules whose parameters move
-    together (default: the repeated blocks, small ones with those beside them). `group` is the process group to shard over
-    (default: one rank), or a `DeviceMesh` of one dimension, or of two (replicate, shard): parts are then shared inside the
-    second, and each has a replica along the first. Parameters may be DTensors on another dimension of the mesh
-    (`parallelize_module`), placed as `Shard` or `Replicate`: each rank then shards what it has of them. Plain ones, and their
-    gradients, must be the same on all tensor parallel ranks, as they are where these see the same activations.
+    together (default: the repeated blocks, small ones with those beside them).
+
+    `group` says which ranks train one model together. "auto" takes all ranks where `torch.distributed` is initialized, as DDP and
+    FSDP2 do, and one rank elsewhere; None is one rank. A process group shards over its ranks. A `DeviceMesh` has one dimension,
+    or two (replicate, shard): parts are then shared inside the second, and each has a replica along the first. Parameters may be
+    DTensors on another dimension of the mesh (`parallelize_module`), placed as `Shard` or `Replicate`: each rank then shards what
+    it has of them. Plain ones, and their gradients, must be the same on all tensor parallel ranks, as they are where these see
+    the same activations.
 
     Several ranks may be given one `Config(nvme=...)`: each has files in `rank<N>` below it.
 

@@ -28,7 +28,7 @@ _SAVED = (
     "engine = infinity.engine(model) saves it: engine.save_checkpoint(directory, optimizer), or torch.save(engine.state_dict())"
 )
 _COPIED = "for a copy build the model again, and let it load_state_dict(infinity.engine(model).state_dict())"
-_AVERAGED = "leave that out: infinity.wrap(model, config, group=torch.distributed.group.WORLD) averages gradients over the ranks"
+_AVERAGED = "leave that out: infinity.wrap(model, config) averages gradients over all ranks of torch.distributed"
 _READ = "use infinity.engine(model).state_dict(), or call it inside `with infinity.gathered(model):`"
 _WAYS = {
     ("torch.nn.modules.module", "_apply"): _MOVED,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from infinity.errors import ConfigError
 from infinity.sharding.collectives import Group, rank, reaches, size
+
+log = logging.getLogger("infinity")
+
+GivenGroup = Group | DeviceMesh | Literal["auto"]
+"""What `infinity.wrap` takes as `group`."""
 
 
 class Ranks(NamedTuple):
@@ -72,11 +78,18 @@ def _copy(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
     return copy
 
 
-def find_ranks(group: Group | DeviceMesh, stage: int) -> Ranks:
+def find_ranks(given: GivenGroup, stage: int) -> Ranks:
     """The ranks of a process group, or of a mesh of one dimension (shard) or two (replicate, shard); all replicas with stage 0.
 
-    Raises `ConfigError` for a mesh that has more, or that says what the stage denies.
+    "auto" is the default group of torch.distributed where that is initialized, as for DDP and FSDP2, and one rank elsewhere.
+    Raises `ConfigError` for a mesh that has more dimensions, or that says what the stage denies, and for anything else.
     """
+    group = _default_group() if given == "auto" else given
+    if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
+        raise ConfigError(
+            f"group={group!r} is neither a process group that this process belongs to nor a DeviceMesh; leave it out for all "
+            "ranks of torch.distributed, or give group=None for one rank"
+        )
     if isinstance(group, DeviceMesh):
         if group.ndim > 2 or (stage == 0 and group.ndim == 2):
             raise ConfigError(
@@ -90,6 +103,19 @@ def find_ranks(group: Group | DeviceMesh, stage: int) -> Ranks:
     return Ranks(None, shards) if stage == 0 else Ranks(shards, replicas)
 
 
+def _default_group() -> Group:
+    """All ranks where torch.distributed is initialized, else None; says in the log which it is."""
+    if not (dist.is_available() and dist.is_initialized()):
+        log.info("the model is trained by one rank: torch.distributed is not initialized")
+        return None
+    world = dist.group.WORLD
+    log.info(
+        "the model is trained by all %d ranks of torch.distributed's default group; with group=None each rank trains its own",
+        size(world),
+    )
+    return world
+
+
 def check_reach(ranks: Ranks, device: str) -> None:
     """Raise `ConfigError` where the collectives of a group take no tensors of the compute device, "cpu" or "cuda"."""
     for group in ranks.groups():
@@ -97,8 +123,8 @@ def check_reach(ranks: Ranks, device: str) -> None:
             offered = dist.get_backend_config(group)
             wanted = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
             raise ConfigError(
-                f"the model runs on {device}, but the process group that was given has no backend for that ({offered}); "
-                f"give torch.distributed.init_process_group({wanted!r}, ...), or set Config(device=...)"
+                f"the model runs on {device}, but its process group has no backend for that ({offered}); give "
+                f"torch.distributed.init_process_group({wanted!r}, ...), set Config(device=...), or give group=None for one rank"
             )
 
 

@@ -164,7 +164,7 @@ def with_tensor_parallel(ranks: Ranks, model: nn.Module, device: torch.device) -
         raise ConfigError(
             f"{first} is a DTensor on ranks {mesh.mesh.flatten().tolist()}, of which `group` also has {shared}: data parallel "
             "ranks must hold the same part of every DTensor; give the data dimension of the same mesh, as in "
-            "infinity.wrap(..., group=mesh['dp'])"
+            "infinity.wrap(..., group=mesh['dp']), or group=None where it has none"
         )
     held = repr([(name, bounds_of(p), tuple(p.shape), p.placements) for name, p in parameters.items()])
     for group in ranks.groups():
