@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.plan import trace as trace_module
 from infinity.plan.trace import Cycle, Trace
 
 UNITS = range(5)
@@ -25,11 +29,13 @@ class NaiveTrace:
         self.past: dict[str, list[int]] = {}
         self.phase, self.recording, self.predicted = "", [], []
         self.position, self.misses = 0, 0
+        self.round: list[int] = []
+        self.place = 0  # in the round
 
     def begin(self, phase: str) -> None:
         if self.recording:
             self.past[self.phase] = self.recording
-        self.phase, self.recording = phase, []
+        self.phase, self.recording, self.round = phase, [], []
         self.predicted, self.position = self.past.get(phase, []), 0
 
     def use(self, unit: int) -> bool:
@@ -37,18 +43,34 @@ class NaiveTrace:
             return False
         self.recording.append(unit)
         rest = self.predicted[self.position :]
-        if unit not in rest:
-            self.misses += 1
-        else:
+        if self.round and self.round[self.place] == unit:
+            self.place = (self.place + 1) % len(self.round)
+        elif unit in rest:
             skipped = rest.index(unit)
             self.misses += skipped > 0
             self.position += skipped + 1
+            self.round = []
+        else:
+            self.misses += 1
+            if unit in self.round:
+                ahead = (self.round[self.place :] + self.round).index(unit)
+                self.place = (self.place + ahead + 1) % len(self.round)
+            self.find_round()
         return True
+
+    def find_round(self) -> None:
+        """The length of which the longest tail of the recording is the same as what came so much before it."""
+        best = 0
+        for length in range(1, len(self.recording) // 2 + 1):
+            pairs = zip(reversed(self.recording), reversed(self.recording[:-length]), strict=False)
+            same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(self.recording) - length)
+            if same >= length and same > best:
+                best, self.round, self.place = same, self.recording[-length:], 0
 
     def future(self) -> list[tuple[int, int]]:
         """What is expected up to the same place of the next round."""
-        units = self.predicted[self.position :] + self.predicted[: self.position]
-        return [(unit, ahead) for ahead, unit in enumerate(units)]
+        order, place = (self.round, self.place) if self.round else (self.predicted, self.position)
+        return [(unit, ahead) for ahead, unit in enumerate(order[place:] + order[:place])]
 
     def upcoming(self) -> list[tuple[int, int]]:
         found: dict[int, int] = {}
@@ -70,7 +92,8 @@ def test_distance_and_find_agree_with_a_scan(order, unit, data):
     assert cycle.find(unit, position) == (position + rest.index(unit) if unit in rest else None)
 
 
-CYCLES = st.lists(st.tuples(st.sampled_from(["train", "eval"]), ORDERS), max_size=8)
+REPEATED = st.tuples(ORDERS, ORDERS, st.integers(1, 5)).map(lambda parts: parts[0] + parts[1] * parts[2])
+CYCLES = st.lists(st.tuples(st.sampled_from(["train", "eval"]), ORDERS | REPEATED), max_size=8)
 
 
 @settings(deadline=None)
@@ -83,7 +106,7 @@ def test_the_trace_does_what_a_list_would(cycles):
         for unit in [None, *uses]:
             if unit is not None:
                 assert trace.use(unit) == naive.use(unit)
-            assert (trace.position, trace.misses) == (naive.position, naive.misses)
+            assert (trace.position, trace.misses) == (naive.place if naive.round else naive.position, naive.misses)
             assert list(trace.upcoming()) == naive.upcoming()
             assert [trace.next_use(u) for u in UNITS] == [naive.next_use(u) for u in UNITS]
             expected = naive.recording if naive.phase == "train" else naive.past.get("train", [])
@@ -161,3 +184,104 @@ def test_what_comes_after_the_turn_is_expected_too():
         trace.use(unit)
     assert list(trace.upcoming()) == [(1, 0), (0, 1), (2, 4)]
     assert trace.next_use(2) == 4
+
+
+def without_repeats(order: list[int]) -> list[int]:
+    """`order`, gone round for ever, as the trace counts it: uses of one unit one after the other are one."""
+    return [unit for number, unit in enumerate(order) if unit != order[number - 1]]
+
+
+MANY = st.lists(st.integers(0, 20), min_size=2, max_size=40).map(without_repeats).filter(bool)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["train", "eval"]), MANY, MANY, st.integers(0, 40))
+def test_a_program_that_repeats_itself_and_begins_no_cycle_is_learned(phase, before, order, begin):
+    """Whatever came before it; then the prediction is right, and the same is brought as in a loop that begins cycles."""
+    trace = Trace()
+    trace.begin(phase)
+    for unit in [*before, *order[begin:]]:
+        trace.use(unit)
+    for _ in range(4):
+        for unit in order:
+            trace.use(unit)
+    before_more = trace.misses
+    for _ in range(3):
+        for number, unit in enumerate(order):
+            rest = [*order[number:], *order[:number]]
+            assert dict(trace.upcoming()) == {other: rest.index(other) for other in set(order)}
+            trace.use(unit)
+    assert trace.misses == before_more
+    recorded = [*before, *order[begin:], *order * 7]
+    assert trace.train_order() == (tuple(without_runs(recorded)) if phase == "train" else ())
+
+
+def without_runs(order: list[int]) -> list[int]:
+    return [unit for unit, last in zip(order, [None, *order], strict=False) if unit != last]
+
+
+@settings(deadline=None)
+@given(MANY, MANY, st.integers(1, 3))
+def test_a_program_in_parts_is_learned_after_whole_cycles_of_the_model(whole, order, times):
+    trace = Trace()
+    for _ in range(times):
+        run(trace, whole, "eval")
+    for _ in range(4 + len(whole)):
+        for unit in order:
+            trace.use(unit)
+    before = trace.misses
+    for unit in order * 3:
+        trace.use(unit)
+    assert trace.misses == before
+
+
+@settings(deadline=None)
+@given(ORDERS.filter(bool), st.lists(ORDERS, max_size=4))
+def test_what_was_recorded_of_a_cycle_does_not_depend_on_rounds_inside_of_it(order, others):
+    """A module that a forward calls many times is no program that repeats itself: its cycle ends."""
+    trace = Trace()
+    for uses in [*others, order * 5, order * 5]:
+        run(trace, uses)
+    assert run(trace, order * 5) == 0
+    assert trace.train_order() == tuple(without_runs(order * 5))
+
+
+def test_a_cycle_goes_on_as_it_is_known_after_a_round_inside_of_it():
+    trace = Trace()
+    run(trace, [0, 1, 2, 3, 4])
+    assert run(trace, [0, 1, 2, 1, 2, 1, 2, 1, 2, 3, 4]) == 2, "1 and 2 came again, then were expected to"
+
+
+def endless(units: int, uses: int) -> Iterator[int]:
+    """Uses that never repeat themselves."""
+    generator, last = random.Random(0), -1
+    for _ in range(uses):
+        last = generator.choice([unit for unit in range(units) if unit != last])
+        yield last
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_a_cycle_without_end_takes_no_more_memory_than_its_units_ask_for(repeats, monkeypatch):
+    monkeypatch.setattr(trace_module, "LEAST_USES", 512)
+    trace, units, most = Trace(), 10, 0
+    trace.begin("eval")
+    for unit in [*range(units)] * 500 if repeats else endless(units, 5000):
+        trace.use(unit)
+        most = max(most, len(trace._recording), len(trace._held), sum(map(len, trace._at.values())))
+    assert most == trace_module.USES_PER_UNIT * units
+    assert trace.misses == 2 * units if repeats else trace.misses > 2500
+    trace.begin("eval")
+    assert len(trace.predicted.order) <= trace_module.USES_PER_UNIT * units
+    assert [trace.use(unit) for unit in range(units)] == [True] * units, "goes on"
+
+
+def test_a_round_that_changes_is_learned_anew():
+    trace = Trace()
+    trace.begin("eval")
+    for order in ([0, 1, 2, 3], [0, 2], [3, 2, 1, 0, 1]):
+        for unit in order * 8:
+            trace.use(unit)
+        before = trace.misses
+        for unit in order * 8:
+            trace.use(unit)
+        assert trace.misses == before

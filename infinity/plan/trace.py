@@ -3,6 +3,13 @@
 Imports no torch. A *cycle* is one forward of the model with what follows it (its backward, in training) up to the next
 forward. The trace predicts, it does not bind: a use that was not predicted costs a miss, and the order that really happened
 is the prediction for the next cycle of the same phase.
+
+[Note: a cycle that does not end]
+A program that calls submodules and never the model, and makes no step, begins no cycle: inference in parts is one cycle without
+end. So a use that the cycle before does not know is compared with what came before it in this one. Where the last uses repeat
+those before them, at least once as a whole, that *round* is the prediction, until something else comes that the cycle before
+does know. Of several rounds that fit, the one that has gone on for longest is taken: so a program that repeats itself has no
+misses after its third time, however its rounds look inside. What was recorded stays as it is, up to a bound.
 """
 
 from __future__ import annotations
@@ -11,6 +18,12 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import islice
+
+LEAST_ROUND, ROUND_PER_UNIT = 64, 8
+"""A round that is looked for has at most so many uses for each unit that was used, or `LEAST_ROUND`."""
+LEAST_USES, USES_PER_UNIT = 1 << 14, 64
+"""A cycle that has more uses than so many for each unit, or than `LEAST_USES`, is cut: only its second half stays recorded."""
 
 
 class Cycle:
@@ -44,18 +57,23 @@ class Cycle:
 
 
 class Trace:
-    """Records the current cycle and predicts from the last one of the same phase. Used by the thread that runs the model."""
+    """Records the current cycle and predicts from the last one of the same phase. Used by the thread that runs the model.
+
+    Takes memory for as many uses as `USES_PER_UNIT` and `LEAST_USES` say, in each phase.
+    """
 
     def __init__(self) -> None:
         self._cycles: dict[str, Cycle] = {}
         self._phase = ""
         self._recording: list[int] = []
         self._held: list[frozenset[int]] = []
+        self._at: defaultdict[int, list[int]] = defaultdict(list)  # where each unit is in the recording
+        self._interrupted: tuple[Cycle, int] | None = None  # the prediction of the phase, while a round is predicted
         self.predicted = Cycle(())
         self.position = 0
         """Index in `predicted` of the use that is expected next."""
         self.misses = 0
-        """Uses that were not predicted, since the start; the first cycle of a phase counts in full."""
+        """Uses that were not predicted, since the start: all of a first cycle, or those until it repeats itself."""
 
     def begin(self, phase: str) -> None:
         """A new cycle starts; what was recorded becomes the prediction of its phase."""
@@ -63,6 +81,8 @@ class Trace:
         if self._recording and (known.order, known.held) != recorded:
             self._cycles[self._phase] = Cycle(*recorded)
         self._phase, self._recording, self._held = phase, [], []
+        self._at.clear()
+        self._interrupted = None
         self.predicted = self._cycles.get(phase, Cycle(()))
         self.position = 0
 
@@ -83,15 +103,73 @@ class Trace:
         """
         if self._recording and self._recording[-1] == unit:
             return False
+        self._record(unit, held)
+        if self._interrupted is not None and not self._use_in_round(unit):
+            self.misses += 1
+            self._find_round()
+            return True
+        if self._interrupted is None:
+            found = self.predicted.find(unit, self.position)
+            if found is None:
+                self.misses += 1
+                self._find_round()
+            else:
+                self.misses += found != self.position
+                self.position = found + 1
+        return True
+
+    def _use_in_round(self, unit: int) -> bool:
+        """While a round is predicted: take `unit` out of it, or go back to the cycle that it interrupted. False where neither
+        knows it next."""
+        if self._interrupted is None:
+            raise RuntimeError("no round is predicted")
+        order = self.predicted.order
+        if order[self.position] == unit:
+            self.position = (self.position + 1) % len(order)
+            return True
+        cycle, position = self._interrupted
+        if cycle.find(unit, position) is not None:
+            self.predicted, self.position, self._interrupted = cycle, position, None
+            return True
+        ahead = self.predicted.distance(unit, self.position)
+        if ahead < math.inf:
+            self.position = (self.position + int(ahead) + 1) % len(order)
+        return False
+
+    def _record(self, unit: int, held: frozenset[int]) -> None:
         self._recording.append(unit)
         self._held.append(held)
-        found = self.predicted.find(unit, self.position)
-        if found is None:
-            self.misses += 1
-            return True
-        self.misses += found != self.position
-        self.position = found + 1
-        return True
+        self._at[unit].append(len(self._recording) - 1)
+        if len(self._recording) > max(LEAST_USES, USES_PER_UNIT * len(self._at)):
+            half = len(self._recording) // 2
+            del self._recording[:half], self._held[:half]
+            self._at.clear()
+            for position, used in enumerate(self._recording):
+                self._at[used].append(position)
+
+    def _find_round(self) -> None:
+        """Predict that the last uses come again, where they have come before. See [Note: a cycle that does not end]."""
+        recording, last = self._recording, len(self._recording) - 1
+        longest = max(LEAST_ROUND, ROUND_PER_UNIT * len(self._at))
+        best, length = 0, 0
+        for before in islice(reversed(self._at[recording[last]]), 1, None):
+            distance = last - before
+            if distance > longest:
+                break
+            same = self._alike(distance, 3 * longest)
+            if same >= distance and same > best:
+                best, length = same, distance
+        if length:
+            if self._interrupted is None:
+                self._interrupted = self.predicted, self.position
+            self.predicted, self.position = Cycle(recording[-length:], self._held[-length:]), 0
+
+    def _alike(self, distance: int, most: int) -> int:
+        """How many of the last uses are the same as `distance` uses before; at most `most`."""
+        recording, count = self._recording, 0
+        while count < most and count + distance < len(recording) and recording[-1 - count] == recording[-1 - count - distance]:
+            count += 1
+        return count
 
     def next_use(self, unit: int) -> float:
         """How many uses away the next use of `unit` is, as far as is known; infinite when it is not known."""
