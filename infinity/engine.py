@@ -41,9 +41,10 @@ from infinity.plan.runtime import Runtime
 from infinity.rates import DTYPES, copies, formats_of, updates
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Exchange
+from infinity.sharding.gradients import GradientBuffer
 from infinity.sharding.ranks import GivenGroup, Ranks, check_reach, find_ranks, whole_group
 from infinity.sharding.tensor_parallel import local, whole, with_tensor_parallel
-from infinity.sharding.unit import GradientBuffer, Unit
+from infinity.sharding.unit import Unit
 from infinity.sharding.watch import together
 from infinity.tiers.activations import Moved
 from infinity.tiers.block import Kind
@@ -233,7 +234,7 @@ class Engine:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; also what `model.zero_grad()` does."""
         for unit in self._units:
-            unit.zero_gradients()
+            unit.gradients.clear()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Between backward and step: clip this step's gradients to the global L2 norm `max_norm`; returns the norm before."""
@@ -249,12 +250,12 @@ class Engine:
         divided out; None when there is none. Whole, also of a DTensor. With several ranks every rank must call it."""
         unit = self._unit_of[id(parameter)]
         self._updater.settle([other for other in self._units if other.trainable])
-        if not unit.has_gradient(parameter):
+        if not unit.gradients.has(parameter):
             return None
         place = unit.layout.places[unit.position(parameter)]
         found = unit.gather(Kind.GRAD)[place.offset : place.end].view(place.shape)
         gradient = whole(found, unit.parameters[unit.position(parameter)]).clone()
-        return gradient if unit.loss_scale == 1.0 else gradient.float() / unit.loss_scale
+        return gradient if unit.gradients.loss_scale == 1.0 else gradient.float() / unit.gradients.loss_scale
 
     def weave(self) -> Weave:
         """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward, or what another one runs."""

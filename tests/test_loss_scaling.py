@@ -362,7 +362,7 @@ def test_a_scale_reaches_through_recomputation(use_reentrant: bool, wrap: Callab
         for number in range(3):
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number)).requires_grad_()
             optimizer.scale(engine.model(x).pow(2).mean()).backward()
-            assert {unit.loss_scale for unit in engine.units} == {1.0 if scaler is None else scaler.scale}
+            assert {unit.gradients.loss_scale for unit in engine.units} == {1.0 if scaler is None else scaler.scale}
             optimizer.step()
             optimizer.zero_grad()
         outcomes.append(contents(engine))
@@ -388,7 +388,7 @@ def test_a_scaled_backward_that_was_cut_off(wrap: Callable[..., infinity.Engine]
     handle.remove()
     plain.zero_grad()
     model(**text_batch(0)).loss.backward()
-    assert {unit.loss_scale for unit in engine.units} == {1.0}
+    assert {unit.gradients.loss_scale for unit in engine.units} == {1.0}
 
 
 def test_what_is_read_of_scaled_gradients_is_not_scaled(wrap: Callable[..., infinity.Engine]) -> None:

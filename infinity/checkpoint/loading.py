@@ -271,7 +271,7 @@ class Loading(LoadPlanner):
             self._items.setdefault(item.dest_index, []).append(item)
         with in_words(f"{self._where} cannot be loaded"):
             for unit in state.units:
-                unit.zero_gradients()
+                unit.gradients.clear()
             for header, optimizer in zip(self._saved["optimizers"] if state.optimizers else [], state.optimizers, strict=True):
                 optimizer.load_header(header)
             for series in self._series:

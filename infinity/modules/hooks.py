@@ -437,7 +437,7 @@ class Hooks:
                 gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 if self._weaver is None:
-                    unit.collect(index, gradient)
+                    unit.gradients.collect(index, gradient)
                 else:
                     self._weaver.collect(unit, index, gradient)
                 self._watch_backward()

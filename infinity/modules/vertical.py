@@ -258,7 +258,7 @@ class Weave:
             self._last[parameter] = first.strand.index
             now, self._scaled.loss_scale = self._scaled.loss_scale, first.loss_scale
             try:
-                first.unit.collect(first.position, first.gradient)
+                first.unit.gradients.collect(first.position, first.gradient)
             finally:
                 self._scaled.loss_scale = now
         if not kept:

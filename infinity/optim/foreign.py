@@ -194,8 +194,8 @@ class Adapted(Optimizer):
         kept = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
         values = unit.gather(kept)
         gradients = unit.gather(Kind.GRAD).float()
-        if unit.factor != 1.0:
-            gradients.mul_(unit.factor)
+        if unit.gradients.factor != 1.0:
+            gradients.mul_(unit.gradients.factor)
         bench = self._bench(unit)
         try:
             optimizer = bench.lay_out(self, values)

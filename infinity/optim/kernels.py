@@ -179,7 +179,7 @@ def _runs(unit: Unit) -> list[_Run]:
 
 def nonfinite_gradients(unit: Unit) -> list[bool]:
     """Which parameters of the unit have a settled gradient with an infinity or a NaN in this rank's shard."""
-    if not any(unit.accumulated) or unit.spent:
+    if not any(unit.gradients.accumulated) or unit.gradients.spent:
         return [False] * len(unit.parameters)
     shard = unit.read(Kind.GRAD)
     parts = [unit.layout.overlap(index, unit.rank) for index in range(len(unit.parameters))]

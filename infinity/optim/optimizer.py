@@ -174,10 +174,10 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         units = list(self._units.values())
         self.updater.settle(units)
-        scales = [(unit.grad_scale, unit.loss_scale) for unit in units]
+        scales = [(unit.gradients.grad_scale, unit.gradients.loss_scale) for unit in units]
         if grad_scaler is not None:
             for unit in units:
-                unit.loss_scale *= grad_scaler.get_scale()
+                unit.gradients.loss_scale *= grad_scaler.get_scale()
         elif self.loss_scaler is not None:
             self._remind(units, self.loss_scaler)
         watching = self.skip_nonfinite or self.loss_scaler is not None or grad_scaler is not None
@@ -193,13 +193,13 @@ class Optimizer(torch.optim.Optimizer):
             return loss
         if norm is not None and self.max_grad_norm is not None:
             self.clipped_grad_norm = norm * min(1.0, self.max_grad_norm / (norm + 1e-6))
-        updates = [(unit, self.segments(unit)) for unit in units if any(unit.accumulated) and not unit.spent]
+        updates = [(unit, self.segments(unit)) for unit in units if any(unit.gradients.accumulated) and not unit.gradients.spent]
         counted = [id(p) for unit, _ in updates for p, group in self._updated(unit) if group is not None]
         try:
             self._start(updates)
         except BaseException:  # refused: the step has not been, and may be tried again
             for unit, scale in zip(units, scales, strict=True):
-                unit.grad_scale, unit.loss_scale = scale
+                unit.gradients.grad_scale, unit.gradients.loss_scale = scale
             raise
         for key in counted:
             self._steps[key] += 1
@@ -212,7 +212,9 @@ class Optimizer(torch.optim.Optimizer):
         self.updater.post(updates)
 
     def _remind(self, units: Sequence[Unit], scaler: LossScaler) -> None:
-        unscaled = any(any(unit.accumulated) and not unit.spent and unit.loss_scale == 1.0 for unit in units)
+        unscaled = any(
+            any(unit.gradients.accumulated) and not unit.gradients.spent and unit.gradients.loss_scale == 1.0 for unit in units
+        )
         if unscaled and scaler.scale != 1.0 and not self._reminded:
             self._reminded = True
             log.warning(
@@ -253,13 +255,13 @@ class Optimizer(torch.optim.Optimizer):
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         return [
             (parameter, groups.get(id(parameter)) if present else None)
-            for parameter, present in zip(unit.parameters, unit.accumulated, strict=True)
+            for parameter, present in zip(unit.parameters, unit.gradients.accumulated, strict=True)
         ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; `set_to_none` is accepted and makes no difference."""
         for unit in self._units.values():
-            unit.zero_gradients()
+            unit.gradients.clear()
 
     # States
 

@@ -127,7 +127,7 @@ class Updater:
         places = self._places()
         if self._foresight.early and unit.copy_on_write:
             job = self._early.setdefault(unit, Job(unit, places[unit]))
-            self._pipeline.begin(job, UnitUpdate(unit, optimizer.segments(unit), unit.factor))
+            self._pipeline.begin(job, UnitUpdate(unit, optimizer.segments(unit), unit.gradients.factor))
         self._final[unit] = None
         turn = self._order.index(unit) + 1 if unit in self._order else len(self._order)
         for following in self._order[turn : turn + UNITS_AHEAD]:
@@ -148,7 +148,7 @@ class Updater:
 
     def _expect(self, unit: Unit, place: int) -> None:
         in_place = not self._store.needs_staging(unit.blocks[Kind.GRAD])
-        if in_place and unit not in self._early and unit not in self._final and not unit.spent:
+        if in_place and unit not in self._early and unit not in self._final and not unit.gradients.spent:
             job = self._early[unit] = Job(unit, place)
             self._pipeline.expect(job)
 
@@ -189,14 +189,14 @@ class Updater:
         self._surroundings.settled()
         exchange = self._units[0].exchange
         if exchange is not None and units:
-            mine = [float(flag) for unit in units for flag in unit.accumulated]
+            mine = [float(flag) for unit in units for flag in unit.gradients.accumulated]
             flags = exchange.sum(mine, "of gradients that there are")
             for unit in units:
-                unit.accumulated = [flag > 0 for flag in flags[: len(unit.accumulated)]]
-                del flags[: len(unit.accumulated)]
+                unit.gradients.accumulated = [flag > 0 for flag in flags[: len(unit.gradients.accumulated)]]
+                del flags[: len(unit.gradients.accumulated)]
         for unit in units:
-            if not unit.spent:
-                unit.settle_gradients()
+            if not unit.gradients.spent:
+                unit.gradients.settle()
 
     def norm(self, units: Sequence[Unit]) -> float:
         """The common L2 norm of the settled gradients of `units` as an update would take them: unscaled, and as far as they are
@@ -204,12 +204,12 @@ class Updater:
         only if a gradient is.
         """
         self._norms_now += 1
-        total = sum(unit.factor**2 * self._squared_norm(unit) for unit in _having(units))
+        total = sum(unit.gradients.factor**2 * self._squared_norm(unit) for unit in _having(units))
         return math.sqrt(self._sum_over_shards([total], "of squared gradients")[0])
 
     def _squared_norm(self, unit: Unit) -> float:
-        collected, squares = unit.measured
-        if squares is not None and collected == unit.collected:
+        collected, squares = unit.gradients.measured
+        if squares is not None and collected == unit.gradients.collected:
             return squares
         return squared_gradient_norm(unit, self._store, self._kernels)
 
@@ -231,7 +231,7 @@ class Updater:
         """
         norm = self.norm(units)
         for unit in _having(units):
-            unit.grad_scale *= min(1.0, max_norm / (norm + 1e-6))
+            unit.gradients.grad_scale *= min(1.0, max_norm / (norm + 1e-6))
         return norm
 
     def first_nonfinite(self, units: Sequence[Unit]) -> str:
@@ -257,7 +257,7 @@ class Updater:
         self.land()
         for unit in _having(units):
             self.withdraw(unit)
-            unit.spend()
+            unit.gradients.spend()
         self._surroundings.stepped()
         self._end_step([], kept=0, unclipped=False)
         self.skipped_steps += 1
@@ -271,7 +271,7 @@ class Updater:
         self.land()
         delayed = self.posted_steps >= self._delay_after
         places = self._places(backwards=delayed)
-        wanted = [UnitUpdate(unit, segments, unit.factor) for unit, segments in updates]
+        wanted = [UnitUpdate(unit, segments, unit.gradients.factor) for unit, segments in updates]
         wanted.sort(key=lambda update: places[update.unit])
         jobs, kept = [], 0
         for update in wanted:
@@ -285,14 +285,14 @@ class Updater:
         for update in wanted:
             if not delayed:
                 self._store.begin_update(update.unit.blocks[Kind.PARAM], keep=True)
-            update.unit.spend()
+            update.unit.gradients.spend()
         self._surroundings.stepped()
         if delayed:
             self._delayed = {update.unit: (job, update) for job, update in posted}
             self._pipeline.delay(posted)
         else:
             self._pipeline.confirm(posted)
-        self._end_step(jobs, kept, unclipped=all(update.unit.grad_scale == 1.0 for update in wanted))
+        self._end_step(jobs, kept, unclipped=all(update.unit.gradients.grad_scale == 1.0 for update in wanted))
         self.posted_steps += 1
         if self._foresight.waits:
             self.drain()
@@ -314,7 +314,7 @@ class Updater:
                     self._store.fail(error)
                 raise
         for unit in units:
-            unit.spend()
+            unit.gradients.spend()
         self._surroundings.stepped()
         self._end_step([], kept=0, unclipped=True)
         self.posted_steps += 1
@@ -381,4 +381,4 @@ def _refuse_used(units: Iterable[Unit]) -> None:
 
 def _having(units: Sequence[Unit]) -> list[Unit]:
     """Those with gradients that no update was given."""
-    return [unit for unit in units if any(unit.accumulated) and not unit.spent]
+    return [unit for unit in units if any(unit.gradients.accumulated) and not unit.gradients.spent]

@@ -93,9 +93,9 @@ class ShardedParameter(nn.Parameter):
         """`parameter.grad = None`: the step does not count it, and the last one of a unit ends the unit's step."""
         if isinstance(parameter, ShardedParameter):
             unit = type(parameter).unit
-            unit.accumulated[unit.position(parameter)] = False
-            if unit.tier and not any(unit.accumulated):
-                unit.zero_gradients()
+            unit.gradients.accumulated[unit.position(parameter)] = False
+            if unit.tier and not any(unit.gradients.accumulated):
+                unit.gradients.clear()
 
     @staticmethod
     def _check_thaw(parameter: torch.Tensor, requires_grad: bool = True) -> None:
@@ -110,7 +110,7 @@ class ShardedParameter(nn.Parameter):
     @classmethod
     def _holds_gradient(cls, args: Any) -> bool:
         parameter = args[0]
-        return isinstance(parameter, ShardedParameter) and type(parameter).unit.has_gradient(parameter)
+        return isinstance(parameter, ShardedParameter) and type(parameter).unit.gradients.has(parameter)
 
 
 def _way_out() -> str:
