@@ -28,7 +28,8 @@ import re
 import secrets
 import stat
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,12 +75,18 @@ class Directory:
             kinds = {errno.ENOENT: "does not exist", errno.ENOTDIR: "is not a directory"}
             raise ConfigError(f"{what} {path} {kinds.get(error.errno or 0, f'cannot be opened: {error.strerror}')}") from error
 
-    def below(self, name: str) -> Directory:
-        """The directory `name` in this one, which is made if need be; a link of that name is refused."""
+    def below(self, name: str, mode: int = 0o777, new: bool = False) -> Directory:
+        """The directory `name` in this one, which is made if need be; a link of that name is refused.
+
+        Raises `FileExistsError` when it has to be `new` and is not.
+        """
         try:
-            os.mkdir(name, dir_fd=self.descriptor)
+            with self._naming(name):
+                os.mkdir(name, mode, dir_fd=self.descriptor)
         except FileExistsError:
             status = self.status(name)
+            if new:
+                raise
             if status is not None and not stat.S_ISDIR(status.st_mode):
                 raise self._refused(name, status) from None
         except OSError as error:
@@ -103,6 +110,15 @@ class Directory:
     def names(self) -> list[str]:
         """All names in it, sorted."""
         return sorted(os.listdir(self.descriptor))  # noqa: PTH208 (a descriptor, no path)
+
+    def device(self) -> int:
+        """The number of the file system it is on."""
+        return os.fstat(self.descriptor).st_dev
+
+    def free_bytes(self) -> int:
+        """What its file system has left for us."""
+        space = os.fstatvfs(self.descriptor)
+        return space.f_bavail * space.f_frsize
 
     def status(self, name: str) -> os.stat_result | None:
         """What `name` itself is, not what it links to; None when there is nothing."""
@@ -133,15 +149,25 @@ class Directory:
 
     # Files
 
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Errors of the system show the whole path."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path / name)) from None
+
     def create(self, name: str, mode: int = 0o600) -> int:
         """A descriptor of the new file `name`, to read and write. Raises `FileExistsError` when anything has that name."""
-        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, mode, dir_fd=self.descriptor)
+        with self._naming(name):
+            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, mode, dir_fd=self.descriptor)
 
     def open(self, name: str, flags: int = os.O_RDWR) -> int:
         """A descriptor of the plain file `name`. Raises `FileNotFoundError`, and `ConfigError` for anything else."""
         self.check(name)
         try:
-            descriptor = os.open(name, flags | _SAFE, dir_fd=self.descriptor)
+            with self._naming(name):
+                descriptor = os.open(name, flags | _SAFE, dir_fd=self.descriptor)
         except OSError as error:
             if error.errno == errno.ELOOP:  # put there since it was checked
                 raise _refusal(self.path / name, "a link") from None
@@ -155,8 +181,16 @@ class Directory:
 
     def remove(self, name: str) -> None:
         """Remove the name; what it links to stays. Nothing happens when it is gone."""
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError), self._naming(name):
             os.unlink(name, dir_fd=self.descriptor)
+
+    def remove_directory(self, name: str) -> bool:
+        """Remove the directory `name` if it is empty; else nothing happens, and it is False."""
+        try:
+            os.rmdir(name, dir_fd=self.descriptor)
+        except OSError:
+            return False
+        return True
 
     def reclaim(self, name: str) -> int | None:
         """Remove the plain file `name` and give its space back; returns its bytes on disk, None when there is none.
@@ -180,7 +214,8 @@ class Directory:
 
     def rename(self, name: str, to: str) -> None:
         """Give the file `name` the name `to`, in place of what has it."""
-        os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+        with self._naming(to):
+            os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
     def sync(self) -> None:
         """Return when the names in it would survive a power cut."""

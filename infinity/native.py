@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import logging
 import os
+import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from infinity.errors import InfinityError
+from infinity.errors import ConfigError, InfinityError
+from infinity.files import Directory
 
 log = logging.getLogger("infinity")
 
 
 @cache
 def _load(name: str) -> ModuleType | None:
+    """The module; None when the package was built without it. Raises `ImportError` when it is there and cannot be loaded."""
     try:
         return importlib.import_module(f"infinity.{name}")
-    except ImportError as error:
-        log.debug("native module %s is not available: %s", name, error)
+    except ModuleNotFoundError as error:
+        if error.name != f"infinity.{name}":
+            raise
         return None
 
 
 def _required(name: str) -> Any:
-    module = _load(name)
+    try:
+        module = _load(name)
+    except (ImportError, OSError) as error:
+        raise InfinityError(f"the compiled module infinity.{name} cannot be loaded: {error}{_way_out(error)}") from error
     if module is None:
         raise InfinityError(f"the compiled module infinity.{name} is missing; install the package with `pip install .`")
     return cast(Any, module)
+
+
+def _way_out(error: Exception) -> str:
+    too_many = (os.strerror(code) for code in (errno.EMFILE, errno.ENFILE))  # the loader of libraries gives the text alone
+    return "; raise the limit with `ulimit -n`" if any(text in str(error) for text in too_many) else ""
 
 
 def aio() -> Any:
@@ -38,13 +53,89 @@ def aio() -> Any:
     return _required("_aio")
 
 
+def file_at(descriptor: int, path: str) -> Any:
+    """A native file (`_aio.File`) of the open file `descriptor`, which becomes its own; `path` is what errors show.
+
+    So a file is opened once, safely (see `infinity.files`), and no link can come between. With O_DIRECT where it can be had.
+    """
+    try:
+        return _named_file()(descriptor, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+@cache
+def _named_file() -> type[Any]:
+    class NamedFile(aio().File):  # type: ignore[misc]
+        """A native file with a path of its own. Reserves space also where the file system cannot, as far as it goes."""
+
+        def __init__(self, descriptor: int, path: str) -> None:
+            self._path, self._warned = path, False
+            with self._named():
+                super().__init__(f"/proc/self/fd/{descriptor}")
+            self._descriptor = descriptor
+
+        @contextmanager
+        def _named(self) -> Iterator[None]:
+            try:
+                yield
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self._path) from None
+
+        @property
+        def path(self) -> str:
+            return self._path
+
+        def truncate(self, nbytes: int) -> None:
+            with self._named():
+                super().truncate(nbytes)
+
+        def sync(self) -> None:
+            with self._named():
+                super().sync()
+
+        def allocate(self, nbytes: int) -> None:
+            with self._named():
+                try:
+                    super().allocate(nbytes)
+                except OSError as error:
+                    if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                        raise
+                    self._allocate_unreserved(nbytes)
+
+        def _allocate_unreserved(self, nbytes: int) -> None:
+            """Make the file longer if there is room now; others may take it before it is written."""
+            status, space = os.fstat(self._descriptor), os.fstatvfs(self._descriptor)
+            if nbytes - status.st_blocks * 512 > space.f_bavail * space.f_frsize:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if nbytes > status.st_size:
+                super().truncate(nbytes)
+            if not self._warned:
+                log.warning("the file system of %s cannot reserve space: keep enough of it free", self._path)
+            self._warned = True
+
+        def close(self) -> None:
+            super().close()
+            descriptor, self._descriptor = self._descriptor, -1
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    return NamedFile
+
+
 def make_engine(kind: str, **options: Any) -> Any:
     """A native I/O engine: "io_uring", "posix", or "auto" for the first that this machine allows.
 
     `options` are those of `_aio.Engine`. Raises `ValueError` for options that cannot be, `RuntimeError` where io_uring was
-    asked for and cannot be had.
+    asked for and cannot be had, and `InfinityError` when this process may not open another file.
     """
-    return aio().Engine(_best_kind() if kind == "auto" else kind, **options)
+    try:
+        return aio().Engine(_best_kind() if kind == "auto" else kind, **options)
+    except RuntimeError as error:
+        if not _way_out(error):
+            raise
+        raise InfinityError(f"no I/O engine can be made: {error}{_way_out(error)}") from error
 
 
 @cache
@@ -58,9 +149,34 @@ def _best_kind() -> str:
 
 def cufile() -> Any:
     """libcufile with its driver open (`_aio.CuFile`). Raises `RuntimeError` that says why no drive can write to a GPU here."""
-    # It would else leave a cufile.log in the working directory.
-    os.environ.setdefault("CUFILE_LOGFILE_PATH", str(Path(tempfile.gettempdir(), f"cufile-{os.getuid()}.log")))
+    if "CUFILE_LOGFILE_PATH" not in os.environ:  # it would else leave a cufile.log in the working directory
+        os.environ["CUFILE_LOGFILE_PATH"] = _cufile_log()
     return aio().CuFile(cufile_libraries())
+
+
+def _cufile_log() -> str:
+    """A file of ours among those of all users, or none where another user was faster."""
+    folder, name = Path(tempfile.gettempdir()), f"cufile-{os.getuid()}.log"
+    try:
+        with Directory(folder) as directory:
+            try:
+                descriptor = directory.create(name)
+            except FileExistsError:
+                descriptor = directory.open(name)
+            ours = os.fstat(descriptor).st_uid == os.getuid()
+            os.close(descriptor)
+    except (OSError, ConfigError) as error:
+        log.debug("cuFile writes no log: %s", error)
+        ours = False
+    return str(folder / name) if ours else os.devnull
+
+
+def direct_engine(library: Any, file: Any, **options: Any) -> Any:
+    """An engine of `library` (from `cufile`) that reads `file` straight to the GPU. Raises `RuntimeError` that names the file."""
+    try:
+        return library.engine(file, **options)
+    except RuntimeError as error:
+        raise RuntimeError(re.sub(r"/proc/self/fd/\d+", lambda _: str(file.path), str(error))) from None
 
 
 def cufile_libraries() -> list[str]:
@@ -77,6 +193,13 @@ def cpu_adam() -> Any:
     return _required("_cpu_adam")
 
 
+@cache
 def cuda() -> Any | None:
-    """The CUDA kernels (`native/cuda`), or None when the package was built without nvcc."""
-    return _load("_cuda")
+    """The CUDA kernels (`native/cuda`), or None when the package was built without nvcc, or CUDA is not there."""
+    try:
+        return _load("_cuda")
+    except ImportError as error:
+        if _way_out(error):
+            raise InfinityError(f"the compiled module infinity._cuda cannot be loaded: {error}{_way_out(error)}") from error
+        log.debug("native module _cuda is not available: %s", error)
+        return None

@@ -41,8 +41,9 @@ from infinity.cli.interrupt import interrupted_by_signals
 from infinity.cli.main import app
 from infinity.device import HostMemory
 from infinity.errors import ConfigError, NvmeError, PathInUseError
+from infinity.files import LOCK_NAME, lock_directory
 from infinity.tiers.block import Kind
-from infinity.tiers.nvme import LOCK_NAME, STRIPE_BYTES, lock_directory
+from infinity.tiers.nvme import STRIPE_BYTES
 from infinity.tiers.speed import levelled
 from infinity.tiers.stripes import Stripes
 
@@ -368,14 +369,11 @@ def test_files_of_others_are_refused_and_kept(tmp_path: Path, case: str) -> None
 
 
 def test_a_live_training_is_not_disturbed(tmp_path: Path) -> None:
-    descriptor = lock_directory(tmp_path)
-    try:
+    with lock_directory(tmp_path, "nvme directory"):
         result = run("--path", tmp_path, *SMALL)
         assert result.exit_code == 1
         assert f"in use by process {os.getpid()}" in result.stderr.splitlines()[-1]
-    finally:
-        os.close(descriptor)
-    assert {path.name for path in tmp_path.iterdir()} == {LOCK_NAME}
+        assert {path.name for path in tmp_path.iterdir()} == {LOCK_NAME}
 
 
 def test_a_disk_is_never_filled(tmp_path: Path) -> None:

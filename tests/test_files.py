@@ -8,8 +8,6 @@ import fcntl
 import multiprocessing
 import os
 import signal
-import socket
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,79 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from planted import ADVICE, MINE, PLANTED, Planted
 
 from infinity import files
 from infinity.errors import ConfigError, PathInUseError
 from infinity.files import LOCK_NAME, Directory, Holder, lock_directory
 
-MINE = b"mine, and not to be lost"
-REFUSED = ", which infinity never makes; remove it, or choose another directory"
-
-
-class Planted:
-    """Something that is not ours at `path`; `kind` is how an error calls it."""
-
-    def __init__(self, path: Path, precious: Path, what: str) -> None:
-        self.path, self.what = path, what
-        self._precious = precious
-        precious.write_bytes(MINE)
-        self.kind = getattr(self, f"_{what}")()
-
-    def check(self) -> None:
-        """Nobody has touched it."""
-        assert self._precious.read_bytes() == MINE
-        mode = self.path.lstat().st_mode
-        assert {
-            "link": stat.S_ISLNK, "dangling": stat.S_ISLNK, "hard": stat.S_ISREG, "fifo": stat.S_ISFIFO, "socket": stat.S_ISSOCK,
-            "directory": stat.S_ISDIR, "device": stat.S_ISLNK,
-        }[self.what](mode)  # fmt: skip
-        if self.what == "dangling":
-            assert not self._absent.exists()
-
-    def _link(self) -> str:
-        self.path.symlink_to(self._precious)
-        return "a link"
-
-    def _dangling(self) -> str:
-        self._absent = self._precious.with_name("absent")
-        self.path.symlink_to(self._absent)
-        return "a link"
-
-    def _device(self) -> str:
-        self.path.symlink_to("/dev/full")
-        return "a link"
-
-    def _hard(self) -> str:
-        self.path.hardlink_to(self._precious)
-        return "a file with 2 names (hard links)"
-
-    def _fifo(self) -> str:
-        os.mkfifo(self.path)
-        return "a named pipe"
-
-    def _socket(self) -> str:
-        # A path for sockets may have 107 bytes.
-        with socket.socket(socket.AF_UNIX) as made, inside(self.path.parent):
-            made.bind(self.path.name)
-        return "a socket"
-
-    def _directory(self) -> str:
-        self.path.mkdir()
-        return "a directory"
-
-
-PLANTED = ("link", "dangling", "device", "hard", "fifo", "socket", "directory")
 planted = pytest.mark.parametrize("what", PLANTED)
-
-
-@contextmanager
-def inside(path: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(path)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 @pytest.fixture
@@ -108,10 +40,6 @@ def names(path: Path) -> list[str]:
     return [one.name for one in path.iterdir()]
 
 
-def refusal(path: Path, kind: str) -> str:
-    return f"{path} is {kind}{REFUSED}"
-
-
 # What is not ours
 
 
@@ -121,7 +49,7 @@ def test_what_infinity_does_not_make_is_refused_and_untouched(place: Path, plant
     there = plant(place / LOCK_NAME, what)
     with Directory(place) as directory, pytest.raises(ConfigError) as caught:
         getattr(directory, use)(LOCK_NAME)
-    assert str(caught.value) == refusal(there.path, there.kind)
+    assert str(caught.value) == there.refusal
     there.check()
     assert names(place) == [LOCK_NAME]
 
@@ -177,7 +105,7 @@ def test_a_directory_below_is_not_reached_through_a_link(place: Path, tmp_path: 
     (place / "rank0").symlink_to(tmp_path / "elsewhere")
     with Directory(place) as directory, pytest.raises(ConfigError) as caught:
         directory.below("rank0")
-    assert str(caught.value) == refusal(place / "rank0", "a link")
+    assert str(caught.value) == f"{place / 'rank0'} is a link{ADVICE}"
 
 
 def test_a_link_to_the_directory_itself_is_the_users_choice(place: Path, tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
-from infinity.tiers.nvme import LOCK_NAME, STATES_NAME
+from infinity.files import LOCK_NAME
+from infinity.tiers.nvme import STATES_NAME
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
 

@@ -24,6 +24,7 @@ from models import text_batch, transformer
 import infinity
 from infinity import native
 from infinity.errors import BudgetError, NvmeError
+from infinity.files import Directory
 from infinity.observe import Recorder
 from infinity.tiers import nvme, speed
 from infinity.tiers.nvme import ALIGNMENT, STATES_NAME, Extent, NvmeTier
@@ -213,15 +214,15 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[Path, int]], None]:
     """`rooms({directory: bytes})`: the file system of a directory has so much room, whatever it says is free."""
     limits: dict[Path, int] = {}
 
-    class File(native.aio().File):  # type: ignore[misc]
-        def allocate(self, nbytes: int) -> None:
-            limit = limits.get(Path(self.path).parent, nbytes)
-            super().allocate(min(nbytes, limit))  # as file systems do, it takes what there is
-            if nbytes > limit:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
+    real = native._named_file().allocate
 
-    aio = SimpleNamespace(File=File)
-    monkeypatch.setattr(nvme, "native", SimpleNamespace(aio=lambda: aio))
+    def allocate(self: Any, nbytes: int) -> None:
+        limit = limits.get(Path(self.path).parent, nbytes)
+        real(self, min(nbytes, limit))  # as file systems do, it takes what there is
+        if nbytes > limit:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
+
+    monkeypatch.setattr(native._named_file(), "allocate", allocate)
     return limits.update
 
 
@@ -351,7 +352,8 @@ def test_a_file_is_no_longer_than_its_stripes_when_another_drops_out(
 
 def test_space_that_is_not_enough_is_given_back(tmp_path: Path, small: None, rooms: Callable[[dict[Path, int]], None]) -> None:
     path = tmp_path / STATES_NAME
-    file = nvme.native.aio().File(str(path), create=True)
+    with Directory(tmp_path) as directory:
+        file = native.file_at(directory.create(STATES_NAME), str(path))
     file.allocate(2 * STRIPE)
     rooms({tmp_path: 5 * STRIPE + ALIGNMENT})
     assert not nvme._extend(file, 9 * STRIPE)

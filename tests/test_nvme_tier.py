@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import os
 import signal
@@ -17,13 +19,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from planted import PLANTED, Planted
 
 import infinity
 from infinity import native
+from infinity.cli import gc
+from infinity.cli.bench import workspace
 from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
+from infinity.files import LOCK_NAME, Directory
 from infinity.observe import Recorder
 from infinity.tiers import nvme
-from infinity.tiers.nvme import ALIGNMENT, LOCK_NAME, STATES_NAME, Extent, NvmeTier
+from infinity.tiers.nvme import ALIGNMENT, STATES_NAME, Extent, NvmeTier
 
 PIECE = 2 * ALIGNMENT  # of a stripe, so that small tests use many
 AVAILABLE, REASON = native.aio().io_uring_available()
@@ -146,7 +152,7 @@ def test_files_are_private_and_preallocated(tmp_path, small_stripes, count):
                 status = (tmp_path / str(index) / STATES_NAME).stat()
                 assert status.st_size == expected
                 assert status.st_blocks * 512 >= expected, "the space is taken, so no later write can meet a full disk"
-                assert (tmp_path / str(index) / LOCK_NAME).read_text() == f"{os.getpid()}\n"
+                assert (tmp_path / str(index) / LOCK_NAME).read_text().startswith(f"{os.getpid()}\n")
     finally:
         os.umask(before)
     assert [list((tmp_path / str(index)).iterdir()) for index in range(count)] == [[]] * count
@@ -223,14 +229,14 @@ def test_close_does_all_it_can_whatever_fails(tmp_path, monkeypatch):
     for name in "ab":
         (tmp_path / name).mkdir()
     made.reserve(16 << 20)
-    unlink = Path.unlink
+    remove = Directory.remove
 
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        if path == tmp_path / "b" / STATES_NAME:
-            raise PermissionError(f"no, not {path}")
-        unlink(path, missing_ok)
+    def refuse(directory: Directory, name: str) -> None:
+        if directory.path / name == tmp_path / "b" / STATES_NAME:
+            raise PermissionError(f"no, not {directory.path / name}")
+        remove(directory, name)
 
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Directory, "remove", refuse)
     made.open()
     data = content(16 << 20, 0)
     made.engines[1].set_faults(bytes_per_second=float(64 << 20))
@@ -332,8 +338,176 @@ def test_what_a_killed_process_left_is_reclaimed(tmp_path, other, caplog):
         made = reserve_and_open(tmp_path)
     try:
         assert f"reclaimed {left >> 20} MiB that an earlier run left in {tmp_path}" in caplog.text
-        assert (tmp_path / LOCK_NAME).read_text() == f"{os.getpid()}\n"
+        assert (tmp_path / LOCK_NAME).read_text().startswith(f"{os.getpid()}\n")
         assert not read(made, Extent(0, ALIGNMENT), 0, ALIGNMENT).any(), "nobody reads what another run wrote"
     finally:
         made.close()
     assert list(tmp_path.iterdir()) == []
+
+
+# What others put into a directory
+
+
+@pytest.mark.parametrize("name", [STATES_NAME, LOCK_NAME])
+@pytest.mark.parametrize("what", PLANTED)
+@pytest.mark.parametrize("user", ["tier", "measure", "gc", "bench"])
+def test_what_somebody_planted_is_refused_and_untouched(tmp_path, what, name, user):
+    place = tmp_path / "nvme"
+    place.mkdir()
+    there = Planted(place / name, tmp_path / "precious", what)
+    made = NvmeTier([place], "posix", None, Recorder())
+    made.reserve(ALIGNMENT)
+    with pytest.raises(ConfigError) as caught:
+        if user == "gc":
+            gc.collect(place)
+        elif user == "bench" and name == LOCK_NAME:
+            with workspace.workspace([place], 1 << 20, 0):
+                pass
+        else:
+            made.measure() if user == "measure" else made.open()
+    assert str(caught.value) == there.refusal
+    there.check()
+    assert [path.name for path in place.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("moment", ["locked", "made"])
+def test_a_directory_that_is_replaced_while_we_open_it_leads_nobody_elsewhere(tmp_path, monkeypatch, moment):
+    place, elsewhere = tmp_path / "nvme", tmp_path / "elsewhere"
+    for path in (place, elsewhere):
+        path.mkdir()
+    for name in (STATES_NAME, LOCK_NAME):
+        (elsewhere / name).write_bytes(b"mine")
+
+    def replace():
+        place.rename(tmp_path / "moved")
+        place.symlink_to(elsewhere)
+
+    real = getattr(Directory, "lock" if moment == "locked" else "create")
+
+    def late(self, *arguments):
+        if not place.is_symlink() and (moment == "locked" or arguments[0] == STATES_NAME):
+            replace()
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Directory, real.__name__, late)
+    made = NvmeTier([place], "posix", None, Recorder())
+    extent = made.reserve(ALIGNMENT)
+    made.open()
+    data = content(ALIGNMENT, 0)
+    write(made, extent, 0, data)
+    assert torch.equal(read(made, extent, 0, ALIGNMENT), data)
+    assert {path.name for path in (tmp_path / "moved").iterdir()} == {STATES_NAME, LOCK_NAME}
+    made.close()
+    assert list((tmp_path / "moved").iterdir()) == []
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == {STATES_NAME: b"mine", LOCK_NAME: b"mine"}
+
+
+def test_the_directory_of_a_rank_is_not_reached_through_a_link(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "nvme" / "rank1").symlink_to(tmp_path / "elsewhere")
+    made = NvmeTier([tmp_path / "nvme"], "posix", None, Recorder(), own="rank1")
+    made.reserve(ALIGNMENT)
+    with pytest.raises(ConfigError, match="rank1 is a link, which infinity never makes"):
+        made.open()
+    assert list((tmp_path / "elsewhere").iterdir()) == [] and (tmp_path / "nvme" / "rank1").is_symlink()
+
+
+def test_a_child_of_a_killed_run_keeps_neither_its_lock_nor_its_space(tmp_path):
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            made = NvmeTier([tmp_path], "posix", None, Recorder())
+            made.reserve(8 << 20)
+            made.open()
+            child = os.fork()  # a DataLoader's worker
+            if child:
+                os.write(theirs, f"{child}\n".encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    with os.fdopen(ours) as pipe:
+        child = int(pipe.readline())
+    try:
+        held = Path(f"/proc/{child}/fd")
+        states = [path for path in held.iterdir() if path.exists() and path.resolve() == tmp_path / STATES_NAME]
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        reserve_and_open(tmp_path).close()
+        assert states and all(path.stat().st_blocks == 0 for path in states), "the child has the file open, and it is empty"
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert list(tmp_path.iterdir()) == []
+
+
+# File systems that cannot do all
+
+
+@pytest.fixture
+def no_fallocate(monkeypatch):
+    def refuse(self, nbytes):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), "/proc/self/fd/7")
+
+    monkeypatch.setattr(native.aio().File, "allocate", refuse)
+
+
+def test_a_file_system_that_cannot_reserve_space_works_with_a_warning(tmp_path, no_fallocate, caplog):
+    with tier(tmp_path, 2, [8 << 20]) as made:
+        assert [(tmp_path / str(index) / STATES_NAME).stat().st_size for index in range(2)] == [4 << 20] * 2
+        data = content(8 << 20, 0)
+        write(made, Extent(0, 8 << 20), 0, data)
+        assert torch.equal(read(made, Extent(0, 8 << 20), 0, 8 << 20), data)
+        assert made.grow(8 << 20) is not None
+    texts = [record.getMessage() for record in caplog.records]
+    assert texts == [
+        f"the file system of {tmp_path / str(index) / STATES_NAME} cannot reserve space: keep enough of it free"
+        for index in range(2)
+    ]
+
+
+def test_without_reservation_what_cannot_fit_is_refused_all_the_same(tmp_path, no_fallocate):
+    with pytest.raises(BudgetError, match="free, but the states on nvme need 1024 TiB there"), tier(tmp_path, 1, [1 << 50]):
+        pass
+    assert list((tmp_path / "0").iterdir()) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_works(tmp_path, monkeypatch, code):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    made = reserve_and_open(tmp_path)
+    with pytest.raises(PathInUseError, match=f"in use by process {os.getpid()};"):
+        reserve_and_open(tmp_path)
+    made.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_error_of_the_file_names_it_as_the_user_knows_it(tmp_path, monkeypatch):
+    def refuse(self, nbytes):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/proc/self/fd/7")
+
+    monkeypatch.setattr(native.aio().File, "allocate", refuse)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        reserve_and_open(tmp_path)
+    assert caught.value.filename == str(tmp_path / STATES_NAME)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_is_not_utf8_works(tmp_path):
+    place = tmp_path / os.fsdecode(b"caf\xe9")
+    place.mkdir()
+    made = reserve_and_open(place)
+    data = content(ALIGNMENT, 0)
+    write(made, Extent(0, ALIGNMENT), 0, data)
+    made.engines[0].set_faults(fail_read_at=0)
+    with pytest.raises(NvmeError) as caught:
+        read(made, Extent(0, ALIGNMENT), 0, ALIGNMENT)
+    assert caught.value.path == str(place / STATES_NAME)
+    with pytest.raises(PathInUseError, match="in use by process"):
+        reserve_and_open(place)
+    made.close()
+    assert list(place.iterdir()) == []

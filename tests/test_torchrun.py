@@ -36,8 +36,9 @@ from infinity.cli.job import Job
 from infinity.cli.main import app
 from infinity.cli.progress import summary_rows
 from infinity.cli.ranks import ALONE, World, find_world
+from infinity.files import LOCK_NAME
 from infinity.observe import Report
-from infinity.tiers.nvme import LOCK_NAME, STATES_NAME
+from infinity.tiers.nvme import STATES_NAME
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

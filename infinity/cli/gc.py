@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +13,8 @@ import typer
 from infinity.cli.bench.workspace import leftovers, remove
 from infinity.cli.failure import plain_failures
 from infinity.cli.ranks import rank_directories
-from infinity.tiers.nvme import LOCK_NAME, STATES_NAME, lock_directory
+from infinity.files import LOCK_NAME, Directory
+from infinity.tiers.nvme import STATES_NAME
 from infinity.units import format_bytes
 
 
@@ -22,30 +22,32 @@ def collect(directory: Path) -> dict[str, int]:
     """Remove the leftovers of a dead run from `directory`, and from those of its ranks there; returns the removed paths with
     their bytes on disk.
 
-    Raises `PathInUseError` while a live process trains or measures there, `ConfigError` when the folder of a benchmark holds
-    something else, and `NotADirectoryError` for a path that is none.
+    Raises `PathInUseError` while a live process trains or measures there, `ConfigError` when something else has the name of one
+    of our files, or lies in the folder of a benchmark, and `NotADirectoryError` for a path that is none.
     """
     if not directory.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(directory))
-    states, lock = directory / STATES_NAME, directory / LOCK_NAME
-    if lock.is_symlink():
-        raise ValueError(f"{lock} is a link, which no run makes; remove it yourself")
-    benchmark = leftovers(directory)
-    found = {str(path): path.lstat().st_blocks * 512 for path in (states, *benchmark, lock) if os.path.lexists(path)}
-    if found:
-        descriptor = lock_directory(directory)
-        try:
-            states.unlink(missing_ok=True)
-            remove(benchmark)
-            lock.unlink(missing_ok=True)
-        finally:
-            os.close(descriptor)
+    with Directory(directory, "nvme directory") as place:
+        found = _collect(place)
     for own in rank_directories(directory):
         left = collect(own)
         found |= left
         if left:
             with contextlib.suppress(OSError):  # somebody else's files are in it
                 own.rmdir()
+    return found
+
+
+def _collect(place: Directory) -> dict[str, int]:
+    """`collect` without what is below."""
+    benchmark = leftovers(place.path)
+    ours = {name: place.check(name) for name in (STATES_NAME, LOCK_NAME)}
+    found = {str(place.path / name): status.st_blocks * 512 for name, status in ours.items() if status is not None}
+    found |= {str(path): path.lstat().st_blocks * 512 for path in benchmark}
+    if found:
+        with place.lock():
+            place.reclaim(STATES_NAME)
+            remove(place, benchmark)
     return found
 
 

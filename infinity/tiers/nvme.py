@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from infinity import native
-from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
+from infinity.errors import BudgetError, ConfigError, NvmeError
+from infinity.files import Directory
 from infinity.native import make_engine
 from infinity.observe import Meter, Recorder
 from infinity.tiers import speed
@@ -30,7 +29,6 @@ STRIPE_BYTES = 4 << 20
 REQUEST_BYTES = 1 << 20  # larger ones cost less CPU, but what is needed first then waits longer behind them
 DIRECT_THREADS = 8
 """For each drive that writes to a GPU: so many requests are under way at once, for one takes a thread until it has ended."""
-LOCK_NAME = "infinity.lock"
 STATES_NAME = "infinity-states.bin"
 
 
@@ -116,6 +114,7 @@ class NvmeTier:
         self._directories, self._kind, self._budget, self._recorder = list(directories), engine, budget, recorder
         self._shares = shares
         self._parts = ExitStack()  # what `close` undoes, the last first
+        self._places: list[Directory] = []
         self._files: list[Any] = []
         self._stripes = Stripes(STRIPE_BYTES, [1.0] * len(directories))
         self._layout: tuple[Sequence[float], list[int | None]] = (), []  # shares, and stripes of the directories that are full
@@ -175,12 +174,13 @@ class NvmeTier:
             return
         self._check_directories()
         try:
-            self._directories = [self._make_own(directory) for directory in self._directories]
             for directory in self._directories:
-                self._parts.callback(os.close, lock_directory(directory))
-                self._parts.callback((directory / LOCK_NAME).unlink, missing_ok=True)
-            for directory in self._directories:
-                self._files.append(self._make_file(directory))
+                self._places.append(self._open_place(directory))
+            self._directories = [place.path for place in self._places]
+            for place in self._places:
+                self._parts.callback(place.lock().release)
+            for place in self._places:
+                self._files.append(self._make_file(place))
             for _ in self._directories:
                 engine = make_engine(self._kind, request_bytes=REQUEST_BYTES)
                 self._parts.callback(engine.close)
@@ -197,27 +197,29 @@ class NvmeTier:
         if len({directory.resolve() for directory in self._directories}) < len(self._directories):
             raise ConfigError(f"the nvme directories must differ: {', '.join(map(str, self._directories))}")
 
-    def _make_own(self, directory: Path) -> Path:
+    def _open_place(self, directory: Path) -> Directory:
+        """The directory that the files go to, open until `close`."""
+        place = Directory(directory, "nvme directory")
+        self._parts.callback(place.close)
         if not self._own:
-            return directory
-        own = directory / self._own
-        try:
-            own.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"nvme directory {directory} cannot be written: {os.strerror(error.errno or 0)}") from error
-        self._parts.callback(_remove_empty, own)
-        return own
+            return place
+        self._parts.callback(place.remove_directory, self._own)  # unless somebody keeps something there
+        inner = place.below(self._own)
+        self._parts.callback(inner.close)
+        return inner
 
-    def _make_file(self, directory: Path) -> Any:
-        path = directory / STATES_NAME
-        if path.exists():
-            log.warning("reclaimed %s that an earlier run left in %s", format_bytes(path.stat().st_size), directory)
-            path.unlink()
-        file = native.aio().File(str(path), create=True, mode=0o600)
-        self._parts.callback(path.unlink, missing_ok=True)
+    def _make_file(self, place: Directory) -> Any:
+        """A new states file, in place of one that a dead run left."""
+        status = place.check(STATES_NAME)
+        if status is not None:
+            place.reclaim(STATES_NAME)
+            log.warning("reclaimed %s that an earlier run left in %s", format_bytes(status.st_size), place.path)
+        descriptor = place.create(STATES_NAME)
+        self._parts.callback(place.remove, STATES_NAME)
+        file = native.file_at(descriptor, str(place.path / STATES_NAME))
         self._parts.callback(file.close)
         if not file.direct:
-            log.warning("%s does not support O_DIRECT; I/O goes through the page cache and is slower", directory)
+            log.warning("%s does not support O_DIRECT; I/O goes through the page cache and is slower", place.path)
         return file
 
     # Shares and room
@@ -284,7 +286,7 @@ class NvmeTier:
 
     def _check_room(self, stripes: int) -> None:
         """Raise `BudgetError` where it is plain that the directories cannot hold `stripes`, before each is filled to its end."""
-        room = sum({at.stat().st_dev: _free_bytes(at) for at in self._directories}.values())
+        room = sum({place.device(): place.free_bytes() for place in self._places}.values())
         room += sum(file.size() for file in self._files)
         if len(self._files) == 1 or room < stripes * STRIPE_BYTES:
             raise self._refusal(stripes, room)
@@ -346,7 +348,7 @@ class NvmeTier:
             cufile.register_memory(memory.data_ptr(), memory.numel())
             direct = []
             for number, file in enumerate(self._files):
-                direct.append(cufile.engine(file, threads=DIRECT_THREADS, request_bytes=REQUEST_BYTES))
+                direct.append(native.direct_engine(cufile, file, threads=DIRECT_THREADS, request_bytes=REQUEST_BYTES))
                 undo.callback(direct[-1].close)
                 if file.size() > 0:
                     self._try_direct(number, direct[-1], memory[:ALIGNMENT])
@@ -451,44 +453,3 @@ def _fill(file: Any, nbytes: int) -> int:
         else:
             too_many = middle
     return int(fits)
-
-
-def _remove_empty(directory: Path) -> None:
-    with suppress(OSError):  # somebody keeps something there
-        directory.rmdir()
-
-
-def _free_bytes(directory: Path) -> int:
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
-
-
-def lock_directory(directory: Path) -> int:
-    """Lock `directory` for this process and write our pid into the lock file; returns the descriptor that holds the lock.
-
-    Raises `PathInUseError` with the holder's pid, or `ConfigError` when the directory cannot be written.
-    """
-    path = directory / LOCK_NAME
-    while True:
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError(f"nvme directory {directory} cannot be written: {os.strerror(error.errno or 0)}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(descriptor, 32).decode(errors="replace").strip() or "unknown"
-            os.close(descriptor)
-            raise PathInUseError(
-                f"nvme directory {directory} is in use by process {holder}; give each job its own directory"
-            ) from None
-        # The holder removes the file as it leaves: make sure that what we locked is still what the name means.
-        try:
-            same = os.path.samestat(os.fstat(descriptor), path.stat())
-        except FileNotFoundError:
-            same = False
-        if same:
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode())
-            return descriptor
-        os.close(descriptor)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+import stat
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from infinity import native
 from infinity.errors import ConfigError
-from infinity.tiers.nvme import LOCK_NAME, lock_directory
+from infinity.files import LOCK_NAME, Directory
 from infinity.units import format_bytes
 
 FOLDER = "infinity-bench"
@@ -25,12 +26,15 @@ def leftovers(directory: Path) -> list[Path]:
     Raises `ConfigError` when there is one that is not a benchmark's, or holds anything else.
     """
     folder = directory / FOLDER
-    if not os.path.lexists(folder):
-        return []
-    if folder.is_symlink() or not folder.is_dir():
-        raise ConfigError(f"{folder} was not made by infinity; remove it, or choose another directory")
-    names = sorted(path.name for path in folder.iterdir())
-    foreign = [name for name in names if name not in (MARKER, DATA) or not _is_file(folder / name)]
+    with Directory(directory, "--path") as place:
+        status = place.status(FOLDER)
+        if status is None:
+            return []
+        if not stat.S_ISDIR(status.st_mode):
+            raise ConfigError(f"{folder} was not made by infinity; remove it, or choose another directory")
+        with place.below(FOLDER) as inner:
+            names = inner.names()
+            foreign = [name for name in names if name not in (MARKER, DATA) or not _is_plain(inner, name)]
     if foreign or (names and MARKER not in names):
         raise ConfigError(
             f"{folder} has files that infinity did not write ({', '.join(foreign or names)}); "
@@ -39,23 +43,29 @@ def leftovers(directory: Path) -> list[Path]:
     return [*(folder / name for name in (DATA, MARKER) if name in names), folder]
 
 
-def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
+def _is_plain(directory: Directory, name: str) -> bool:
+    try:
+        return directory.check(name) is not None
+    except ConfigError:
+        return False
 
 
-def remove(paths: Sequence[Path]) -> None:
-    """Remove what `leftovers` gave."""
-    for path in paths:
-        with contextlib.suppress(FileNotFoundError):
-            path.rmdir() if path.is_dir() else path.unlink()
+def remove(place: Directory, paths: Sequence[Path]) -> None:
+    """Remove what `leftovers` gave from the open directory `place`."""
+    if not paths:
+        return
+    with place.below(FOLDER) as inner:
+        for path in paths[:-1]:
+            inner.reclaim(path.name)
+    place.remove_directory(FOLDER)
 
 
 def check_owners(directories: Sequence[Path]) -> None:
     """Raise `ConfigError` where files of others have the names of ours."""
     for directory in directories:
         leftovers(directory)
-        if (directory / LOCK_NAME).is_symlink():
-            raise ConfigError(f"{directory / LOCK_NAME} is a link, which no run makes; remove it yourself")
+        with Directory(directory, "--path") as place:
+            place.check(LOCK_NAME)
 
 
 def check_space(directories: Sequence[Path], size: int, reserve: int) -> None:
@@ -100,28 +110,26 @@ def workspace(directories: Sequence[Path], size: int, reserve: int) -> Iterator[
     check_directories(directories)
     check_owners(directories)
     with ExitStack() as stack:
-        for directory in directories:
-            descriptor = lock_directory(directory)
-            stack.callback(os.close, descriptor)
-            stack.callback((directory / LOCK_NAME).unlink, missing_ok=True)
-            remove(leftovers(directory))
+        places = [stack.enter_context(Directory(directory, "nvme directory")) for directory in directories]
+        for place in places:
+            stack.enter_context(place.lock())
+            remove(place, leftovers(place.path))
         check_space(directories, size, reserve)
         files = []
-        for directory in directories:
-            folder = directory / FOLDER
-            folder.mkdir(mode=0o700)
-            stack.callback(_remove_ours, folder)
-            (folder / MARKER).touch(exist_ok=False)
-            file = native.aio().File(str(folder / DATA), create=True, mode=0o600)
+        for place in places:
+            folder = stack.enter_context(place.below(FOLDER, 0o700, new=True))
+            stack.callback(_remove_ours, place, folder)
+            os.close(folder.create(MARKER))
+            file = native.file_at(folder.create(DATA), str(folder.path / DATA))
             stack.callback(file.close)
             file.allocate(size)
             files.append(file)
         yield files
 
 
-def _remove_ours(folder: Path) -> None:
+def _remove_ours(place: Directory, folder: Directory) -> None:
     """What we made since we hold the lock; a file that someone else put there stays, and so does the folder."""
-    removals: tuple[Callable[[], None], ...] = ((folder / DATA).unlink, (folder / MARKER).unlink, folder.rmdir)
-    for removal in removals:
+    for name in (DATA, MARKER):
         with contextlib.suppress(OSError):
-            removal()
+            folder.remove(name)
+    place.remove_directory(FOLDER)
