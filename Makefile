@@ -8,6 +8,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 WERROR ?= OFF
 PYTEST_ARGS ?=
+PROGRAMS ?= 5000
+FIRST ?= 1000
 DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 128MiB --cpu-memory 400MiB --steps 30 \
         --batch-size 4 --sequence-length 128 --output demo-output --overwrite
 
@@ -17,10 +19,10 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo test python-test native-test asan tsan lint format clean system
+.PHONY: help demo test python-test random-programs native-test asan tsan lint format clean system
 
 help:  ## Say what there is
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
 
 demo: $(VENV)/installed  ## Fine-tune a small Llama on budgets that it does not fit in, and show how
 	@mkdir -p demo-nvme
@@ -35,6 +37,11 @@ python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" c
 	cd build/empty
 	processes=$$(($$(nproc) >= 4 ? 3 : 2))
 	"$(BIN)/pytest" -c ../../pyproject.toml --import-mode=importlib -o pythonpath=tests -n $$processes --dist loadfile $(PYTEST_ARGS) ../../tests
+
+random-programs: $(VENV)/installed  ## Run PROGRAMS=5000 random programs from number FIRST=1000 on, in two processes
+	@mkdir -p build/empty
+	cd build/empty
+	OMP_NUM_THREADS=1 PYTHONPATH=../../tests "$(BIN)/python" -m random_programs --programs $(PROGRAMS) --first $(FIRST)
 
 native-test: $(VENV)/tools  ## Build and run the native tests
 	@$(CMAKE) -B build/native >build/native.log || { cat build/native.log; exit 1; }

@@ -1,0 +1,149 @@
+"""The update rules in plain torch operations, bit for bit those of `native/cpu_adam/rules.h`.
+
+Each scalar is computed in double precision and rounded once to fp32; each tensor operation is rounded on its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from models import rounded
+
+BETAS = {"adam": (0.9, 0.999), "adamw": (0.9, 0.999), "lion": (0.9, 0.99)}
+EPSILON = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10}
+STATES = {
+    "adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum",), "lion": ("exp_avg",),
+    "momentum": ("momentum_buffer",), "sgd": (),
+}  # fmt: skip
+MOMENTUM = 0.9
+
+
+def _single(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def _root(values: torch.Tensor) -> torch.Tensor:
+    """torch takes the fp32 root from MKL, which may be off by one place; this one is correctly rounded."""
+    return values.double().sqrt().float()
+
+
+class Rule(torch.optim.Optimizer):
+    """An optimizer with fp32 masters. `factor` is what the gradients are multiplied by in the next step."""
+
+    def __init__(self, groups: list[dict[str, Any]], rule: str, max_grad_norm: float | None, watches: bool) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        self._rule, self._max_grad_norm, self._watches = rule, max_grad_norm, watches
+        self.factor = 1.0
+        self.grad_norm: float | None = None
+
+    def _all(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def _norm(self) -> float:
+        return self.factor * math.sqrt(sum(p.grad.double().square().sum().item() for p in self._all() if p.grad is not None))
+
+    def clip(self, most: float) -> float:
+        """As `Engine.clip_grad_norm_`."""
+        norm = self._norm()
+        self.factor *= min(1.0, most / (norm + 1e-6))
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad()
+        self.factor = 1.0
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        self.grad_norm = None
+        if self._max_grad_norm is not None:
+            self.grad_norm = self.clip(self._max_grad_norm)
+        elif self._watches:
+            self.grad_norm = self._norm()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+        self.factor = 1.0
+
+    def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state |= {name: torch.zeros(p.shape) for name in STATES[self._rule]}
+            state["step"] = 0
+            if p.dtype != torch.float32:
+                state["master"] = p.detach().float()
+        state["step"] += 1
+        w = state.get("master", p.detach())
+        g = p.grad.float() * _single(self.factor)
+        decay = group["weight_decay"]
+        if decay and self._rule in ("adamw", "lion"):
+            w = w * _single(1 - group["lr"] * decay)
+        elif decay:
+            g = g + _single(decay) * w
+        w = getattr(self, "_" + self._rule)(w, g, state, group["lr"])
+        if "master" in state:
+            state["master"] = w
+        p.copy_(rounded(w, p.dtype))
+
+    def _adam(self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float) -> torch.Tensor:
+        beta1, beta2 = BETAS["adam"]
+        step = state["step"]
+        state["exp_avg"] = _single(beta1) * state["exp_avg"] + _single(1 - beta1) * g
+        state["exp_avg_sq"] = _single(beta2) * state["exp_avg_sq"] + (_single(1 - beta2) * g) * g
+        d = _root(state["exp_avg_sq"]) / _single((1 - beta2**step) ** 0.5) + _single(EPSILON["adam"])
+        return w - _single(lr / (1 - beta1**step)) * (state["exp_avg"] / d)
+
+    _adamw = _adam
+
+    def _adagrad(self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float) -> torch.Tensor:
+        state["sum"] = state["sum"] + g * g
+        return w - _single(lr) * (g / (_root(state["sum"]) + _single(EPSILON["adagrad"])))
+
+    def _lion(self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float) -> torch.Tensor:
+        beta1, beta2 = BETAS["lion"]
+        u = _single(beta1) * state["exp_avg"] + _single(1 - beta1) * g
+        state["exp_avg"] = _single(beta2) * state["exp_avg"] + _single(1 - beta2) * g
+        return w - _single(lr) * u.sign()
+
+    def _sgd(self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float) -> torch.Tensor:
+        return w - _single(lr) * g
+
+    def _momentum(self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float) -> torch.Tensor:
+        before = state["momentum_buffer"]
+        m = g if state["step"] == 1 else _single(MOMENTUM) * before + _single(1.0) * g
+        state["momentum_buffer"] = m
+        return w - _single(lr) * (g + _single(MOMENTUM) * m)
+
+    def follow(self, parameter: torch.Tensor, before: torch.Tensor) -> None:
+        """The parameter was written by hand: the master of each element that changed is its new value."""
+        master = self.state[parameter].get("master") if parameter in self.state else None
+        if master is not None:
+            now = parameter.detach()
+            same = now.view(torch.int16) == before.view(torch.int16)
+            self.state[parameter]["master"] = torch.where(same, master, now.float())
+
+    def named_states(self) -> Iterator[tuple[str, Any]]:
+        """All states, as `infinity.Optimizer.state_dict` names them."""
+        for number, p in enumerate(self._all()):
+            state = self.state.get(p, {})
+            names = [name for name in (*STATES[self._rule], "master") if name in state]
+            if names:
+                yield f"{number} step", _single(float(state["step"]))
+                for name in names:
+                    yield f"{number} {name}", state[name]
+
+    def saved(self) -> Any:
+        """What `take` takes."""
+        return copy.deepcopy([(dict(self.state.get(p, {}))) for p in self._all()]), [g["lr"] for g in self.param_groups]
+
+    def take(self, saved: Any) -> None:
+        """Go on where `saved` was called."""
+        states, rates = copy.deepcopy(saved)
+        for p, state in zip(self._all(), states, strict=True):
+            self.state[p] = state
+        for group, lr in zip(self.param_groups, rates, strict=True):
+            group["lr"] = lr

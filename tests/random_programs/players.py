@@ -1,0 +1,515 @@
+"""Run a program: plainly, or on a placement. What a player saw is a list that can be compared with another's."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import infinity
+from random_programs import modules, placements
+from random_programs.modules import Fault, Interrupt, Pass
+from random_programs.plain import Rule
+from random_programs.recipes import KNOWN, Recipe
+
+ALGORITHMS = {"adamw": "adam"}
+"""The values of `Config.algorithm` that are not called like the rule."""
+RULES: dict[str, Callable[..., infinity.Optimizer]] = {
+    "adamw": infinity.AdamW, "adam": infinity.Adam, "adagrad": infinity.Adagrad, "lion": infinity.Lion, "sgd": infinity.SGD,
+    "momentum": infinity.SGD,
+}  # fmt: skip
+
+
+class Seen(NamedTuple):
+    """What was seen in operation number `at`: a tensor, a text or nothing."""
+
+    at: int
+    what: str
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Raised:
+    """An error of this kind; its text may be another one."""
+
+    kind: str
+    text: str = dataclasses.field(compare=False)
+
+
+class Player:
+    """Runs the operations of a program. What differs between plain PyTorch and the engine is left to subclasses."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.seen: list[Seen] = []
+        self.graphs: dict[int, torch.Tensor] = {}
+        self.fault: tuple[Any, ...] | None = None
+        self.saved = False
+        self.at = 0
+        self.model = modules.build(recipe.model)
+        self.parameters = self._trainable()
+        self.optimizer: Any = None
+        self.open(self._place())
+        self._make_optimizer()
+
+    def _place(self) -> str:
+        return ""
+
+    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+
+    def _make_optimizer(self) -> None:
+        training = self.recipe.training
+        groups = [[p for _, p in self.parameters]]
+        if training.groups == 2:
+            flat, rest = [p for p in groups[0] if p.dim() < 2], [p for p in groups[0] if p.dim() >= 2]
+            groups = [group for group in (rest, flat) if group]
+        rates = (training.lr, training.lr / 2)
+        decays = (training.weight_decay, 0.0)
+        self.optimizer = self.make_optimizer(
+            [{"params": g, "lr": lr, "weight_decay": decay} for g, lr, decay in zip(groups, rates, decays, strict=False)]
+        )
+
+    def play(self) -> list[Seen]:
+        """Run the program; returns what was seen."""
+        for at, (name, *arguments) in enumerate(self.recipe.program):
+            self.at = at
+            torch.manual_seed(self.at)
+            try:
+                getattr(self, "op_" + name.replace(" ", "_"))(*arguments)
+            except (RuntimeError, Fault, Interrupt) as error:
+                self._failed(error)
+        self.at += 1
+        for what in ("gradients", "weights", "states"):
+            self.op_look(what)
+        return self.seen
+
+    def _failed(self, error: BaseException) -> None:
+        self.see("raised", Raised("RuntimeError" if isinstance(error, RuntimeError) else type(error).__name__, str(error)))
+        self.graphs.clear()
+        self.fault = None
+        if isinstance(error, RuntimeError):  # of torch, which does not say how far a backward came
+            self.zero_grad()
+
+    def see(self, what: str, value: Any) -> None:
+        """Note what was seen."""
+        self.seen.append(Seen(self.at, what, value.detach().clone() if isinstance(value, torch.Tensor) else value))
+
+    def close(self) -> None:
+        """End everything."""
+
+    # What players do in their own ways
+
+    def open(self, place: str) -> None:
+        """Make the model ready for use."""
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> Any:
+        """An optimizer for these groups."""
+        raise NotImplementedError
+
+    def zero_grad(self) -> None:
+        """Forget all gradients of the model."""
+        self.model.zero_grad()
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """What backward is called on."""
+        return loss
+
+    # Forward and backward
+
+    def _forward(self, batch: int) -> torch.Tensor:
+        model = self.recipe.model
+        run = Pass(batch, *(self.fault or ()))
+        self.fault = None
+        data = modules.batch_of(model, batch)
+        loss = modules.loss_of(model, self.model(data, run), data)
+        self.see("loss", loss)
+        return loss
+
+    def op_forward(self, slot: int, batch: int) -> None:
+        """A forward whose backward comes later."""
+        self.graphs.pop(slot, None)
+        self.graphs[slot] = self._forward(batch)
+
+    def op_backward(self, slot: int, retain: bool) -> None:
+        """The backward of an earlier forward; not its last one if `retain`."""
+        loss = self.graphs.get(slot) if retain else self.graphs.pop(slot, None)
+        if loss is not None:
+            self.scaled(loss).backward(retain_graph=retain)
+
+    def op_train(self, batch: int) -> None:
+        """Forward and backward."""
+        self.scaled(self._forward(batch)).backward()
+
+    def op_accumulate(self, batches: Sequence[int], order: str, reduction: str) -> None:
+        """Several micro-batches; without dropout, for each would draw its own numbers."""
+        self.model.eval()
+        try:
+            for loss in self.accumulate(batches, order, reduction):
+                self.see("loss", loss)
+        finally:
+            self.model.train()
+
+    def op_fault(self, where: str, at: int, kind: str) -> None:
+        """Let the next forward, or its backward, fail at its block call number `at`, if it has so many."""
+        self.fault = where, at, Interrupt if kind == "interrupt" else Fault
+
+    def op_evaluate(self, batch: int, mode: str) -> None:
+        """A forward without gradients."""
+        self.model.eval()
+        data = modules.batch_of(self.recipe.model, batch)
+        with torch.inference_mode() if mode == "inference_mode" else torch.no_grad():
+            outputs = self.model(data, Pass(batch))
+        self.see("outputs", outputs)
+        self.model.train()
+
+    @torch.no_grad()
+    def op_generate(self, batch: int, count: int) -> None:
+        """Feed the outputs back."""
+        self.model.eval()
+        data = modules.batch_of(self.recipe.model, batch)
+        for _ in range(count):
+            data = self.model(data, Pass(batch))
+            self.see("outputs", data)
+            data = data.argmax(-1) if self.recipe.model.tokens else data.clamp(-2, 2)
+        self.model.train()
+
+    def op_submodule(self, number: int, batch: int, train: bool) -> None:
+        """Call one block alone; not one that uses the parameters of a unit of which it knows nothing."""
+        model = self.recipe.model
+        number %= len(model.blocks)
+        if model.blocks[number].kind in ("borrow", "view") or any(number in group for group in model.groups):
+            return
+        generator = torch.Generator().manual_seed(batch)
+        data = torch.randn(2, 3, model.width, generator=generator).to(getattr(torch, model.dtype))
+        with nullcontext() if train else torch.no_grad():
+            outputs = modules.hidden(self.model.block(number)(data))
+        self.see("outputs", outputs)
+        if train and outputs.requires_grad:
+            self.scaled(outputs.float().square().mean()).backward()
+
+    def op_input_gradient(self, batch: int, twice: bool) -> None:
+        """The gradient of the loss by the input, and if `twice` the gradient of its square."""
+        model = self.recipe.model
+        if model.tokens or any(_checkpoints(model.path, reentrant=True)):
+            return
+        data = modules.batch_of(model, batch).requires_grad_()
+        loss = modules.loss_of(model, self.model(data, Pass(batch)), data.detach())
+        (gradient,) = torch.autograd.grad(loss, [data], create_graph=twice)
+        self.see("gradient", gradient)
+        if twice:
+            self.scaled(loss + gradient.float().square().sum()).backward()
+
+    # Steps
+
+    def op_step(self) -> None:
+        """An optimizer step."""
+        self.graphs = {slot: loss for slot, loss in self.graphs.items() if slot == 2}
+        self.optimizer.step()
+        norm = self.optimizer.grad_norm
+        self.see("norm", None if norm is None else torch.tensor(norm, dtype=torch.float32))
+        if "step twice" in KNOWN:  # so that no smaller program differs by that
+            self.optimizer.zero_grad()
+
+    def op_zero_grad(self, set_to_none: bool) -> None:
+        """The engine makes no difference."""
+        self.optimizer.zero_grad()
+
+    def op_clip(self, most: float) -> None:
+        """Clip the gradients by hand."""
+        self.see("norm", torch.tensor(self.clip(most), dtype=torch.float32))
+
+    def op_lr(self, group: int, factor: float) -> None:
+        """Change a learning rate."""
+        self.optimizer.param_groups[group % len(self.optimizer.param_groups)]["lr"] *= factor
+
+    def op_freeze(self, number: int, frozen: bool) -> None:
+        """Freeze a parameter, or thaw it."""
+        self.graphs.clear()
+        self.parameters[number % len(self.parameters)][1].requires_grad_(not frozen)
+
+    def op_forget(self, number: int) -> None:
+        """Forget the gradient of one parameter."""
+        self.parameters[number % len(self.parameters)][1].grad = None
+
+    # Parameters
+
+    def op_read(self, number: int, whole: bool) -> None:
+        """Read a parameter, or all of its block."""
+        name, parameter = self.parameters[number % len(self.parameters)]
+        target = self.model.head if whole else parameter
+        with self.gathered(target):
+            for tensor in target.parameters() if whole else [target]:
+                self.see(f"read {name}", tensor)
+
+    def op_write(self, number: int, factor: float, fails: bool = False) -> None:
+        """Multiply a part of a parameter by a factor; what was written stays also when the block `fails`."""
+        self.graphs.clear()
+        parameter = self.parameters[number % len(self.parameters)][1]
+        with self.gathered(parameter, write=True), torch.no_grad():
+            parameter.view(-1)[::2].mul_(factor)
+            if fails:
+                raise Fault
+
+    def op_dirty(self, number: int) -> None:
+        """Write where only reading is allowed: an error, and nothing is changed."""
+        self.graphs.clear()
+        try:
+            self.write_in_reading(self.parameters[number % len(self.parameters)][1])
+        except infinity.ShardedParameterError:
+            self.see("write", "refused")
+        else:
+            self.see("write", "accepted")
+
+    # Everything
+
+    def op_look(self, what: str) -> None:
+        """See all gradients, weights or states."""
+        for name, value in sorted(getattr(self, what)(), key=lambda pair: pair[0]):
+            self.see(f"{what} {name}", value)
+
+    def op_rest(self) -> None:
+        """Ask for what changes nothing."""
+
+    def op_save(self) -> None:
+        """Save weights and optimizer."""
+        self.saved = True
+        self.save()
+
+    def op_load(self) -> None:
+        """Load what was saved last; gradients are forgotten."""
+        self.graphs.clear()
+        if self.saved:
+            self.load()
+            self.zero_grad()
+
+    def op_move(self, offset: int) -> None:
+        """Save, close, wrap the model in another placement, load."""
+        self.graphs.clear()
+        self.op_save()
+        self.again(offset, True)
+
+    def op_wrap_again(self) -> None:
+        """Close, wrap the model again with the states that there were."""
+        self.graphs.clear()
+        self.again(0, False)
+
+    # Filled in by subclasses
+
+    gradients: Callable[[], Iterator[tuple[str, Any]]]
+    weights: Callable[[], Iterator[tuple[str, Any]]]
+    states: Callable[[], Iterator[tuple[str, Any]]]
+    clip: Callable[[float], float]
+    accumulate: Callable[[Sequence[int], str, str], list[torch.Tensor]]
+    gathered: Callable[..., Any]
+    write_in_reading: Callable[[nn.Parameter], None]
+    save: Callable[[], None]
+    load: Callable[[], None]
+    again: Callable[[int, bool], None]
+
+
+def _checkpoints(path: Any, reentrant: bool) -> Iterator[bool]:
+    for step in path:
+        if not isinstance(step, int):
+            yield step[0] == "checkpoint" and step[1] == reentrant
+            yield from _checkpoints(step[2], reentrant)
+
+
+class Plain(Player):
+    """Plain PyTorch, with the update rules of `plain`."""
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> Rule:
+        training = self.recipe.training
+        return Rule(groups, training.rule, training.max_grad_norm, training.loss_scale is not None)
+
+    def gradients(self) -> Iterator[tuple[str, Any]]:
+        for name, parameter in self.parameters:
+            yield name, parameter.grad
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        yield from self.model.state_dict().items()
+
+    def states(self) -> Iterator[tuple[str, Any]]:
+        yield from self.optimizer.named_states()
+
+    def clip(self, most: float) -> float:
+        return self.optimizer.clip(most)
+
+    def accumulate(self, batches: Sequence[int], order: str, reduction: str) -> list[torch.Tensor]:
+        losses, model = [], self.recipe.model
+        for batch in batches:
+            data = modules.batch_of(model, batch)
+            loss = modules.loss_of(model, self.model(data, Pass(batch)), data)
+            losses.append(loss.detach())
+            (loss / len(batches) if reduction == "mean" else loss).backward()
+        return losses
+
+    @contextmanager
+    def gathered(self, target: Any, write: bool = False) -> Iterator[None]:
+        before = target.detach().clone() if write else None
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.optimizer.follow(target, before)
+
+    def write_in_reading(self, parameter: nn.Parameter) -> None:
+        raise infinity.ShardedParameterError("nothing is changed")
+
+    def save(self) -> None:
+        weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self._checkpoint = weights, self.optimizer.saved()
+
+    def load(self) -> None:
+        weights, states = self._checkpoint
+        self.model.load_state_dict(weights)
+        self.optimizer.take(states)
+
+    def again(self, offset: int, moves: bool) -> None:
+        self.zero_grad()
+        for _, parameter in self.parameters:
+            parameter.requires_grad_(True)
+
+
+class Wrapped(Player):
+    """The engine, on one placement after the other, with its files in `directory`."""
+
+    def __init__(self, recipe: Recipe, placement: str, directory: Path, least: int = 0, moments: str = "fp32") -> None:
+        """`least` is the gpu_memory in bytes that the program needs."""
+        self._placement, self._directory, self._least, self._moments = placement, directory, least, moments
+        self._numbers = itertools.count()
+        self.engine: Any = None
+        super().__init__(recipe)
+
+    def _place(self) -> str:
+        return self._placement
+
+    def open(self, place: str) -> None:
+        self._placement = place
+        directory = self._directory / f"states{next(self._numbers)}"
+        directory.mkdir(parents=True)
+        rule = self.recipe.training.rule
+        self.engine = placements.wrap(self.model, place, directory, ALGORITHMS.get(rule, rule), self._moments, self._least)
+
+    def close(self) -> None:
+        self.graphs.clear()
+        if self.engine is not None:
+            self.engine.close()
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> infinity.Optimizer:
+        training = self.recipe.training
+        options = {"momentum": 0.9, "nesterov": True} if training.rule == "momentum" else {}
+        scaler = None if training.loss_scale is None else infinity.LossScaler(training.loss_scale, window=2)
+        return RULES[training.rule](groups, max_grad_norm=training.max_grad_norm, loss_scaler=scaler, **options)
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return self.optimizer.scale(loss)
+
+    def gradients(self) -> Iterator[tuple[str, Any]]:
+        for name, parameter in self.parameters:
+            gradient = self.engine.gradient(parameter)
+            yield name, gradient if gradient is None else gradient.to(parameter.dtype)
+
+    def weights(self) -> Iterator[tuple[str, Any]]:
+        yield from self.engine.state_dict().items()
+
+    def states(self) -> Iterator[tuple[str, Any]]:
+        for number, state in self.optimizer.state_dict()["state"].items():
+            for name, value in state.items():
+                yield f"{number} {name}", value
+
+    def clip(self, most: float) -> float:
+        return self.engine.clip_grad_norm_(most)
+
+    def accumulate(self, batches: Sequence[int], order: str, reduction: str) -> list[torch.Tensor]:
+        model = self.recipe.model
+        micro = [(modules.batch_of(model, batch), Pass(batch)) for batch in batches]
+        return infinity.accumulate(
+            self.model, micro, lambda outputs, batch: modules.loss_of(model, outputs, batch[0]),
+            order=order, reduction=reduction, scale=self.optimizer.scale,
+        )  # fmt: skip
+
+    def gathered(self, target: Any, write: bool = False) -> Any:
+        return infinity.gathered(target, write=write)
+
+    def write_in_reading(self, parameter: nn.Parameter) -> None:
+        with infinity.gathered(parameter), torch.no_grad():
+            parameter.view(-1)[::3].mul_(0.75)
+
+    def op_rest(self) -> None:
+        self.engine.drain()
+        self.engine.report()
+        self.engine.memory()
+
+    def save(self) -> None:
+        self.engine.save_checkpoint(self._directory / "checkpoint", self.optimizer, {"saved": 1})
+
+    def load(self) -> None:
+        self.engine.load_checkpoint(self._directory / "checkpoint", self.optimizer)
+
+    def again(self, offset: int, moves: bool) -> None:
+        weights, states = (None, None) if moves else (self.engine.state_dict(), self.optimizer.state_dict())
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.engine.close()
+        names = self.recipe.placements
+        self.model = modules.build(self.recipe.model)
+        if weights is not None:
+            self.model.load_state_dict(weights)
+        self.parameters = self._trainable()
+        scaler = self.optimizer.loss_scaler
+        self.open(names[(names.index(self._placement) + offset) % len(names)])
+        self._make_optimizer()
+        for group, old in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(old)
+        if moves:
+            self.load()
+        else:
+            self.optimizer.load_state_dict(states)
+        if scaler is not None and self.optimizer.loss_scaler.scale != scaler.scale:
+            self.see("loss scale", f"{self.optimizer.loss_scaler.scale} is not {scaler.scale}")
+
+
+def run(make: Callable[[], Player]) -> list[Seen]:
+    """What a player sees, from its making to its end. An error that no program may see is the last thing.
+
+    Raises `BudgetError` when a checkpoint spans more units than the budget has room for, which no `wrap` can know.
+    """
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        player = None
+        seen: list[Seen] = []
+        try:
+            player = make()
+            seen = player.seen
+            player.play()
+        except infinity.BudgetError:
+            raise
+        except Exception as error:
+            seen.append(Seen(player.at if player else -1, "error", f"{type(error).__name__}: {error}"))
+        finally:
+            if player is not None:
+                player.close()
+    return seen
+
+
+def play(recipe: Recipe, placement: str, directory: Path, moments: str = "fp32") -> list[Seen]:
+    """What is seen on this placement, with as much memory for parameters as it needs."""
+    least = 0
+    while True:
+        try:
+            return run(functools.partial(Wrapped, recipe, placement, directory / str(least), least, moments))
+        except infinity.BudgetError as error:
+            found = re.search(r"gpu_memory=(\d+) \(.* is enough", str(error))
+            if found is None or int(found[1]) <= least:
+                return [Seen(-1, "error", str(error))]
+            least = int(found[1])

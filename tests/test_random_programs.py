@@ -1,0 +1,31 @@
+"""Random programs see the same bits on every placement and in plain PyTorch.
+
+`tests/random_programs` says what a program is. A failure prints one that is as small as it can be; paste it into a test.
+"""
+
+from __future__ import annotations
+
+import pytest
+from random_programs import recipes
+from random_programs.__main__ import report
+from random_programs.comparing import difference
+
+EACH = 10
+
+
+@pytest.mark.parametrize("first", range(0, 200, EACH))
+def test_random_programs_see_the_same_on_every_placement_and_in_plain_pytorch(first: int, one_thread: None) -> None:
+    for number in range(first, first + EACH):
+        recipe = recipes.draw(number)
+        found = difference(recipe)
+        if found is not None:
+            pytest.fail(f"program {number}: {report(recipe, found)}")
+
+
+def test_programs_are_the_same_each_time_and_can_be_pasted() -> None:
+    names = vars(recipes)
+    for number in range(50):
+        recipe = recipes.draw(number)
+        assert recipe == recipes.draw(number)
+        assert eval(repr(recipe), dict(names)) == recipe
+        assert len(set(recipe.placements)) == recipes.EACH >= 7
