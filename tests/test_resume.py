@@ -131,7 +131,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
     for number in killed:
         with pytest.MonkeyPatch.context() as patch:
             during_step(patch, number, die)
-            result = run(*arguments)
+            result = run(*arguments, "--debug")
         assert isinstance(result.exception, Killed)
         line = (
             f"going on from {where}/step-{last}" if last else f"no checkpoint in {where} yet: training starts from the beginning"

@@ -36,6 +36,7 @@ from infinity.cli.job import Job
 from infinity.cli.main import app
 from infinity.cli.progress import summary_rows
 from infinity.cli.ranks import ALONE, World, find_world
+from infinity.errors import InfinityError
 from infinity.files import LOCK_NAME
 from infinity.observe import Report
 from infinity.tiers.nvme import STATES_NAME
@@ -373,7 +374,7 @@ def test_the_first_rank_that_fails_speaks_for_all(store: Any, capsys: pytest.Cap
     for rank in (2, 0, 1):
         voices[rank].claim()
     for rank in (2, 0, 1):  # those after the first find that it is said, and wait no longer
-        voices[rank].say(f"reason {rank}")
+        voices[rank].tell(InfinityError(f"reason {rank}"))
     assert capsys.readouterr().err == "infinity: rank 2: reason 2\n"
 
 
@@ -386,7 +387,7 @@ def test_a_rank_that_cannot_ask_speaks(capsys: pytest.CaptureFixture[str]) -> No
 
     voice = ranks._Voice(Gone(), 1)  # type: ignore[arg-type]
     voice.claim()
-    voice.say("reason")
+    voice.tell(InfinityError("reason"))
     assert capsys.readouterr().err == "infinity: rank 1: reason\n"
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
+import signal
+import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,8 +14,14 @@ import typer
 
 from infinity.errors import InfinityError
 
+EXPECTED = (InfinityError, ValueError, OSError)
+"""What a failing world and wrong input raise. Anything else is a defect."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells write it: 128 + SIGINT."""
+
+
+_FRAMES = re.compile(r"\n(?:Exception raised from |C\+\+ CapturedTraceback|frame #0: )")
+_SOURCE = re.compile(r"^\[[^][\s]*:\d+\] ")  # "[.../pair.cc:537] Read error"
 
 
 def sentence(error: BaseException) -> str:
@@ -19,10 +29,15 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{error.filename}: {error.strerror}"
     else:
-        text = str(error) or type(error).__name__
+        text = _without_frames(str(error)) or type(error).__name__
     if isinstance(error, InfinityError) and error.__cause__ is not None and str(error.__cause__) not in text:
         text = f"{text} (because: {sentence(error.__cause__)})"
     return " ".join(text.split())
+
+
+def _without_frames(text: str) -> str:
+    """What a C++ error of torch says, without where it was raised: the file, and the frames of the stack."""
+    return _SOURCE.sub("", _FRAMES.split(text, maxsplit=1)[0]).strip()
 
 
 def say(text: str) -> None:
@@ -30,18 +45,55 @@ def say(text: str) -> None:
     typer.echo(f"infinity: {text}", err=True)
 
 
+def explained(error: BaseException) -> str:
+    """`error` as one sentence; for an unexpected one, which is a defect, also where its traceback was written."""
+    if isinstance(error, KeyboardInterrupt):
+        return _interruption(error)
+    if isinstance(error, EXPECTED):
+        return sentence(error)
+    return f"unexpected {type(error).__name__}: {sentence(error)} ({_written(error)})"
+
+
+def _interruption(error: KeyboardInterrupt) -> str:
+    number = error.args[0] if error.args else signal.SIGINT
+    return "interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}"
+
+
+def _written(error: BaseException) -> str:
+    """Where the traceback of `error` is."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="infinity-traceback-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
+        ) as file:
+            file.write(text)
+    except OSError:
+        return "--debug shows the traceback"
+    return f"its traceback is in {file.name}, and --debug shows it"
+
+
+def tell(error: BaseException) -> None:
+    """Say why the command ends."""
+    say(explained(error))
+
+
 @contextmanager
-def plain_failures(debug: bool, say: Callable[[str], None] = say) -> Iterator[None]:
-    """Turn an expected failure inside into one line, by `say`, and exit status 1; with `debug` let it pass as it is."""
+def plain_failures(debug: bool, tell: Callable[[BaseException], None] = tell) -> Iterator[None]:
+    """Turn a failure inside into one line, by `tell`, and exit status 1; with `debug` let it pass as it is.
+
+    An interruption is told too, and ends with 128 + its signal, as shells write it.
+    """
     try:
         yield
     except KeyboardInterrupt as error:
-        say("interrupted")
+        tell(error)
         raise typer.Exit(128 + error.args[0] if error.args else INTERRUPTED) from None
-    except (InfinityError, ValueError, OSError) as error:
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
         if debug:
             raise
-        say(sentence(error))
+        tell(error)
         raise typer.Exit(1) from None
 
 

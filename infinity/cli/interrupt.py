@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What ends a run: Ctrl-C, a scheduler or torchrun, and a terminal that is closed."""
+
 
 class Interrupt:
-    """Between enter and exit, notes the first SIGINT or SIGTERM in `signal`; the second raises `KeyboardInterrupt`.
+    """Between enter and exit, notes the first of `SIGNALS` in `signal`; the second raises `KeyboardInterrupt` with its number.
 
-    Main thread only; the previous handlers come back on exit.
+    Main thread only. The previous handlers come back on exit, unless a `KeyboardInterrupt` passes: then further signals stay
+    ignored, so that they cannot cut off what encloses this and cleans up.
     """
 
     def __init__(self) -> None:
@@ -20,36 +25,60 @@ class Interrupt:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupt:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._note)
+        self._previous = _catch(self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        if not isinstance(error, KeyboardInterrupt):
+            _restore(self._previous)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int) -> None:
         if self.signal is not None:
-            raise KeyboardInterrupt
+            _raise_once(number)
         self.signal = number
 
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """Inside, the first SIGINT, SIGTERM or SIGHUP raises `KeyboardInterrupt` with its number; later ones are ignored.
+    """Inside, the first of `SIGNALS` raises `KeyboardInterrupt` with its number; later ones are ignored.
 
     So a second Ctrl-C cannot cut off what the first one made the program clean up. Main thread only.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def raise_once(number: int, frame: FrameType | None) -> None:
-        for each in numbers:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt(number)
-
-    previous = {number: signal.signal(number, raise_once) for number in numbers}
+    previous = _catch(_raise_once)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        _restore(previous)
+
+
+def _catch(act: Callable[[int], None]) -> dict[int, Any]:
+    """Let `act` have the signals; returns their handlers before. Under nohup SIGHUP stays ignored."""
+    terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _let_go(terminals)
+        act(number)
+
+    caught = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    return {number: signal.signal(number, handle) for number in caught}
+
+
+def _restore(handlers: dict[int, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def _raise_once(number: int) -> None:
+    for each in SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
+
+
+def _let_go(terminals: list[int]) -> None:
+    """Send what is written to a terminal that is gone to nowhere: each write would fail, and end a run that could save."""
+    for descriptor in terminals:
+        if not os.isatty(descriptor):
+            nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)

@@ -156,7 +156,8 @@ class Job:
                 trainer.resume(last)
             return self._train(display, tokenizer, trainer, parts, world)
         finally:
-            engine.close()
+            with Interrupt():  # closing goes to its end
+                engine.close()
 
     def _checkpoints(self, display: Display, world: World) -> tuple[Checkpoints | None, Path | None]:
         """Where to save, and what to go on from."""
@@ -222,7 +223,7 @@ def assemble(
     try:
         model = infinity.wrap(model, config, weights=source.directory, seed=job.seed, group=world.group)
     except infinity.WeightsError:  # another model, or files of an older layout, which transformers converts as it loads them
-        whole = source.load_whole(job.checkpoint_activations)
+        whole = source.load_whole(sum(parameter.numel() for parameter in model.parameters()), job.checkpoint_activations)
         if whole is None:
             raise
         log.warning("%s is of an older layout: it is loaded whole into host memory before it moves to its tiers", source.name)

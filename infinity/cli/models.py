@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from infinity.cli.description import NAME, described_by, read_description
 from infinity.cli.tokenizer import BOS, BYTE_VOCABULARY, EOS, PAD
 from infinity.modules.load import INDEX, SINGLE
 
@@ -38,11 +41,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built: its `transformers` configuration and, when it has any, the directory of its weights."""
+    """A model that can be built: its `transformers` configuration and, when it has any, the directory of its weights, and the
+    file `described` that the configuration was read from."""
 
     name: str
     config: Any
     directory: Path | None
+    described: Path | None = None
 
     def check_length(self, length: int) -> None:
         """Raise `ValueError` when the model has fewer positions than `length` tokens."""
@@ -59,18 +64,25 @@ class ModelSource:
 
         if type(self.config) not in AutoModelForCausalLM._model_mapping:
             raise ValueError(f"{self.name} is of type {self.config.model_type!r}, which is not a causal language model")
-        return self._recomputing(AutoModelForCausalLM.from_config(self.config), checkpoint_activations)
+        with described_by(self.described):
+            model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
+        return self._recomputing(model, checkpoint_activations)
 
-    def load_whole(self, checkpoint_activations: bool = False) -> torch.nn.Module | None:
+    def load_whole(self, parameters: int, checkpoint_activations: bool = False) -> torch.nn.Module | None:
         """The model with its weights, all in host memory, converted by `transformers` where the files are of an older layout.
 
-        None when the files do not have all of its weights.
+        None when the files do not have all of its weights, or are too small for that many `parameters`.
         """
         from transformers import AutoModelForCausalLM
 
-        model, loaded = AutoModelForCausalLM.from_pretrained(
-            self.directory, config=self.config, dtype=self.config.dtype, local_files_only=True, output_loading_info=True
-        )
+        directory = cast("Path", self.directory)
+        if parameters > sum(path.stat().st_size for path in directory.glob("*.safetensors")):
+            return None
+        where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+        with described_by(self.described), _quiet():
+            model, loaded = AutoModelForCausalLM.from_pretrained(
+                directory, config=self.config, dtype=self.config.dtype, output_loading_info=True, **where
+            )
         return None if loaded["missing_keys"] else self._recomputing(model, checkpoint_activations)
 
     @staticmethod
@@ -85,6 +97,23 @@ class ModelSource:
         return cast("torch.nn.Module", model)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars of `transformers`, and its reports on what a file lacks, which the refusal says in a sentence."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    shown = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if shown:
+            logging.enable_progress_bar()
+
+
 def find_model(name: str, precision: str) -> ModelSource:
     """The model called `name`: a directory with config.json and model.safetensors, or one of `PRESETS`.
 
@@ -96,7 +125,7 @@ def find_model(name: str, precision: str) -> ModelSource:
         config = _preset(name)
         source = ModelSource(name, config, None)
     elif directory.is_dir():
-        source = ModelSource(name, _directory_config(directory), directory)
+        source = ModelSource(name, _directory_config(directory), directory, directory / NAME)
     else:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -124,10 +153,12 @@ def _preset(name: str) -> Any:
 
 
 def _directory_config(directory: Path) -> Any:
-    if not (directory / "config.json").is_file():
-        raise FileNotFoundError(f"{directory} has no config.json, so it is not a Hugging Face model directory")
+    if not (directory / NAME).is_file():
+        raise FileNotFoundError(f"{directory} has no {NAME}, so it is not a Hugging Face model directory")
     if not any((directory / name).is_file() for name in (SINGLE, INDEX)):
         raise FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX} (weights in pickle files are never loaded)")
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(directory, local_files_only=True)
+    read_description(directory / NAME)
+    with described_by(directory / NAME):
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)

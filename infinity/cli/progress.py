@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +72,9 @@ class Progress:
         self.note(f"step {step}/{self._steps}  validation loss {loss:.4f}")
 
     def note(self, text: str) -> None:
-        """Write a line above the bar."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """Write a line above the bar; training goes on where nobody reads it any more."""
+        with suppress(OSError):
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _tiers(self) -> str:
         if self._engine is None:

@@ -27,7 +27,7 @@ import typer
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from infinity.cli.failure import plain_failures, say
+from infinity.cli.failure import explained, plain_failures, say, sentence
 from infinity.cli.interrupt import interrupted_by_signals
 from infinity.errors import InfinityError
 
@@ -145,18 +145,18 @@ def find_world(environment: Mapping[str, str]) -> World:
 def joined(debug: bool) -> Iterator[World]:
     """Be one of the ranks that torchrun started, or alone, with `plain_failures`, in one voice for all ranks.
 
-    Owns the process group; it ends with the block. SIGTERM, as torchrun sends it when another rank has failed, raises
-    `KeyboardInterrupt`, so that what was made is cleaned up.
+    Owns the process group; it ends with the block. A signal, such as SIGTERM, which torchrun sends when another rank has failed,
+    raises `KeyboardInterrupt`, so that what was made is cleaned up.
     """
     with plain_failures(debug):
         world = find_world(os.environ)
         store = _meet(world) if world.size > 1 else None
     if store is None:
-        with plain_failures(debug):
+        with plain_failures(debug), interrupted_by_signals():
             yield world
         return
     voice = _Voice(store, world.rank)
-    with plain_failures(debug, voice.say), interrupted_by_signals():
+    with plain_failures(debug, voice.tell), interrupted_by_signals():
         try:
             dist.init_process_group(_backend(world), store=store, rank=world.rank, world_size=world.size)
             yield world
@@ -168,7 +168,7 @@ def joined(debug: bool) -> Iterator[World]:
             while lost is not None and not _is_lost_partner(lost):
                 lost = lost.__cause__
             if lost is not None:
-                reason = str(lost).partition("\n")[0].partition(". ")[0]  # the rest is general advice
+                reason = sentence(lost).partition(". ")[0]  # the rest is general advice
                 raise InfinityError(f"another rank is gone, or cannot be reached: {reason}") from None
             raise
         finally:
@@ -222,10 +222,10 @@ class _Voice:
         except RuntimeError:
             self._speaks = True
 
-    def say(self, text: str) -> None:
-        """Write `text` if this rank is to speak; else wait until the one that does has spoken, before torchrun ends it."""
+    def tell(self, error: BaseException) -> None:
+        """Say why the job fails if this rank is to speak; else wait until the one that does has, before torchrun ends it."""
         if self._speaks:
-            say(f"rank {self._rank}: {text}")
+            say(f"rank {self._rank}: {explained(error)}")
         with contextlib.suppress(RuntimeError):
             if self._speaks:
                 self._store.set("said", "")

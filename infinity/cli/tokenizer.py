@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from infinity.cli.failure import sentence
 
 Ids = npt.NDArray[np.uint32] | npt.NDArray[np.uint16]
 
@@ -106,8 +109,10 @@ class DirectoryTokenizer:
         from transformers import AutoTokenizer
 
         self._directory = directory
-        self._backend: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        self.vocabulary = len(self._backend)
+        with self._blamed("cannot be loaded"):
+            self._backend: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            self.vocabulary = len(self._backend)
+            self.largest = max(self._backend.get_vocab().values(), default=0)
         ends = (self._backend.eos_token_id, self._backend.sep_token_id)
         separator = next((token for token in ends if token is not None), None)
         if separator is None:
@@ -118,14 +123,26 @@ class DirectoryTokenizer:
         """One uint32 array of ids per text."""
         if not texts:
             return []
-        encoded = self._backend(
-            list(texts),
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
-        return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
+        with self._blamed("cannot encode the text"):
+            encoded = self._backend(
+                list(texts),
+                add_special_tokens=False,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+            return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
+
+    @contextmanager
+    def _blamed(self, what: str) -> Iterator[None]:
+        """Inside, any failure is the tokenizer's, also a panic of its Rust code, which is no `Exception`."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            kind = "" if type(error) in (ValueError, Exception) else f"{type(error).__name__}: "
+            raise ValueError(f"the tokenizer in {self._directory} {what}: {kind}{sentence(error)}") from error
 
     def save(self, directory: Path) -> None:
         """Copy the tokenizer files of the source directory."""
@@ -140,8 +157,11 @@ def load_tokenizer(directory: Path | None, vocabulary: int) -> Tokenizer:
     Raises `ValueError` when the model's vocabulary is too small for it.
     """
     if directory is not None and any((directory / name).is_file() for name in _DEFINING_FILES):
-        tokenizer: Tokenizer = DirectoryTokenizer(directory)
-        needed, name = tokenizer.vocabulary, f"the tokenizer in {directory}"
+        tokenizer: Tokenizer
+        tokenizer, name = DirectoryTokenizer(directory), f"the tokenizer in {directory}"
+        needed = tokenizer.vocabulary
+        if needed <= vocabulary <= tokenizer.largest:
+            raise ValueError(f"{name} has a token {tokenizer.largest} but the model's vocabulary has {vocabulary}")
     else:
         tokenizer, needed, name = ByteTokenizer(), PAD + 1, "the byte tokenizer"
     if needed > vocabulary:

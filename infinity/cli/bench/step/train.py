@@ -8,7 +8,6 @@ nor traffic of a step depends on them. Norms get ones, biases zeros.
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import nn
 
 import infinity
 from infinity.cli.bench.step.flops import Shape
+from infinity.cli.description import described_by, read_description
 from infinity.cli.models import DTYPES, ModelSource, find_model
 from infinity.config import Config
 from infinity.modules.load import INDEX, SINGLE
@@ -67,14 +67,14 @@ def find_source(name: str, precision: str) -> ModelSource:
         return find_model(name, precision)
     from transformers import AutoConfig
 
-    try:
-        values = json.loads(bare.read_text())
-        config = AutoConfig.for_model(values.pop("model_type"), **values)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{bare} is not the configuration of a transformers model: {error}") from None
+    values = read_description(bare)
+    if "model_type" not in values:
+        raise ValueError(f"{bare} is not the configuration of a transformers model: it has no model_type")
+    with described_by(bare):
+        config = AutoConfig.for_model(**values)
     if precision in DTYPES:
         config.dtype = DTYPES[precision]
-    return ModelSource(name, config, None)
+    return ModelSource(name, config, None, bare)
 
 
 def shape_of(model: nn.Module, config: Any) -> Shape:

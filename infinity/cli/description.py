@@ -1,0 +1,83 @@
+"""config.json of a model directory: checked before `transformers` sees it, and blamed by name for what `transformers` raises.
+
+`transformers` checks the types of values when it makes a configuration, but most of their ranges only by what goes wrong later: a
+division by zero, a negative dimension, a loop over a billion layers. So ranges of sizes are checked here, and any failure while a
+configuration or a model is made from the file becomes one sentence that names the file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from infinity.cli.failure import sentence
+from infinity.cli.reading import read_json
+from infinity.errors import InfinityError
+
+NAME = "config.json"
+_MOST_BYTES = 16 << 20
+_MOST_LAYERS, _MOST_EXPERTS, _MOST_WIDTH, _MOST_ROWS = 10_000, 1 << 16, 1 << 24, 1 << 31
+_LIMITS = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), _MOST_LAYERS),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), _MOST_EXPERTS),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "head_dim"), _MOST_WIDTH),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads"), _MOST_WIDTH),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), _MOST_ROWS),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), _MOST_ROWS),
+}
+"""The largest value of each size, by the names that architectures have for it; far beyond any model."""
+_MAY_BE_ZERO = frozenset(("num_local_experts", "num_experts", "n_routed_experts"))  # a model without experts
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """The object in the config.json `path`.
+
+    Raises `ValueError` naming `path`, the key and the value for a size that no model has or a value that is no number, and
+    `OSError` when it cannot be read.
+    """
+    values = read_json(path, _MOST_BYTES)
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is not the description of a model: it holds no JSON object")
+    for name, value in _leaves(values):
+        key = name.rpartition(".")[2]
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{path}: {name} is NaN, which is not a number")
+        least, most = int(key not in _MAY_BE_ZERO), _LIMITS.get(key)
+        if most is not None and isinstance(value, int) and not least <= value <= most:
+            raise ValueError(f"{path}: {name} is {_shown(value)}, and has to be between {least} and {most}")
+    return values
+
+
+def _leaves(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """All values in `values` that are not containers, and their names: a.b for b inside of a."""
+    waiting: list[tuple[str, Any]] = [("", values)]
+    while waiting:
+        name, value = waiting.pop()
+        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+        if inner is None:
+            yield name, value
+        else:
+            waiting += [(f"{name}.{key}" if name else str(key), each) for key, each in inner]
+
+
+def _shown(value: int) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:20]}... ({len(text)} digits)"
+
+
+@contextmanager
+def described_by(path: Path | None) -> Iterator[None]:
+    """Inside, what is made follows the description `path`; raises `ValueError` naming it where that fails, whatever the reason.
+
+    Without a description (None) errors are what they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if path is None or isinstance(error, InfinityError):
+            raise
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"{path} does not describe a model that can be built: {kind}{sentence(error)}") from error

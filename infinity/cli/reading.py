@@ -1,0 +1,73 @@
+"""Files that a person names: opened only where they are regular files, and JSON read with bounds."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from infinity.units import format_bytes
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+"""What else a path may name."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open `path` for reading; raises `ValueError` for anything that has no end of its own, and `OSError` as `open` does.
+
+    Nothing waits: a pipe without a writer is opened, seen to be one, and closed.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # which is what a socket says
+            raise
+        raise _refusal(path, path.stat().st_mode) from None
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise _refusal(path, mode)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _refusal(path: Path, mode: int) -> ValueError:
+    kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+    return ValueError(f"{path} is {kind}, and only regular files are read; write what it gives to a file first")
+
+
+def read_json(path: Path, most: int) -> Any:
+    """The JSON value in the file `path`.
+
+    Raises `ValueError` that names `path` where it has more than `most` bytes, is not JSON in UTF-8, or is nested too deeply.
+    """
+    with open_regular(path) as handle:
+        content = handle.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path} has more than {format_bytes(most)}, so it is not what its name says")
+    return parse_json(content, str(path))
+
+
+def parse_json(content: bytes, where: str) -> Any:
+    """The value of JSON in UTF-8; raises `ValueError` that begins with `where`."""
+    try:
+        return json.loads(content.decode("utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON (character {error.pos + 1}: {error.msg})") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from None
+    except RecursionError:
+        raise ValueError(f"{where}: not JSON that can be read: it is nested too deeply") from None
+    except ValueError:  # the interpreter's limit of digits
+        raise ValueError(f"{where}: not JSON that can be read: it has a number with too many digits") from None
