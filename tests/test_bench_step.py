@@ -263,7 +263,12 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(arguments: Any, sent
 
 
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text('{"model_type": "nothing"}')
-    result = run(*IN_MEMORY, "--model", tmp_path / "x.json")
-    assert result.exit_code == 1
-    assert "x.json is not the configuration of a transformers model" in result.stderr
+    for content, text in (
+        ('{"model_type": "nothing"}', "x.json does not describe a model that can be built: "),
+        ('{"hidden_size": 8}', "x.json is not the configuration of a transformers model: it has no model_type"),
+        ("{", "x.json: not JSON (character 2: "),
+    ):
+        (tmp_path / "x.json").write_text(content)
+        result = run(*IN_MEMORY, "--model", tmp_path / "x.json")
+        assert result.exit_code == 1
+        assert text in result.stderr
