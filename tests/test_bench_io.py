@@ -437,10 +437,8 @@ def test_a_signal_ends_it_and_leaves_nothing(tmp_path: Path, number: int) -> Non
         process.send_signal(number)
         _, stderr = process.communicate()
     assert process.returncode == 128 + number
-    assert stderr.splitlines()[-1] == {
-        signal.SIGINT: "infinity: interrupted",
-        signal.SIGTERM: "infinity: interrupted by SIGTERM",
-    }[number]
+    by = " by SIGTERM" if number == signal.SIGTERM else ""
+    assert stderr.splitlines()[-1] == f"infinity: interrupted{by}"
     assert not list(tmp_path.iterdir())
 
 

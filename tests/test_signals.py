@@ -1,8 +1,8 @@
-"""SIGINT, SIGTERM and SIGHUP end `infinity finetune` in order, whenever they come: with a checkpoint once training has begun, in one
-sentence before that, and never with states left on the drive.
+"""SIGINT, SIGTERM and SIGHUP end `infinity finetune` in order, whenever they come: with a checkpoint once training has begun,
+in one sentence before that, and never with states left on the drive.
 
-One process with everything imported forks a child for each task (see `serve`). The child signals itself, or lets its terminal go, at
-a chosen point of the program, so nothing here depends on time.
+One process with everything imported forks a child for each task (see `serve`). The child signals itself, or lets its terminal
+go, at a chosen point of the program, so nothing here depends on time.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def without_a_reader(arguments: list[str], where: str, signals: dict[str, list[i
     os.close(ours)
     child = os.fork()
     if not child:
-        command(arguments, theirs)
+        command([*arguments, "--json"], theirs)
     os.close(theirs)
     return ending(child)
 

@@ -52,7 +52,13 @@ def interrupted_by_signals() -> Iterator[None]:
 
 
 def _catch(act: Callable[[int], None]) -> dict[int, Any]:
-    """Let `act` have the signals; returns their handlers before. Under nohup SIGHUP stays ignored."""
+    """Let `act` have the signals; returns their handlers before.
+
+    Under nohup SIGHUP stays ignored. Where all are ignored, an interruption is being cleaned up, and all stay so.
+    """
+    ignored = [each for each in SIGNALS if signal.getsignal(each) == signal.SIG_IGN]
+    if len(ignored) == len(SIGNALS):
+        return {}
     terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -60,8 +66,7 @@ def _catch(act: Callable[[int], None]) -> dict[int, Any]:
             _let_go(terminals)
         act(number)
 
-    caught = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
-    return {number: signal.signal(number, handle) for number in caught}
+    return {each: signal.signal(each, handle) for each in SIGNALS if each != signal.SIGHUP or each not in ignored}
 
 
 def _restore(handlers: dict[int, Any]) -> None:

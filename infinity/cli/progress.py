@@ -21,12 +21,18 @@ LINES = 20
 """Where stderr is not a terminal, about this many plain lines are written instead of a bar."""
 
 
+class _Stderr(Console):
+    def on_broken_pipe(self) -> None:
+        """Write no more, and go on: as it is in `rich`, the process would end."""
+        self.quiet = True
+
+
 class Progress:
     """A progress bar with loss, speed and the three tiers (`whose` they are, if not all); plain lines where stderr is not a
     terminal."""
 
     def __init__(self, steps: int, whose: str = "") -> None:
-        self._console, self._whose = Console(stderr=True), whose
+        self._console, self._whose = _Stderr(stderr=True), whose
         self._steps = steps
         self._engine: Engine | None = None
         self._budgets: dict[str, int] = {}
