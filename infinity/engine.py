@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import threading
+import uuid
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -339,7 +340,11 @@ class Engine:
         if not all(isinstance(each, Optimizer) and each.updater is self._updater for each in optimizers):
             raise ConfigError("a checkpoint takes optimizers of infinity for the parameters of this model")
         buffers = {name: local(buffer) for name, buffer in persistent_buffers(self.model)}
-        return State(self._units, buffers, optimizers, self._rest, self._savers)
+        return State(self._units, buffers, optimizers, self._rest, self._savers, self._updater, self._run)
+
+    @cached_property
+    def _run(self) -> str:
+        return uuid.uuid4().hex
 
     @cached_property
     def _savers(self) -> collectives.Group:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import gc
-import io
 import itertools
 import os
-import pickle
 import re
 import shutil
 import subprocess
@@ -26,12 +24,11 @@ from models import Transformer, rounded, text_batch, transformer
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
-from infinity.checkpoint import loading, saving, state
+from infinity.checkpoint import loading, manifest, saving, state
 from infinity.optim.optimizer import Optimizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -320,6 +317,45 @@ def test_a_loss_scale_and_skipped_steps_go_on(start: Start, tmp_path: Path) -> N
     assert same(other.everything(), one.everything())
 
 
+@pytest.mark.parametrize("place", PLACES[1:3], ids=["nvme", "all-nvme"])
+@pytest.mark.parametrize("after", [0, 3, 5])
+def test_updates_one_step_late_go_on(after: int, place: dict[str, Any], start: Start, tmp_path: Path) -> None:
+    """Wherever the run is cut, before the updates begin to be late or after; a save makes the last one seen, in each run."""
+    late = place | {"update": "delayed", "delayed_after": after, "precision": "bf16", "copy_on_write": True}
+    last, every = 7, 2
+
+    def go_on(training: Training, first: int, where: Path) -> list[float]:
+        losses = []
+        for number in range(first, last):
+            losses.append(training.step(number))
+            if (number + 1) % every == 0:
+                training.save(where / str(number + 1))
+        return losses
+
+    whole = start(**late)
+    losses, states = go_on(whole, 0, tmp_path / "whole"), whole.everything()
+    for first in range(every, last, every):
+        resumed = start(transformer(1), **late)
+        resumed.steps(range(first % 3))  # what was counted before does not matter
+        resumed.load(tmp_path / "whole" / str(first))
+        assert go_on(resumed, first, tmp_path / f"from {first}") == losses[first:]
+        assert same(resumed.everything(), states)
+        assert resumed.engine.report().steps == last
+
+
+def test_replicas_that_write_nothing_see_late_updates_when_the_others_do(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (start(update="delayed", delayed_after=0) for _ in range(2))
+    assert first.steps(range(2)) == second.steps(range(2))
+    first.save(tmp_path / "checkpoint")
+    with monkeypatch.context() as patch:
+        patch.setattr(saving.collectives, "rank", lambda group: 1)
+        second.save(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    assert first.steps(range(2, 5)) == second.steps(range(2, 5))
+
+
 def test_without_an_optimizer_it_is_the_weights(start: Start, tmp_path: Path) -> None:
     one, other = start(), start(transformer(1))
     one.steps(range(2))
@@ -537,7 +573,7 @@ def full_after(nbytes: int, patch: pytest.MonkeyPatch) -> None:
                 def __getattr__(self, name: str) -> Any:
                     return limited if name == "write" else getattr(stream, name)
 
-            yield Limited() if "w" in mode else stream
+            yield stream if "r" in mode else Limited()
 
     patch.setattr(FileSystem, "create_stream", create)
 
@@ -594,6 +630,29 @@ def test_what_is_no_checkpoint_is_not_replaced(start: Start, tmp_path: Path) -> 
         training.save(tmp_path / "file" / "below")
 
 
+def test_two_saves_to_one_directory_at_once_are_refused(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = start(), start(transformer(1))
+    one.steps(range(1))
+    real, errors = torch.save, []
+
+    def second(*arguments: Any) -> None:
+        monkeypatch.setattr(torch, "save", real)
+        with pytest.raises(infinity.CheckpointError) as caught:
+            other.save(tmp_path / "checkpoint")
+        errors.append(str(caught.value))
+        real(*arguments)
+
+    def at_the_first_tensor(content: Any, *arguments: Any) -> None:
+        (second if isinstance(content, torch.Tensor) else real)(content, *arguments)
+
+    monkeypatch.setattr(torch, "save", at_the_first_tensor)
+    one.save(tmp_path / "checkpoint")
+    assert errors == [f"{tmp_path}/checkpoint is being saved by another process; give each its own directory"]
+    other.load(tmp_path / "checkpoint")
+    assert same(other.everything(), one.everything())
+    assert not list(tmp_path.glob(".checkpoint*"))
+
+
 # What is refused, before anything is changed
 
 
@@ -613,7 +672,7 @@ def test_what_is_no_checkpoint_or_a_part_of_one_is_refused(start: Start, tmp_pat
     with refused(training, f"^{where} is no checkpoint: there is no such directory$"):
         training.load(where)
     where.mkdir()
-    with refused(training, rf"^{where} is no checkpoint, or not a whole one: it has no file \.metadata$"):
+    with refused(training, rf"^{where} is no checkpoint, or not a whole one: it has no file infinity\.json$"):
         training.load(where)
     training.save(where)
     (data,) = where.glob("*.distcp")
@@ -625,33 +684,26 @@ def test_what_is_no_checkpoint_or_a_part_of_one_is_refused(start: Start, tmp_pat
     with refused(training, f"^{data} is missing; take an earlier checkpoint$"):
         training.load(where)
     data.write_bytes(whole)
-    metadata = (where / ".metadata").read_bytes()
-    (where / ".metadata").write_bytes(metadata[:1000])
-    with refused(training, f"^{where}/.metadata is damaged: "):
+    with data.open("ab") as file:
+        file.write(b"more")
+    with refused(training, rf"^{data} is too long: it has {len(whole) + 4} bytes instead of {len(whole)}; take an earlier"):
         training.load(where)
-
-
-def test_metadata_run_no_code(start: Start, tmp_path: Path) -> None:
-    training, where = start(), tmp_path / "checkpoint"
-    training.save(where)
-
-    class Evil:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "owned"),)
-
-    for content in (Evil(), weakref.ref):
-        (where / ".metadata").write_bytes(pickle.dumps(content))
-        with refused(training, f"^{where}/.metadata is damaged: .* does not belong there$"):
-            training.load(where)
-    assert not (tmp_path / "owned").exists()
+    data.write_bytes(whole)
+    content = (where / "infinity.json").read_bytes()
+    (where / "infinity.json").write_bytes(content[:1000])
+    with refused(training, f"^{where}/infinity.json is damaged: its digest is wrong; take an earlier checkpoint$"):
+        training.load(where)
+    (where / "infinity.json").unlink()
+    with refused(training, f"^{where} is not whole: its file infinity.json is missing; take an earlier checkpoint$"):
+        training.load(where)
 
 
 def test_a_newer_version_is_refused(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = start()
     with monkeypatch.context() as patch:
-        patch.setattr(state, "VERSION", 2)
+        patch.setattr(manifest, "VERSION", 3)
         training.save(tmp_path / "checkpoint")
-    with refused(training, "checkpoint has version 2; this infinity reads up to 1$"):
+    with refused(training, "cannot be loaded: it has version 3, and this infinity reads up to 2; use a newer infinity$"):
         training.load(tmp_path / "checkpoint")
 
 
@@ -774,20 +826,3 @@ def test_a_flipped_bit_is_never_silent(start: Start, tmp_path: Path) -> None:
             assert "is damaged in" in str(closed)
             ended.add(True)
     assert True in ended
-
-
-class ByName:
-    """Pickled as Python before 3.11.4 pickles members of an enumeration."""
-
-    def __init__(self, kind: Any, name: str) -> None:
-        self.kind, self.name = kind, name
-
-    def __reduce__(self) -> Any:
-        return getattr, (self.kind, self.name)
-
-
-def test_metadata_of_older_pythons_are_read() -> None:
-    found = loading.Unpickler(io.BytesIO(pickle.dumps(ByName(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")))).load()
-    assert found is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
-    with pytest.raises(pickle.UnpicklingError, match="is no enumeration"):
-        loading.Unpickler(io.BytesIO(pickle.dumps(ByName(torch.Size, "__init__")))).load()

@@ -1,17 +1,22 @@
 """Reading a checkpoint.
 
 [Note: before anything is changed]
-What is wrong is found while the ranks agree on a plan: files that are missing or cut off, and other names, shapes, dtypes or
-optimizers. Damage inside of a file shows when its piece is read, by a checksum, and then the engine ends.
+What is wrong is found while the ranks agree on a plan: a manifest whose digest is wrong, files that are
+missing, cut off or of another save, items that are missing, and other names, shapes, dtypes or optimizers.
+Damage inside of a tensor shows when its piece is read, by its digest, and then the engine ends: to digest
+everything before would mean to read everything twice.
+
+[Note: nothing runs]
+See `checkpoint/inert`. And the item of a tensor must be one tensor, of the dtype and shape that the manifest says.
 """
 
 from __future__ import annotations
 
-import enum
 import functools
+import hashlib
 import io
 import math
-import pickle
+import os
 import warnings
 import zipfile
 from collections.abc import Sequence
@@ -19,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -27,9 +31,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
 from torch.futures import Future
 
+from infinity.checkpoint import earlier, manifest
 from infinity.checkpoint import state as layout
-from infinity.checkpoint.state import HEADER, METADATA, VERSION, Piece, Reblocked, Series, State, in_words, one_error, sibling
+from infinity.checkpoint.files import MANIFEST, METADATA, open_plain, sibling
+from infinity.checkpoint.inert import read_item
+from infinity.checkpoint.manifest import VERSION, Manifest, Place, Stamp
+from infinity.checkpoint.state import HEADER, Piece, Reblocked, Series, State, in_words, one_error
 from infinity.errors import CheckpointError
+from infinity.optim.step import Updater
 from infinity.tiers.block import Kind
 
 
@@ -52,64 +61,59 @@ def load(state: State, directory: Path) -> dict[str, Any]:
     return planner.extra
 
 
-class Unpickler(pickle.Unpickler):
-    """Makes what DCP's metadata consist of, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The type `name`; raises `UnpicklingError` for all others."""
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        found = None
-        if module in ("torch", "torch.serialization", metadata.__name__, filesystem.__name__, "pathlib", "pathlib._local"):
-            found = super().find_class(module, name)
-        if isinstance(found, torch.dtype) or found in (torch.Size, torch.serialization._get_layout):
-            return found
-        if isinstance(found, type) and module not in ("torch", "torch.serialization"):
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
-
-
-def _member(kind: Any, name: str) -> Any:
-    """What stands for `getattr`, by which Python before 3.11.4 pickles members of an enumeration."""
-    if isinstance(kind, enum.EnumMeta):
-        return kind[name]
-    raise pickle.UnpicklingError(f"{kind!r} is no enumeration")
-
-
 class Reader(FileSystemReader):
     """Reads tensors and objects of a checkpoint one by one, and checks their checksums."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.directory = directory
-        self.metadata = Metadata({})
+        self._there = directory  # or the old one beside it
+        self.manifest = Manifest(VERSION, Stamp(), {}, {}, {}, None)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Nothing: what goes wrong here DCP would log, and go on."""
         return Metadata({})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Read the metadata, and see that every file is as long as they say."""
+        """Read what the checkpoint consists of, and see that every file is there, as long as it was, and of the same save."""
         with in_words(f"{self.directory} cannot be loaded"):
             old = sibling(self.directory, "old")
-            self.path = old if old.exists() and not self.directory.exists() else self.directory
-            if not self.path.is_dir():
+            self._there = old if old.exists() and not self.directory.exists() else self.directory
+            if not self._there.is_dir():
                 raise CheckpointError(f"{self.directory} is no checkpoint: there is no such directory")
-            if not (self.path / METADATA).is_file():
-                raise CheckpointError(f"{self.directory} is no checkpoint, or not a whole one: it has no file {METADATA}")
-            lengths: dict[str, int] = {}
+            self.manifest = self._read_manifest()
+            for name, length in self.manifest.files.items():
+                self._check_file(self._there / name, length)
+
+    def _read_manifest(self) -> Manifest:
+        for name, decode in ((MANIFEST, manifest.decode), (METADATA, earlier.decode)):
+            path = self._there / name
+            if not os.path.lexists(path):
+                continue
+            with open_plain(path) as file:
+                data = file.read()
             try:
-                self.metadata = Unpickler(io.BytesIO((self.path / METADATA).read_bytes())).load()
-                self.storage_data = self.metadata.storage_data
-                for info in self.storage_data.values():
-                    lengths[info.relative_path] = max(lengths.get(info.relative_path, 0), info.offset + info.length)
+                return decode(data)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.directory} cannot be loaded: {error}") from None
             except Exception as error:
-                raise CheckpointError(f"{self.path / METADATA} is damaged: {error}") from error
-            for name, length in lengths.items():
-                size = (self.path / name).stat().st_size if (self.path / name).is_file() else None
-                if size is None or size < length:
-                    there = "is missing" if size is None else f"is cut off: it has {size} of {length} bytes"
-                    raise CheckpointError(f"{self.path / name} {there}; take an earlier checkpoint")
+                raise CheckpointError(f"{path} is damaged: {error}; take an earlier checkpoint") from error
+        raise CheckpointError(f"{self.directory} is no checkpoint, or not a whole one: it has no file {MANIFEST}")
+
+    def _check_file(self, path: Path, length: int) -> None:
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < length:
+                raise CheckpointError(f"{path} is cut off: it has {size} of {length} bytes; take an earlier checkpoint")
+            if self.manifest.version == 1:
+                return
+            if size > length:
+                raise CheckpointError(f"{path} is too long: it has {size} bytes instead of {length}; take an earlier checkpoint")
+            head = self.manifest.stamp.head(path.name)
+            if file.read(len(head)) != head:
+                raise CheckpointError(
+                    f"{path} is damaged at its start, or belongs to another save than {MANIFEST}; take an earlier checkpoint"
+                )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Let the planner, a `Loading`, read in its order."""
@@ -119,24 +123,46 @@ class Reader(FileSystemReader):
 
     def tensor(self, key: str) -> TensorStorageMetadata | None:
         """What is known of the tensor under `key`; None when there is none."""
-        found = self.metadata.state_dict_metadata.get(key)
-        return found if isinstance(found, TensorStorageMetadata) else None
+        return self.manifest.tensors.get(key)
+
+    def check(self, index: MetadataIndex) -> None:
+        """Raise `CheckpointError` unless there is something under `index`."""
+        if index not in self.manifest.places:
+            raise CheckpointError(f"{self.directory} is not whole: there is no {index.fqn}")
 
     def read(self, index: MetadataIndex) -> Any:
         """The tensor or object under `index`."""
-        info = self.storage_data[index]
-        with (self.path / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            content = io.BytesIO(file.read(info.length))
+        self.check(index)
+        place = self.manifest.places[index]
+        path = self._there / place.file
+        with open_plain(path) as file:
+            file.seek(place.offset)
+            content = file.read(place.length)
         try:
-            with zipfile.ZipFile(content) as archive:
-                if archive.testzip() is not None:
-                    raise ValueError("a checksum is wrong")
-            content.seek(0)
-            return torch.load(content, map_location="cpu", weights_only=True)
+            _check_content(content, place)
+            found = read_item(content)
+            known = self.tensor(index.fqn) if place.sizes is not None else None
+            if known is not None:
+                _check_tensor(found, known.properties.dtype, place.sizes)
+            return found
         except Exception as error:
-            where = f"{self.path / info.relative_path} is damaged in {index.fqn}"
-            raise CheckpointError(f"{where}: {error}; take an earlier checkpoint") from error
+            raise CheckpointError(f"{path} is damaged in {index.fqn}: {error}; take an earlier checkpoint") from error
+
+
+def _check_content(content: bytes, place: Place) -> None:
+    """Raise an `Exception` when the bytes of an item are not those that were written, as far as that can be told."""
+    if place.sha256:
+        if hashlib.sha256(content).hexdigest() != place.sha256:
+            raise ValueError("its digest is wrong")
+        return
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:  # version 1
+        if archive.testzip() is not None:
+            raise ValueError("a checksum is wrong")
+
+
+def _check_tensor(found: Any, dtype: torch.dtype, sizes: tuple[int, ...] | None) -> None:
+    if not isinstance(found, torch.Tensor) or found.dtype != dtype or tuple(found.shape) != sizes:
+        raise ValueError(f"it is no tensor of {dtype} and of shape {sizes}")
 
 
 class Loading(LoadPlanner):
@@ -164,15 +190,17 @@ class Loading(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """What this rank reads; raises `CheckpointError` when the checkpoint does not fit."""
         with in_words(f"{self._where} cannot be loaded"):
-            if HEADER not in self._reader.metadata.state_dict_metadata:
+            if MetadataIndex(HEADER) not in self._reader.manifest.places:
                 raise CheckpointError(f"{self._where} was not written by save_checkpoint of infinity")
             self._saved = self._reader.read(MetadataIndex(HEADER))
-            if self._saved["version"] > VERSION:
-                raise CheckpointError(f"{self._where} has version {self._saved['version']}; this infinity reads up to {VERSION}")
+            if self._saved["version"] != self._reader.manifest.version:
+                raise CheckpointError(f"{self._where} is not whole: its file {MANIFEST} is missing; take an earlier checkpoint")
             here = self._state.header()
             self._check_shapes(here["shapes"])
             self._check_optimizers(here["optimizers"])
             items = [item for series in self._state.series() for item in self._items_of(series)]
+            for _, _, path in self._state.foreign():
+                self._reader.check(MetadataIndex(".".join(path)))
             rank = self._state.rank if self._saved["ranks"] == here["ranks"] else 0
             self.extra = self._reader.read(MetadataIndex(f"extra.{rank}"))
         return LoadPlan(items)
@@ -189,6 +217,7 @@ class Loading(LoadPlanner):
                 raise CheckpointError(f"{self._where} belongs to another model: it has {name}, which this one lacks")
         for name, buffer in self._state.buffers.items():
             self._check_dtype(f"model.{name}", buffer.dtype)
+            self._reader.check(_address(name, buffer))
 
     def _check_dtype(self, key: str, dtype: torch.dtype) -> None:
         found = self._reader.tensor(key)
@@ -223,9 +252,15 @@ class Loading(LoadPlanner):
         for number, key in enumerate(keys):
             found = self._reader.tensor(key)
             if series.is_moment and found is None:
-                continue
+                absent = self._reader.manifest.absent
+                if absent is not None and key not in absent:
+                    raise CheckpointError(f"{self._where} is not whole: there is no {key}")
+                continue  # zeros
             if not series.is_moment:
                 self._check_dtype(key, series.dtype)
+            count = math.prod(self._saved["shapes"][series.unit.names[number]])
+            if found is not None and math.prod(found.size) != count:
+                raise CheckpointError(f"{self._where} is not whole: {key} has {math.prod(found.size)} of {count} elements")
             pieces, found = self._matched(series, number, found)
             reads = create_read_items_for_chunk_list(key, found, [piece.chunk for piece in pieces]) if found else []
             if sum(math.prod(item.lengths) for item in reads) != sum(piece.length for piece in pieces):
@@ -274,13 +309,21 @@ class Loading(LoadPlanner):
                 unit.gradients.clear()
             for header, optimizer in zip(self._saved["optimizers"] if state.optimizers else [], state.optimizers, strict=True):
                 optimizer.load_header(header)
+            if state.optimizers:
+                self._count_steps(state.updater)
             for series in self._series:
                 self._fill(series)
             for optimizer, unit, path in state.foreign():
                 found = reader.read(MetadataIndex(".".join(path)))
                 optimizer.load_unit_states(unit, [found[name] for name in unit.names])
             for name, buffer in state.buffers.items():
-                buffer.copy_(reader.read(MetadataIndex(f"model.{name}", [0] * buffer.ndim)))
+                buffer.copy_(reader.read(_address(name, buffer)))
+
+    def _count_steps(self, updater: Updater) -> None:
+        """Go on with the number of the next step; version 1 has only what the parameters of each optimizer counted."""
+        counted = sum(max(header["steps"], default=0) for header in self._saved["optimizers"])
+        updater.posted_steps = self._saved.get("posted_steps", counted)
+        updater.skipped_steps = self._saved.get("skipped_steps", updater.skipped_steps)
 
     def _fill(self, series: Series) -> None:
         """In chunks of the store, out of pieces that are cut at other places."""
@@ -317,6 +360,11 @@ class Loading(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Never called, for `Reader.read_data` calls `load`."""
         raise NotImplementedError
+
+
+def _address(name: str, buffer: torch.Tensor) -> MetadataIndex:
+    """Where a buffer is: it is saved in one piece."""
+    return MetadataIndex(f"model.{name}", [0] * buffer.ndim)
 
 
 def _slices(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:

@@ -7,9 +7,15 @@ A checkpoint is a directory in the format of torch.distributed.checkpoint (DCP),
 padding, and cut where shards end, so any number of ranks reads what any other has written. What tensor parallel ranks cut along
 another dimension than the first one is a matrix: (product of the dimensions before that one, product of the others), of which
 each rank has some columns, cut into `boxes`. Either is read where the other is wanted. Moments are in bf16 where they are kept
-so, else in fp32: int8 is decoded, and encodes to the same bytes. A key that is missing under `optimizer` means zeros.
+so, else in fp32: int8 is decoded, and encodes to the same bytes. Moments that no update has written are zeros and have no tensor:
+`infinity.json` lists their keys.
 Objects are `optimizer.<number>.<unit>`, what an optimizer of torch has of a unit, `extra.<rank>`, what the caller gave, and
-`infinity`, which describes the rest (`header`).
+`infinity`, which describes the rest (`header`). They are read without running code (`checkpoint/inert`).
+
+Files: `infinity.json`, which says what must be there with a digest of each item (`checkpoint/manifest`),
+`__<rank>_0.distcp` with the items, and `.metadata`, DCP's own index, which DCP's tools need and this package
+does not read. Checkpoints of version 1 have no `infinity.json`; they are read by `.metadata`, without digests
+(`checkpoint/earlier`).
 
 [Note: how much memory]
 Saving and loading hold, at a time, a piece of at most `PIECE` elements, also as the bytes of its file, and a chunk of the store,
@@ -23,23 +29,22 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from infinity.checkpoint import manifest
 from infinity.errors import CheckpointError, EngineClosedError, InfinityError
 from infinity.optim.foreign import Adapted
 from infinity.optim.optimizer import Optimizer
+from infinity.optim.step import Updater
 from infinity.sharding import collectives
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import BF16, Kind
 
-VERSION = 1
 PIECE = 1 << 22  # elements: 16 MiB of fp32
-METADATA = ".metadata"  # the name that DCP gives to the file that it writes last
 HEADER = "infinity"
 
 
@@ -105,6 +110,11 @@ class Series(NamedTuple):
         return self.kind not in (Kind.PARAM, Kind.MASTER)
 
     @property
+    def is_written(self) -> bool:
+        """Whether an update has written it; a moment that was not is zeros."""
+        return self.unit.blocks[self.kind].written
+
+    @property
     def dtype(self) -> torch.dtype:
         """In the checkpoint."""
         return torch.bfloat16 if self.unit.blocks[self.kind].format is BF16 else self.unit.dtype_of(self.kind)
@@ -142,6 +152,12 @@ class State(NamedTuple):
     group: collectives.Group
     """The ranks that save or load together: those that hold one whole of the model."""
 
+    updater: Updater
+    """Counts the steps: with `update="delayed"` their number decides which one is seen late."""
+
+    run: str
+    """What tells checkpoints of this engine from those of others: 32 hexadecimal digits."""
+
     @property
     def rank(self) -> int:
         """The number of this one among them."""
@@ -166,8 +182,9 @@ class State(NamedTuple):
                     yield optimizer, unit, ("optimizer", str(number), unit.name)
 
     def header(self) -> dict[str, Any]:
-        """What describes the rest: `version`, how many `ranks` wrote it, the `shapes` under `model`, and of each optimizer groups
-        and counts (`Optimizer.header`), the `names` in its groups, and whose `states` it has.
+        """What describes the rest: `version`, how many `ranks` wrote it, the `shapes` under `model`, how many steps were made
+        and skipped, and of each optimizer groups and counts (`Optimizer.header`), the `names` in its groups, and whose `states`
+        it has.
         """
         shapes = {name: list(p.shape) for unit in self.units for name, p in zip(unit.names, unit.parameters, strict=True)}
         shapes |= {name: list(buffer.shape) for name, buffer in self.buffers.items()}
@@ -176,7 +193,26 @@ class State(NamedTuple):
         for optimizer in self.optimizers:
             names = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
             optimizers.append(optimizer.header() | {"names": names, "states": _states_of(optimizer)})
-        return {"version": VERSION, "ranks": collectives.size(self.group), "shapes": shapes, "optimizers": optimizers}
+        return {
+            "version": manifest.VERSION,
+            "ranks": collectives.size(self.group),
+            "shapes": shapes,
+            "posted_steps": self.updater.posted_steps,
+            "skipped_steps": self.updater.skipped_steps,
+            "optimizers": optimizers,
+        }
+
+    def absent(self) -> frozenset[str]:
+        """The keys of moments that are zeros, and so are not saved: of every parameter, for every state of any optimizer."""
+        kinds = {name for optimizer in self.optimizers for name in optimizer.states}
+        saved = {(s.prefix, name) for s in self.series() if s.is_moment and s.is_written for name in s.unit.names}
+        return frozenset(
+            f"optimizer.{kind}.{name}"
+            for unit in self.units
+            for name in unit.names
+            for kind in kinds
+            if (("optimizer", kind), name) not in saved
+        )
 
 
 def _states_of(optimizer: Optimizer) -> str:
@@ -212,11 +248,6 @@ class Reblocked:
             values[at : at + part.numel()] = part
             at += part.numel()
         return values
-
-
-def sibling(directory: Path, what: str) -> Path:
-    """Where a save that is under way keeps something, beside the checkpoint."""
-    return directory.with_name(f".{directory.name}.{what}")
 
 
 @contextmanager

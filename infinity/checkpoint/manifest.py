@@ -1,0 +1,162 @@
+"""What a checkpoint consists of, in a file that cannot run anything: `infinity.json`.
+
+[Note: one digest over everything]
+`infinity.json` is written last and holds `{"content":{...},"sha256":"..."}`, where the digest is that of the bytes of `content`.
+`content` has the length of every data file, and of every item its key, place and SHA-256. An item is thus bound to its key.
+Every data file begins with `Stamp.head`: the run, the save and its own name. The items fill the rest without a gap. So every
+byte of a checkpoint is covered, and a file of another save is refused before anything is read from it.
+
+What is zero is not written, and its keys are listed under `absent`. Anything else that is missing is an error.
+
+`.metadata` is written for the tools of torch.distributed.checkpoint. It is a pickle, and this version never reads it; see
+`checkpoint/earlier` for checkpoints that have nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from infinity.checkpoint.files import DATA_NAME
+from infinity.checkpoint.inert import DTYPES
+from infinity.errors import CheckpointError
+
+VERSION = 2
+_FRAME = re.compile(rb'\{"content":(.*),"sha256":"([0-9a-f]{64})"\}\n', re.DOTALL)
+_ID = re.compile(r"[0-9a-f]{32}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class Stamp(NamedTuple):
+    """Which save a file belongs to: random ids of the engine's run and of the save, and how many steps had been made."""
+
+    run: str = ""
+    save: str = ""
+    step: int = 0
+
+    def head(self, name: str) -> bytes:
+        """The first bytes of the data file `name`."""
+        return f"infinity checkpoint\nrun {self.run}\nsave {self.save}\nstep {self.step}\nfile {name}\n".encode()
+
+
+class Place(NamedTuple):
+    """Where an item lies. `sizes` is the shape of a tensor, None for an object; `sha256` is "" before version 2."""
+
+    file: str
+    offset: int
+    length: int
+    sizes: tuple[int, ...] | None = None
+    sha256: str = ""
+
+
+class Manifest(NamedTuple):
+    """All that is known of a checkpoint before its items are read."""
+
+    version: int
+    stamp: Stamp
+    files: Mapping[str, int]
+    """The bytes of each data file."""
+
+    tensors: Mapping[str, TensorStorageMetadata]
+    """By key."""
+
+    places: Mapping[MetadataIndex, Place]
+    absent: frozenset[str] | None
+    """The keys that mean zeros; None where the checkpoint does not say (version 1)."""
+
+
+def tensor_metadata(dtype: torch.dtype, size: Iterable[int], chunks: Iterable[ChunkStorageMetadata]) -> TensorStorageMetadata:
+    """DCP's words for a tensor."""
+    return TensorStorageMetadata(TensorProperties(dtype), torch.Size(size), list(chunks))
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The content of `infinity.json`."""
+    items = []
+    for index, place in manifest.places.items():
+        item = {"key": index.fqn, "file": place.file, "offset": place.offset, "length": place.length, "sha256": place.sha256}
+        if place.sizes is not None:
+            item |= {"offsets": list(index.offset or ()), "sizes": list(place.sizes)}
+        items.append(item)
+    content = {
+        "version": manifest.version,
+        **manifest.stamp._asdict(),
+        "files": dict(manifest.files),
+        "tensors": {
+            key: {"dtype": str(tensor.properties.dtype).removeprefix("torch."), "size": list(tensor.size)}
+            for key, tensor in manifest.tensors.items()
+        },
+        "absent": sorted(manifest.absent or ()),
+        "items": items,
+    }
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    return b'{"content":%b,"sha256":"%b"}\n' % (text, hashlib.sha256(text).hexdigest().encode())
+
+
+def decode(data: bytes) -> Manifest:
+    """What `encode` was given. Raises `CheckpointError` for a newer version, and `ValueError` for what is damaged."""
+    frame = _FRAME.fullmatch(data)
+    if frame is None or hashlib.sha256(frame[1]).hexdigest().encode() != frame[2]:
+        raise ValueError("its digest is wrong")
+    content = json.loads(frame[1])
+    version = _number(content["version"])
+    if version > VERSION:
+        raise CheckpointError(f"it has version {version}, and this infinity reads up to {VERSION}; use a newer infinity")
+    run, save = (_text(content[name], _ID) for name in ("run", "save"))
+    files = {_text(name, DATA_NAME): _number(length) for name, length in content["files"].items()}
+    tensors = {
+        key: tensor_metadata(DTYPES[tensor["dtype"]], _numbers(tensor["size"]), ()) for key, tensor in content["tensors"].items()
+    }
+    places: dict[MetadataIndex, Place] = {}
+    for item in content["items"]:
+        index, place = _decode_item(item, files, tensors)
+        if index in places:
+            raise ValueError(f"{index.fqn} is there twice")
+        places[index] = place
+    return Manifest(version, Stamp(run, save, _number(content["step"])), files, tensors, places, frozenset(content["absent"]))
+
+
+def _decode_item(
+    item: Mapping[str, Any], files: Mapping[str, int], tensors: Mapping[str, TensorStorageMetadata]
+) -> tuple[MetadataIndex, Place]:
+    """An item and its place; a tensor's chunk is added to `tensors`."""
+    key, offsets, sizes = item["key"], None, None
+    if "sizes" in item:
+        offsets, sizes = _numbers(item["offsets"]), _numbers(item["sizes"])
+        whole = tensors[key].size
+        if len(offsets) != len(whole) or any(a + n > end for a, n, end in zip(offsets, sizes, whole, strict=True)):
+            raise ValueError(f"a part of {key} lies outside of it")
+        tensors[key].chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+    place = Place(
+        _text(item["file"], DATA_NAME), _number(item["offset"]), _number(item["length"]), sizes, _text(item["sha256"], _SHA256)
+    )
+    if place.offset + place.length > files[place.file]:
+        raise ValueError(f"{key} lies outside of {place.file}")
+    return MetadataIndex(key, offsets), place
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r:.40} is no length or count")
+    return value
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(map(_number, values))
+
+
+def _text(value: Any, form: re.Pattern[str]) -> str:
+    if not isinstance(value, str) or form.fullmatch(value) is None:
+        raise ValueError(f"{value!r:.40} is no name or id of ours")
+    return value
