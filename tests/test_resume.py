@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from infinity.cli import training
 from infinity.cli.main import app
 from infinity.errors import CheckpointError
+from infinity.files import lock_directory
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,12 +79,24 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def plain(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint has, read by torch."""
+    dcp_to_torch_save(checkpoint, checkpoint.parent / "plain.pt")
+    found: dict[str, Any] = torch.load(checkpoint.parent / "plain.pt", weights_only=True)
+    (checkpoint.parent / "plain.pt").unlink()
+    return {part: found[part] for part in ("model", "optimizer", "extra")}
+
+
 def losses(checkpoint: Path) -> list[tuple[float, ...]]:
     """Number, loss, learning rate and norm of every step so far."""
-    dcp_to_torch_save(checkpoint, checkpoint.parent / "plain.pt")
-    steps = torch.load(checkpoint.parent / "plain.pt", weights_only=True)["extra"]["0"]["steps"]
-    (checkpoint.parent / "plain.pt").unlink()
-    return [step[:4] for step in steps]
+    return [step[:4] for step in plain(checkpoint)["extra"]["0"]["steps"]]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether all tensors are equal in every bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+    return not isinstance(a, torch.Tensor) or torch.equal(a, b)
 
 
 class Killed(Exception):
@@ -143,6 +157,23 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
     expected(output, where, finished(*arguments))
     assert names(where)[-1] == f"step-{STEPS}"
     expected(output, where, finished(*arguments))  # there is nothing left to do
+
+
+@pytest.mark.parametrize(("after", "killed"), [(0, 6), (6, 4)])
+def test_updates_one_step_late_are_so_from_the_same_step_on(after: int, killed: int, common: list[Any], tmp_path: Path) -> None:
+    """The run is cut before updates begin to be late, or after. Both save at the same steps, which is when updates are seen."""
+    late = [*common, "--update", "delayed", "--delayed-after", after, "--checkpoint-every", 3, "--keep-checkpoints", 9]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    finished(*late, "--checkpoint", whole)
+    with pytest.MonkeyPatch.context() as patch:
+        during_step(patch, killed, die)
+        assert isinstance(run(*late, "--checkpoint", cut).exception, Killed)
+    assert names(cut) == ["step-3"]
+    finished(*late, "--checkpoint", cut, "--resume")
+    assert names(cut) == names(whole) == ["step-3", "step-6", "step-8"]
+    for name in names(whole):
+        assert losses(cut / name) == losses(whole / name)
+        assert same(plain(cut / name), plain(whole / name))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -235,13 +266,73 @@ def test_more_steps_may_follow(common: list[Any], tmp_path: Path) -> None:
     assert names(where) == [f"step-{STEPS + 4}", f"step-{STEPS}"]
 
 
-def test_what_killed_saves_leave_is_removed_and_never_taken(common: list[Any], tmp_path: Path) -> None:
+def test_what_killed_jobs_leave_is_removed_and_never_taken(common: list[Any], tmp_path: Path) -> None:
     where = tmp_path / "steps"
-    for name in (".step-99.partial", ".step-7.old", "step-99", "notes"):
+    for name in (".step-99.partial", ".step-7.old", ".step-5.removed", "step-99", "notes", "step-12"):
         (where / name).mkdir(parents=True)
+    (where / "step-99" / "__0_0.distcp").write_bytes(b"what is left of a checkpoint that was removed in part")
+    (where / "step-12" / "mine.txt").write_text("somebody else's")
     summary = finished(*common, "--checkpoint", where, "--keep-checkpoints", 1, "--checkpoint-every", 2, "--resume")
     assert summary["steps"] == STEPS
-    assert names(where) == ["notes", f"step-{STEPS}", "step-99"]
+    assert names(where) == ["notes", "step-12", f"step-{STEPS}"]
+
+
+def test_a_removal_that_is_killed_leaves_no_step(
+    common: list[Any], expected: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder has another name before its first file goes, and the next run removes it."""
+    where, output = tmp_path / "steps", tmp_path / "out"
+    arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", 2, "--keep-checkpoints", 1]
+
+    def killed(path: Path, **_: Any) -> None:
+        if path.exists():
+            (path / "infinity.json").unlink()
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        assert isinstance(run(*arguments).exception, Killed)
+    assert names(where) == [".step-2.removed", "step-4"]
+    with monkeypatch.context() as patch:
+        during_step(patch, 5, die)
+        assert isinstance(run(*arguments, "--resume").exception, Killed)
+    assert names(where) == ["step-4"], "it went before the first step"
+    expected(output, where, finished(*arguments, "--resume"))
+
+
+def test_gc_removes_what_removals_left(tmp_path: Path) -> None:
+    for name in (".step-2.removed", ".step-4.partial", "step-6", "step-8", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
+    (tmp_path / "step-8" / "infinity.json").touch()
+    result = CliRunner().invoke(app, ["gc", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.stderr
+    gone = [".step-2.removed", ".step-4.partial", "step-6"]
+    assert sorted(json.loads(result.stdout)["removed"]) == [str(tmp_path / name) for name in gone]
+    assert names(tmp_path) == ["mine", "step-8"]
+
+
+def test_a_checkpoint_between_its_two_renames_is_found(common: list[Any], expected: Callable[..., None], tmp_path: Path) -> None:
+    where, output = tmp_path / "steps", tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        during_step(patch, 5, die)
+        run(*common, "--checkpoint", where, "--checkpoint-every", 4)
+    (where / "step-4").rename(where / ".step-4.old")
+    result = run(*common, "--checkpoint", where)
+    assert f"--checkpoint {where} has checkpoints of an earlier run, up to step-4" in result.stderr
+    expected(output, where, finished(*common, "--output", output, "--checkpoint", where, "--resume"))
+
+
+def test_a_second_job_in_one_directory_is_refused(common: list[Any], tmp_path: Path) -> None:
+    where = tmp_path / "steps"
+    where.mkdir()
+    with lock_directory(where, "--checkpoint"):
+        assert refusal(*common, "--checkpoint", where) == (
+            f"--checkpoint {where} is in use by process {os.getpid()}; give each job its own directory"
+        )
+        assert names(where) == ["infinity.lock"]
+    finished(*common, "--checkpoint", where, "--checkpoint-every", STEPS)
+    assert names(where) == [f"step-{STEPS}"], "a job leaves no lock behind"
 
 
 def test_a_save_that_fails_ends_the_run_and_leaves_the_checkpoint_before(

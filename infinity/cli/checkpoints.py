@@ -7,8 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
-METADATA = ".metadata"  # there in a checkpoint that is whole
-_NAME, _LEFTOVER = re.compile(r"step-(\d+)"), re.compile(r"\.step-\d+\.(partial|old)")
+from infinity.checkpoint.files import DATA_NAME, is_held, is_whole
+from infinity.files import Lock, lock_directory
+
+_NAME = re.compile(r"step-(\d+)")
+_LEFTOVER = re.compile(r"\.(step-\d+)\.(partial|old|removed)")
 
 
 class Saver(Protocol):
@@ -19,7 +22,7 @@ class Saver(Protocol):
 
 
 class Checkpoints:
-    """The folders `step-<number>` in `directory`. One job at a time writes there.
+    """The folders `step-<number>` in `directory`. One job at a time writes there, from `prepare` to `close`.
 
     A checkpoint is due `every` so many steps; the last `keep` of them are kept. Of several ranks all save, and the one that
     `prunes` removes.
@@ -27,23 +30,36 @@ class Checkpoints:
 
     def __init__(self, directory: Path, every: int, keep: int, prunes: bool = True) -> None:
         self.directory, self._every, self._keep, self._prunes = directory, every, keep, prunes
+        self._lock: Lock | None = None
 
     def prepare(self, resume: bool) -> Path | None:
-        """Create `directory`; returns the last checkpoint in it, if there is any.
+        """Create `directory`, lock it, and remove what killed runs left; returns the last checkpoint in it, if there is any.
 
-        Raises `ValueError` when there is one although the run is not to go on from it, and `OSError` when `directory` cannot be
-        created.
+        Raises `ValueError` when there is one although the run is not to go on from it, `PathInUseError` when another job writes
+        there, and `OSError` when `directory` cannot be created.
         """
         if self.directory.exists() and not self.directory.is_dir():
             raise NotADirectoryError(f"--checkpoint {self.directory} is not a directory")
         self.directory.mkdir(parents=True, exist_ok=True)
-        found = self._whole()
-        if found and not resume:
-            raise ValueError(
-                f"--checkpoint {self.directory} has checkpoints of an earlier run, up to {found[-1].name}; go on from it with "
-                "--resume, or choose another directory"
-            )
+        self._lock = lock_directory(self.directory, "--checkpoint")
+        try:
+            self._put_back()
+            found = self._whole()
+            if found and not resume:
+                raise ValueError(
+                    f"--checkpoint {self.directory} has checkpoints of an earlier run, up to {found[-1].name}; go on from it "
+                    "with --resume, or choose another directory"
+                )
+            remove(leftovers(self.directory))
+        except BaseException:
+            self.close()
+            raise
         return found[-1] if found else None
+
+    def close(self) -> None:
+        """Let other jobs write there. May be called twice, and without `prepare`."""
+        if self._lock is not None:
+            self._lock.release()
 
     def is_due(self, number: int) -> bool:
         """Whether step `number` (from 1) is to be saved."""
@@ -54,12 +70,50 @@ class Checkpoints:
         engine.save_checkpoint(self.directory / f"step-{number}", optimizer, extra)
         if not self._prunes:
             return
-        leftovers = [path for path in self.directory.iterdir() if _LEFTOVER.fullmatch(path.name)]
-        for path in self._whole()[: -self._keep] + leftovers:
-            shutil.rmtree(path)
+        remove(self._whole()[: -self._keep] + leftovers(self.directory))
+
+    def _put_back(self) -> None:
+        """Give a checkpoint its name again whose save was killed between the two renames."""
+        for path in self.directory.iterdir():
+            name = _LEFTOVER.fullmatch(path.name)
+            if name and name[2] == "old" and is_whole(path) and not (self.directory / name[1]).exists():
+                path.rename(self.directory / name[1])
 
     def _whole(self) -> list[Path]:
         """All checkpoints in the order of their steps."""
         numbers = {path: _NAME.fullmatch(path.name) for path in self.directory.iterdir()}
-        whole = {path: int(name[1]) for path, name in numbers.items() if name and (path / METADATA).is_file()}
+        whole = {path: int(name[1]) for path, name in numbers.items() if name and is_whole(path)}
         return sorted(whole, key=lambda path: whole[path])
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """The folders in `directory` that killed jobs left, which hold no whole checkpoint that is not there otherwise: saves and
+    removals that were cut off. Earlier versions removed in place, and left `step-<number>` with data files alone."""
+    return [path for path in sorted(directory.iterdir()) if path.is_dir() and not path.is_symlink() and _is_leftover(path)]
+
+
+def remove(paths: list[Path]) -> dict[str, int]:
+    """Remove folders of checkpoints; returns their paths with their bytes on disk.
+
+    A folder gets another name first, so that one which is removed in part is never taken for a checkpoint.
+    """
+    removed = {}
+    for path in paths:
+        hidden = path
+        if _NAME.fullmatch(path.name):
+            hidden = path.with_name(f".{path.name}.removed")
+            if hidden.exists():
+                shutil.rmtree(hidden)
+            path.rename(hidden)
+        removed[str(path)] = sum(file.lstat().st_blocks * 512 for file in (hidden, *hidden.rglob("*")))
+        shutil.rmtree(hidden)
+    return removed
+
+
+def _is_leftover(path: Path) -> bool:
+    name = _LEFTOVER.fullmatch(path.name)
+    if name is not None:
+        if name[2] == "partial":
+            return not is_held(path)
+        return name[2] == "removed" or not is_whole(path) or is_whole(path.with_name(name[1]))
+    return _NAME.fullmatch(path.name) is not None and all(DATA_NAME.fullmatch(file.name) for file in path.iterdir())

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from infinity.cli import checkpoints
 from infinity.cli.bench.workspace import leftovers, remove
 from infinity.cli.failure import plain_failures
 from infinity.cli.ranks import rank_directories
@@ -44,10 +45,11 @@ def _collect(place: Directory) -> dict[str, int]:
     ours = {name: place.check(name) for name in (STATES_NAME, LOCK_NAME)}
     found = {str(place.path / name): status.st_blocks * 512 for name, status in ours.items() if status is not None}
     found |= {str(path): path.lstat().st_blocks * 512 for path in benchmark}
-    if found:
+    if found or checkpoints.leftovers(place.path):
         with place.lock():
             place.reclaim(STATES_NAME)
             remove(place, benchmark)
+            found |= checkpoints.remove(checkpoints.leftovers(place.path))  # asked again: a save may have been under way
     return found
 
 

@@ -135,6 +135,15 @@ class Job:
         if self.data is not None and not self.data.exists():
             raise FileNotFoundError(f"--data {self.data} does not exist")
         checkpoints, last = self._checkpoints(display, world)
+        try:
+            return self._run(display, world, config, checkpoints, last)
+        finally:
+            if checkpoints is not None:
+                checkpoints.close()
+
+    def _run(
+        self, display: Display, world: World, config: Config, checkpoints: Checkpoints | None, last: Path | None
+    ) -> dict[str, Any]:
         display.phase("model")
         source = find_model(self.model, self.precision)
         source.check_length(self.sequence_length)
