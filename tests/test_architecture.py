@@ -173,16 +173,20 @@ def test_torch_cuda_is_said_in_one_file() -> None:
     assert not wrong, wrong
 
 
-HOOK = re.compile(r"register_(?!step_)\w*hook|saved_tensors_hooks")  # step hooks belong to optimizers
+HOOKS = {
+    "infinity.modules.hooks": re.compile(r"register_(?!step_)\w*hook"),  # step hooks belong to optimizers
+    "infinity.modules.packing": re.compile(r"saved_tensors_hooks"),
+}
 
 
-def test_module_and_autograd_hooks_are_registered_in_one_file() -> None:
+def test_hooks_of_one_kind_are_registered_in_one_file() -> None:
     wrong = [
         at
+        for place, hook in HOOKS.items()
         for module, at, node in nodes()
-        if module != "infinity.modules.hooks"
+        if module != place
         for name in [getattr(node, "attr", ""), getattr(node, "id", ""), getattr(node, "name", "")]
-        if HOOK.fullmatch(name or "")
+        if hook.fullmatch(name or "")
     ]
     assert not wrong, wrong
 

@@ -97,14 +97,14 @@ class Keeper:
         self._buffers = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
         self._lasting = {reference.cdata for reference in self._buffers}
 
+    def pack_here(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
+        """Like `pack`, of what stays where it is."""
+        return tensor if _storage_of(tensor) is None else Kept(tensor)
+
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept | Packed:
         """What autograd keeps of `tensor`, which is no view of a parameter."""
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-            return tensor
-        try:
-            storage = tensor.untyped_storage()
-            storage.data_ptr()
-        except RuntimeError:  # a tensor of no bytes: a fake or a functional one
+        storage = _storage_of(tensor)
+        if storage is None:
             return tensor
         number = storage._cdata
         if self._tier is None or storage.nbytes() < LEAST_BYTES or tensor.device != self._device or number in self._lasting:
@@ -120,3 +120,15 @@ class Keeper:
         kept = Kept(tensor)
         self._known.setdefault(key, kept)
         return kept
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of a plain tensor; None of one of another kind, or of no bytes, as a fake or a functional one."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return None
+    try:
+        storage = tensor.untyped_storage()
+        storage.data_ptr()
+    except RuntimeError:
+        return None
+    return storage

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
+from infinity.errors import ShardedParameterError
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.unit import Unit
+from infinity.sharding.use import Showing, collected, described
 from infinity.tiers.block import Kind
 
 
@@ -17,10 +20,14 @@ from infinity.tiers.block import Kind
 def gathered(target: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write: bool = False) -> Iterator[None]:
     """Make the data of a wrapped module's parameters, of one parameter or of several, readable inside the block.
 
-    With `write`, what the block leaves in them becomes their value, and the fp32 master of what changed follows. They are held
-    on the compute device at once, with what shares their units: `BudgetError` when that does not fit. Waits for pending
-    updates. Parameters that are plain, or gathered already, are left as they are: write in the outermost block. With several
-    ranks every rank must enter, and write the same values.
+    With `write`, what the block leaves in them becomes their value, and the fp32 master of what changed follows. This is so
+    also when the block raises, as with plain parameters. The block's parameters are on the compute device at once, with what
+    shares their units: `BudgetError` when that does not fit. Units whose home is the compute device are also copied to host
+    memory meanwhile. Waits for pending updates. Parameters that are plain, or gathered already, are left as they are: write
+    in the outermost block. With several ranks every rank must enter, and write the same values.
+
+    Raises `ShardedParameterError` at the end when a parameter was changed without `write`, which is undone, and when a view of
+    one outlives the block: keep a copy (`.clone()`). Raises `RuntimeError` while another thread is inside of a forward.
     """
     parameters: list[torch.Tensor]
     if isinstance(target, nn.Module):
@@ -28,37 +35,88 @@ def gathered(target: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write
     else:
         parameters = [target] if isinstance(target, torch.Tensor) else list(target)
     units = list(dict.fromkeys(type(p).unit for p in parameters if isinstance(p, ShardedParameter)))
+    del parameters
+    reads = [_Reading(unit, write) for unit in units]
     with ExitStack() as stack:
-        for unit in units:
-            stack.enter_context(_gathered_unit(unit, write))
-        if units and units[0].packing is not None:  # for a loss that is built here and goes backward when the units have moved
-            stack.enter_context(units[0].packing())
+        for read in reads:
+            read.begin()
+            stack.callback(read.end)
+        if units and units[0].border is not None:  # for a loss that is built here and goes backward when the units have moved
+            stack.enter_context(units[0].border.packing())
         yield
+    changed = [name for read in reads for name in read.changed]
+    if changed:
+        raise ShardedParameterError(
+            f"{described(changed)} was changed inside of infinity.gathered without write=True; the change was undone. Use "
+            "infinity.gathered(..., write=True)"
+        )
+    left = [name for read in reads for name in read.left]
+    if left:
+        raise ShardedParameterError(
+            f"a view of {described(left)} outlives infinity.gathered, which ends the right to its memory; keep a copy (.clone())"
+        )
 
 
-@contextmanager
-def _gathered_unit(unit: Unit, write: bool) -> Iterator[None]:
-    if unit.updater is not None:
-        (unit.updater.drain if write else unit.updater.look)()
-    unit.start()
-    try:
-        unit.unshard(unit.wait())
+class _Reading:
+    """One unit inside of one `gathered`."""
+
+    def __init__(self, unit: Unit, write: bool) -> None:
+        self._unit, self._write = unit, write
+        self._use: Showing | None = None
+        self._before: torch.Tensor | None = None
+        self.changed: list[str] = []
+        """The parameters that were changed and may not be, after `end`."""
+        self.left: list[str] = []
+        """The parameters of which views were left behind, after `end`."""
+
+    def begin(self) -> None:
+        """Gather the unit and show its parameters."""
+        unit = self._unit
+        if unit.border is not None:
+            unit.border.check_thread("infinity.gathered")
+        if unit.updater is not None:
+            (unit.updater.drain if self._write else unit.updater.look)()
+        if unit.blocks[Kind.PARAM].permanent:  # a write goes straight to the home: only a copy tells what was there
+            self._before = unit.read(Kind.PARAM)
+        unit.start()
         try:
-            yield
-            changed = unit.shard_of(unit.wait()).detach().cpu().clone() if write else None
+            self._use = Showing(unit, unit.wait(), Unit.release, self._write)
+        except BaseException:
+            unit.release()
+            raise
+
+    def end(self) -> None:
+        """Let the unit go, and write back or undo what was changed."""
+        unit, use = self._unit, self._use
+        if use is None:
+            return
+        after = None
+        try:
+            if self._write:
+                after = unit.shard_of(unit.wait()).detach().cpu().clone()
+            else:
+                self.changed = unit.changed()
+            if sys.exc_info()[0] is None:  # else its frames refer to what they had
+                self.left = collected(use)
         finally:
-            unit.reshard()
-    finally:
-        unit.release()
-    if changed is not None and not torch.equal(changed.view(torch.uint8), unit.read(Kind.PARAM).view(torch.uint8)):
-        _write_back(unit, changed)
+            use.end()
+        if after is not None:
+            before = unit.read(Kind.PARAM) if self._before is None else self._before
+            _write_back(unit, before, after)
+        elif self.changed and self._before is not None:
+            unit.write(Kind.PARAM, self._before)
 
 
-def _write_back(unit: Unit, shard: torch.Tensor) -> None:
+def _write_back(unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
+    """Make `after` (shard_numel,) the unit's content, and of what differs from `before` its masters."""
+    size = after.element_size()
+    same = (before.view(torch.uint8) == after.view(torch.uint8)).view(-1, size).all(dim=1)
+    if bool(same.all()):
+        return
     master = unit.blocks.get(Kind.MASTER)
     if master is not None and master.written:  # one that was never written is the parameter, widened
-        same = unit.read(Kind.PARAM).view(torch.uint8) == shard.view(torch.uint8)
-        same = same.view(-1, shard.element_size()).all(dim=1)
-        unit.write(Kind.MASTER, torch.where(same, unit.read(Kind.MASTER), shard.float()))
+        if unit.blocks[Kind.PARAM].permanent:  # a split master is what its parameter lacks: it needs the old one
+            unit.write(Kind.PARAM, before)
+        unit.write(Kind.MASTER, torch.where(same, unit.read(Kind.MASTER), after.float()))
     else:
-        unit.write(Kind.PARAM, shard)
+        unit.write(Kind.PARAM, after)

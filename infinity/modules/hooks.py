@@ -1,24 +1,33 @@
 """Ties units to an unmodified `nn.Module`: the only file on module hooks and autograd.
 
-[Note: slots and saved tensors]
-A unit's parameters point into its run of the compute arena only while a module that uses them is in its forward. Autograd
-saves views of them for the backward; keeping those views alive would pin the run. `pack` replaces each such view by
-(unit, geometry), and `unpack` brings the unit back, wherever it then lies, and gives the same view of it; of a DTensor that is
-its local tensor. What `unpack` returned is in use until the autograd node that asked for it has run: the next node's first
-`unpack` ends it. A backward that is recorded itself (`create_graph=True`) keeps what it unpacks for longer, and so gets copies.
-Torch asks only the innermost `saved_tensors_hooks`: under hooks that a model enters inside of its forward (`save_on_cpu` around
-some blocks) the views are theirs, not ours, and their backward may read another unit's bytes. Hooks around the whole forward and
-backward are safe.
+[Note: uses]
+Whatever points at a unit's bytes holds a `Use` of it (`infinity.sharding.use`), which somebody ends:
+
+| begun by | shows the parameters | ends |
+|---|---|---|
+| a call of a hooked module | yes | with the call; handed to the call around it while views of it are left |
+| a touch of a parameter in a forward whose hooks did not bring it | yes | with the call that runs |
+| a saved view that a backward unpacks | no | when nobody refers to the view any more: see `_sweep` |
+| a touch of a parameter in a backward | yes | see [Note: recomputation] |
+
+A view that outlives the outermost forward, or a backward, is refused: its bytes would change.
 
 [Note: calls that never end]
 Torch runs no forward hook when a forward ends by what is not an `Exception`, as Ctrl-C does. So a call remembers the frame that
 runs it, and what is left of calls whose frame is gone is ended before it can do harm: by the next forward, touch or `settle`.
 
 [Note: recomputation]
-Activation checkpointing runs a module's forward again inside the backward, and keeps the recomputed tensors itself, views of
-parameters and parameters included. So a unit entered during a backward stays entered until the gradient of that module's
-input is there, which is after the last node of the module has run, or else until the backward ends. Where the checkpoint is
-inside of the module's call (transformers wraps `forward`), no hook runs again: then the first touch of a parameter enters.
+Activation checkpointing runs a module's forward again inside the backward. What that saves of parameters is packed like anything
+else, so the unit may go with the call, however much a checkpoint spans. Where the checkpoint is inside of the module's call
+(transformers wraps `forward`), no hook runs again. Then the first touch of a parameter begins a use. The recomputed graph may
+refer to the parameter itself, which no count of references to its bytes shows. So this use stays until the gradient of that
+module's input is there, which is after the last node of the module has run, or else until the pass ends.
+
+[Note: passes]
+Backward passes nest, and an exception may cut one off. Each is a `_Pass` with uses of its own, and ends with autograd's.
+
+[Note: one thread]
+The bookkeeping below is that of one thread at a time. Another one that begins a forward or backward meanwhile is refused.
 
 [Note: casts]
 Autocast keeps what it makes of each parameter until its context ends: a copy of the whole model on the compute device that no
@@ -28,7 +37,7 @@ autograd saves of casts stays until the backward, unless the activations are che
 
 [Note: graphs]
 torch.compile does not look into these hooks. They run before the guards of a compiled forward are looked at, which so see
-parameters of the same class, shape and dtype each time: nothing is compiled again. What the graph saves passes `pack` as ever.
+parameters of the same class, shape and dtype each time: nothing is compiled again. What the graph saves passes `Packer` as ever.
 """
 
 from __future__ import annotations
@@ -37,41 +46,28 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from infinity.backward import in_backward
+from infinity.backward import BackwardPass, current_pass, in_backward
 from infinity.errors import ShardedParameterError
-from infinity.modules.activations import Keeper, Kept, Packed
+from infinity.modules.activations import Keeper
+from infinity.modules.packing import PackedView, Packer, uncompiled
 from infinity.observe import Recorder
 from infinity.plan.runtime import Runtime
-from infinity.sharding.tensor_parallel import Form, form_of, local
 from infinity.sharding.unit import Unit, UnitState
+from infinity.sharding.use import Showing, Use, collected, described
 from infinity.tiers.block import Kind
 
 
-class PackedView(NamedTuple):
-    """A saved view of a parameter: where it lies in its unit, not where the unit lies."""
-
-    unit: Unit
-    kind: type[torch.Tensor]
-    dtype: torch.dtype  # need not be the unit's, nor need the bits below be clear: complex numbers are views of real ones
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int  # bytes from the start of the unit
-    conjugate: bool
-    negative: bool
-    updates: int  # of the unit, when it was saved
-    form: Form | None  # of the DTensor whose local tensor it is
-
-
-class _Call(NamedTuple):
+@dataclass
+class _Call:
     """One forward of a hooked module that is under way."""
 
     module: nn.Module
@@ -79,14 +75,22 @@ class _Call(NamedTuple):
     start: float
     shown: Any  # to a profiler
     frame: FrameType | None  # what runs it
-    lent: list[Unit]  # entered on top of the module's own, until it ends
+    thread: int
+    saving: AbstractContextManager[object] | None  # entered for this call
+    uses: list[Showing] = field(default_factory=list)  # of the module's units, and what came on top until the call ends
+
+
+@dataclass
+class _Pass:
+    """One backward pass that is under way, or was cut off."""
+
+    watch: BackwardPass
+    thread: int
+    uses: list[Use] = field(default_factory=list)  # that end when nobody refers to them
+    touched: list[Showing] = field(default_factory=list)  # that do not end before the input of a module has its gradient
 
 
 _AUTOCAST = ("cpu", "cuda")
-_NO_GRAPH = (
-    "infinity brings the parameters of each unit, such as a block, in a hook, which cannot be a part of a graph: "
-    "compile block after block, or leave out fullgraph=True"
-)
 
 Flow = dict[str, Any]
 """A forward or backward under way: what `Hooks` keeps of it, by attribute."""
@@ -94,8 +98,8 @@ Flow = dict[str, Any]
 
 def fresh_flow() -> Flow:
     """A flow of which nothing is under way."""
-    nothing: Flow = {"_calls": [], "_saving": None, "_held": {}, "_node": None, "_node_units": [], "_backward": False}
-    return nothing | {"_backward_since": 0.0, "_forward_since": 0.0, "_forward_waited": 0.0, "_shown": None}
+    nothing: Flow = {"_calls": [], "_passes": {}, "_owner": None, "_shown": None}
+    return nothing | {"_backward_since": 0.0, "_forward_since": 0.0, "_forward_waited": 0.0}
 
 
 class Weaver(Protocol):
@@ -112,7 +116,7 @@ class Hooks:
     """The hooks of one engine on one model, from construction to `close`.
 
     A forward of `model` is a cycle of the trace; `units_of` maps each hooked module to the units its forward uses; `locate`
-    maps an address to (unit, byte offset).
+    maps an address to (unit, byte offset). `after_backward` is called when the last backward pass under way has ended.
     """
 
     def __init__(
@@ -128,30 +132,26 @@ class Hooks:
     ) -> None:
         self._model = weakref.ref(model)
         self._units_of = weakref.WeakKeyDictionary(units_of)  # the model may die before the engine
-        self._runtime, self._locate = runtime, locate
-        self._after_backward, self._recorder, self._keeper = after_backward, recorder, keeper
+        self._runtime, self._after_backward, self._recorder = runtime, after_backward, recorder
+        self._packer = Packer(locate, keeper, self._bring)
         self._calls: list[_Call] = []
-        self._saving: tuple[saved_tensors_hooks, int] | None = None  # and the thread that saves
-        self._versions: dict[Unit, list[int]] = {}  # of the parameters of each unit that is entered, before a forward had them
-        self._held: dict[Unit, int] = {}  # uses by recomputing forwards, ended by the input's gradient or the backward's end
-        self._node: Any = None  # the autograd node that runs
-        self._node_units: list[Unit] = []  # the units it unpacked views of
-        self._backward = False
+        self._passes: dict[int, _Pass] = {}
+        self._owner: int | None = None  # the thread whose forward is under way, see [Note: one thread]
+        self._claiming = threading.Lock()
         self._backward_since = self._forward_since = self._forward_waited = 0.0
         self._shown: Any = None  # to a profiler: the forward or backward that is under way
         self.forward_seconds = 0.0
         """Seconds of all forwards since the start, without the waits for units."""
         self._weaver: Weaver | None = None
         self._handles: list[Any] = []
-        before, after = _uncompiled(self._before_forward), _uncompiled(self._after_forward)
-        self._packers = _uncompiled(self._pack), _uncompiled(self._unpack)
+        self._units = tuple(units)
+        before, after = uncompiled(self._before_forward), uncompiled(self._after_forward)
         for module in units_of:
             # First, for other pre-hooks may use the parameters: torch.nn.utils.weight_norm computes the weight in one.
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(after, always_call=True))
-        self._units = tuple(units)
         for unit in units:
-            unit.touched, unit.packing = self._touched, self._packing
+            unit.border = self
             if unit.trainable:
                 for index, parameter in enumerate(unit.parameters):
                     self._handles.append(parameter.register_post_accumulate_grad_hook(self._collector(unit, index)))
@@ -160,10 +160,10 @@ class Hooks:
         """Take every hook off the model. May be called twice."""
         while self._calls:
             self._abandon(self._calls.pop())
-        self._stop_saving()
-        self._end_backward()
+        for found in list(self._passes.values()):
+            self._drop(found)
         for unit in self._units:
-            unit.touched = unit.packing = None
+            unit.border = None
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -172,9 +172,10 @@ class Hooks:
         """End what an exception or an interrupt cut off: forwards, and a backward. Does nothing inside of either."""
         if in_backward():
             return
+        self.check_thread("a step was asked for")
         self._unwind()
         if not self._calls:
-            self._end_backward()
+            self._bury()
 
     # Several flows
 
@@ -202,6 +203,7 @@ class Hooks:
 
     def refuse_inside(self, what: str) -> None:
         """Raise `RuntimeError` inside of a forward, a backward or `woven`."""
+        self.check_thread(what)
         self._unwind()
         if self._weaver is not None or self._calls or in_backward():
             raise RuntimeError(f"{what} cannot be called inside of itself, nor of a forward or backward of its model")
@@ -209,17 +211,46 @@ class Hooks:
     def exchange(self, flow: Flow) -> Flow:
         """Leave the flow that runs for another one; returns the one that was left."""
         now = time.perf_counter()
-        if self._backward:
+        if self._passes:
             self._recorder.add("model", "backward", self._backward_since, now)
         elif self._calls:
             self._count_forward(now)
         self._show("")
         left = {name: vars(self)[name] for name in flow}
         vars(self).update(flow)
-        self._show("backward" if self._backward else "forward" if self._calls else "")
+        self._show("backward" if self._passes else "forward" if self._calls else "")
         self._forward_since = self._backward_since = now
         self._forward_waited = self._runtime.waited
         return left
+
+    # One thread at a time
+
+    def check_thread(self, what: str) -> None:
+        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the caller wants to do."""
+        me = threading.get_ident()
+        going = next((found for found in self._passes.values() if found.watch.alive and found.thread != me), None)
+        others = [None if self._owner in (None, me) else self._owner, None if going is None or in_backward() else going.thread]
+        busy = next((thread for thread in others if thread is not None and self._is_under_way(thread)), None)
+        if busy is not None:
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            raise RuntimeError(
+                f"{what} on thread {threading.current_thread().name}, while {names.get(busy)} is inside of a forward or backward "
+                "of the same wrapped model, which serves one thread at a time; hold a lock around both, or wrap a model for each"
+            )
+
+    def _is_under_way(self, thread: int) -> bool:
+        """Whether the forward or backward of another `thread` goes on; an interrupt, or the thread's end, may have cut it off."""
+        frame = sys._current_frames().get(thread)
+        if frame is None:
+            return False
+        return not self._calls or self._calls[-1].thread != thread or _is_in(self._calls[-1].frame, frame)
+
+    def _claim(self, what: str) -> None:
+        """This thread runs the model until its outermost forward ends; raises like `check_thread`."""
+        with self._claiming:
+            self.check_thread(what)
+            self._unwind()
+            self._owner = threading.get_ident()
 
     # Forward
 
@@ -227,36 +258,40 @@ class Hooks:
         self._check(module)
         recomputing = in_backward()
         if not recomputing:
-            self._unwind()
-        if not recomputing and not self._calls:
-            self._end_backward()  # one that was cut off by an exception
-            self._forward_since, self._forward_waited = time.perf_counter(), self._runtime.waited
-            self._show("forward")
-            if self._weaver is None and (module is self._model() or self._runtime.stale):
-                self._runtime.begin(torch.is_grad_enabled())
-            self._saving = self._packing(), threading.get_ident()
-            self._saving[0].__enter__()
-        elif recomputing:
-            self._end_other_node()
-        entered: list[Unit] = []
+            self._claim(f"{type(module).__name__} was called")
+        call = _Call(module, recomputing, time.perf_counter(), None, _caller(), threading.get_ident(), None)
         try:
+            if recomputing:
+                self._watch_backward()
+                self._sweep()
+            elif not self._calls:
+                self._begin_forward(module)
             for unit in self._units_of[module]:
-                self._enter(unit)
-                entered.append(unit)
+                call.uses.append(self._enter(unit))
         except BaseException:
-            for unit in entered:
-                self._leave(unit)
-            if not self._calls:
-                self._stop_saving()
+            for use in call.uses:
+                use.end()
+            self._disown()
             raise
-        shown = self._recorder.show("compute", f"forward {entered[0].name}") if entered else None
-        self._calls.append(_Call(module, recomputing, time.perf_counter(), shown, _caller(), []))
-        if recomputing:
-            self._watch_backward()
-        else:
+        call.saving = self._packer.context(recomputing)
+        if call.saving is not None:
+            call.saving.__enter__()
+        call.start = time.perf_counter()
+        call.shown = self._recorder.show("compute", f"forward {call.uses[0].unit.name}") if call.uses else None
+        self._calls.append(call)
+        if not recomputing:
+            units = self._units_of[module]
             for tensor in _tensors((args, kwargs)):
                 if tensor.grad_fn is not None:  # the gradient of a leaf may come before the module's last node has run
-                    tensor.register_hook(lambda _, units=self._units_of[module]: self._passed(units))
+                    tensor.register_hook(lambda _, units=units: self._passed(units))
+
+    def _begin_forward(self, module: nn.Module) -> None:
+        """The outermost forward begins, of `module`."""
+        self._bury()  # backwards that an exception cut off
+        self._forward_since, self._forward_waited = time.perf_counter(), self._runtime.waited
+        self._show("forward")
+        if self._weaver is None and (module is self._model() or self._runtime.stale):
+            self._runtime.begin(torch.is_grad_enabled())
 
     def _check(self, module: nn.Module) -> None:
         if module not in self._units_of:
@@ -272,41 +307,53 @@ class Hooks:
             )
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._calls or self._calls[-1].module is not module:
+        last = self._calls[-1] if self._calls else None
+        if last is None or last.module is not module or last.thread != threading.get_ident():
             return  # its `_before_forward` failed and has cleaned up
         call = self._calls.pop()
         self._recorder.hide(call.shown)
-        units = [*self._units_of[module], *call.lent]
-        edited = self._edited(units)
-        shown = {found[0] for tensor in _tensors(output) if (found := self._locate_tensor(tensor)) is not None}
-        for unit in units:
-            if call.recomputing:
-                self._hold(unit)
-            elif unit in shown and self._calls:
-                self._calls[-1].lent.append(unit)  # the module returned a view of its parameter
-            else:
-                self._leave(unit)
+        if call.saving is not None:
+            call.saving.__exit__(None, None, None)
+        failed = output is None and sys.exc_info()[0] is not None  # its frames refer to what they had
+        changed = [name for use in call.uses for name in use.unit.changed()]
+        kept = self._end_uses(call, output, failed)
+        units = self._units_of[module]
         if not call.recomputing and torch.is_grad_enabled():
-            for unit in self._units_of[module]:
+            for unit in units:
                 unit.pass_forward()
         now = time.perf_counter()
-        if self._units_of[module]:
-            self._recorder.add("compute", f"forward {self._units_of[module][0].name}", call.start, now)
-        if not self._calls:
-            self._stop_saving()
-            if not call.recomputing:
-                self._count_forward(now)
-                for unit in shown:
-                    if unit.state is UnitState.SHARDED and not unit.blocks[Kind.PARAM].permanent:
-                        raise ShardedParameterError(
-                            f"{type(module).__name__} returned a view of a parameter of unit {unit.name}, whose data leaves with "
-                            "the end of the forward; return a copy (.clone()), or call it inside `with infinity.gathered(model):`"
-                        )
-        if edited:
+        if units:
+            self._recorder.add("compute", f"forward {units[0].name}", call.start, now)
+        if not self._calls and not call.recomputing:
+            self._count_forward(now)
+        self._disown()
+        if changed:
             raise ShardedParameterError(
-                f"{edited} was changed in place inside of a forward, which would be lost; change it outside of the forward, in "
-                "`with infinity.gathered(model, write=True):` (or gathered(parameter, write=True))"
+                f"{described(changed)} was changed in place inside of a forward, which would be lost; change it outside of the "
+                "forward, in `with infinity.gathered(model, write=True):` (or gathered(parameter, write=True))"
             )
+        if kept:
+            raise ShardedParameterError(
+                f"{type(module).__name__} leaves a view of {described(kept)} behind, in what it returned, in an attribute or in "
+                "hooks on saved tensors, and the data leaves with the end of the forward; keep a copy (.clone()), or call it "
+                "inside `with infinity.gathered(model):`"
+            )
+
+    def _end_uses(self, call: _Call, output: Any, failed: bool) -> list[str]:
+        """End the uses of a call that has ended, or hand them to the one around it where views are left; returns the names of
+        those views that outlive the outermost forward."""
+        returned = {found[0] for tensor in _tensors(output) if (found := self._packer.locate(tensor)) is not None}
+        kept: list[str] = []
+        for use in call.uses:
+            left = not failed and (use.unit in returned or bool(use.referenced()))
+            if left and self._calls:
+                self._calls[-1].uses.append(use)
+            elif left and call.recomputing:
+                self._watch_backward().uses.append(use)
+            else:
+                kept += collected(use) if left else []
+                use.end()
+        return kept
 
     def _show(self, name: str) -> None:
         """To a profiler: what went on so far has ended, and `name`, if that has letters, begins."""
@@ -318,117 +365,70 @@ class Hooks:
         self._recorder.add("model", "forward", self._forward_since, now)
         self.forward_seconds += now - self._forward_since - (self._runtime.waited - self._forward_waited)
 
-    def _enter(self, unit: Unit) -> None:
+    def _enter(self, unit: Unit) -> Showing:
         if self._weaver is not None:
             self._weaver.cross(unit)
         if in_backward():
             unit.begin_turn()
-        fresh = unit.state is UnitState.SHARDED  # else gathered(write=True) may hold it, where changes are welcome
-        unit.unshard(self._runtime.enter(unit))
-        if fresh:
-            self._versions[unit] = _versions(unit)
+        return Showing(unit, self._runtime.enter(unit), self._left)
 
-    def _leave(self, unit: Unit) -> None:
-        unit.reshard()
-        if unit.state is UnitState.SHARDED:
-            self._versions.pop(unit, None)
-            if any(map(torch.is_autocast_enabled, _AUTOCAST)):  # see [Note: casts]
-                torch.clear_autocast_cache()
+    def _left(self, unit: Unit) -> None:
+        if unit.state is UnitState.SHARDED and any(map(torch.is_autocast_enabled, _AUTOCAST)):  # see [Note: casts]
+            torch.clear_autocast_cache()
         self._runtime.leave(unit)
-
-    def _hold(self, unit: Unit) -> None:
-        self._held[unit] = self._held.get(unit, 0) + 1
-
-    def _edited(self, units: Iterable[Unit]) -> str:
-        """The name of a parameter that was changed since its unit was entered; named once only. Else ""."""
-        for unit in units:
-            before = self._versions.get(unit)
-            if before is not None and (now := _versions(unit)) != before:
-                del self._versions[unit]
-                return next(name for name, old, new in zip(unit.names, before, now, strict=True) if old != new)
-        return ""
 
     def _unwind(self) -> None:
         """End the calls that are not under way any more; outside of a backward, which may run in other threads."""
-        while self._calls and not _runs(self._calls[-1].frame):
+        me = threading.get_ident()
+        while self._calls and not (self._calls[-1].thread == me and _is_in(self._calls[-1].frame, sys._getframe())):
             self._abandon(self._calls.pop())
-            if not self._calls:
-                self._stop_saving()
 
     def _abandon(self, call: _Call) -> None:
         self._recorder.hide(call.shown)
-        for unit in (*self._units_of[call.module], *call.lent):
-            self._leave(unit)
+        if call.saving is not None and call.thread == threading.get_ident():  # the hooks of another thread are out of reach
+            call.saving.__exit__(None, None, None)
+        for use in call.uses:
+            use.end()
+        self._disown()
 
-    def _stop_saving(self) -> None:
-        if not self._backward:
-            self._show("")
-        if self._saving is not None:
-            (saving, thread), self._saving = self._saving, None
-            if thread == threading.get_ident():  # the hooks of another thread are out of reach
-                saving.__exit__(None, None, None)
+    def _disown(self) -> None:
+        """The outermost forward has ended, if it has."""
+        if not self._calls:
+            self._owner = None
+            if not self._passes:
+                self._show("")
 
-    # Saved views
+    def packing(self) -> AbstractContextManager[object]:
+        """The context in which autograd saves views of units so that these may move."""
+        return self._packer.context() or nullcontext()
 
-    def _packing(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(*self._packers)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept | Packed | PackedView:
-        found = self._locate_tensor(tensor)
-        if found is None:
-            return self._keeper.pack(tensor)
-        (unit, offset), form, tensor = found, form_of(tensor), local(tensor)
-        with torch._C.DisableTorchFunctionSubclass():
-            size, stride, conjugate, negative = tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
-            updates = unit.blocks[Kind.PARAM].updates
-            return PackedView(unit, type(tensor), tensor.dtype, size, stride, offset, conjugate, negative, updates, form)
-
-    def _locate_tensor(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
-        """The unit in whose bytes `tensor` begins, whatever its class, and the byte offset there."""
-        tensor = local(tensor)
-        with torch._C.DisableTorchFunctionSubclass():
-            if tensor.layout is not torch.strided:
-                return None
-            try:
-                address = tensor.data_ptr()
-            except RuntimeError:  # a tensor of no bytes: a fake or a functional one
-                return None
-        return self._locate(address)
-
-    def _unpack(self, saved: torch.Tensor | Kept | Packed | PackedView) -> torch.Tensor:
-        if isinstance(saved, torch.Tensor):
-            return saved
-        if not isinstance(saved, PackedView):
-            return saved.unpack()
-        if saved.updates != saved.unit.blocks[Kind.PARAM].updates:
+    def _bring(self, saved: PackedView) -> torch.Tensor:
+        """The tensor of a saved view, for the node that runs, or for whoever asks for what autograd saved."""
+        unit = saved.unit
+        if saved.updates != unit.blocks[Kind.PARAM].updates:
             raise RuntimeError(
-                f"the parameters of {saved.unit.name} were updated after the forward whose backward needs them; "
+                f"the parameters of {unit.name} were updated after the forward whose backward needs them; "
                 "call backward() before optimizer.step(), or run the forward again"
             )
-        self._watch_backward()
-        self._end_other_node()
+        found = self._watch_backward() if in_backward() else None
+        self._sweep()
         if self._weaver is not None:
-            self._weaver.cross(saved.unit)
-        saved.unit.begin_turn()
-        flat = self._runtime.enter(saved.unit)
-        self._node_units.append(saved.unit)
-        offset = (flat.storage_offset() * flat.itemsize + saved.offset) // saved.dtype.itemsize
-        view = torch.empty(0, dtype=saved.dtype, device=flat.device)
-        view.set_(flat.untyped_storage(), offset, saved.size, saved.stride)
-        if torch.is_grad_enabled():
+            self._weaver.cross(unit)
+        unit.begin_turn()
+        use = Use(unit, self._runtime.enter(unit), self._runtime.leave)
+        view = use.window.tensor(saved.size, saved.stride, saved.offset // saved.dtype.itemsize, saved.dtype)
+        if found is None or torch.is_grad_enabled():  # a backward that is recorded keeps what it unpacks
             view = view.clone()
-        if saved.conjugate:
-            view = view.conj()
-        if saved.negative:
-            view = torch._neg_view(view)
-        view = view if saved.kind in (torch.Tensor, nn.Parameter) else _as(saved.kind, view)
-        return view if saved.form is None else saved.form.wrap(view)
+            use.end()
+        else:
+            found.uses.append(use)
+        return saved.restore(view)
 
     # Backward
 
     def _before_gradient(self, unit: Unit) -> None:
         if self._weaver is not None:
-            self._end_other_node()
+            self._sweep()
             self._weaver.cross(unit)
 
     def _collector(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
@@ -445,95 +445,106 @@ class Hooks:
         return collect
 
     def _passed(self, units: Sequence[Unit]) -> None:
-        for unit in units:
-            for _ in range(self._held.pop(unit, 0)):
-                self._leave(unit)
+        """The input of a module that uses `units` has its gradient."""
+        found = self._passes.get(current_pass() or 0)
+        if found is not None:
+            found.uses += [use for use in found.touched if use.unit in units]
+            found.touched = [use for use in found.touched if use.unit not in units]
+            self._sweep()
 
-    def _touched(self, unit: Unit) -> bool:
-        """A parameter of a unit that is not entered was touched: by a recomputation that no hook saw, or by a forward that uses
+    def touched(self, unit: Unit) -> bool:
+        """A parameter of a unit that is not there was touched: by a recomputation that no hook saw, or by a forward that uses
         another module's parameter (`nn.MultiheadAttention` never calls its `out_proj`). False outside of both."""
-        if in_backward():
-            self._end_other_node()
-            self._enter(unit)
-            self._hold(unit)
-            self._watch_backward()
+        recomputing = in_backward()
+        if not recomputing:
+            self.check_thread(f"a parameter of {unit.name} was touched")
+            self._unwind()
+            if not self._calls:
+                return False
+        if self._calls and self._calls[-1].recomputing == recomputing:
+            self._calls[-1].uses.append(self._enter(unit))
             return True
-        self._unwind()
-        if not self._calls:
-            return False
-        self._enter(unit)
-        self._calls[-1].lent.append(unit)
+        found = self._watch_backward()
+        self._sweep()
+        found.touched.append(self._enter(unit))
         return True
 
-    def _watch_backward(self) -> None:
-        if not self._backward and in_backward():
-            self._backward, self._backward_since = True, time.perf_counter()
+    def _watch_backward(self) -> _Pass:
+        """The innermost backward pass of this thread."""
+        number = current_pass()
+        if number in self._passes:
+            return self._passes[number]
+        if not self._passes:
+            self._backward_since = time.perf_counter()
             self._show("backward")
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        watch = BackwardPass(lambda: self._end_pass(found))
+        found = self._passes[watch.number] = _Pass(watch, threading.get_ident())
+        return found
 
-    def _end_other_node(self) -> None:
-        """What an earlier autograd node unpacked is not in use any more."""
-        node = torch._C._current_autograd_node()
-        if node is not self._node:
-            self._end_node(node)
+    def _sweep(self) -> None:
+        """End the uses of backward passes that nobody refers to any more."""
+        for found in self._passes.values():
+            free = [use for use in found.uses if not use.referenced()]
+            found.uses = [use for use in found.uses if use not in free]
+            for use in free:
+                use.end()
 
-    def _end_node(self, following: Any) -> None:
-        units, self._node, self._node_units = self._node_units, following, []
-        for unit in units:
-            self._runtime.leave(unit)
+    def _end_pass(self, found: _Pass) -> None:
+        """The pass is complete. Who still has a saved view would see other bytes there soon."""
+        kept = [name for use in found.uses if not isinstance(use, Showing) for name in collected(use)]
+        self._drop(found)
+        if kept:
+            raise ShardedParameterError(
+                f"a view of a parameter of {described(kept)}, saved by autograd, outlives the backward: as a gradient that a "
+                "custom autograd function returned, or in an attribute; return or keep a copy (.clone())"
+            )
 
-    def _end_backward(self) -> None:
-        self._end_node(None)
-        self._passed(list(self._held))
-        if self._backward:
-            self._backward = False
-            self._show("")
+    def _bury(self) -> None:
+        """End the passes that an exception cut off."""
+        for found in [found for found in self._passes.values() if not found.watch.alive]:
+            self._drop(found)
+
+    def _drop(self, found: _Pass) -> None:
+        self._passes.pop(found.watch.number, None)
+        uses, found.uses, found.touched = [*found.uses, *found.touched], [], []
+        for use in uses:
+            use.end()
+        if not self._passes:
+            self._show("forward" if self._calls else "")
             self._recorder.add("model", "backward", self._backward_since, time.perf_counter())
             if self._weaver is None:
                 self._after_backward()
 
 
-def _uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook`, with a frame of torch's around it: see [Note: graphs]."""
-    disabled: Callable[..., Any] = torch.compiler.disable(hook, reason=_NO_GRAPH)
-    return disabled
-
-
 def _caller() -> FrameType | None:
     """The frame that called the hook that calls this."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":  # of `_uncompiled`
+    while frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":  # of `uncompiled`
         frame = frame.f_back
     return frame
 
 
-def _runs(frame: FrameType | None) -> bool:
-    """Whether `frame` is one of those that led here."""
-    caller: FrameType | None = sys._getframe()
+def _is_in(frame: FrameType | None, caller: FrameType | None) -> bool:
+    """Whether `frame` is `caller`, or one of those that led there."""
     while caller is not None and caller is not frame:
         caller = caller.f_back
     return caller is not None
 
 
-def _versions(unit: Unit) -> list[int]:
-    """How often each parameter was changed in place; the engine itself never does."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return [parameter._version for parameter in unit.parameters]
-
-
-def _as(kind: type[torch.Tensor], view: torch.Tensor) -> torch.Tensor:
-    try:
-        return view.as_subclass(kind)
-    except (RuntimeError, TypeError):  # a class that wants more than bytes
-        return view
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
+    """The tensors in `value`: in mappings, lists, tuples, dataclasses and attributes of plain objects, `depth` levels down."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
+        return
+    if depth == 0 or value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
+        return
+    if isinstance(value, Mapping):
+        items = list(value.values())
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+        items = list(value)
+    elif is_dataclass(value):
+        items = [getattr(value, each.name, None) for each in fields(value)]
+    else:
+        items = list(getattr(value, "__dict__", {}).values())
+    for item in items:
+        yield from _tensors(item, depth - 1)

@@ -81,7 +81,7 @@ class ShardedParameter(nn.Parameter):
                 "or infinity.engine(model).clip_grad_norm_(...), read it with infinity.engine(model).gradient(parameter), update "
                 "with infinity.AdamW and its family, or any other by infinity.adapt(torch.optim.RMSprop, model.parameters(), ...)"
             )
-        if unit.touched is not None and unit.touched(unit):
+        if unit.border is not None and unit.border.touched(unit):
             return func(*args, **(kwargs or {}))
         raise ShardedParameterError(
             f"{who} (unit {unit.name}) lives on {unit.tier} and its data was touched ({name}) outside of its module's forward; "

@@ -20,6 +20,7 @@ from infinity.sharding.layout import Layout
 from infinity.sharding.parameter import guard_for
 from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.tensor_parallel import attach, cut_along, local, part_of
+from infinity.sharding.use import GatheredParameter, Views
 from infinity.tiers.block import BF16, FP32, INT8, SPLIT, Block, Format, Kind
 from infinity.tiers.moves import is_rounded
 from infinity.tiers.store import Store
@@ -41,6 +42,19 @@ class UnitState(enum.Enum):
 
     SHARDED = enum.auto()
     UNSHARDED = enum.auto()
+
+
+class Border(Protocol):
+    """Who ties units to the model, as far as a unit, or who reads it, needs that."""
+
+    def touched(self, unit: Unit) -> bool:
+        """A parameter was touched while its unit is SHARDED: True once it is UNSHARDED."""
+
+    def packing(self) -> AbstractContextManager[object]:
+        """The context in which autograd saves views of units so that these may move."""
+
+    def check_thread(self, what: str) -> None:
+        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the caller wants to do."""
 
 
 class Updates(Protocol):
@@ -107,13 +121,15 @@ class Unit:
         """Where its parameters are at home; "" while nobody manages them."""
         self.updater: Updates | None = None
         """Who updates this unit; set by the optimizer layer."""
-        self.touched: Callable[[Unit], bool] | None = None
-        """Asked when a parameter is touched while SHARDED: True once it has made the unit UNSHARDED; set by the hooks."""
-        self.packing: Callable[[], AbstractContextManager[object]] | None = None
-        """Gives the context in which autograd saves views of this unit so that it may move; set by the hooks."""
+        self.border: Border | None = None
+        """Who ties this unit to the model; set by the hooks."""
         self.state = UnitState.UNSHARDED
         self.gradients = Gradients(self)
-        self._users = 0
+        self.views: Views | None = None
+        """The parameters, while they point at the bytes of the unit."""
+        self.shown = 0
+        """How many uses show the parameters."""
+        self._checked = False  # whether every use checks the whole content
         self._placeholder = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype)
         self._tensors = [torch.empty(0, dtype=dtype) if isinstance(p, DTensor) else p for p in self.parameters]
         held = {id(t): t for t in (*self.parameters, *self._tensors)}.values()
@@ -151,7 +167,7 @@ class Unit:
     def declare(self, store: Store, config: Config) -> None:
         """Add this unit's blocks to the store: parameters, and for a trainable unit gradients, master and moments."""
         shard = self.layout.shard_numel
-        self.store, self.algorithm = store, config.algorithm
+        self.store, self.algorithm, self._checked = store, config.algorithm, config.poison
         self.spill = config.nvme if config.optimizer == "nvme" else ()  # directories for states that have no block
 
         def add(kind: Kind, form: Format, tier: Tier, span: int = 0, whole: bool = False) -> None:
@@ -259,20 +275,33 @@ class Unit:
         """End one `start`: the unit may be evicted."""
         self.store.release(self.blocks[Kind.PARAM])
 
-    def unshard(self, flat: torch.Tensor) -> None:
-        """One more user: SHARDED -> UNSHARDED, the parameters point at their places in `flat` (numel,)."""
-        self._users += 1
-        if self.state is UnitState.SHARDED:
+    def show(self, flat: torch.Tensor, writable: bool = False) -> None:
+        """SHARDED -> UNSHARDED: the parameters point at their places in `flat` (numel,); paired with `hide`. See `Showing`."""
+        if self.views is None:
             self._lift_guard()
-            for tensor, place in zip(self._tensors, self.layout.places, strict=True):
-                tensor.data = flat[place.offset : place.end].view(place.shape)
+            self.views = Views(self.parameters, self._tensors, self.layout.places, flat, self._checked)
+            for tensor, plain, _ in self._guarded:
+                if plain is nn.Parameter:
+                    tensor.__class__ = GatheredParameter
             self.state = UnitState.UNSHARDED
+        self.shown += 1
+        self.views.writers += writable
 
-    def reshard(self) -> None:
-        """One user less; after the last UNSHARDED -> SHARDED: the parameters point at a guarded placeholder."""
-        self._users -= 1
-        if self._users == 0:
+    def hide(self, writable: bool = False) -> None:
+        """End one `show`; after the last UNSHARDED -> SHARDED: the parameters point at a guarded placeholder."""
+        self.shown -= 1
+        if self.views is not None:
+            self.views.writers -= writable
+        if self.shown == 0:
             self.guard()
+
+    def changed(self) -> list[str]:
+        """The names of parameters that were written to while nobody may, each told once. The copy is not used again."""
+        names = [] if self.views is None else [self.names[index] for index in self.views.changed()]
+        if names:
+            self.outdate()
+            self.store.discard(self.blocks[Kind.PARAM])
+        return names
 
     def guard(self) -> None:
         """Point the parameters at the placeholder; what they held is freed if nobody else holds it."""
@@ -283,13 +312,14 @@ class Unit:
                 attach(parameter, tensor)
         for tensor, _, guard in self._guarded:
             tensor.__class__ = guard
-        self.state = UnitState.SHARDED
+        self.views, self.shown, self.state = None, 0, UnitState.SHARDED
 
     def restore(self, flat: torch.Tensor) -> None:
         """Make the parameters plain tensors with the data of `flat` (numel,), as if they had never been managed."""
-        self._users = 0
-        self.state = UnitState.SHARDED
-        self.unshard(flat)
+        self._lift_guard()
+        for tensor, place in zip(self._tensors, self.layout.places, strict=True):
+            tensor.data = flat[place.offset : place.end].view(place.shape)
+        self.views, self.shown, self.state = None, 0, UnitState.UNSHARDED
 
     def _lift_guard(self) -> None:
         for tensor, plain, _ in self._guarded:

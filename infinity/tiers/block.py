@@ -213,8 +213,8 @@ class Block:
         self.state, self.outdated = BlockState.UPDATING, keep and resident
         self.updates += 1
 
-    def to_taken_back(self) -> None:
-        """RESIDENT -> HOME, for what is `renewed` will not be; the lease stays, as in `to_failed`."""
+    def to_outdated(self) -> None:
+        """RESIDENT -> HOME, for what the lease holds is not the content; the lease stays, as in `to_failed`."""
         self._expect(BlockState.RESIDENT)
         self.state = BlockState.HOME
         self._settle()

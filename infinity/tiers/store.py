@@ -262,6 +262,16 @@ class Store:
             block.pins -= 1
             block.used = self._device.mark()
 
+    def discard(self, block: Block) -> None:
+        """Somebody wrote to the copy of `block`, so it is not clean: the next use fetches the content again, to the same place.
+
+        Where the compute device is the home of `block`, the copy is the content, and stays.
+        """
+        with self._changed:
+            if block.state is BlockState.RESIDENT and not block.permanent:
+                block.to_outdated()
+                self._changed.notify_all()
+
     def block_at(self, address: int) -> tuple[Block, int] | None:
         """The block whose compute copy holds `address`, and the byte offset in its span; None outside of all copies."""
         arena = self._arenas["gpu"]
@@ -622,7 +632,7 @@ class Store:
         with self._changed:
             while block.state is BlockState.RESIDENT and block.renewed:
                 if not block.copying:
-                    block.to_taken_back()
+                    block.to_outdated()
                 else:
                     self._changed.wait()
 

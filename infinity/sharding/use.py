@@ -1,0 +1,205 @@
+"""Uses of a unit's bytes on the compute device, each begun and ended once.
+
+[Note: what a use may leave behind]
+The bytes of a unit belong to a run of the compute arena that another unit may get next. So a use must not end while anybody can
+still reach these bytes through it, and nobody may have written to them: the copy is clean (invariant I1). Both are checked, not
+assumed. Each parameter points at a storage of its own: a slice of the arena's storage, an object with a count of references. More
+references than the parameter's are views that somebody keeps: an output, an attribute of a module, a tensor saved by hooks of the
+model's own. A write shows in the parameter's version counter, or in its data pointer when `.data` was assigned. The alias that
+`.data` returns shares memory without the counter. So a read of `.data` makes the unit note a digest of the content, which is
+compared at the end (`GatheredParameter`). With `Config.poison` there is a digest of everything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from infinity.sharding.layout import Place
+
+if TYPE_CHECKING:
+    from infinity.sharding.unit import Unit
+
+_DATA: Any = torch.Tensor.data
+_DIGESTED = 1 << 20  # int64 numbers at a time: 8 MiB, and as much again for their products
+
+
+class Window:
+    """A storage of its own over elements [begin, end) of `flat`, so that references to these bytes can be counted."""
+
+    __slots__ = ("_dtype", "storage")
+
+    def __init__(self, flat: torch.Tensor, begin: int, end: int) -> None:
+        start = flat.storage_offset()
+        self._dtype = flat.dtype
+        self.storage = flat.untyped_storage()[(start + begin) * flat.itemsize : (start + end) * flat.itemsize]
+
+    def tensor(
+        self, size: Sequence[int], stride: Sequence[int] = (), offset: int = 0, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """A tensor of this memory; contiguous without `stride`. `offset` counts elements of `dtype` (default: that of `flat`)."""
+        with torch.inference_mode(False):
+            empty = torch.empty(0, dtype=dtype or self._dtype, device=self.storage.device)
+            return empty.set_(self.storage, offset, tuple(size), tuple(stride))
+
+    def references(self) -> int:
+        """How many tensors refer to this memory through this storage."""
+        return int(torch._C._storage_Use_Count(self.storage._cdata)) - 1
+
+    def digest(self) -> int:
+        """A number that changes with the content: the 64-bit sum of every 8 bytes times their odd-numbered place."""
+        data = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+        numbers = data[: data.numel() // 8 * 8].view(torch.int64)
+        total = data[numbers.numel() * 8 :].sum(dtype=torch.int64)
+        for part in numbers.split(_DIGESTED):
+            places = torch.arange(part.numel(), device=part.device) * 2 + 1
+            total = total * 0x9E3779B97F4A7C1 + (part * places).sum()
+        return int(total)
+
+
+class GatheredParameter(nn.Parameter):
+    """What a plain parameter is while it points at its unit's bytes. One class for all units: compiled code is guarded by it."""
+
+    views: ClassVar[weakref.WeakValueDictionary[int, Views]] = weakref.WeakValueDictionary()
+    """By the address of the storage that a parameter points at; nothing of ours may be attached to the parameter itself."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As of any tensor; the unit notes what it holds now, since nothing tells when this alias is written to."""
+        if torch.compiler.is_compiling():
+            return self.detach()  # which shares the version counter
+        storage = torch.Tensor.untyped_storage(self)._cdata
+        views = GatheredParameter.views.get(storage)
+        if views is not None:
+            views.watch(storage)
+        found: torch.Tensor = _DATA.__get__(self)
+        return found
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _DATA.__set__(self, value)
+
+
+class Views:
+    """The parameters of a unit while they point at its bytes, from the first use that shows them to the end of the last.
+
+    `tensors` hold the data, and `parameters` have the version counters: of a DTensor the former is its local tensor.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        places: Sequence[Place],
+        flat: torch.Tensor,
+        checked: bool,
+    ) -> None:
+        self._parameters, self._tensors = parameters, tensors
+        self._windows = [Window(flat, place.offset, place.end) for place in places]
+        for tensor, window, place in zip(tensors, self._windows, places, strict=True):
+            tensor.data = window.tensor(place.shape)
+        self._addresses = [window.storage.data_ptr() for window in self._windows]
+        self._digests = {index: window.digest() for index, window in enumerate(self._windows)} if checked else {}
+        self._indices = {window.storage._cdata: index for index, window in enumerate(self._windows)}
+        GatheredParameter.views.update(dict.fromkeys(self._indices, self))
+        self.writers = 0
+        """How many uses allow writing; while there is one, nothing is noted of what changes."""
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [parameter._version for parameter in self._parameters]
+
+    def watch(self, storage: int) -> None:
+        """Somebody got an alias of the parameter at this storage that has no version counter in common with it."""
+        index = self._indices[storage]
+        if not self.writers and index not in self._digests:
+            self._digests[index] = self._windows[index].digest()
+
+    def referenced(self) -> list[int]:
+        """The parameters whose bytes somebody else refers to."""
+        return [index for index, window in enumerate(self._windows) if window.references() > 1]
+
+    def changed(self) -> list[int]:
+        """The parameters that were written to, or given other memory, since the last time that this was asked."""
+        if self.writers:
+            return []
+        before = self._versions
+        self._versions = self._versions_now()
+        found = {index for index, (old, new) in enumerate(zip(before, self._versions, strict=True)) if old != new}
+        for index, tensor in enumerate(self._tensors):
+            if tensor.numel() and torch.Tensor.data_ptr(tensor) != self._addresses[index]:
+                found.add(index)
+        for index, old in list(self._digests.items()):
+            self._digests[index] = self._windows[index].digest()
+            if self._digests[index] != old:
+                found.add(index)
+        return sorted(found)
+
+
+class Use:
+    """One use of a unit's bytes, which stay where they are until `end`; raw, for views that autograd saved.
+
+    Used by the thread that runs the model. `leave` is called once, with the unit, at the end.
+    """
+
+    def __init__(self, unit: Unit, flat: torch.Tensor, leave: Callable[[Unit], None]) -> None:
+        self.unit = unit
+        self.window = Window(flat, 0, flat.numel())
+        self._leave: Callable[[Unit], None] | None = leave
+
+    def referenced(self) -> list[str]:
+        """The names of what somebody still refers to through this use; a raw use knows the unit only."""
+        return [self.unit.name] if self.window.references() else []
+
+    def end(self) -> None:
+        """The bytes may go. Raises `RuntimeError` when the use has ended before."""
+        leave, self._leave = self._leave, None
+        if leave is None:
+            raise RuntimeError(f"a use of {self.unit.name} was ended twice (invariant I3)")
+        self._hide()
+        leave(self.unit)
+
+    def _hide(self) -> None:
+        """Nothing was shown."""
+
+
+class Showing(Use):
+    """A use that shows the parameters: they point at the bytes until the last use of this kind has ended.
+
+    With `writable` the parameters may be changed meanwhile; whoever allows that writes the new content back.
+    """
+
+    def __init__(self, unit: Unit, flat: torch.Tensor, leave: Callable[[Unit], None], writable: bool = False) -> None:
+        super().__init__(unit, flat, leave)
+        self._writable = writable
+        unit.show(flat, writable)
+
+    def referenced(self) -> list[str]:
+        """The parameters that somebody refers to beside the model; none while other uses show them, too."""
+        views = self.unit.views
+        if views is None or self.unit.shown != 1:
+            return []
+        return [self.unit.names[index] for index in views.referenced()]
+
+    def _hide(self) -> None:
+        self.unit.hide(self._writable)
+
+
+def collected(use: Use) -> list[str]:
+    """`use.referenced()`, after Python has freed what it can: cycles of objects keep tensors for a while."""
+    if not use.referenced():
+        return []
+    import gc
+
+    gc.collect()
+    return use.referenced()
+
+
+def described(names: Sequence[Any]) -> str:
+    """The first of `names`, and how many more there are."""
+    return str(names[0]) if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
