@@ -87,10 +87,10 @@ Wrap = Callable[..., infinity.Engine]
 
 @pytest.fixture
 def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
-    """`wrap(far, **config)`: an engine on a far device, or on one that shares the host."""
+    """`wrap(far, model, **config)`: an engine on a far device, or on one that shares the host; of a transformer by default."""
     engines: list[tuple[Any, infinity.Engine]] = []
 
-    def make(far: bool = True, **options: Any) -> infinity.Engine:
+    def make(far: bool = True, model: torch.nn.Module | None = None, **options: Any) -> infinity.Engine:
         folder = tmp_path / str(len(engines))
         folder.mkdir(exist_ok=True)  # one that was refused may have left it
         config = LEAST | {"nvme": folder, "device": "cpu", "gpu_cache": 0} | options
@@ -99,7 +99,7 @@ def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
                 patch.setattr(sys.modules["infinity.engine"], "ComputeDevice", FarDevice)
             while True:
                 try:
-                    model = infinity.wrap(transformer(), infinity.Config(**config))
+                    model = infinity.wrap(transformer() if model is None else model, infinity.Config(**config))
                     break
                 except infinity.BudgetError as error:  # where there is none, the least memory that works
                     ((key, least),) = re.findall(r"smallest (\w+) that works is (\d+)", str(error))
@@ -246,3 +246,22 @@ def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> 
         store.end_update([block])
     finally:
         store.close()
+
+
+def test_an_early_update_is_taken_back_when_the_gradient_before_arrives_with_the_next_one(wrap: Wrap) -> None:
+    """The step before had one backward and this one has two: the second finds the reduction of the first, which says that all
+    gradients are there, still under way."""
+    weights = []
+    for far in (True, False):
+        torch.manual_seed(0)
+        engine = wrap(far, torch.nn.Linear(32, 32), update="speculative")
+        optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2)
+        for backwards in (1, 1, 1, 2):
+            optimizer.zero_grad()
+            kept = engine.report().updates_kept
+            for number in range(backwards):
+                engine.model(torch.full((2, 32), float(number))).square().mean().backward()
+            optimizer.step()
+        assert engine.report().updates_kept == kept
+        weights.append(engine.state_dict()["weight"])
+    assert torch.equal(*weights)

@@ -175,6 +175,8 @@ class Gradients:
         place = unit.layout.places[index]
         if self._buffer is not None:
             self._buffer.add(unit, index, gradient)
+            if self.collected == self.expected:  # a reduction that `add` ended may have begun the update without this gradient
+                unit.withdraw()
             self.accumulated[index] = True
             self.collected += 1
             return

@@ -13,7 +13,6 @@ from far import FarDevice
 
 import infinity
 from random_programs import modules
-from random_programs.recipes import KNOWN
 
 MUCH = 1 << 26
 
@@ -39,7 +38,7 @@ PLACEMENTS = {
     "posix": Placement(1, 1, {"io_engine": "posix", "update": "speculative", "cache": 0, "split_master": False}),
     "activations": Placement(1, 0, {"activations": "nvme", "activation_memory": 1 << 14}),
     "gpu cache": Placement(0, 0, {"gpu_cache": 1 << 14}),
-    "far": Placement(1, 1, {"cache": 0, "gpu_cache": 0, "update": "exact" if "far early" in KNOWN else "auto"}, far=True),
+    "far": Placement(1, 1, {"cache": 0, "gpu_cache": 0, "update": "speculative"}, far=True),
     "plain update": Placement(1, 0, HOST | {"update": "plain", "instruction_set": "scalar"}),
 }
 

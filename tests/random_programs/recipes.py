@@ -20,7 +20,6 @@ KNOWN: dict[str, str] = {
     "not zeroed": "a backward after a step and before zero_grad is refused",
     "over a step": "a backward over a graph that outlives a step may wait for ever",
     "write near": "a write is lost where parameters are at home on the compute device, and these placements are left out",
-    "far early": "with early updates on a device with memory of its own a forward sometimes sees parameters of no step",
     "recorded": "a backward that is recorded itself over a checkpoint reads what its units were recomputed from after they left",
     "forget": "a forgotten gradient stays in the sum where gradients pass a buffer",
 }
