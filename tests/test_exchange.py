@@ -153,15 +153,15 @@ def a_reduction_runs_under_the_backward_of_the_block_before(directory: Path, ran
                 order.append("reduced")
 
         second = engine.units[DEPTH - 2]
-        collect = second.collect
+        collect = second.gradients.collect
 
         def collected(index: int, gradient: torch.Tensor) -> None:
             collect(index, gradient)
             order.append("collected")
-            if second.collected == second.expected:
+            if second.gradients.collected == second.gradients.expected:
                 released.set()
 
-        second.collect = collected  # type: ignore[method-assign]
+        second.gradients.collect = collected  # type: ignore[method-assign]
         with watched(block_the_first):
             train(model, optimizer)
         assert order[:3] == ["collected", "collected", "reduced"]
