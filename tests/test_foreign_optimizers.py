@@ -114,7 +114,7 @@ def test_low_precision_parameters_have_masters(wrap: Callable[..., infinity.Engi
     model = transformer()
     engine = wrap(model, precision="bf16")
     optimizer = infinity.adapt(torch.optim.RMSprop, model.parameters(), lr=1e-6)
-    masters = {name: nn.Parameter(value.float()) for name, value in engine.state_dict().items() if name != "scale"}
+    masters = {name: nn.Parameter(value.detach()) for name, value in transformer().named_parameters()}
     reference = torch.optim.RMSprop(masters.values(), lr=1e-6)
     for number in range(5):
         model(**text_batch(number)).loss.backward()

@@ -27,7 +27,7 @@ class Reference:
     def __init__(self, dtype: torch.dtype, max_grad_norm: float | None) -> None:
         self.model = convert(transformer(), dtype)
         self.named = dict(self.model.named_parameters())
-        self.masters = {name: nn.Parameter(p.detach().float()) for name, p in self.named.items()}
+        self.masters = {name: nn.Parameter(p.master) for name, p in self.named.items()}
         self.optimizer = SpecifiedAdamW(list(self.masters.values()), max_grad_norm=max_grad_norm)
 
     def accumulate(self, number: int) -> None:

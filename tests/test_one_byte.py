@@ -211,7 +211,7 @@ def plain(dtype: torch.dtype, precision: str) -> Trained:
     """PyTorch alone, with fp32 masters of what is trained."""
     model, floats = quantized(dtype), FLOATS[precision]
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    masters = {name: rounded(p.detach(), floats).float() for name, p in trained.items()}
+    masters = {name: p.detach().clone() for name, p in trained.items()}
     losses = []
     for step in range(STEPS):
         for name, parameter in trained.items():

@@ -59,7 +59,12 @@ class SpecifiedAdamW(torch.optim.Optimizer):
             return torch.tensor(value, dtype=torch.float32)
 
         if not state:
-            state |= {"step": 0, "master": p.detach().float().clone(), "m": torch.zeros(p.shape), "v": torch.zeros(p.shape)}
+            state |= {
+                "step": 0,
+                "master": getattr(p, "master", p.detach()).float().clone(),
+                "m": torch.zeros(p.shape),
+                "v": torch.zeros(p.shape),
+            }
         state["step"] += 1
         lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
         g = p.grad.float() * single(scale)
@@ -130,9 +135,10 @@ def assert_same_weights(plain: nn.Module, model: nn.Module) -> None:
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Parameters to `dtype`; buffers stay, as with `Config(precision=...)`."""
+    """Parameters to `dtype`, with their values of before as `master`; buffers stay, as with `Config(precision=...)`."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        parameter.master = parameter.detach().float().clone()  # type: ignore[attr-defined]
+        parameter.data = rounded(parameter.data, dtype) if parameter.requires_grad else parameter.data.to(dtype)
     return model
 
 

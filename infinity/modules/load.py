@@ -1,4 +1,12 @@
-"""The first values of the units: from safetensors, from the model, or from the modules' own initialisation."""
+"""The first values of the units: from safetensors, from the model, or from the modules' own initialisation.
+
+[Note: low bits]
+`Config.precision` may store parameters in fewer bits than their values come with: an fp32 model, or fp32 safetensors, in bf16.
+A trainable unit has a master block, with room for these bits. So its master is written from the value in fp32, and takes the
+rounded parameter along: training goes on from the weights that were given. Everywhere else nothing but the parameter is
+written, and the master is the parameter, widened. The choice follows from dtypes alone, never from values, so that all ranks
+choose alike. It costs the bytes of the master once more, 2 or 4 per parameter, and the flat buffer of one unit in fp32.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +23,7 @@ from torch import nn
 
 from infinity.errors import ConfigError, WeightsError
 from infinity.modules.init import check_initialisable, initialise
+from infinity.safetensors import DTYPES
 from infinity.sharding.tensor_parallel import bounds_of, local
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Kind
@@ -41,6 +50,11 @@ class Weights:
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of tensor `name`."""
         return tuple(self._files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of tensor `name` in its file."""
+        code = str(self._files[name].get_slice(name).get_dtype())
+        return DTYPES[code] if code in DTYPES else self._files[name].get_tensor(name).dtype
 
     def read_into(self, name: str, target: torch.Tensor, bounds: tuple[slice, ...] = ()) -> None:
         """Copy tensor `name`, or the part of it within `bounds`, into `target` of the same shape, converting the dtype."""
@@ -93,7 +107,7 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
 
     Values come from `weights`; without them from the parameters, and for those whose ids are in `empty` from the modules'
     own initialisation. Raises `ConfigError` before anything is moved where these cannot be initialised. When something fails
-    later, units already moved get their data back, where no other rank has a part of it.
+    later, units already moved get their data back, where no other rank has a part of it. See [Note: low bits].
     """
     if weights is None:
         check_initialisable(model, empty)
@@ -104,19 +118,20 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
             torch.manual_seed(seed)
         try:
             for unit in units:
-                flat = torch.zeros(unit.layout.numel, dtype=unit.dtype)
+                names = [next((n for n in aliases[id(p)] if weights and n in weights), "") for p in unit.parameters]
+                kind, dtype = _kept_of(unit, names, empty, weights)
+                flat = torch.zeros(unit.layout.numel, dtype=dtype)
                 uninitialised = []
-                for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
+                for parameter, name, place in zip(unit.parameters, names, unit.layout.places, strict=True):
                     view = flat[place.offset : place.end].view(place.shape)
                     if weights is not None:
-                        name = next(n for n in aliases[id(parameter)] if n in weights)
                         weights.read_into(name, view, bounds_of(parameter))
                     elif id(parameter) in empty:
                         uninitialised.append((parameter, view))
                     else:
                         view.copy_(local(parameter.data))
                 initialise(model, uninitialised)
-                unit.write(Kind.PARAM, unit.shard_of(flat))
+                unit.write(kind, unit.shard_of(flat))
                 unit.guard()
                 moved.append(unit)
         except BaseException:
@@ -124,11 +139,32 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
                 if unit.shared:  # the other ranks may be elsewhere
                     unit.close()
                 else:
-                    unit.restore(unit.gather(Kind.PARAM))
+                    unit.restore(unit.gather(unit.widest))
             raise
     for name, buffer in persistent_buffers(model):
         if weights is not None and name in weights:
             weights.read_into(name, local(buffer))
+
+
+def _kept_of(unit: Unit, names: Sequence[str], empty: set[int], weights: Weights | None) -> tuple[Kind, torch.dtype]:
+    """What of `unit` is written first, its parameters or its masters, and the dtype in which its values are put together.
+
+    `names` are those of its parameters in `weights`. Parameters of the modules' own initialisation are drawn in their own
+    dtype, as without the engine, and rounded after that.
+    """
+    sources = [p.dtype for p in unit.parameters] if weights is None else [weights.dtype(name) for name in names]
+    if unit.dtype not in (torch.bfloat16, torch.float16) or not any(_has_more_bits(s, unit.dtype) for s in sources):
+        return Kind.PARAM, unit.dtype
+    if Kind.MASTER in unit.blocks:
+        return Kind.MASTER, torch.float32
+    is_drawn = weights is None and any(id(parameter) in empty for parameter in unit.parameters)
+    return Kind.PARAM, torch.float32 if is_drawn else unit.dtype
+
+
+def _has_more_bits(source: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether `stored` cannot hold every value of `source`, a type of floating-point numbers. fp16 and bf16 hold neither all
+    values of the other."""
+    return source.is_floating_point and source.itemsize > 1 and torch.promote_types(source, stored) != stored
 
 
 def _aliases(model: nn.Module) -> dict[int, list[str]]:

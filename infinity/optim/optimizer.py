@@ -269,11 +269,13 @@ class Optimizer(torch.optim.Optimizer):
         """As in torch: per parameter `step`, the states by torch's names and, for bf16 and fp16 parameters, the fp32 `master`.
 
         Waits for pending updates. All states are returned in host memory, so this needs as much as they have bytes; with
-        several ranks every rank must call it and gets the whole, of DTensors, too: plain tensors.
+        several ranks every rank must call it and gets the whole, of DTensors, too: plain tensors. A parameter that was never
+        updated has no state, as in torch; its master, if it has more bits than the parameter, is in `masters`, by its number.
         """
         self.updater.drain()
         packed = super().state_dict()
         numbers = self._numbers()
+        masters = packed["masters"] = {}
         for unit in self._units.values():
             for name, kind in self._kinds():
                 if kind not in unit.blocks or not unit.blocks[kind].written:
@@ -284,18 +286,26 @@ class Optimizer(torch.optim.Optimizer):
                     if steps:
                         state = packed["state"].setdefault(numbers[id(parameter)], {"step": torch.tensor(float(steps))})
                         state[name] = whole(full[place.offset : place.end].view(place.shape), parameter).clone()
+                    elif kind is Kind.MASTER and id(parameter) in numbers:
+                        masters[numbers[id(parameter)]] = whole(
+                            full[place.offset : place.end].view(place.shape), parameter
+                        ).clone()
         if self.loss_scaler is not None:
             packed["loss_scaler"] = self.loss_scaler.state_dict()
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, or the torch optimizer of the same name and parameters (masters are then the
-        parameters). States that it does not have begin anew. Of DTensors it may have the whole, or DTensors.
+        """Take over what `state_dict` gave, or the torch optimizer of the same name and parameters, which has no masters: these
+        stay as they are. Moments that it does not have begin anew. Of DTensors it may have the whole, or DTensors.
         """
-        numbers, states = self._numbers(), state_dict["state"]
+        numbers, states, masters = self._numbers(), state_dict["state"], state_dict.get("masters")
         self.load_header(state_dict | {"steps": [_updates(states.get(number, {})) for number in numbers.values()]})
         for unit in self._units.values():
             mine = [states.get(numbers.get(id(p), -1), {}) for p in unit.parameters]
+            if masters is not None and Kind.MASTER in unit.blocks:  # then one that is not there is the parameter, widened
+                unit.store.forget(unit.blocks[Kind.MASTER])
+                unmoved = [masters.get(numbers.get(id(p), -1)) for p in unit.parameters]
+                mine = [s if m is None else {**s, "master": m} for s, m in zip(mine, unmoved, strict=True)]
             for name, kind in self._kinds():
                 if kind in unit.blocks and any(state.get(name) is not None for state in mine):
                     self._restore(unit, kind, [state.get(name) for state in mine])
@@ -309,7 +319,7 @@ class Optimizer(torch.optim.Optimizer):
         return header if self.loss_scaler is None else header | {"loss_scaler": self.loss_scaler.state_dict()}
 
     def load_header(self, header: dict[str, Any]) -> None:
-        """Take over what `header` gave. All states begin anew."""
+        """Take over what `header` gave. All moments begin anew; masters are the weights, and stay."""
         for group in header["param_groups"]:
             self._check_group(self.defaults | group, self._units.values())
         self.updater.drain()
@@ -319,7 +329,7 @@ class Optimizer(torch.optim.Optimizer):
         self.skipped_steps = header.get("skipped_steps", self.skipped_steps)
         self._steps = dict(zip(self._numbers(), header["steps"], strict=True))
         for unit in self._units.values():
-            for _, kind in self._kinds():
+            for kind in self.states.values():
                 if kind in unit.blocks:
                     unit.store.forget(unit.blocks[kind])
 

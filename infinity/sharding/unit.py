@@ -195,6 +195,12 @@ class Unit:
         return is_rounded(self.blocks)
 
     @property
+    def widest(self) -> Kind:
+        """What holds the values of the parameters with the most bits: their masters, once written, or they themselves."""
+        master = self.blocks.get(Kind.MASTER)
+        return Kind.MASTER if master is not None and master.written else Kind.PARAM
+
+    @property
     def trains(self) -> bool:
         """Whether a parameter takes gradients now: a trainable unit may be frozen for some steps."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -384,7 +390,7 @@ class Unit:
     def read(self, kind: Kind) -> torch.Tensor:
         """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else in the dtype it is kept in. A copy.
 
-        A master that no update has written is the parameter, widened.
+        A master that was never written is the parameter, widened.
         """
         shard = torch.empty(self.layout.shard_numel, dtype=self.dtype_of(kind))
         for begin, values in self._pieces(shard):
