@@ -289,6 +289,7 @@ class Engine:
             flat = unit.gather(Kind.PARAM)
             for name, parameter, place in zip(unit.names, unit.parameters, unit.layout.places, strict=True):
                 yield name, whole(flat[place.offset : place.end].view(place.shape), parameter)
+            del flat  # before the next one is made
         for name, buffer in persistent_buffers(self.model):
             yield name, local(buffer).detach().cpu()
 

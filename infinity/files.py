@@ -17,6 +17,10 @@ file has the process, its start, and where both numbers are valid.
 
 A file system without flock() gets a file made with O_EXCL instead. It is taken over when the process in it has ended, which
 can be told only on the same machine and in the same pid namespace. Elsewhere the user has to remove the file.
+
+[Note: a file that takes another's place]
+A new file is written in a folder beside its place, `.infinity-*.tmp`, which is locked. It is renamed when it is whole and on
+the drive, so a kill leaves what was there before, and the folder. `infinity gc` removes folders that nobody holds any more.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ LOCK_NAME = "infinity.lock"
 _TRIES = 100  # to lock a file that others remove as they leave
 _RECORD_BYTES = 512
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_TEMPORARY = re.compile(r"\.infinity-[0-9a-f]{16}\.tmp")
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _KINDS = (
     (stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"),
@@ -212,14 +217,72 @@ class Directory:
         self.remove(name)
         return None if status is None else status.st_blocks * 512
 
-    def rename(self, name: str, to: str) -> None:
-        """Give the file `name` the name `to`, in place of what has it."""
-        with self._naming(to):
-            os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+    def rename(self, name: str, to: str, directory: Directory | None = None) -> None:
+        """Give the file `name` the name `to`, here or in another `directory`, in place of what has it."""
+        target = directory or self
+        with target._naming(to):
+            os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=target.descriptor)
 
     def sync(self) -> None:
         """Return when the names in it would survive a power cut."""
         os.fsync(self.descriptor)
+
+    @contextmanager
+    def drafting(self) -> Iterator[Drafts]:
+        """A place for new files that then get their names here; what has got none is gone after the block."""
+        folder, lock = self._new_folder()
+        drafts = Drafts(self, folder)
+        try:
+            with folder, lock:
+                try:
+                    yield drafts
+                finally:
+                    for name in drafts.names():
+                        folder.remove(name)
+        finally:
+            self.remove_directory(folder.path.name)
+
+    def _new_folder(self) -> tuple[Directory, Lock]:
+        """A locked folder; another one when somebody who removes leftovers was faster than our lock."""
+        for _ in range(_TRIES):
+            folder = self.below(_temporary_name(), 0o700, new=True)
+            try:
+                return folder, folder.lock()
+            except PathInUseError:
+                folder.close()
+            except BaseException:
+                folder.close()
+                self.remove_directory(folder.path.name)
+                raise
+        raise PathInUseError(f"{self.what} {self.path} is cleaned up all the time; write elsewhere")
+
+    def write(self, name: str, content: bytes) -> None:
+        """Make the file `name`, or put `content` in its place: it is there whole and durable, or as before."""
+        with self.drafting() as drafts:
+            drafts.write(name, content)
+            drafts.publish(name)
+
+    def leftovers(self) -> dict[str, int]:
+        """The folders of drafts that dead processes left, with their bytes on disk."""
+        found = {}
+        for name in self.names():
+            status = self.status(name)
+            if _TEMPORARY.fullmatch(name) and status is not None and stat.S_ISDIR(status.st_mode):
+                with suppress(PathInUseError, ConfigError), self.below(name) as folder, folder.lock():
+                    ours = [folder.check(inner) for inner in folder.names()]
+                    found[name] = sum(one.st_blocks * 512 for one in ours if one is not None)
+        return found
+
+    def remove_leftovers(self) -> dict[str, int]:
+        """Remove what `leftovers` gives, and give it."""
+        found = self.leftovers()
+        for name in found:
+            with suppress(PathInUseError), self.below(name) as folder, folder.lock():
+                for inner in folder.names():
+                    if inner != LOCK_NAME:
+                        folder.reclaim(inner)
+            self.remove_directory(name)
+        return found
 
     # Locks
 
@@ -320,6 +383,38 @@ class Directory:
                 f"if no job uses it, remove {self.path / name}"
             )
         return PathInUseError(f"{where} is in use by process {pid}; give each job its own directory")
+
+
+class Drafts:
+    """New files in `folder`, which nobody else uses; see [Note: a file that takes another's place]."""
+
+    def __init__(self, directory: Directory, folder: Directory) -> None:
+        self._directory, self.folder = directory, folder
+
+    @property
+    def path(self) -> Path:
+        """A path to the folder for libraries that take one. It is right as long as the folder is open, whatever is renamed."""
+        return Path(f"/proc/self/fd/{self.folder.descriptor}")
+
+    def names(self) -> list[str]:
+        """The drafts that have no place yet."""
+        return [name for name in self.folder.names() if name != LOCK_NAME]
+
+    def write(self, name: str, content: bytes) -> None:
+        """Make a draft that is whole and durable."""
+        with os.fdopen(self.folder.create(name, 0o666), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def publish(self, name: str, to: str = "") -> None:
+        """Give a draft its place, under its own name or `to`. It is whole and durable already.
+
+        Returns when the name would survive a power cut.
+        """
+        self.folder.check(name)
+        self.folder.rename(name, to or name, self._directory)
+        self._directory.sync()
 
 
 def _refusal(path: Path, kind: str) -> ConfigError:

@@ -43,7 +43,6 @@ import errno
 import logging
 import math
 import os
-import secrets
 import stat
 import threading
 from collections import deque
@@ -56,8 +55,8 @@ import torch
 
 from infinity import native, safetensors
 from infinity.device import HUGE_PAGE, HostMemory, huge_pages
-from infinity.errors import NvmeError, WeightsError
-from infinity.files import make_durable
+from infinity.errors import ConfigError, NvmeError, WeightsError
+from infinity.files import Directory
 from infinity.safetensors import BLOCK, Entry
 from infinity.transfer import Files, InFlight, Part, Ticket, allocate, check, memory_of
 from infinity.units import round_up
@@ -355,8 +354,8 @@ class Io:
         addresses = {name: memory_of("write", tensor, f"save of tensor {name!r}")[0] for name, tensor in tensors.items()}
         head, entries = safetensors.pack({name: (t.dtype, t.shape) for name, t in tensors.items()}, metadata)
         target = Path(os.path.realpath(os.fsdecode(path)))
-        with _replacing(target) as beside:
-            name, size = os.fsencode(beside), entries[-1].end if entries else len(head)
+        with _replacing(target) as name:
+            size = entries[-1].end if entries else len(head)
             with closing(native.aio().File(name)) as file:
                 allocate(file, size)
                 ticket = Ticket("write", self._in_flight)
@@ -454,21 +453,34 @@ class Io:
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """A new file beside `target` that takes its place when the block ends well, and goes when it does not."""
+def _replacing(target: Path) -> Iterator[bytes]:
+    """A name for a new file that takes the place of `target` when the block ends well, and goes when it does not."""
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
-    beside = target.with_name(f".infinity-{secrets.token_hex(8)}.tmp")
-    beside.touch(mode=0o666, exist_ok=False)
     try:
-        if target.exists():
-            beside.chmod(stat.S_IMODE(target.stat().st_mode))
-        yield beside
-        beside.replace(target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    make_durable(target.parent)
+        with Directory(target.parent) as directory, directory.drafting() as drafts:
+            descriptor = drafts.folder.create(target.name, 0o666)
+            try:
+                status = directory.status(target.name)
+                if status is not None:
+                    os.fchmod(descriptor, stat.S_IMODE(status.st_mode))
+                yield f"/proc/self/fd/{descriptor}".encode()  # no link can come between
+            except OSError as error:
+                raise _renamed(error, f"/proc/self/fd/{descriptor}", str(target)) from None
+            finally:
+                os.close(descriptor)
+            drafts.publish(target.name)
+    except ConfigError as error:  # what the system said
+        raise error.__cause__ or error from None
+
+
+def _renamed(error: OSError, name: str, shown: str) -> OSError:
+    """`error`, with `shown` for the file `name`."""
+    if error.filename not in (name, name.encode()):
+        return error
+    if isinstance(error, NvmeError):
+        return NvmeError(error.operation, shown, error.offset, error.errno or 0, error.asked, error.done)
+    return OSError(error.errno, error.strerror, shown)
 
 
 def _tensor_at(memory: torch.Tensor, at: int, entry: Entry) -> torch.Tensor:

@@ -20,6 +20,9 @@ LENGTH_BYTES = 8
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 BLOCK = 4096  # we begin the data here, so that it can be moved with O_DIRECT
 METADATA = "__metadata__"
+_DIGITS = 19  # of the largest size
+_DIMENSIONS = 64  # as in NumPy
+_SHOWN = 120  # characters of anything that a file says
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
@@ -57,12 +60,7 @@ def pack(
             raise ValueError(f"metadata must map strings to strings; {key!r}: {value!r} does not")
     sizes = {}
     for name, (dtype, shape) in tensors.items():
-        if not isinstance(name, str) or name == METADATA:
-            raise ValueError(f"a tensor's name must be a string other than {METADATA!r}, not {name!r}")
-        if dtype not in _NAMES:
-            raise ValueError(
-                f"tensor {name!r} is {dtype}, which a safetensors file cannot hold; one of {', '.join(DTYPES)} can be"
-            )
+        check_tensor(name, dtype)
         sizes[name] = math.prod(shape) * dtype.itemsize
     order = sorted(tensors, key=lambda name: (sizes[name] % BLOCK != 0, -tensors[name][0].itemsize, name))
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
@@ -70,15 +68,79 @@ def pack(
     for name in order:
         dtype, shape = tensors[name]
         end = position + sizes[name]
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        header[name] = _fields(dtype, shape, position, end)
         places.append((name, dtype, tuple(shape), position, end))
         position = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = _json(header)
     start = round_up(LENGTH_BYTES + len(text), BLOCK)
     if start > HEADER_LIMIT:
         raise ValueError(f"the header of {len(tensors)} tensors takes {start} bytes, and readers accept {HEADER_LIMIT}")
-    head = (start - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(start - LENGTH_BYTES)
-    return head, [Entry(name, dtype, shape, start + begin, start + end) for name, dtype, shape, begin, end in places]
+    return _head(text, start), [
+        Entry(name, dtype, shape, start + begin, start + end) for name, dtype, shape, begin, end in places
+    ]
+
+
+class Growing:
+    """A file that is written tensor by tensor, before it is known which ones follow: the header goes where room was left.
+
+    The data begins after `reserve` bytes. Write the bytes of each tensor at the `Entry.begin` that `add` gives, and `head` at 0.
+    """
+
+    def __init__(self, metadata: Mapping[str, str], reserve: int = 64 << 10) -> None:
+        self._header: dict[str, Any] = {METADATA: dict(metadata)}
+        self._room = reserve - LENGTH_BYTES - len(_json(self._header))
+        self._reserve = reserve
+        self.end = reserve
+        """Bytes of the file so far."""
+
+    def add(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry | None:
+        """The place of the next tensor; None when it belongs in another file, as the header is full, or it would not be aligned.
+
+        Raises `ValueError` for a name or dtype that the format does not have, or a name that is there already.
+        """
+        check_tensor(name, dtype)
+        if name in self._header:
+            raise ValueError(f"tensor {name!r} is given twice")
+        if (self.end - self._reserve) % dtype.itemsize:
+            return None
+        end = self.end + math.prod(shape) * dtype.itemsize
+        fields = _fields(dtype, shape, self.end - self._reserve, end - self._reserve)
+        self._room -= len(_json({name: fields}))
+        if self._room < 0:
+            return None
+        self._header[name] = fields
+        entry = Entry(name, dtype, tuple(shape), self.end, end)
+        self.end = end
+        return entry
+
+    def head(self) -> bytes:
+        """The first bytes of the file."""
+        return _head(_json(self._header), self._reserve)
+
+
+def header_bytes(name: str) -> int:
+    """What to reserve so that a tensor of this name surely fits, for most files much more than they need."""
+    return round_up(max(64 << 10, 2 * len(_json(name)) + 4096), BLOCK)
+
+
+def check_tensor(name: object, dtype: torch.dtype) -> None:
+    """Raise `ValueError` for a name or dtype that the format does not have."""
+    if not isinstance(name, str) or name == METADATA:
+        raise ValueError(f"a tensor's name must be a string other than {METADATA!r}, not {name!r}")
+    if dtype not in _NAMES:
+        raise ValueError(f"tensor {name!r} is {dtype}, which a safetensors file cannot hold; one of {', '.join(DTYPES)} can be")
+
+
+def _fields(dtype: torch.dtype, shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def _head(text: bytes, start: int) -> bytes:
+    return (start - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(start - LENGTH_BYTES)
 
 
 def data_start(length: bytes, size: int, path: str) -> int:
@@ -96,15 +158,18 @@ def data_start(length: bytes, size: int, path: str) -> int:
 def parse(header: bytes, size: int, path: str) -> list[Entry]:
     """The entries of a file of `size` bytes, in order of the data, from its header (without the length).
 
-    They are contiguous, do not overlap, and end where the file ends; else `WeightsError` names the tensor.
+    They are contiguous, do not overlap, and end where the file ends; else `WeightsError` names the tensor. Takes time
+    proportional to n log n for a header of n bytes, whatever is in it.
     """
     try:
-        table = json.loads(header.decode(), object_pairs_hook=_unique)
+        table = json.loads(
+            header.decode(), object_pairs_hook=_unique, parse_int=_integer, parse_float=_no_number, parse_constant=_no_number
+        )
     except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path} is no safetensors file: its header is not JSON ({error})") from None
-    if not isinstance(table, dict):
+        raise WeightsError(f"{path} is no safetensors file: its header is not JSON ({_short(error)})") from None
+    if not isinstance(table, dict) or header[:1] != b"{":
         raise WeightsError(f"{path} is no safetensors file: its header is not a JSON object")
-    metadata = table.pop(METADATA, {})
+    metadata = table.pop(METADATA, None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise WeightsError(f"{path} is damaged: {METADATA} is not an object of strings")
     start = LENGTH_BYTES + len(header)
@@ -113,10 +178,10 @@ def parse(header: bytes, size: int, path: str) -> list[Entry]:
     for entry in entries:
         if entry.begin != position:
             wrong = "overlaps with the one before it" if entry.begin < position else "leaves a gap before it"
-            raise WeightsError(f"{path} is damaged: tensor {entry.name!r} {wrong} (bytes {entry.begin} and {position})")
+            raise WeightsError(f"{path} is damaged: tensor {_short(entry.name)} {wrong} (bytes {entry.begin} and {position})")
         position = entry.end
         if position > size:
-            raise WeightsError(f"{path} is cut off: tensor {entry.name!r} ends at byte {position}, the file at {size}")
+            raise WeightsError(f"{path} is cut off: tensor {_short(entry.name)} ends at byte {position}, the file at {size}")
     if position != size:
         raise WeightsError(f"{path} is damaged: its tensors end at byte {position}, the file at {size}")
     return entries
@@ -129,24 +194,59 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
+def _integer(digits: str) -> int:
+    """A size. Others are refused before they are converted, which takes time that grows with the square of their length."""
+    if digits.startswith("-") or len(digits) > _DIGITS:
+        raise ValueError(f"{_short(digits)} is no size")
+    return int(digits)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{_short(text)} is no size")
+
+
+def _short(value: object) -> str:
+    """`value` as an error shows it: a hostile file must not write the message."""
+    text = str(value) if isinstance(value, Exception) else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
 def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
+def _nbytes(shape: Sequence[int], itemsize: int) -> int | None:
+    """Bytes of a tensor; None when it has more elements than can be counted, also where another extent is 0."""
+    result = itemsize
+    for extent in shape:
+        result *= max(extent, 1)
+        if result >= 1 << 63:
+            return None
+    return 0 if 0 in shape else result
+
+
 def _entry(name: str, fields: Any, start: int, path: str) -> Entry:
+    shown = _short(name)
+    if any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise WeightsError(f"{path} is damaged: the name {shown} is no text")
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
-        raise WeightsError(f"{path} is damaged: tensor {name!r} is not described by dtype, shape and data_offsets")
+        raise WeightsError(f"{path} is damaged: tensor {shown} is not described by dtype, shape and data_offsets")
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
     if dtype is None:
-        raise WeightsError(f"{path}: tensor {name!r} has dtype {fields['dtype']!r}; known are {', '.join(DTYPES)}")
+        raise WeightsError(f"{path}: tensor {shown} has dtype {_short(fields['dtype'])}; known are {', '.join(DTYPES)}")
     shape, offsets = fields["shape"], fields["data_offsets"]
     if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise WeightsError(f"{path} is damaged: tensor {name!r} has shape {shape!r}")
+        raise WeightsError(f"{path} is damaged: tensor {shown} has shape {_short(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise WeightsError(f"{path} is damaged: tensor {name!r} has data_offsets {offsets!r}")
+        raise WeightsError(f"{path} is damaged: tensor {shown} has data_offsets {_short(offsets)}")
     begin, end = offsets
-    if end - begin != math.prod(shape) * dtype.itemsize:
+    if len(shape) > _DIMENSIONS:
+        raise WeightsError(f"{path}: tensor {shown} has {len(shape)} dimensions; at most {_DIMENSIONS} are read")
+    nbytes = _nbytes(shape, dtype.itemsize)
+    if nbytes is None:
+        raise WeightsError(f"{path} is damaged: tensor {shown} of shape {_short(shape)} is larger than any file")
+    if end - begin != nbytes:
         raise WeightsError(
-            f"{path} is damaged: tensor {name!r} of shape {shape} and dtype {fields['dtype']} is given {end - begin} bytes"
+            f"{path} is damaged: tensor {shown} of shape {_short(shape)} and dtype {fields['dtype']} is given {end - begin} bytes"
         )
     return Entry(name, dtype, tuple(shape), start + begin, start + end)

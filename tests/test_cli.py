@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+import infinity
 from infinity.cli import doctor, failure, finetune, gc, job, models, output, progress, training
+from infinity.cli.history import History
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.main import app
+from infinity.cli.perfetto import write_trace
+from infinity.cli.tokenizer import ByteTokenizer
 from infinity.errors import EngineClosedError, InfinityError, NvmeError
 from infinity.observe import LANES, Recorder, Report
+from infinity.sharding.unit import Unit
 
 KIB = 1 << 10
 SMALL = ["--sequence-length", "32", "--batch-size", "2", "--steps", "4", "--eval-batches", "2"]
@@ -180,7 +186,7 @@ def test_an_output_that_cannot_be_made_is_refused(tmp_path: Path, text: Path) ->
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 def test_an_output_that_cannot_be_written_is_refused() -> None:
-    with pytest.raises(PermissionError, match=r"^--output /proc/self/fdinfo cannot be written: "):
+    with pytest.raises(infinity.ConfigError, match=r"^--output /proc/self/fdinfo cannot be written: "):
         output.prepare_output(Path("/proc/self/fdinfo"), None, overwrite=True)
 
 
@@ -445,19 +451,123 @@ def test_weights_are_cut_into_shards_with_an_index(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_at_most_one_shard_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[int] = []
-    monkeypatch.setattr(output, "_write_shard", lambda path, shard: (written.append(len(shard)), path.touch()))
-    ahead: list[int] = []
+def test_at_most_one_tensor_is_held(tmp_path: Path) -> None:
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
+    most: list[int] = []
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
-        for number, item in enumerate(tensors(10).items()):
-            ahead.append(number - sum(written))
-            yield item
+        for number in range(10):
+            most.append(sum(one() is not None for one in alive))
+            tensor = torch.full((256,), float(number))
+            alive.append(weakref.ref(tensor.untyped_storage()))
+            yield f"layer.{number}", tensor
+            del tensor
 
-    output.write_weights(tmp_path, stream(), shard_bytes=3 * KIB)
-    assert written == [3, 3, 3, 1]
-    assert max(ahead) <= 3
+    model, dtypes = torch.nn.Linear(1, 1), dict[str, int]()
+    output.write_weights(tmp_path, output._count_dtypes(output._with_buffers(model, stream()), dtypes), shard_bytes=3 * KIB)
+    assert most == [0] * 10, "nothing of a tensor is left when the next one is made"
+    assert dtypes == {"float32": 2560}
+    assert [len(load_file(path)) for path in sorted(tmp_path.glob("*.safetensors"))] == [3, 3, 3, 1]
+
+
+def test_the_engine_gives_one_unit_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+    config = infinity.Config(gpu_memory="1MiB", cpu_memory="1MiB", parameters="cpu", optimizer="cpu", gradients="cpu")
+    with infinity.engine(infinity.wrap(model, config)) as engine:
+        gather, alive, most = Unit.gather, [], []
+
+        def noted(unit: Unit, kind: Any) -> torch.Tensor:
+            most.append(sum(one() is not None for one in alive))
+            flat = gather(unit, kind)
+            alive.append(weakref.ref(flat.untyped_storage()))
+            return flat
+
+        monkeypatch.setattr(Unit, "gather", noted)
+        output.write_weights(tmp_path, engine.weights())
+    assert len(most) == len(engine.units) and not any(most)
+
+
+def test_what_does_not_fit_one_header_or_is_not_aligned_goes_to_another_file(tmp_path: Path) -> None:
+    expected = {
+        "odd": torch.ones(3, dtype=torch.int8),
+        "wide": torch.ones(3, dtype=torch.float64),
+        "n" * 70_000: torch.ones(2, dtype=torch.bfloat16),
+        "half": torch.ones(1, dtype=torch.float16),
+        "scalar": torch.tensor(7, dtype=torch.int64),
+        "empty": torch.ones(0, 4),
+        "turned": torch.arange(6.0).reshape(2, 3).T,
+        "bits": torch.tensor([True, False]),
+    }
+    output.write_weights(tmp_path, iter(expected.items()))
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    found = {name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) and found[name].dtype == expected[name].dtype for name in expected)
+    names = [f"{number}" * 300 for number in range(500)]
+    output.write_weights(tmp_path, ((name, torch.ones(1)) for name in names))
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 1, "150 kB of names"
+    assert [name for path in files for name in sorted(load_file(path), key=names.index)] == names
+
+
+def test_a_tensor_that_a_file_cannot_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tensor 'a' is torch\.complex128, which a safetensors file cannot hold"):
+        output.write_weights(tmp_path, iter({"a": torch.ones(1, dtype=torch.complex128)}.items()))
+    with pytest.raises(ValueError, match="tensor 'a' is given twice"):
+        output.write_weights(tmp_path, iter([("a", torch.ones(1)), ("a", torch.ones(1))]))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_leaves_is_removed(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+
+            def stream() -> Iterator[tuple[str, torch.Tensor]]:
+                yield from tensors(3).items()
+                os.write(theirs, b".")
+                signal.pause()
+
+            output.write_weights(tmp_path, stream(), shard_bytes=KIB)
+        finally:
+            os._exit(1)
+    os.read(ours, 1)
+    (left,) = tmp_path.iterdir()
+    assert len(list(left.iterdir())) == 4  # three shards and a lock
+    assert gc.collect(tmp_path) == {} and left.exists(), "it is in use"
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    removed = json.loads(run("gc", tmp_path, "--json").stdout)["removed"]
+    assert removed.keys() == {str(left)} and removed[str(left)] > 3 * KIB
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_output_directory_with_nothing_but_leftovers_counts_as_empty(tmp_path: Path) -> None:
+    left = tmp_path / f".infinity-{'0' * 16}.tmp"
+    left.mkdir()
+    (left / "shard-0").write_bytes(b"x")
+    output.prepare_output(tmp_path, None, overwrite=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_outputs_do_not_follow_links(tmp_path: Path) -> None:
+    out, precious = tmp_path / "out", tmp_path / "precious"
+    out.mkdir()
+    precious.write_bytes(b"mine")
+    names = ["config.json", "generation_config.json", "model.safetensors", "report.html", "trace.json"]
+    for name in [*names, "report.html.partial", "trace.json.partial", ".infinity-write-test"]:
+        (out / name).symlink_to(precious)
+    source = models.find_model("llama-tiny", "bf16")
+    with infinity.init():
+        model = source.build(False)
+    output.prepare_output(out, None, overwrite=True)
+    output.save_model(out, model, iter({"a": torch.ones(1)}.items()), ByteTokenizer())
+    output.write_file(out / "report.html", "page")
+    write_trace(out / "trace.json", [], History(tokens_per_step=1))
+    assert precious.read_bytes() == b"mine"
+    assert not any((out / name).is_symlink() for name in names)
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_the_source_of_a_tensor_may_be_reused_after_the_next_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,10 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors as reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import save
 
 import infinity
-from infinity import native
-from infinity.errors import InfinityError
+from infinity import native, nvme, safetensors
+from infinity.errors import ConfigError, InfinityError, WeightsError
+from infinity.modules.load import open_weights
+from infinity.safetensors import DTYPES, Entry
 
 # The compiled modules
 
@@ -108,3 +117,202 @@ def test_the_log_of_cufile_is_not_written_through_a_link(tmp_path: Path, monkeyp
     ours.symlink_to(tmp_path / "precious")
     assert native._cufile_log() == os.devnull
     assert not (tmp_path / "precious").exists()
+
+
+# Headers of safetensors files
+
+FLOAT = '"dtype":"F32"'
+
+
+def entries(content: bytes) -> list[Entry]:
+    """What a file with this content holds, as `infinity.nvme.load` finds out."""
+    start = safetensors.data_start(content[:8], len(content), "a file")
+    return safetensors.parse(content[8:start], len(content), "a file")
+
+
+def with_header(text: str | bytes, data: int = 0) -> bytes:
+    header = text.encode() if isinstance(text, str) else text
+    return len(header).to_bytes(8, "little") + header + bytes(data)
+
+
+def refused(content: bytes) -> str:
+    with pytest.raises(WeightsError) as caught:
+        entries(content)
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 500
+    text.encode()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        (f'{{"a":{{{FLOAT},"shape":[4611686018427387904,4],"data_offsets":[0,4]}}}}', "is larger than any file"),
+        (f'{{"a":{{{FLOAT},"shape":[0,{2**62},{2**62}],"data_offsets":[0,0]}}}}', "is larger than any file"),
+        (f'{{"a":{{{FLOAT},"shape":[{",".join(["1"] * 65)}],"data_offsets":[0,4]}}}}', "has 65 dimensions; at most 64 are read"),
+        (f'{{"a":{{{FLOAT},"shape":[-1],"data_offsets":[0,4]}}}}', "'-1' is no size"),
+        (f'{{"a":{{{FLOAT},"shape":[1],"data_offsets":[-4,0]}}}}', "'-4' is no size"),
+        (f'{{"a":{{{FLOAT},"shape":[1],"data_offsets":[4,0]}}}}', "is given -4 bytes"),
+        (f'{{"a":{{{FLOAT},"shape":[1.0],"data_offsets":[0,4]}}}}', "'1.0' is no size"),
+        (f'{{"a":{{{FLOAT},"shape":[NaN],"data_offsets":[0,4]}}}}', "'NaN' is no size"),
+        (f'{{"a":{{{FLOAT},"shape":[true],"data_offsets":[0,4]}}}}', "has shape [True]"),
+        (f'{{"a":{{{FLOAT},"shape":[1],"data_offsets":[0,99999999999999999999]}}}}', "'99999999999999999999' is no size"),
+        (f'{{"a":{{{FLOAT},"shape":[],"data_offsets":[0,4]}},"a":{{}}}}', "a name is there twice"),
+        (f'{{"a":{{{FLOAT},{FLOAT},"shape":[],"data_offsets":[0,4]}}}}', "a name is there twice"),
+        (f'{{"\\ud800":{{{FLOAT},"shape":[],"data_offsets":[0,4]}}}}', r"the name '\ud800' is no text"),
+        (' {"a":1}', "its header is not a JSON object"),
+        ("[]", "its header is not a JSON object"),
+        (b'{"\xff":1}', "can't decode byte 0xff"),
+        ('{"a":' * 20_000, "recursion depth"),
+        ('{"a":1}', "is not described by dtype, shape and data_offsets"),
+        (json.dumps({"n" * 10**6: 1}), "is not described by dtype, shape and data_offsets"),
+        (json.dumps({"a": {"dtype": "F" * 10**6, "shape": [], "data_offsets": [0, 4]}}), "known are BOOL, U8"),
+        (json.dumps({"a": {"dtype": "F32", "shape": "x" * 10**6, "data_offsets": [0, 4]}}), "has shape 'xxx"),
+        ('{"__metadata__":{"a":1}}', "__metadata__ is not an object of strings"),
+    ],
+)  # fmt: skip
+def test_a_header_that_cannot_be_is_refused_in_one_sentence(header: str | bytes, text: str) -> None:
+    assert text in refused(with_header(header, 4))
+
+
+@pytest.mark.parametrize(
+    "middle",
+    [
+        ",".join([str(2**62)] * 400_000),  # a product of 25 million bits
+        "2," * 4_000_000 + "2",
+        "9" * 8_000_000,
+        "0." + "1" * 8_000_000,
+        "1e" + "9" * 8_000_000,
+        "[" * 1_000_000,
+    ],
+    ids=["huge extents", "many extents", "a long integer", "a long fraction", "a long exponent", "deep"],
+)
+def test_no_header_takes_time_that_grows_with_its_square(middle: str) -> None:
+    refused(with_header(f'{{"a":{{{FLOAT},"shape":[{middle}],"data_offsets":[0,4]}}}}', 4))  # hours, if it did
+
+
+def test_many_tensors_that_overlap_are_found_in_order() -> None:
+    fields = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
+    header = json.dumps({f"t{number}": fields for number in range(100_000)})
+    assert "overlaps with the one before it" in refused(with_header(header, 100_000))
+
+
+def test_a_header_longer_than_the_format_allows_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    with path.open("wb") as file:
+        file.write((1 << 40).to_bytes(8, "little"))
+        file.truncate(1 << 41)  # sparse
+    with pytest.raises(WeightsError, match="its header would be 1099511627776 bytes, and 100000000 are allowed"):
+        nvme.load(path)
+
+
+@given(st.binary(max_size=64))
+def test_any_bytes_are_a_file_or_one_error(content: bytes) -> None:
+    for tried in (content, with_header(content), with_header(b"{" + content + b"}")):
+        try:
+            entries(tried)
+        except WeightsError as error:
+            assert "\n" not in str(error)
+
+
+number = st.one_of(st.integers(-2, 9), st.integers(2**30, 2**66), st.floats(), st.booleans(), st.none(), st.text(max_size=2))
+fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from([*DTYPES, "F4", "", 3]),
+        "shape": st.one_of(st.lists(number, max_size=3), number),
+        "data_offsets": st.one_of(st.lists(number, max_size=3), st.sampled_from([[0, 0], [0, 4], [4, 8]]), number),
+        "more": number,
+    },
+)
+likely = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F32", "U8", "BF16"]),
+        "shape": st.lists(st.integers(0, 3), max_size=2),
+        "data_offsets": st.sampled_from([[0, 0], [0, 4], [4, 8], [0, 8], [4, 4], [0, 2], [0, 1]]),
+    }
+)
+names = st.one_of(st.text(max_size=3), st.sampled_from(["a", "b", "__metadata__", "\ud800"]))
+
+
+@settings(max_examples=400)
+@given(st.dictionaries(names, st.one_of(likely, likely, fields), max_size=3), st.sampled_from([0, 1, 2, 4, 8]), st.booleans())
+def test_what_we_accept_the_reference_reads_in_the_same_way(table: dict[str, Any], data: int, ascii_only: bool) -> None:
+    try:
+        content = with_header(json.dumps(table, ensure_ascii=ascii_only), data)
+    except UnicodeEncodeError:
+        return
+    try:
+        found = entries(content)
+    except WeightsError:
+        return
+    there = {name: (value["dtype"], tuple(value["shape"])) for name, value in reference.deserialize(content)}
+    assert {entry.name: (DTYPES_NAMES[entry.dtype], entry.shape) for entry in found} == there
+
+
+DTYPES_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SAVED = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.float64]
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=5).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(SAVED), st.lists(st.integers(0, 4), max_size=4)),
+        max_size=5,
+    ),
+    st.one_of(st.none(), st.dictionaries(st.text(max_size=3), st.text(max_size=3), min_size=1, max_size=2)),
+)
+def test_what_the_reference_writes_we_read(tensors: dict[str, Any], metadata: dict[str, str] | None) -> None:
+    made = {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in tensors.items()}
+    content = save(made, metadata)
+    found = entries(content)
+    assert {entry.name: (entry.dtype, entry.shape) for entry in found} == {n: (t.dtype, tuple(t.shape)) for n, t in made.items()}
+    cut = content[:-1]
+    with pytest.raises(WeightsError):
+        entries(cut)
+    with pytest.raises(SafetensorError):
+        reference.deserialize(cut)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_a_changed_byte_of_a_header_is_refused_or_read_as_the_reference_does(data: Any) -> None:
+    content = bytearray(
+        save({"layer.weight": torch.ones(2, 3), "layer.bias": torch.ones(3, dtype=torch.bfloat16)}, {"format": "pt"})
+    )
+    header = int.from_bytes(content[:8], "little")
+    for _ in range(data.draw(st.integers(1, 2))):
+        content[data.draw(st.integers(0, 7 + header))] = data.draw(st.integers(0, 255))
+    try:
+        found = entries(bytes(content))
+    except WeightsError:
+        return
+    there = {name: tuple(value["shape"]) for name, value in reference.deserialize(bytes(content))}
+    assert {entry.name: entry.shape for entry in found} == there
+
+
+# Weights of a model
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        b"[" * 100_000, b"\xff", b"{}", b"[]", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}',
+        b'{"weight_map": {"a": "\\u0000"}}',
+        b'{"weight_map": {"a": "\\ud800"}}', b'{"weight_map": {"a": "missing"}}', b'{"weight_map": {"a": "."}}',
+    ],
+)  # fmt: skip
+def test_an_index_that_cannot_be_is_refused_in_one_sentence(tmp_path: Path, index: bytes) -> None:
+    (tmp_path / "model.safetensors.index.json").write_bytes(index)
+    with pytest.raises(ConfigError) as caught, open_weights(tmp_path, torch.nn.Linear(1, 1)):
+        pass
+    assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_weights_in_a_directory_that_is_not_utf8_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    place = tmp_path / os.fsdecode(b"caf\xe9")
+    place.mkdir()
+    model = torch.nn.Linear(2, 2)
+    (place / "model.safetensors").write_bytes(save(model.state_dict()))
+    with pytest.raises(ConfigError, match=r"cannot be read as safetensors: .* is not valid UTF-8"), open_weights(place, model):
+        pass

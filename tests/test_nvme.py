@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import infinity
 from infinity import native, nvme, transfer
+from infinity.cli.gc import collect
 from infinity.nvme import Io
 
 BLOCK = 4096
@@ -839,14 +840,17 @@ def test_a_failed_save_leaves_what_was_there(io: Io, tmp_path: Path) -> None:
     for tensors in ({"a": noise(1 << 20)}, {"a": noise(3), "b": noise(5)}):
         for nth in range(2 if "b" not in tensors else 1):
             io.engine.set_faults(fail_write_at=nth)
-            with pytest.raises(infinity.NvmeError, match="Input/output error"):
+            with pytest.raises(infinity.NvmeError, match="Input/output error") as caught:
                 io.save(tensors, path)
+            assert caught.value.path == caught.value.filename == str(path)
             assert path.read_bytes() == before
             assert list(tmp_path.iterdir()) == [path]
     with pytest.raises(FileNotFoundError):
         io.save({"a": torch.ones(3)}, tmp_path / "missing" / "model")
     with pytest.raises(IsADirectoryError):
         io.save({"a": torch.ones(3)}, tmp_path)
+    with pytest.raises(OSError, match=r"No such file or directory|Permission denied"):
+        io.save({"a": torch.ones(3)}, "/proc/self/fdinfo/model")
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -866,6 +870,21 @@ def test_a_killed_save_leaves_what_was_there(io: Io, tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=60, **CHILD)
     assert result.returncode == -signal.SIGKILL
     assert torch.equal(io.load(path)["a"], torch.zeros(3))
+    (left,) = (one for one in tmp_path.iterdir() if one != path)
+    assert collect(tmp_path).keys() == {str(left)}, "what it left is removed"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_path_that_is_not_utf8_works(io: Io, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9") / os.fsdecode(b"mod\xe8le")
+    path.parent.mkdir()
+    io.save({"a": torch.ones(3)}, path)
+    assert torch.equal(io.load(path)["a"], torch.ones(3))
+    io.engine.set_faults(fail_read_at=0)
+    with pytest.raises(infinity.NvmeError) as caught:
+        io.load(path)
+    assert caught.value.path == str(path)
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
 def test_save_follows_links_and_keeps_modes(io: Io, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
-from infinity.cli import training
+from infinity.cli import job, training
 from infinity.cli.main import app
 from infinity.errors import CheckpointError
 from infinity.files import lock_directory
@@ -350,3 +350,15 @@ def test_a_save_that_fails_ends_the_run_and_leaves_the_checkpoint_before(
     assert names(where) == ["step-2"]
     expected(output, where, finished(*arguments, "--resume"))
     assert issubclass(CheckpointError, RuntimeError)
+
+
+def test_weights_whose_export_dies_are_not_lost(
+    common: list[Any], tmp_path: Path, expected: Callable[[Path, Path, dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*common, "--output", tmp_path / "out", "--checkpoint", tmp_path / "steps"]
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "save_model", lambda *_: die())
+        result = run(*options)
+    assert isinstance(result.exception, Killed)
+    assert f"step-{STEPS}" in names(tmp_path / "steps")
+    expected(tmp_path / "out", tmp_path / "steps", finished(*options, "--resume"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 from pathlib import Path
@@ -29,13 +28,18 @@ def collect(directory: Path) -> dict[str, int]:
     if not directory.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(directory))
     with Directory(directory, "nvme directory") as place:
-        found = _collect(place)
-    for own in rank_directories(directory):
-        left = collect(own)
+        return _collect_all(place)
+
+
+def _collect_all(place: Directory) -> dict[str, int]:
+    """`collect` in an open directory."""
+    found = _collect(place)
+    for own in rank_directories(place.path):
+        with place.below(own.name) as inner:
+            left = _collect_all(inner)
         found |= left
         if left:
-            with contextlib.suppress(OSError):  # somebody else's files are in it
-                own.rmdir()
+            place.remove_directory(own.name)  # unless somebody else's files are in it
     return found
 
 
@@ -50,6 +54,7 @@ def _collect(place: Directory) -> dict[str, int]:
             place.reclaim(STATES_NAME)
             remove(place, benchmark)
             found |= checkpoints.remove(checkpoints.leftovers(place.path))  # asked again: a save may have been under way
+    found |= {str(place.path / name): used for name, used in place.remove_leftovers().items()}
     return found
 
 

@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from infinity import safetensors
 from infinity.cli.tokenizer import Tokenizer
-from infinity.files import make_durable
+from infinity.files import Directory, Drafts
 from infinity.modules.load import INDEX, SINGLE
 
 if TYPE_CHECKING:
     import torch
 
 SHARD_BYTES = 1 << 30
-"""Most bytes of weights held in memory, and written to one file, at a time (one larger tensor has a file of its own)."""
+"""Most bytes of weights in one file (a larger tensor has a file of its own)."""
+_WRITE_BYTES = 64 << 20
 _OLD_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.partial)?|model-\d+\.partial")
 
 
 def prepare_output(directory: Path, source: Path | None, overwrite: bool) -> None:
     """Create `directory` and make sure, before training starts, that the result can be written there.
 
-    Raises `ValueError` when it is the directory of the model itself or, without `overwrite`, not empty, and `OSError` when
-    it cannot be created or written.
+    Raises `ValueError` when it is the directory of the model itself, cannot be written or, without `overwrite`, is not empty,
+    and `OSError` when it cannot be created.
     """
     if source is not None and directory.exists() and directory.samefile(source):
         raise ValueError(f"--output {directory} is the directory of the model itself; choose another one")
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"--output {directory} is not a directory")
-    if directory.is_dir() and any(directory.iterdir()) and not overwrite:
-        raise ValueError(f"--output {directory} is not empty; choose another one, or give --overwrite")
+    if directory.is_dir() and not overwrite:
+        with Directory(directory, "--output") as place:
+            if set(place.names()) - place.remove_leftovers().keys():
+                raise ValueError(f"--output {directory} is not empty; choose another one, or give --overwrite")
     directory.mkdir(parents=True, exist_ok=True)
-    probe = directory / ".infinity-write-test"
-    try:
-        probe.write_bytes(b"")
-    except OSError as error:
-        raise PermissionError(f"--output {directory} cannot be written: {error.strerror}") from None
-    probe.unlink()
+    with Directory(directory, "--output") as place, place.drafting():
+        pass
 
 
 def save_model(
@@ -60,11 +61,14 @@ def save_model(
     config.architectures = [type(model).__name__]
     if dtypes:
         config.dtype = max(dtypes, key=lambda name: dtypes[name])
-    config.save_pretrained(directory)
     generation: Any = getattr(model, "generation_config", None)
-    if generation is not None:
-        generation.save_pretrained(directory)
-    tokenizer.save(directory)
+    with Directory(directory, "--output") as place, place.drafting() as drafts:
+        config.save_pretrained(drafts.path)
+        if generation is not None:
+            generation.save_pretrained(drafts.path)
+        tokenizer.save(drafts.path)
+        for name in drafts.names():
+            drafts.publish(name)
 
 
 def _with_buffers(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -72,6 +76,7 @@ def _with_buffers(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Ten
     for name, tensor in weights:
         written.add(name)
         yield name, tensor
+        del tensor  # it may be all of a unit, of which the next one is about to be made
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             full = f"{prefix}.{name}" if prefix else name
@@ -86,71 +91,97 @@ def _count_dtypes(weights: Iterable[tuple[str, torch.Tensor]], dtypes: dict[str,
             key = str(tensor.dtype).removeprefix("torch.")
             dtypes[key] = dtypes.get(key, 0) + tensor.numel()
         yield name, tensor
+        del tensor
 
 
 def write_weights(directory: Path, weights: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES) -> list[Path]:
     """Write a stream of tensors as safetensors shards of at most `shard_bytes`; returns the files.
 
-    Every file is complete and on disk before any gets its final name, and one shard is in memory at a time.
+    Each tensor goes to the drive before the next one is taken, and none is kept. Every file is complete and on disk before any
+    gets its final name. A shard also ends where a tensor's bytes would not be aligned.
     """
-    written: list[Path] = []
-    names: list[list[str]] = []
-    total = 0
-    try:
-        for shard in _shards(weights, shard_bytes):
-            written.append(directory / f"model-{len(written) + 1:05d}.partial")
-            names.append(list(shard))
-            total += sum(tensor.nbytes for tensor in shard.values())
-            _write_shard(written[-1], shard)
-        for old in directory.iterdir():
-            if old not in written and (_OLD_SHARD.fullmatch(old.name) or old.name == INDEX):
-                old.unlink()
-        count = len(written)
-        final = [directory / (f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE) for i in range(1, count + 1)]
-        for path, to in zip(written, final, strict=True):
-            path.rename(to)
-    except BaseException:
-        for path in written:
-            path.unlink(missing_ok=True)
-        raise
-    if count > 1:
-        where = {name: path.name for path, shard_names in zip(final, names, strict=True) for name in shard_names}
-        write_file(directory / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2))
-    make_durable(directory)
-    return final
+    with Directory(directory, "--output") as place, place.drafting() as drafts:
+        shards = _write_shards(drafts, weights, shard_bytes)
+        count = len(shards)
+        final = [f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE for i in range(1, count + 1)]
+        if count > 1:
+            total = sum(shard.nbytes for shard in shards)
+            where = {name: to for to, shard in zip(final, shards, strict=True) for name in shard.names}
+            index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
+            drafts.write(INDEX, index.encode())
+        old = {name for name in place.names() if _OLD_SHARD.fullmatch(name) or name == INDEX}
+        for shard, to in zip(shards, final, strict=True):
+            drafts.publish(shard.draft, to)
+        if count > 1:
+            drafts.publish(INDEX)
+        for name in old.difference(final, [INDEX] * (count > 1)):
+            place.remove(name)
+    return [directory / name for name in final]
 
 
-def _shards(weights: Iterable[tuple[str, torch.Tensor]], most: int) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in weights:
-        if shard and size + tensor.nbytes > most:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.detach().cpu().clone().contiguous()  # the source may be a view of memory that is reused
-        size += tensor.nbytes
-    if shard:
-        yield shard
+def _write_shards(drafts: Drafts, weights: Iterable[tuple[str, torch.Tensor]], most: int) -> list[_Shard]:
+    shards: list[_Shard] = []
+    with ExitStack() as stack:
+        for name, tensor in weights:
+            fits = shards and (shards[-1].nbytes == 0 or shards[-1].nbytes + tensor.nbytes <= most)
+            if not fits or not shards[-1].write(name, tensor):
+                if shards:
+                    shards[-1].close()
+                shards.append(stack.enter_context(_Shard(drafts, f"shard-{len(shards)}", name)))
+                shards[-1].write(name, tensor)
+            del tensor  # the source may need its memory for the next one
+        if not shards:
+            shards.append(stack.enter_context(_Shard(drafts, "shard-0", "")))
+        shards[-1].close()
+    return shards
 
 
-def _write_shard(path: Path, shard: dict[str, torch.Tensor]) -> None:
-    from safetensors.torch import save_file
+class _Shard:
+    """One safetensors file as it is written. After an exception in a `with` block it is left as it is."""
 
-    path.touch()
-    mode = path.stat().st_mode  # what the umask gives; safetensors makes files for the owner alone
-    save_file(shard, path, metadata={"format": "pt"})
-    path.chmod(mode)
-    make_durable(path)
+    def __init__(self, drafts: Drafts, draft: str, first: str) -> None:
+        """`first` is the name of the first tensor, which certainly fits."""
+        self.draft = draft
+        self.names: list[str] = []
+        self.nbytes = 0
+        self._header = safetensors.Growing({"format": "pt"}, safetensors.header_bytes(first))
+        self._file: Any = os.fdopen(drafts.folder.create(draft, 0o666), "wb", buffering=0)
+
+    def write(self, name: str, tensor: torch.Tensor) -> bool:
+        """Write the bytes of `tensor`; False, and nothing is written, when it belongs in another file."""
+        entry = self._header.add(name, tensor.dtype, tensor.shape)
+        if entry is None:
+            return False
+        self.names.append(name)
+        self.nbytes += entry.nbytes
+        if entry.nbytes:
+            import torch
+
+            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            self._file.seek(entry.begin)
+            while data:
+                data = data[self._file.write(data[:_WRITE_BYTES]) :]
+        return True
+
+    def close(self) -> None:
+        """Write the header, and wait until all of it is on the drive."""
+        self._file.seek(0)
+        self._file.write(self._header.head())
+        self._file.truncate(self._header.end)
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> _Shard:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write `text` so that `path` is either as before or complete: temporary file, fsync, rename."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        make_durable(partial)
-        partial.rename(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
+    """Write `text` so that `path` is either as before or complete: a file beside it, fsync, rename.
+
+    What UTF-8 cannot hold, as in paths of other encodings, is written with backslashes.
+    """
+    with Directory(path.parent) as place:
+        place.write(path.name, text.encode("utf-8", "backslashreplace"))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from infinity.cli.history import History
+from infinity.files import Directory
 from infinity.observe import LANES, Span
 
 _PROCESS = 1
@@ -78,11 +80,11 @@ def trace_events(spans: Sequence[Span], history: History) -> Iterator[dict[str, 
 
 
 def write_trace(path: Path, spans: Sequence[Span], history: History) -> None:
-    """Write the trace events to `path`, one per line: temporary file, then rename."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w", encoding="utf-8") as handle:
-        handle.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        for number, event in enumerate(trace_events(spans, history)):
-            handle.write((",\n" if number else "") + json.dumps(event, allow_nan=False))
-        handle.write("\n]}\n")
-    partial.rename(path)
+    """Write the trace events to `path`, one per line, whole or not at all."""
+    with Directory(path.parent) as place, place.drafting() as drafts:
+        with os.fdopen(drafts.folder.create(path.name, 0o666), "w", encoding="utf-8") as handle:
+            handle.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for number, event in enumerate(trace_events(spans, history)):
+                handle.write((",\n" if number else "") + json.dumps(event, allow_nan=False))
+            handle.write("\n]}\n")
+        drafts.publish(path.name)

@@ -75,8 +75,9 @@ def open_weights(source: str | Path, model: nn.Module) -> Iterator[Weights]:
         try:
             index = json.loads((path / INDEX).read_text())
             files = [path / name for name in sorted(set(index["weight_map"].values()))]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path / INDEX} is not an index of safetensors files: {error!r}") from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{path / INDEX} is not an index of safetensors files: {reason}") from error
     elif (path / SINGLE).is_file():
         files = [path / SINGLE]
     else:
@@ -86,7 +87,7 @@ def open_weights(source: str | Path, model: nn.Module) -> Iterator[Weights]:
         for file in files:
             try:
                 opened = stack.enter_context(safe_open(str(file), framework="pt"))
-            except (OSError, SafetensorError) as error:
+            except (OSError, ValueError, SafetensorError) as error:
                 raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
             names.update(dict.fromkeys(opened.keys(), opened))
         weights = Weights(path, names)
