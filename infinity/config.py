@@ -120,7 +120,8 @@ class Config(BaseModel):
     else reads states see that step, and training goes on from there. Needs parameters on cpu or nvme, and twice the memory or
     space for them; what `infinity.adapt` made is never late."""
     delayed_after: Annotated[int, Field(ge=0)] = 40
-    """With update="delayed": how many steps come first that are not delayed, for while training begins a delay costs most."""
+    """With update="delayed": how many steps come first that are not delayed, for while training begins a delay costs most.
+    Steps are counted from the beginning of the training, also where a checkpoint was loaded."""
     collective_timeout: Annotated[float, Field(gt=0, lt=1e6)] = 600.0
     """With several ranks: seconds that a rank waits for the others in a gather or a reduction before it raises an error that says
     what each of them is at. More than a rank may compute between two units while others wait."""

@@ -318,7 +318,8 @@ class Engine:
         `load_checkpoint` gives `extra` back on every rank: dicts, lists, tuples, numbers, texts and tensors, for example the
         state of a scheduler or of random generators. Gradients are not saved. All ranks call it, each writes its part;
         `infinity.checkpoint.state` tells of format and memory. A checkpoint that is in `directory` is replaced when the new one
-        is whole, and not before.
+        is whole, and not before. With `Config.update="delayed"` the last update is seen from a save on, in this run and in those
+        that load it: they go on with the same bits if they save at the same steps.
 
         Raises `CheckpointError` when it cannot be written; what was there is as it was, and training can go on.
         """
@@ -331,8 +332,9 @@ class Engine:
         Bits are the same, but for moments in a narrower format than they were saved in, which are rounded to nearest. Without
         `optimizer` the weights alone are loaded. Gradients are forgotten. All ranks call it.
 
-        Raises `CheckpointError` when the checkpoint is missing, incomplete, damaged, newer or of something else, before
-        anything is changed; when damage shows in the middle of it the engine cannot go on.
+        Raises `CheckpointError` when the checkpoint is missing, incomplete, mixed with files of another save, newer or of
+        something else, before anything is changed. Every item is compared with its digest as it is read: when damage shows in
+        the middle of the load, the engine cannot go on. No code of the checkpoint runs.
         """
         return load(self._state(optimizer), Path(directory).absolute())
 

@@ -167,7 +167,7 @@ def test_updates_one_step_late_are_so_from_the_same_step_on(after: int, killed: 
     finished(*late, "--checkpoint", whole)
     with pytest.MonkeyPatch.context() as patch:
         during_step(patch, killed, die)
-        assert isinstance(run(*late, "--checkpoint", cut).exception, Killed)
+        assert isinstance(run(*late, "--checkpoint", cut, "--debug").exception, Killed)
     assert names(cut) == ["step-3"]
     finished(*late, "--checkpoint", cut, "--resume")
     assert names(cut) == names(whole) == ["step-3", "step-6", "step-8"]
@@ -291,11 +291,11 @@ def test_a_removal_that_is_killed_leaves_no_step(
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", killed)
-        assert isinstance(run(*arguments).exception, Killed)
+        assert isinstance(run(*arguments, "--debug").exception, Killed)
     assert names(where) == [".step-2.removed", "step-4"]
     with monkeypatch.context() as patch:
         during_step(patch, 5, die)
-        assert isinstance(run(*arguments, "--resume").exception, Killed)
+        assert isinstance(run(*arguments, "--resume", "--debug").exception, Killed)
     assert names(where) == ["step-4"], "it went before the first step"
     expected(output, where, finished(*arguments, "--resume"))
 

@@ -82,6 +82,7 @@ class Reader(FileSystemReader):
             if not self._there.is_dir():
                 raise CheckpointError(f"{self.directory} is no checkpoint: there is no such directory")
             self.manifest = self._read_manifest()
+            self.storage_data = dict(self.manifest.places)
             for name, length in self.manifest.files.items():
                 self._check_file(self._there / name, length)
 

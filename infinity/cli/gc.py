@@ -59,11 +59,11 @@ def _collect(place: Directory) -> dict[str, int]:
 
 
 def gc(
-    directories: Annotated[list[Path], typer.Argument(help="NVMe directories of earlier runs.", metavar="DIR...")],
+    directories: Annotated[list[Path], typer.Argument(help="NVMe and checkpoint directories of earlier runs.", metavar="DIR...")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False,
 ) -> None:
-    """Remove what a dead run left in NVMe directories; refuses where a live process still uses one."""
+    """Remove what a dead run left in NVMe and checkpoint directories; refuses where a live process still uses one."""
     with plain_failures(debug):
         removed: dict[str, int] = {}
         try:
