@@ -213,13 +213,28 @@ def test_references_and_digests_of_a_window() -> None:
 def test_parameters_that_point_elsewhere_were_changed() -> None:
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(2, 2))]
     layout = Layout([p.shape for p in parameters])
-    views = Views(parameters, parameters, layout.places, torch.zeros(layout.numel), checked=False)
+    views = Views(parameters, parameters, layout.places, checked=False)
+    views.attach(torch.zeros(layout.numel))
     assert (views.changed(), views.referenced()) == ([], [])
     with torch.no_grad():
         parameters[2].add_(1)
     assert (views.changed(), views.changed()) == ([2], [])
     parameters[0].data = torch.zeros(3)
     assert views.changed() == [0]
+
+
+def test_a_view_that_is_kept_is_told_once() -> None:
+    parameter = nn.Parameter(torch.zeros(4, 4))
+    layout = Layout([parameter.shape])
+    views, flat = Views([parameter], [parameter], layout.places, checked=False), torch.zeros(layout.numel)
+    kept = None
+    for expected in ([0], [], []):
+        views.attach(flat)
+        kept = parameter[:2] if kept is None else kept
+        assert views.referenced() == expected
+        parameter.data = torch.zeros(4, 4)
+        views.detach()
+    assert kept is not None and kept.data_ptr() == flat.data_ptr()
 
 
 # Writes

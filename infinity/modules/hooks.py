@@ -46,10 +46,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass
-from types import FrameType
+from dataclasses import dataclass, field
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -62,7 +62,7 @@ from infinity.modules.packing import PackedView, Packer, uncompiled
 from infinity.observe import Recorder
 from infinity.plan.runtime import Runtime
 from infinity.sharding.unit import Unit, UnitState
-from infinity.sharding.use import Showing, Use, collected, described
+from infinity.sharding.use import Showing, Unpacking, Use, collected, described
 from infinity.tiers.block import Kind
 
 
@@ -91,6 +91,9 @@ class _Pass:
 
 
 _AUTOCAST = ("cpu", "cuda")
+_OPAQUE = (nn.Module, type, FunctionType, ModuleType)
+_MOST_OBJECTS = 256
+"""In which `_tensors` looks: a configuration that a module is given may refer to anything."""
 
 Flow = dict[str, Any]
 """A forward or backward under way: what `Hooks` keeps of it, by attribute."""
@@ -279,7 +282,7 @@ class Hooks:
         call.start = time.perf_counter()
         call.shown = self._recorder.show("compute", f"forward {call.uses[0].unit.name}") if call.uses else None
         self._calls.append(call)
-        if not recomputing:
+        if not recomputing and torch.is_grad_enabled():
             units = self._units_of[module]
             for tensor in _tensors((args, kwargs)):
                 if tensor.grad_fn is not None:  # the gradient of a leaf may come before the module's last node has run
@@ -415,7 +418,7 @@ class Hooks:
         if self._weaver is not None:
             self._weaver.cross(unit)
         unit.begin_turn()
-        use = Use(unit, self._runtime.enter(unit), self._runtime.leave)
+        use = Unpacking(unit, self._runtime.enter(unit), self._runtime.leave)
         view = use.window.tensor(saved.size, saved.stride, saved.offset // saved.dtype.itemsize, saved.dtype)
         if found is None or torch.is_grad_enabled():  # a backward that is recorded keeps what it unpacks
             view = view.clone()
@@ -484,14 +487,16 @@ class Hooks:
     def _sweep(self) -> None:
         """End the uses of backward passes that nobody refers to any more."""
         for found in self._passes.values():
-            free = [use for use in found.uses if not use.referenced()]
-            found.uses = [use for use in found.uses if use not in free]
-            for use in free:
-                use.end()
+            uses, found.uses = found.uses, []
+            for use in uses:
+                if use.referenced():
+                    found.uses.append(use)
+                else:
+                    use.end()
 
     def _end_pass(self, found: _Pass) -> None:
         """The pass is complete. Who still has a saved view would see other bytes there soon."""
-        kept = [name for use in found.uses if not isinstance(use, Showing) for name in collected(use)]
+        kept = [name for use in found.uses if isinstance(use, Unpacking) for name in collected(use)]
         self._drop(found)
         if kept:
             raise ShardedParameterError(
@@ -531,20 +536,24 @@ def _is_in(frame: FrameType | None, caller: FrameType | None) -> bool:
     return caller is not None
 
 
-def _tensors(value: Any, depth: int = 8) -> Iterator[torch.Tensor]:
-    """The tensors in `value`: in mappings, lists, tuples, dataclasses and attributes of plain objects, `depth` levels down."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if depth == 0 or value is None or isinstance(value, (str, bytes, int, float, type, nn.Module)):
-        return
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in `value`: in mappings, lists, tuples and dataclasses, and in the attributes of other objects there."""
+    pending = [value]
+    seen: set[int] = set()
+    while pending and len(seen) < _MOST_OBJECTS:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+            continue
+        items = _items(value)
+        if items and id(value) not in seen:
+            seen.add(id(value))
+            pending += items
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, (list, tuple)):
+        return value
     if isinstance(value, Mapping):
-        items = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        items = list(value)
-    elif is_dataclass(value):
-        items = [getattr(value, each.name, None) for each in fields(value)]
-    else:
-        items = list(getattr(value, "__dict__", {}).values())
-    for item in items:
-        yield from _tensors(item, depth - 1)
+        return value.values()
+    return () if isinstance(value, _OPAQUE) else getattr(value, "__dict__", {}).values()

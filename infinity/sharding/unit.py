@@ -20,7 +20,7 @@ from infinity.sharding.layout import Layout
 from infinity.sharding.parameter import guard_for
 from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.tensor_parallel import attach, cut_along, local, part_of
-from infinity.sharding.use import GatheredParameter, Views
+from infinity.sharding.use import GatheredParameter, Views, Window
 from infinity.tiers.block import BF16, FP32, INT8, SPLIT, Block, Format, Kind
 from infinity.tiers.moves import is_rounded
 from infinity.tiers.store import Store
@@ -125,11 +125,9 @@ class Unit:
         """Who ties this unit to the model; set by the hooks."""
         self.state = UnitState.UNSHARDED
         self.gradients = Gradients(self)
-        self.views: Views | None = None
-        """The parameters, while they point at the bytes of the unit."""
         self.shown = 0
         """How many uses show the parameters."""
-        self._checked = False  # whether every use checks the whole content
+        self._window: Window | None = None
         self._placeholder = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype)
         self._tensors = [torch.empty(0, dtype=dtype) if isinstance(p, DTensor) else p for p in self.parameters]
         held = {id(t): t for t in (*self.parameters, *self._tensors)}.values()
@@ -167,7 +165,9 @@ class Unit:
     def declare(self, store: Store, config: Config) -> None:
         """Add this unit's blocks to the store: parameters, and for a trainable unit gradients, master and moments."""
         shard = self.layout.shard_numel
-        self.store, self.algorithm, self._checked = store, config.algorithm, config.poison
+        self.store, self.algorithm = store, config.algorithm
+        self.views = Views(self.parameters, self._tensors, self.layout.places, checked=config.poison)
+        """The parameters, as they point at the bytes of the unit while that is shown."""
         self.spill = config.nvme if config.optimizer == "nvme" else ()  # directories for states that have no block
 
         def add(kind: Kind, form: Format, tier: Tier, span: int = 0, whole: bool = False) -> None:
@@ -283,9 +283,9 @@ class Unit:
 
     def show(self, flat: torch.Tensor, writable: bool = False) -> None:
         """SHARDED -> UNSHARDED: the parameters point at their places in `flat` (numel,); paired with `hide`. See `Showing`."""
-        if self.views is None:
+        if self.shown == 0:
             self._lift_guard()
-            self.views = Views(self.parameters, self._tensors, self.layout.places, flat, self._checked)
+            self.views.attach(flat)
             for tensor, plain, _ in self._guarded:
                 if plain is nn.Parameter:
                     tensor.__class__ = GatheredParameter
@@ -296,14 +296,20 @@ class Unit:
     def hide(self, writable: bool = False) -> None:
         """End one `show`; after the last UNSHARDED -> SHARDED: the parameters point at a guarded placeholder."""
         self.shown -= 1
-        if self.views is not None:
-            self.views.writers -= writable
+        self.views.writers -= writable
         if self.shown == 0:
             self.guard()
+            self.views.detach()
+
+    def window(self, flat: torch.Tensor) -> Window:
+        """The bytes of the unit in `flat` (numel,) as a storage of their own, one for as long as they lie there."""
+        if self._window is None or self._window.storage.data_ptr() != flat.data_ptr():
+            self._window = Window(flat, 0, flat.numel())
+        return self._window
 
     def changed(self) -> list[str]:
         """The names of parameters that were written to while nobody may, each told once. The copy is not used again."""
-        names = [] if self.views is None else [self.names[index] for index in self.views.changed()]
+        names = [self.names[index] for index in self.views.changed()] if self.shown else []
         if names:
             self.outdate()
             self.store.discard(self.blocks[Kind.PARAM])
@@ -318,14 +324,14 @@ class Unit:
                 attach(parameter, tensor)
         for tensor, _, guard in self._guarded:
             tensor.__class__ = guard
-        self.views, self.shown, self.state = None, 0, UnitState.SHARDED
+        self.shown, self.state = 0, UnitState.SHARDED
 
     def restore(self, flat: torch.Tensor) -> None:
         """Make the parameters plain tensors with the data of `flat` (numel,), as if they had never been managed."""
         self._lift_guard()
         for tensor, place in zip(self._tensors, self.layout.places, strict=True):
             tensor.data = flat[place.offset : place.end].view(place.shape)
-        self.views, self.shown, self.state = None, 0, UnitState.UNSHARDED
+        self.shown, self.state = 0, UnitState.UNSHARDED
 
     def _lift_guard(self) -> None:
         for tensor, plain, _ in self._guarded:
@@ -371,6 +377,8 @@ class Unit:
         # A gloo group that lives until the interpreter ends may abort the process there (torch 2.13).
         self.ranks = ALONE
         self.guard()
+        self.views.close()
+        self._window = None
 
     # Whole content on the host
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
 
 _DATA: Any = torch.Tensor.data
+_OURS = 2  # tensors that refer to the bytes of a parameter: it, and the view that it was made from
 _DIGESTED = 1 << 20  # int64 numbers at a time: 8 MiB, and as much again for their products
 
 
@@ -42,9 +43,8 @@ class Window:
         self, size: Sequence[int], stride: Sequence[int] = (), offset: int = 0, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """A tensor of this memory; contiguous without `stride`. `offset` counts elements of `dtype` (default: that of `flat`)."""
-        with torch.inference_mode(False):
-            empty = torch.empty(0, dtype=dtype or self._dtype, device=self.storage.device)
-            return empty.set_(self.storage, offset, tuple(size), tuple(stride))
+        empty = torch.empty(0, dtype=dtype or self._dtype, device=self.storage.device)
+        return empty.set_(self.storage, offset, tuple(size), tuple(stride))
 
     def references(self) -> int:
         """How many tensors refer to this memory through this storage."""
@@ -64,18 +64,16 @@ class Window:
 class GatheredParameter(nn.Parameter):
     """What a plain parameter is while it points at its unit's bytes. One class for all units: compiled code is guarded by it."""
 
-    views: ClassVar[weakref.WeakValueDictionary[int, Views]] = weakref.WeakValueDictionary()
-    """By the address of the storage that a parameter points at; nothing of ours may be attached to the parameter itself."""
+    views: ClassVar[weakref.WeakSet[Views]] = weakref.WeakSet()
+    """Those of all units; nothing of ours may be attached to the parameter itself."""
 
     @property
     def data(self) -> torch.Tensor:
         """As of any tensor; the unit notes what it holds now, since nothing tells when this alias is written to."""
         if torch.compiler.is_compiling():
             return self.detach()  # which shares the version counter
-        storage = torch.Tensor.untyped_storage(self)._cdata
-        views = GatheredParameter.views.get(storage)
-        if views is not None:
-            views.watch(storage)
+        for views in GatheredParameter.views:
+            views.watch(self)
         found: torch.Tensor = _DATA.__get__(self)
         return found
 
@@ -85,44 +83,64 @@ class GatheredParameter(nn.Parameter):
 
 
 class Views:
-    """The parameters of a unit while they point at its bytes, from the first use that shows them to the end of the last.
+    """The parameters of a unit as views of its bytes; `attach` makes the parameters point there, until `detach`.
 
-    `tensors` hold the data, and `parameters` have the version counters: of a DTensor the former is its local tensor.
+    `tensors` hold the data, and `parameters` have the version counters: of a DTensor the former is its local tensor. With
+    `checked` each stay is checked by a digest of the whole content.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        places: Sequence[Place],
-        flat: torch.Tensor,
-        checked: bool,
+        self, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], places: Sequence[Place], checked: bool
     ) -> None:
-        self._parameters, self._tensors = parameters, tensors
-        self._windows = [Window(flat, place.offset, place.end) for place in places]
-        for tensor, window, place in zip(tensors, self._windows, places, strict=True):
-            tensor.data = window.tensor(place.shape)
-        self._addresses = [window.storage.data_ptr() for window in self._windows]
-        self._digests = {index: window.digest() for index, window in enumerate(self._windows)} if checked else {}
-        self._indices = {window.storage._cdata: index for index, window in enumerate(self._windows)}
-        GatheredParameter.views.update(dict.fromkeys(self._indices, self))
+        self._parameters, self._tensors, self._places, self._checked = parameters, tensors, places, checked
+        self._address = -1
+        self._windows: list[Window] = []  # of the run at this address, kept for the next stay there
+        self._made: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._digests: dict[int, int] = {}
         self.writers = 0
         """How many uses allow writing; while there is one, nothing is noted of what changes."""
+        GatheredParameter.views.add(self)
+
+    def attach(self, flat: torch.Tensor) -> None:
+        """The unit lies in `flat` (numel,) now, and its parameters point there."""
+        address = flat.data_ptr()
+        if address != self._address:
+            self._windows = [Window(flat, place.offset, place.end) for place in self._places]
+            with torch.inference_mode(False):
+                self._made = [w.tensor(place.shape) for w, place in zip(self._windows, self._places, strict=True)]
+            self._address = address
+        for tensor, view in zip(self._tensors, self._made, strict=True):
+            tensor.data = view
         self._versions = self._versions_now()
+        self._digests = {index: window.digest() for index, window in enumerate(self._windows)} if self._checked else {}
+
+    def detach(self) -> None:
+        """The parameters point elsewhere again."""
+        self._versions, self._digests = [], {}
+        if any(window.references() > 1 for window in self._windows):  # somebody keeps a view: that is told once
+            self.close()
+
+    def close(self) -> None:
+        """Let the memory go."""
+        self._address, self._windows, self._made = -1, [], []
+        self._versions, self._digests = [], {}
 
     def _versions_now(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():
             return [parameter._version for parameter in self._parameters]
 
-    def watch(self, storage: int) -> None:
-        """Somebody got an alias of the parameter at this storage that has no version counter in common with it."""
-        index = self._indices[storage]
-        if not self.writers and index not in self._digests:
-            self._digests[index] = self._windows[index].digest()
+    def watch(self, parameter: torch.Tensor) -> None:
+        """Somebody gets an alias of `parameter`, if that is one of these, without its version counter."""
+        if self.writers or not self._versions:
+            return
+        for index, tensor in enumerate(self._tensors):
+            if tensor is parameter and index not in self._digests:
+                self._digests[index] = self._windows[index].digest()
 
     def referenced(self) -> list[int]:
         """The parameters whose bytes somebody else refers to."""
-        return [index for index, window in enumerate(self._windows) if window.references() > 1]
+        return [index for index, window in enumerate(self._windows) if window.references() > _OURS]
 
     def changed(self) -> list[int]:
         """The parameters that were written to, or given other memory, since the last time that this was asked."""
@@ -131,9 +149,7 @@ class Views:
         before = self._versions
         self._versions = self._versions_now()
         found = {index for index, (old, new) in enumerate(zip(before, self._versions, strict=True)) if old != new}
-        for index, tensor in enumerate(self._tensors):
-            if tensor.numel() and torch.Tensor.data_ptr(tensor) != self._addresses[index]:
-                found.add(index)
+        found.update(index for index, window in enumerate(self._windows) if window.references() < _OURS)
         for index, old in list(self._digests.items()):
             self._digests[index] = self._windows[index].digest()
             if self._digests[index] != old:
@@ -142,19 +158,18 @@ class Views:
 
 
 class Use:
-    """One use of a unit's bytes, which stay where they are until `end`; raw, for views that autograd saved.
+    """One use of a unit's bytes, which stay where they are until `end`.
 
     Used by the thread that runs the model. `leave` is called once, with the unit, at the end.
     """
 
-    def __init__(self, unit: Unit, flat: torch.Tensor, leave: Callable[[Unit], None]) -> None:
+    def __init__(self, unit: Unit, leave: Callable[[Unit], None]) -> None:
         self.unit = unit
-        self.window = Window(flat, 0, flat.numel())
         self._leave: Callable[[Unit], None] | None = leave
 
     def referenced(self) -> list[str]:
-        """The names of what somebody still refers to through this use; a raw use knows the unit only."""
-        return [self.unit.name] if self.window.references() else []
+        """The names of what somebody beside the model refers to, as far as this use can tell."""
+        return []
 
     def end(self) -> None:
         """The bytes may go. Raises `RuntimeError` when the use has ended before."""
@@ -165,7 +180,19 @@ class Use:
         leave(self.unit)
 
     def _hide(self) -> None:
-        """Nothing was shown."""
+        """What this use showed is not shown any more."""
+
+
+class Unpacking(Use):
+    """A use for views that autograd saved, made from `window`. All of a unit share a window, so it knows the unit only."""
+
+    def __init__(self, unit: Unit, flat: torch.Tensor, leave: Callable[[Unit], None]) -> None:
+        super().__init__(unit, leave)
+        self.window = unit.window(flat)
+
+    def referenced(self) -> list[str]:
+        """The unit's name while there is a view."""
+        return [self.unit.name] if self.window.references() else []
 
 
 class Showing(Use):
@@ -175,16 +202,13 @@ class Showing(Use):
     """
 
     def __init__(self, unit: Unit, flat: torch.Tensor, leave: Callable[[Unit], None], writable: bool = False) -> None:
-        super().__init__(unit, flat, leave)
+        super().__init__(unit, leave)
         self._writable = writable
         unit.show(flat, writable)
 
     def referenced(self) -> list[str]:
-        """The parameters that somebody refers to beside the model; none while other uses show them, too."""
-        views = self.unit.views
-        if views is None or self.unit.shown != 1:
-            return []
-        return [self.unit.names[index] for index in views.referenced()]
+        """The parameters that somebody refers to; none while other uses show them, too."""
+        return [self.unit.names[index] for index in self.unit.views.referenced()] if self.unit.shown == 1 else []
 
     def _hide(self) -> None:
         self.unit.hide(self._writable)
