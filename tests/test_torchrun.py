@@ -11,6 +11,8 @@ import inspect
 import json
 import re
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,11 +41,12 @@ from infinity.cli.ranks import ALONE, World, find_world
 from infinity.errors import InfinityError
 from infinity.files import LOCK_NAME
 from infinity.observe import Report
+from infinity.sharding.watch import Note, Watch
 from infinity.tiers.nvme import STATES_NAME
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS, PATIENCE = 8, 240.0
+STEPS = 8
 # Two windows for each rank; five are held out, so that the last batch of a validation has one for the first rank and none for the
 # other. Each budget is large enough for half of the ranks' states.
 OPTIONS = [
@@ -91,9 +94,7 @@ main.app()
 def torchrun(*command: Any, restarts: int = 0) -> subprocess.CompletedProcess[str]:
     options = ["--standalone", "--nproc-per-node", 2, "--max-restarts", restarts]
     whole = [sys.executable, "-m", "torch.distributed.run", *options, *command]
-    return subprocess.run(
-        [str(word) for word in whole], capture_output=True, timeout=PATIENCE, check=False, text=True, env=ENVIRONMENT
-    )
+    return subprocess.run([str(word) for word in whole], capture_output=True, check=False, text=True, env=ENVIRONMENT)
 
 
 def alone(*arguments: Any) -> dict[str, Any]:
@@ -223,6 +224,75 @@ def test_after_a_stop_a_kill_and_a_full_drive_two_ranks_end_with_the_same_bits(
     assert all(torch.equal(there[name], here[name]) for name in there)
     assert names(where) == [f"step-{number}" for number in (3, 4, 6, 8)]
     assert not names(home.path / "nvme")
+
+
+ORPHANING = """
+import os, signal
+from infinity.cli import main, training
+
+real = training.Trainer._step
+
+def step(self, number, batches):
+    if number == 2 and os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(self, number, batches)
+
+training.Trainer._step = step
+main.app()
+"""
+
+
+def test_the_death_of_the_rank_that_holds_the_store_is_one_line(tmp_path: Path) -> None:
+    """Without torchrun the store of the job is in the first rank, and torch's C++ code logs each attempt to reach it."""
+    (tmp_path / "script.py").write_text(ORPHANING)
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 75)
+    command = [sys.executable, tmp_path / "script.py", *Home(tmp_path).options("orphaned")]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(server.getsockname()[1]),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+        }
+    logging = {name: value for name, value in ENVIRONMENT.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    processes = [
+        subprocess.Popen(
+            [str(word) for word in command], env=logging | place | {"RANK": rank, "LOCAL_RANK": rank}, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    try:
+        _, said = (process.communicate()[1] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [-signal.SIGKILL, 1]
+    assert re.fullmatch(r"infinity: rank 1: another rank is gone, or cannot be reached: .*\n", said)
+    assert names(tmp_path / "nvme") == ["rank0"], "what was killed could not clean up"
+
+
+def test_a_store_that_is_gone_is_asked_once() -> None:
+    asked = []
+
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            asked.append(keys)
+            raise dist.DistNetworkError("Broken pipe")
+
+        def set(self, *_: Any) -> None:
+            asked.append([])
+
+    class Alone:
+        def groups(self) -> list[Any]:
+            return []
+
+    watch = Watch(Alone(), 600.0)  # type: ignore[arg-type]
+    watch._groups = [(Gone(), [0, 1, 2])]  # type: ignore[list-item]
+    assert watch.others(patience=1e9) == {1: None, 2: None}
+    watch.write(Note(0, "x", True, True, 1, ["x"]))
+    assert asked == [["1"]]
 
 
 def test_a_batch_that_cannot_be_divided_is_refused_once(home: Home) -> None:

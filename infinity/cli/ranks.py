@@ -10,6 +10,7 @@ word. A rank that is killed counts nothing; the first one to miss it says so.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import re
@@ -36,6 +37,7 @@ T = TypeVar("T")
 JOINING = timedelta(minutes=5)
 """How long a rank waits for the place where all meet."""
 _SPEAKING = timedelta(seconds=5)  # a sentence takes less; who was to say it may have been killed
+_ERRORS = 2  # INFO, WARNING, ERROR, FATAL
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OWN = re.compile(r"rank\d+")
 _PLACE = ("MASTER_ADDR", "MASTER_PORT")
@@ -155,6 +157,7 @@ def joined(debug: bool) -> Iterator[World]:
         with plain_failures(debug), interrupted_by_signals():
             yield world
         return
+    _without_frames()
     voice = _Voice(store, world.rank)
     with plain_failures(debug, voice.tell), interrupted_by_signals():
         try:
@@ -189,6 +192,18 @@ def _meet(world: World) -> Store:
     return PrefixStore(f"infinity/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if alone else ''}", store)
 
 
+def _without_frames() -> None:
+    """Have torch's C++ code log errors only, as TORCH_CPP_LOG_LEVEL=ERROR does for those who set it before torch is imported.
+
+    It logs each attempt to reach a process that is gone as a warning, with dozens of frames, beside the error that it raises.
+    A torch without that variable goes on logging.
+    """
+    if "TORCH_CPP_LOG_LEVEL" not in os.environ:
+        library = Path(torch.__file__).parent / "lib" / "libc10.so"
+        with contextlib.suppress(OSError, ValueError):
+            ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level").value = _ERRORS
+
+
 def _backend(world: World) -> str:
     """gloo for what is on the host (units that are saved, what the ranks agree on), and NCCL between GPUs."""
     device = torch.accelerator.current_accelerator(check_available=True)
@@ -214,18 +229,21 @@ class _Voice:
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._rank = store, rank
         self._speaks = False
+        self._is_alone = False
 
     def claim(self) -> None:
         """This rank has failed; also the first where the store is gone, for then nobody could be asked."""
         try:
             self._speaks = self._store.add("failed", 1) == 1
         except RuntimeError:
-            self._speaks = True
+            self._speaks, self._is_alone = True, True
 
     def tell(self, error: BaseException) -> None:
         """Say why the job fails if this rank is to speak; else wait until the one that does has, before torchrun ends it."""
         if self._speaks:
             say(f"rank {self._rank}: {explained(error)}")
+        if self._is_alone:
+            return
         with contextlib.suppress(RuntimeError):
             if self._speaks:
                 self._store.set("said", "")

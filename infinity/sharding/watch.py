@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from infinity.errors import InfinityError
 from infinity.sharding.ranks import Ranks
+
+T = TypeVar("T")
 
 RECENT = 64
 """How many collectives a note lists."""
@@ -68,6 +70,8 @@ class Watch:
         self.rank = dist.get_rank() if groups else 0
         self.noted = False
         self._is_final = False
+        self._is_deaf = False
+        """Whether the store is gone with the process that held it: torch would log each further try with its C++ frames."""
         self._lock = threading.Lock()
         self._groups = [
             (
@@ -84,8 +88,7 @@ class Watch:
                 return
             self.noted, self._is_final = note is not None, note is not None and note.failed
             for store, _ in self._groups:
-                with suppress(Exception):  # who holds the store may have ended
-                    store.set(str(self.rank), json.dumps(note))
+                self._ask(lambda store=store: store.set(str(self.rank), json.dumps(note)))  # type: ignore[misc]
 
     def others(self, patience: float = 0.0) -> dict[int, Note | None]:
         """The last note of every other rank; waits for those that there are not for `patience` seconds."""
@@ -94,11 +97,22 @@ class Watch:
         for store, ranks in self._groups:
             for rank in ranks:
                 while rank != self.rank:
-                    found[rank] = _read(store, rank)
-                    if found[rank] is not None or time.monotonic() > until:
+                    found[rank] = self._ask(lambda store=store, rank=rank: _read(store, rank))  # type: ignore[misc]
+                    if found[rank] is not None or self._is_deaf or time.monotonic() > until:
                         break
                     time.sleep(0.05)
         return found
+
+    def _ask(self, question: Callable[[], T]) -> T | None:
+        """The answer to `question` of a store; None where there is none, and from then on when the store is gone."""
+        if not self._is_deaf:
+            try:
+                return question()
+            except dist.DistNetworkError:
+                self._is_deaf = True
+            except Exception:  # a note is an aid: what it would explain is the error to raise
+                return None
+        return None
 
 
 @contextmanager
@@ -146,11 +160,10 @@ def _hear(notes: distributed_c10d.Store, members: Sequence[int], timeout: float,
 
 
 def _read(store: distributed_c10d.Store, rank: int) -> Note | None:
-    with suppress(Exception):
-        if store.check([str(rank)]):
-            value = json.loads(store.get(str(rank)))
-            return None if value is None else Note(*value)
-    return None
+    if not store.check([str(rank)]):
+        return None
+    value = json.loads(store.get(str(rank)))
+    return None if value is None else Note(*value)
 
 
 def diverged(rank: int, mine: Note, others: Mapping[int, Note | None]) -> str:
