@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import io
+import itertools
 import os
 import sysconfig
 from array import array
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 import numpy.typing as npt
 
+from infinity.cli.reading import open_regular, parse_json
 from infinity.cli.tokenizer import Tokenizer
+from infinity.units import format_bytes
 
 TEXT_SUFFIXES = frozenset((
     ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".csv", ".tsv", ".html", ".htm", ".xml", ".json", ".jsonl",
@@ -27,6 +30,8 @@ STDLIB_BYTES = 8 << 20
 _NOT_IN_STDLIB = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
 _PIECE = 1 << 20
 """Characters read, and handed to the tokenizer, at a time."""
+MOST_LINE_BYTES = 64 << 20
+"""The longest line of JSONL: one is in memory as a whole, several times over."""
 VALIDATION_SHARE = 20
 """One window in this many is held out, but at least one and at most `MOST_VALIDATION`."""
 MOST_VALIDATION = 512
@@ -57,7 +62,7 @@ def _chunk(handle: TextIO) -> str:
 
 def _text(path: Path) -> Iterator[Piece]:
     try:
-        with path.open(encoding="utf-8", newline="") as handle:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as handle:
             text = _chunk(handle)
             while text:
                 following = _chunk(handle)
@@ -68,19 +73,23 @@ def _text(path: Path) -> Iterator[Piece]:
 
 
 def _json_lines(path: Path) -> Iterator[Piece]:
-    with path.open("rb") as handle:
-        for number, line in enumerate(handle, start=1):
+    with open_regular(path) as handle:
+        for number in itertools.count(1):
+            line = handle.readline(MOST_LINE_BYTES + 1)
+            if not line:
+                return
+            where = f"{path}, line {number}"
+            if len(line) > MOST_LINE_BYTES:
+                raise ValueError(
+                    f"{where}: more than {format_bytes(MOST_LINE_BYTES)}, which are read at once; "
+                    "cut the document, or put its text into a file of its own"
+                )
             if not line.strip():
                 continue
-            try:
-                record = json.loads(line.strip())
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not JSON (character {error.pos + 1}: {error.msg})") from None
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}, line {number}: not UTF-8 text ({error.reason})") from None
+            record = parse_json(line.strip(), where)
             text = record.get("text") if isinstance(record, dict) else None
             if not isinstance(text, str):
-                raise ValueError(f'{path}, line {number}: no string under the key "text"')
+                raise ValueError(f'{where}: no string under the key "text"')
             if text:
                 yield Piece(text, True)
 
@@ -103,7 +112,7 @@ def read_pieces(source: Path | None) -> Iterator[Piece]:
     """The documents in `source`, piece by piece: a text file, a JSONL file (key "text") or a folder of such files.
 
     None reads the Python standard library. Raises `FileNotFoundError`, or `ValueError` naming the file (and line) that is
-    not text, or the folder that has none.
+    not text or no regular file, or the folder that has none.
     """
     if source is None:
         yield from standard_library()

@@ -18,6 +18,7 @@ from infinity.cli.models import ModelSource, find_model
 from infinity.cli.options import refuse_missing_directory
 from infinity.cli.output import prepare_output, save_model
 from infinity.cli.ranks import ALONE, World
+from infinity.cli.reading import open_regular
 from infinity.cli.tokenizer import Tokenizer, load_tokenizer
 from infinity.cli.training import Engine, Schedule, Trainer, Watcher
 from infinity.config import Config, Tier
@@ -134,6 +135,8 @@ class Job:
         config = self.config(world)
         if self.data is not None and not self.data.exists():
             raise FileNotFoundError(f"--data {self.data} does not exist")
+        if self.data is not None and not self.data.is_dir():
+            open_regular(self.data).close()
         checkpoints, last = self._checkpoints(display, world)
         try:
             return self._run(display, world, config, checkpoints, last)
@@ -149,6 +152,7 @@ class Job:
         source.check_length(self.sequence_length)
         if self.output is not None:
             output, overwrite = self.output, self.overwrite or last is not None  # our own, cut off
+            _check_name(output)
             world.from_first(lambda: prepare_output(output, source.directory, overwrite))
         display.phase("data")
         tokenizer = load_tokenizer(source.directory, source.config.vocab_size)
@@ -209,6 +213,13 @@ class Job:
         write_report(page, summary, history, spans)
         write_trace(trace, spans, history)
         return {"report": str(page), "trace": str(trace)}
+
+
+def _check_name(output: Path) -> None:
+    try:
+        str(output).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"--output {output} is not UTF-8, and no tokenizer can be saved there; choose another one") from None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,9 @@ def parse_shares(value: Any) -> Any:
         raise typer.BadParameter(f"{value!r} is not measured, equal, or a number for each --nvme with commas between") from None
 
 
+_MOST = (1 << 63) - 1
+_MOST_WINDOWS = 1 << 20
+_MOST_TOKENS = 1 << 24
 _MODEL, _DATA, _TIERS, _TRAINING, _OUTPUT = "Model", "Data", "Where states live", "Training", "Output"
 _CHECKPOINTS = "Checkpoints"
 
@@ -53,8 +56,10 @@ Data = Annotated[
         rich_help_panel=_DATA,
     ),
 ]
-SequenceLength = Annotated[int, typer.Option(min=2, help="Tokens per window.", rich_help_panel=_DATA)]
-Seed = Annotated[int, typer.Option(min=0, help="Seed of new weights and of the order of windows.", rich_help_panel=_DATA)]
+SequenceLength = Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="Tokens per window.", rich_help_panel=_DATA)]
+Seed = Annotated[
+    int, typer.Option(min=0, max=_MOST, help="Seed of new weights and of the order of windows.", rich_help_panel=_DATA)
+]
 
 Nvme = Annotated[
     list[Path] | None,
@@ -158,7 +163,10 @@ Update = Annotated[
     ),
 ]
 DelayedAfter = Annotated[
-    int, typer.Option(min=0, help="With --update delayed: the steps that come before the first late one.", rich_help_panel=_TIERS)
+    int,
+    typer.Option(
+        min=0, max=_MOST, help="With --update delayed: the steps that come before the first late one.", rich_help_panel=_TIERS
+    ),
 ]
 IoEngine = Annotated[
     Literal["auto", "io_uring", "posix"], typer.Option(help="How NVMe is read and written.", rich_help_panel=_TIERS)
@@ -168,11 +176,14 @@ GpuDirect = Annotated[
     typer.Option(help="Whether drives write parameters straight to the GPU; auto: where they can.", rich_help_panel=_TIERS),
 ]
 
-Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps.", rich_help_panel=_TRAINING)]
+Steps = Annotated[int, typer.Option(min=1, max=_MOST, help="Optimizer steps.", rich_help_panel=_TRAINING)]
 BatchSize = Annotated[
-    int, typer.Option(min=1, help="Windows per forward pass, of all ranks together.", rich_help_panel=_TRAINING)
+    int,
+    typer.Option(min=1, max=_MOST_WINDOWS, help="Windows per forward pass, of all ranks together.", rich_help_panel=_TRAINING),
 ]
-Accumulate = Annotated[int, typer.Option(min=1, help="Forward passes per optimizer step.", rich_help_panel=_TRAINING)]
+Accumulate = Annotated[
+    int, typer.Option(min=1, max=_MOST_WINDOWS, help="Forward passes per optimizer step.", rich_help_panel=_TRAINING)
+]
 AccumulationOrder = Annotated[
     Literal["horizontal", "vertical"],
     typer.Option(
@@ -185,7 +196,9 @@ LearningRate = Annotated[float, typer.Option("--lr", min=0.0, help="Highest lear
 WeightDecay = Annotated[float, typer.Option(min=0.0, help="Decoupled weight decay.", rich_help_panel=_TRAINING)]
 Warmup = Annotated[
     int | None,
-    typer.Option(min=0, show_default="a tenth of the steps", help="Steps of linear warm-up.", rich_help_panel=_TRAINING),
+    typer.Option(
+        min=0, max=_MOST, show_default="a tenth of the steps", help="Steps of linear warm-up.", rich_help_panel=_TRAINING
+    ),
 ]
 MaxGradNorm = Annotated[
     float, typer.Option(min=0.0, help="Clip the global gradient norm to this; 0: never.", rich_help_panel=_TRAINING)
@@ -194,9 +207,9 @@ SkipNonfinite = Annotated[
     bool, typer.Option(help="Leave out steps with an infinite or NaN gradient, as fp16 always does.", rich_help_panel=_TRAINING)
 ]
 EvalEvery = Annotated[
-    int, typer.Option(min=0, help="Validate every so many steps; 0: only at the end.", rich_help_panel=_TRAINING)
+    int, typer.Option(min=0, max=_MOST, help="Validate every so many steps; 0: only at the end.", rich_help_panel=_TRAINING)
 ]
-EvalBatches = Annotated[int, typer.Option(min=1, help="Batches per validation.", rich_help_panel=_TRAINING)]
+EvalBatches = Annotated[int, typer.Option(min=1, max=_MOST, help="Batches per validation.", rich_help_panel=_TRAINING)]
 
 Checkpoint = Annotated[
     Path | None,
@@ -206,8 +219,12 @@ Checkpoint = Annotated[
         rich_help_panel=_CHECKPOINTS,
     ),
 ]
-CheckpointEvery = Annotated[int, typer.Option(min=1, help="Steps from one checkpoint to the next.", rich_help_panel=_CHECKPOINTS)]
-KeepCheckpoints = Annotated[int, typer.Option(min=1, help="How many checkpoints to keep.", rich_help_panel=_CHECKPOINTS)]
+CheckpointEvery = Annotated[
+    int, typer.Option(min=1, max=_MOST, help="Steps from one checkpoint to the next.", rich_help_panel=_CHECKPOINTS)
+]
+KeepCheckpoints = Annotated[
+    int, typer.Option(min=1, max=_MOST, help="How many checkpoints to keep.", rich_help_panel=_CHECKPOINTS)
+]
 Resume = Annotated[
     bool,
     typer.Option(
