@@ -36,7 +36,7 @@ from infinity.modules.vertical import Weave
 from infinity.observe import Recorder, Report
 from infinity.optim.kernels import Kernels
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.step import Surroundings, Updater
+from infinity.optim.step import Share, Surroundings, Updater, clip_factor
 from infinity.plan.planner import Foresight, Traffic, UnitCost, predict
 from infinity.plan.runtime import Runtime
 from infinity.rates import DTYPES, copies, formats_of, updates
@@ -202,7 +202,6 @@ class Engine:
     def _after_backward(self) -> None:
         if self._buffer is not None:
             self._buffer.flush()
-        self._updater.loss_scale = 1.0  # also of a backward that was cut off
 
     def _settled(self) -> None:
         self._store.check_usable()
@@ -237,31 +236,40 @@ class Engine:
         for unit in self._units:
             unit.gradients.clear()
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Between backward and step: clip this step's gradients to the global L2 norm `max_norm`; returns the norm before."""
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> float:
+        """Between backward and step: clip all gradients to the global L2 norm `max_norm`; returns the norm before.
+
+        As `torch.nn.utils.clip_grad_norm_`: a NaN among them makes all of them NaN, an infinity makes the finite ones zeros.
+        With `error_if_nonfinite` raises `NonFiniteError` instead, which names the parameter, before anything is changed.
+        """
         trainable = [unit for unit in self._units if unit.trainable]
         self._updater.settle(trainable)
-        norm = self._updater.clip(max_norm, trainable)
+        shares = [Share(unit, tuple(range(len(unit.parameters)))) for unit in trainable]
+        norm = self._updater.norm(shares)
         if not math.isfinite(norm):
-            self._updater.warn_nonfinite(norm, trainable)
+            self._updater.take_nonfinite(norm, shares, error_if_nonfinite)
+        self._updater.clip(shares, clip_factor(norm, max_norm))
         return norm
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the gradient that the engine holds for `parameter`, on the host, in fp32 where the loss was scaled, which is
-        divided out; None when there is none. Whole, also of a DTensor. With several ranks every rank must call it."""
+        """A copy of what `parameter.grad` of the plain model would be, on the host: clipped, and until it is zeroed, also after a
+        step. In fp32 where the loss was scaled, which is divided out; None when there is none. Whole, also of a DTensor. With
+        several ranks every rank must call it."""
         unit = self._unit_of[id(parameter)]
         self._updater.settle([other for other in self._units if other.trainable])
-        if not unit.gradients.has(parameter):
+        index = unit.position(parameter)
+        if not unit.gradients.has(index):
             return None
-        place = unit.layout.places[unit.position(parameter)]
+        place, scale, clip = unit.layout.places[index], unit.gradients.loss_scale, unit.gradients.clip_of(index)
         found = unit.gather(Kind.GRAD)[place.offset : place.end].view(place.shape)
-        gradient = whole(found, unit.parameters[unit.position(parameter)]).clone()
-        return gradient if unit.gradients.loss_scale == 1.0 else gradient.float() / unit.gradients.loss_scale
+        gradient = whole(found, unit.parameters[index]).clone()
+        gradient = gradient if scale == 1.0 else gradient.float() / scale
+        return gradient if clip == 1.0 else gradient.mul_(clip)
 
     def weave(self) -> Weave:
         """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward, or what another one runs."""
         self._hooks.refuse_inside("infinity.accumulate")
-        return Weave(self._hooks, self._runtime.trace, self._device, self._updater)
+        return Weave(self._hooks, self._runtime.trace, self._device, self._updater.scales)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

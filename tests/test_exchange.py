@@ -153,15 +153,15 @@ def a_reduction_runs_under_the_backward_of_the_block_before(directory: Path, ran
                 order.append("reduced")
 
         second = engine.units[DEPTH - 2]
-        collect = second.gradients.collect
+        add = second.gradients.add
 
-        def collected(index: int, gradient: torch.Tensor) -> None:
-            collect(index, gradient)
+        def collected(index: int, gradient: torch.Tensor, scale: float) -> None:
+            add(index, gradient, scale)
             order.append("collected")
-            if second.gradients.collected == second.gradients.expected:
+            if len(order) == 2:
                 released.set()
 
-        second.gradients.collect = collected  # type: ignore[method-assign]
+        second.gradients.add = collected  # type: ignore[method-assign]
         with watched(block_the_first):
             train(model, optimizer)
         assert order[:3] == ["collected", "collected", "reduced"]

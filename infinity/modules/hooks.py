@@ -440,7 +440,7 @@ class Hooks:
                 gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 if self._weaver is None:
-                    unit.gradients.collect(index, gradient)
+                    unit.gradients.add(index, gradient, 1.0 if unit.updater is None else unit.updater.loss_scale)
                 else:
                     self._weaver.collect(unit, index, gradient)
                 self._watch_backward()

@@ -40,7 +40,7 @@ from infinity.backward import in_backward
 from infinity.device import ComputeDevice
 from infinity.errors import InfinityError
 from infinity.modules.hooks import Hooks, fresh_flow
-from infinity.optim.scaler import Scaled
+from infinity.optim.scaler import Noted, Scales
 from infinity.plan.trace import Trace
 from infinity.sharding.unit import Unit
 
@@ -60,7 +60,7 @@ class Strand:
         self.wanted: int | None = None
         """The unit that it is about to use; None before the first."""
         self.flow = fresh_flow()
-        self.loss_scale = 1.0
+        self.scaled: Noted = []
         self.ended = False
         self._reached: frozenset[int] | None = None  # ids of the parameters that its backward reaches; None before
         self._hidden: Counter[int] = Counter()  # uses of each unit that autograd did not see
@@ -102,8 +102,8 @@ class Weave:
     Everything is done by the thread whose turn it is; the caller's only waits, and may be interrupted. `device` is the engine's.
     """
 
-    def __init__(self, hooks: Hooks, trace: Trace, device: ComputeDevice, scaled: Scaled) -> None:
-        self._hooks, self._trace, self.device, self._scaled = hooks, trace, device, scaled
+    def __init__(self, hooks: Hooks, trace: Trace, device: ComputeDevice, scales: Scales) -> None:
+        self._hooks, self._trace, self.device, self._scales = hooks, trace, device, scales
         self._strands: list[Strand] = []
         self._running: Strand
         self._at: int | None = None  # the unit that is there
@@ -194,12 +194,12 @@ class Weave:
     def _leave(self, strand: Strand) -> None:
         strand.flow = self._hooks.exchange(self._idle)
         strand.random = self.device.random_state()
-        strand.loss_scale, self._scaled.loss_scale = self._scaled.loss_scale, 1.0
+        strand.scaled = self._scales.exchange([])
 
     def _resume(self, strand: Strand) -> None:
         self._idle = self._hooks.exchange(strand.flow)
         self.device.set_random_state(strand.random)
-        self._scaled.loss_scale = strand.loss_scale
+        self._scales.exchange(strand.scaled)
         self._running = strand
 
     # Whose turn it is
@@ -246,7 +246,7 @@ class Weave:
             )
         strand.bring(parameter)
         kept = self._kept.setdefault(parameter, [])
-        kept.append(_Kept(strand, unit, index, gradient, self._scaled.loss_scale))
+        kept.append(_Kept(strand, unit, index, gradient, self._scales.current))
         kept.sort(key=lambda each: each.strand.index)
         self._deliver(parameter)
 
@@ -256,11 +256,7 @@ class Weave:
         while kept and not any(s.owes(kept[0].unit, parameter) for s in self._strands[: kept[0].strand.index]):
             first = kept.pop(0)
             self._last[parameter] = first.strand.index
-            now, self._scaled.loss_scale = self._scaled.loss_scale, first.loss_scale
-            try:
-                first.unit.gradients.collect(first.position, first.gradient)
-            finally:
-                self._scaled.loss_scale = now
+            first.unit.gradients.add(first.position, first.gradient, first.loss_scale)
         if not kept:
             del self._kept[parameter]
 

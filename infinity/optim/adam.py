@@ -27,9 +27,10 @@ class Adam(Optimizer):
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
+        error_if_nonfinite: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler)
+        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
 
     def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The values of `Config.algorithm` under which the states of `group` are kept."""
@@ -63,8 +64,9 @@ class AdamW(Adam):
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
+        error_if_nonfinite: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm, skip_nonfinite, loss_scaler)
+        super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
 
 
 def adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int, decoupled: bool) -> Hyper:

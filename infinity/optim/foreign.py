@@ -9,11 +9,12 @@ rank computes the whole unit, so a rule may look at a parameter as a whole.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from infinity.errors import ConfigError
 from infinity.optim.kernels import Segment
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.scaler import LossScaler
+from infinity.optim.step import Share
 from infinity.sharding.unit import MOMENTS, Unit
 from infinity.tiers.block import Kind
 from infinity.units import round_up
@@ -42,6 +44,7 @@ def adapt(
     max_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
     loss_scaler: LossScaler | None = None,
+    error_if_nonfinite: bool = False,
     **settings: Any,
 ) -> Adapted:
     """An optimizer that updates the parameters of a wrapped model as `optimizer(params, **settings)` would update plain ones.
@@ -61,7 +64,7 @@ def adapt(
             f"{optimizer.__name__} evaluates the loss again inside of its step, for all parameters at once, which cannot be done "
             "unit by unit; take one whose step needs no closure"
         )
-    return Adapted(optimizer, params, settings, max_grad_norm, skip_nonfinite, loss_scaler)
+    return Adapted(optimizer, params, settings, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
 
 
 class Shelf:
@@ -149,12 +152,13 @@ class Adapted(Optimizer):
         max_grad_norm: float | None,
         skip_nonfinite: bool,
         loss_scaler: LossScaler | None,
+        error_if_nonfinite: bool,
     ) -> None:
         self.kind, self.settings = kind, settings
         self._benches: dict[Unit, Workbench] = {}
         defaults = kind([nn.Parameter(torch.zeros(2))], **settings).defaults
-        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler)
-        tier = "on nvme" if any(unit.spill for unit in self._units.values()) else "in host memory"
+        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
+        tier = "on nvme" if any(unit.spill for unit in self.units) else "in host memory"
         log.warning(
             "%s is not among the optimizers that infinity has kernels for: it updates one unit after the other on the host while "
             "step() waits, which needs memory beside the budgets for one unit; its states are kept %s, beside the budgets",
@@ -177,12 +181,12 @@ class Adapted(Optimizer):
     def refuse_unsupported(self, group: dict[str, Any]) -> None:
         """Nothing: whatever the torch optimizer does is supported."""
 
-    def segments(self, unit: Unit) -> tuple[Segment, ...]:
+    def segments(self, unit: Unit, factor: float = 1.0) -> tuple[Segment, ...]:
         """None: the kernels have nothing to do."""
         return ()
 
-    def _start(self, updates: Sequence[tuple[Unit, tuple[Segment, ...]]]) -> None:
-        self.updater.run([unit for unit, _ in updates], self._update)
+    def _start(self, updates: Sequence[tuple[Share, tuple[Segment, ...]]], factor: float) -> None:
+        self.updater.run([share for share, _ in updates], functools.partial(self._update, factor=factor), factor)
 
     def _bench(self, unit: Unit) -> Workbench:
         if unit not in self._benches:
@@ -190,17 +194,18 @@ class Adapted(Optimizer):
             self._benches[unit] = Workbench(unit, directory)
         return self._benches[unit]
 
-    def _update(self, unit: Unit) -> None:
+    def _update(self, unit: Unit, factor: float) -> None:
         kept = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
         values = unit.gather(kept)
         gradients = unit.gather(Kind.GRAD).float()
-        if unit.gradients.factor != 1.0:
-            gradients.mul_(unit.gradients.factor)
-        bench = self._bench(unit)
+        bench, updated = self._bench(unit), self._updated(unit)
         try:
             optimizer = bench.lay_out(self, values)
-            for stand, place, (_, group) in zip(bench.stands, unit.layout.places, self._updated(unit), strict=True):
-                stand.grad = None if group is None else gradients[place.offset : place.end].view(place.shape)
+            for index, (stand, place) in enumerate(zip(bench.stands, unit.layout.places, strict=True)):
+                if updated[index][1] is not None:
+                    stand.grad = gradients[place.offset : place.end].view(place.shape)
+                    if (times := unit.gradients.factor(index, factor)) != 1.0:
+                        stand.grad.mul_(times)
             optimizer.step()
         finally:
             bench.clear()
@@ -216,14 +221,30 @@ class Adapted(Optimizer):
                     packed["state"].setdefault(numbers[id(parameter)], {}).update(found)
         return packed
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, or a torch optimizer of the same kind and parameters (masters are then the
-        parameters). States that it does not have begin anew.
-        """
-        super().load_state_dict(state_dict)
-        numbers = self._numbers()
-        for unit in self._units.values():
-            self.load_unit_states(unit, [state_dict["state"].get(numbers.get(id(p), -1), {}) for p in unit.parameters])
+    def _load_states(self, states: dict[int, Mapping[str, Any]]) -> None:
+        super()._load_states(states)
+        for unit in self.units:
+            self.load_unit_states(unit, [states.get(id(parameter), {}) for parameter in unit.parameters])
+
+    def _check_hyper(self, group: dict[str, Any]) -> None:
+        """Nothing: the torch optimizer says what they mean."""
+
+    def _check_state(self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]) -> None:
+        """As for every optimizer; and tensors must be of the shapes of those that the torch optimizer makes."""
+        super()._check_state(unit, parameter, state, group)
+        if not any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in state.values()):
+            return
+        stand = nn.Parameter(torch.zeros(parameter.shape))
+        stand.grad = torch.zeros(parameter.shape)
+        optimizer = self.kind([stand], **self.settings)
+        optimizer.param_groups[0].update((name, value) for name, value in group.items() if name != "params")
+        optimizer.step()
+        made = optimizer.state.get(stand, {})
+        for name, value in state.items():
+            like = made.get(name)
+            if isinstance(like, torch.Tensor) and (not isinstance(value, torch.Tensor) or value.shape != like.shape):
+                shape = list(value.shape) if isinstance(value, torch.Tensor) else f"that of {value!r}"
+                raise self._misfit(f"{name} of {unit.name_of(parameter)} has shape {shape}, and should have {list(like.shape)}")
 
     def load_header(self, header: dict[str, Any]) -> None:
         """Take over what `header` gave. All states begin anew."""
@@ -241,7 +262,7 @@ class Adapted(Optimizer):
         bench.clear()
         return copies
 
-    def load_unit_states(self, unit: Unit, states: Sequence[dict[str, Any]]) -> None:
+    def load_unit_states(self, unit: Unit, states: Sequence[Mapping[str, Any]]) -> None:
         """Take over what `unit_states` gave."""
         if any(states):
             bench = self._bench(unit)

@@ -31,11 +31,12 @@ class Hyper(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Elements [begin, end) of this rank's shard that are updated with `hyper`."""
+    """Elements [begin, end) of this rank's shard that are updated with `hyper`, and with their gradients times `factor`."""
 
     begin: int
     end: int
     hyper: Hyper
+    factor: float = 1.0
 
 
 class States(NamedTuple):
@@ -112,34 +113,40 @@ class Kernels:
         return float(self._module.squared_norm(values.data_ptr(), _NAMES[values.dtype], values.numel(), carry, self.isa, pool))
 
 
-def segments_of(unit: Unit, hypers: Sequence[Hyper | None]) -> tuple[Segment, ...]:
+def segments_of(unit: Unit, hypers: Sequence[Hyper | None], further: float = 1.0) -> tuple[Segment, ...]:
     """The parts of this rank's shard to update, given the hyper-parameters of each parameter (None: leave it alone).
 
-    Neighbours with equal hyper-parameters are one segment, the padding between them included (zeros stay zeros).
+    Gradients are multiplied by what the step under way has found so far, and by `further`. Neighbours that are updated alike are
+    one segment, the padding between them included (zeros stay zeros).
     """
     segments: list[Segment] = []
+    before: Segment | None = None  # of the parameter before, if that is updated
     for index, hyper in enumerate(hypers):
         part = unit.layout.overlap(index, unit.rank)
-        if hyper is None or part.length == 0:
-            continue
-        begin, end = part.in_shard, part.in_shard + part.length
-        previous_kept = index > 0 and hypers[index - 1] == hyper
-        if segments and previous_kept and segments[-1].hyper == hyper:
-            segments[-1] = Segment(segments[-1].begin, end, hyper)
-        else:
-            segments.append(Segment(begin, end, hyper))
+        if hyper is None:
+            before = None
+        elif part.length > 0:
+            end, factor = part.in_shard + part.length, unit.gradients.factor(index, further)
+            joins = before is not None and before.hyper == hyper and before.factor == factor
+            begin = segments.pop().begin if joins else part.in_shard
+            before = Segment(begin, end, hyper, factor)
+            segments.append(before)
     return tuple(segments)
 
 
-def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels) -> float:
-    """The sum of squares of this rank's shard of the unit's gradients, in double precision and independent of placement.
+def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels, positions: Sequence[int]) -> float:
+    """The sum of squares of the gradients of these parameters in this rank's shard, in double precision.
 
-    Parameters that another tensor parallel rank counts (`Unit.counted`) add nothing while they are finite, else NaN.
+    Depends on which parameters these are and on nothing else, neither on placement nor on what the others' bytes are. Parameters
+    that another tensor parallel rank counts (`Unit.counted`) add nothing while they are finite, else NaN.
     """
     counted = others = 0.0
-    runs = _runs(unit)
+    runs = _runs(unit, positions)
     gradient = unit.blocks[Kind.GRAD]
-    for begin in store.chunks(gradient, near=True):
+    starts = store.chunks(gradient, near=True)
+    for begin, end in zip(starts, [*starts[1:], gradient.elements], strict=True):
+        if not any(run.begin < end and run.end > begin for run in runs):
+            continue
         (chunk,) = store.check_out([(gradient, True)], begin, near=True)
         try:
             chunk.wait()
@@ -163,24 +170,26 @@ class _Run(NamedTuple):
     counts: bool
 
 
-def _runs(unit: Unit) -> list[_Run]:
-    """The shard cut where what counts changes, and so that sums do not depend on where chunks end: those that cross a border of
-    the blocks in which the kernel adds up are cut there."""
-    if all(unit.counted):
+def _runs(unit: Unit, positions: Sequence[int]) -> list[_Run]:
+    """The shard, or its parts for these parameters, cut where what counts changes, and so that sums do not depend on where chunks
+    end: those that cross a border of the blocks in which the kernel adds up are cut there."""
+    if all(unit.counted) and len(positions) == len(unit.parameters):
         return [_Run(0, unit.layout.shard_numel, True)]
     runs = []
-    for index, counts in enumerate(unit.counted):
-        part = unit.layout.overlap(index, unit.rank)
+    for index in positions:
+        part, counts = unit.layout.overlap(index, unit.rank), unit.counted[index]
         begin, end = part.in_shard, part.in_shard + part.length
         border = min(round_up(begin, CHUNK_ELEMENTS), end)
         runs += [_Run(low, high, counts) for low, high in ((begin, border), (border, end)) if low < high]
     return runs
 
 
-def nonfinite_gradients(unit: Unit) -> list[bool]:
-    """Which parameters of the unit have a settled gradient with an infinity or a NaN in this rank's shard."""
-    if not any(unit.gradients.accumulated) or unit.gradients.spent:
-        return [False] * len(unit.parameters)
+def nonfinite_gradients(unit: Unit, positions: Sequence[int]) -> list[bool]:
+    """Which of these parameters have a settled gradient with an infinity or a NaN in this rank's shard."""
+    there = [unit.gradients.has(index) for index in positions]
+    if not any(there):
+        return there
     shard = unit.read(Kind.GRAD)
-    parts = [unit.layout.overlap(index, unit.rank) for index in range(len(unit.parameters))]
-    return [not bool(shard[part.in_shard : part.in_shard + part.length].isfinite().all()) for part in parts]
+    parts = [unit.layout.overlap(index, unit.rank) for index in positions]
+    finite = [bool(shard[part.in_shard : part.in_shard + part.length].isfinite().all()) for part in parts]
+    return [has and not good for has, good in zip(there, finite, strict=True)]

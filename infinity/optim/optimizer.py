@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ import torch
 from infinity.errors import ConfigError, NonFiniteError
 from infinity.optim.kernels import Hyper, Segment, segments_of
 from infinity.optim.scaler import LossScaler, scaled_loss
-from infinity.optim.step import Updater
+from infinity.optim.step import Share, Updater, clip_factor
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.tensor_parallel import part_in, whole
 from infinity.sharding.unit import Unit
@@ -37,13 +37,18 @@ class Optimizer(torch.optim.Optimizer):
     `grad_norm` is the exact global L2 norm of the last step before clipping to `max_grad_norm`, and `clipped_grad_norm` after
     it; None where no norm was needed.
 
+    The gradients stay until `zero_grad`, as in torch: another `step` applies them again, and a backward adds to them. Several
+    optimizers may have parameters of one model, also of one unit: norm, clipping and `zero_grad` concern an optimizer's own.
+
     With fp16 parameters the loss is scaled, `optimizer.scale(loss).backward()`, by `loss_scaler` (default: `LossScaler()`),
     and a step with a gradient that is infinite or NaN is left out: no state, parameter or count changes by a bit. With
-    `skip_nonfinite` that is so for every precision, without scaling; by default such a step is taken, and logged if a norm
-    was needed. `skipped_steps` counts what was left out.
+    `skip_nonfinite` that is so for every precision, without scaling. By default such a step is taken, as in torch, and logged if
+    a norm was needed: with `max_grad_norm` a NaN makes all gradients NaN, and an infinity makes the finite ones zeros. With
+    `error_if_nonfinite` `step` raises `NonFiniteError` before anything is changed, unless the loss is scaled, which skips.
+    `skipped_steps` counts what was left out.
 
     Raises `ConfigError` when a value is out of range, and when a parameter does not belong to a model wrapped by
-    `infinity.wrap`; `NonFiniteError` from `step` when the smallest loss scale is too large.
+    `infinity.wrap` or has another optimizer; `NonFiniteError` from `step` also when the smallest loss scale is too large.
     """
 
     _step_supports_amp_scaling = True  # see [Note: torch.amp.GradScaler]
@@ -60,9 +65,13 @@ class Optimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
+        error_if_nonfinite: bool = False,
     ) -> None:
         self._check("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0)
+        if skip_nonfinite and error_if_nonfinite:
+            raise ConfigError(f"{type(self).__name__}: a step is skipped or raises; give skip_nonfinite or error_if_nonfinite")
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
+        self.error_if_nonfinite = error_if_nonfinite
         self.loss_scaler = loss_scaler
         """What scales the loss; None where nothing does."""
         self.grad_norm: float | None = None
@@ -70,7 +79,7 @@ class Optimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self._reminded = False
         self._updater: Updater | None = None
-        self._units: dict[int, Unit] = {}
+        self._shares: dict[int, Share] = {}  # by the index of the unit
         self._steps: dict[int, int] = {}  # updates so far, by id of the parameter
         super().__init__(params, defaults)
 
@@ -125,24 +134,31 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def _adopt(self, group: dict[str, Any]) -> None:
-        who = type(self).__name__
+        """Take over the parameters of `group`, or raise before anything is changed."""
+        who, taken = type(self).__name__, dict[Unit, list[int]]()
+        updater = self._updater
         for parameter in group["params"]:
             if not isinstance(parameter, ShardedParameter):
                 raise ConfigError(f"{who} got a parameter of no wrapped model; first model = infinity.wrap(model, config)")
             unit = type(parameter).unit
-            updater = unit.updater
-            if not isinstance(updater, Updater) or self._updater not in (None, updater):
+            if not isinstance(unit.updater, Updater) or updater not in (None, unit.updater):
                 raise ConfigError(f"the parameters of one {who} must belong to one wrapped model whose engine is open")
-            self._updater = updater
-            if not unit.trainable:  # as in torch: it gets no gradient, and cannot be made to
-                continue
-            self._check_group(group, [unit])
-            if unit.index not in self._units:
-                updater.adopt(unit, self)
-                self._units[unit.index] = unit
+            updater = unit.updater
+            if unit.trainable:  # as in torch: one that is not gets no gradient, and cannot be made to
+                taken.setdefault(unit, []).append(unit.position(parameter))
+        if updater is None:
+            return
+        self._check_group(group, taken)
+        for unit, positions in taken.items():
+            updater.check_free(Share(unit, tuple(positions)), self)
+        self._updater = updater
+        for unit, positions in taken.items():
+            updater.adopt(Share(unit, tuple(sorted(positions))), self)
+            mine = self._shares[unit.index].positions if unit.index in self._shares else ()
+            self._shares[unit.index] = Share(unit, tuple(sorted({*mine, *positions})))
             if unit.dtype is torch.float16 and self.loss_scaler is None:
                 self.loss_scaler = LossScaler()
-            self._steps.setdefault(id(parameter), 0)
+            self._steps |= {id(unit.parameters[index]): 0 for index in positions}
 
     @property
     def updater(self) -> Updater:
@@ -160,7 +176,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self.loss_scaler is None:
             return loss
-        return scaled_loss(loss, self.loss_scaler.scale, self.updater)
+        return scaled_loss(loss, self.loss_scaler.scale, self.updater.scales)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
@@ -172,49 +188,40 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        units = list(self._units.values())
-        self.updater.settle(units)
-        scales = [(unit.gradients.grad_scale, unit.gradients.loss_scale) for unit in units]
-        if grad_scaler is not None:
-            for unit in units:
-                unit.gradients.loss_scale *= grad_scaler.get_scale()
-        elif self.loss_scaler is not None:
-            self._remind(units, self.loss_scaler)
+        shares = list(self._shares.values())
+        self.updater.settle([share.unit for share in shares])
+        factor = 1.0 if grad_scaler is None else 1.0 / grad_scaler.get_scale()
+        if grad_scaler is None and self.loss_scaler is not None:
+            self._remind(shares, self.loss_scaler)
         watching = self.skip_nonfinite or self.loss_scaler is not None or grad_scaler is not None
         norm = None
-        if self.max_grad_norm is not None:
-            norm = self.updater.clip(self.max_grad_norm, units)
-        elif watching:
-            norm = self.updater.norm(units)
+        if watching or self.error_if_nonfinite or self.max_grad_norm is not None:
+            norm = self.updater.norm(shares, factor)
         self.grad_norm = self.clipped_grad_norm = norm
         if grad_scaler is not None:
             _tell(grad_scaler, self, norm)
-        if norm is not None and not math.isfinite(norm) and not self._take_nonfinite(units, norm, watching, grad_scaler):
+        if norm is not None and not math.isfinite(norm) and not self._take_nonfinite(shares, norm, watching, grad_scaler):
             return loss
         if norm is not None and self.max_grad_norm is not None:
-            self.clipped_grad_norm = norm * min(1.0, self.max_grad_norm / (norm + 1e-6))
-        updates = [(unit, self.segments(unit)) for unit in units if any(unit.gradients.accumulated) and not unit.gradients.spent]
-        counted = [id(p) for unit, _ in updates for p, group in self._updated(unit) if group is not None]
-        try:
-            self._start(updates)
-        except BaseException:  # refused: the step has not been, and may be tried again
-            for unit, scale in zip(units, scales, strict=True):
-                unit.gradients.grad_scale, unit.gradients.loss_scale = scale
-            raise
+            clip = clip_factor(norm, self.max_grad_norm)
+            self.clipped_grad_norm = norm * clip
+            factor *= clip
+        self.updater.apply_clips(shares, factor)
+        updates = [(share, self.segments(share.unit, factor)) for share in shares if share.present()]
+        counted = [id(share.unit.parameters[index]) for share, _ in updates for index in share.present()]
+        self._start(updates, factor)
         for key in counted:
             self._steps[key] += 1
         if self.loss_scaler is not None and grad_scaler is None and norm is not None and math.isfinite(norm):
             self.loss_scaler.update(finite=True)
         return loss
 
-    def _start(self, updates: Sequence[tuple[Unit, tuple[Segment, ...]]]) -> None:
-        """Update the units."""
-        self.updater.post(updates)
+    def _start(self, updates: Sequence[tuple[Share, tuple[Segment, ...]]], factor: float) -> None:
+        """Update the units, with gradients that are clipped by `factor`. Raises before anything is changed."""
+        self.updater.post(updates, factor)
 
-    def _remind(self, units: Sequence[Unit], scaler: LossScaler) -> None:
-        unscaled = any(
-            any(unit.gradients.accumulated) and not unit.gradients.spent and unit.gradients.loss_scale == 1.0 for unit in units
-        )
+    def _remind(self, shares: Sequence[Share], scaler: LossScaler) -> None:
+        unscaled = any(share.present() and share.unit.gradients.loss_scale == 1.0 for share in shares)
         if unscaled and scaler.scale != 1.0 and not self._reminded:
             self._reminded = True
             log.warning(
@@ -222,13 +229,13 @@ class Optimizer(torch.optim.Optimizer):
                 "for no scaling with loss_scaler=infinity.LossScaler(1.0, window=None)"
             )
 
-    def _take_nonfinite(self, units: Sequence[Unit], norm: float, skips: bool, grad_scaler: Any) -> bool:
+    def _take_nonfinite(self, shares: Sequence[Share], norm: float, skips: bool, grad_scaler: Any) -> bool:
         """Whether a step with a gradient that is not finite goes on; if not, it has ended."""
         if not skips:
-            self.updater.warn_nonfinite(norm, units)
+            self.updater.take_nonfinite(norm, shares, self.error_if_nonfinite)
             return True
-        name, number = self.updater.first_nonfinite(units), self.updater.posted_steps + self.updater.skipped_steps + 1
-        self.updater.skip(units)
+        name, number = self.updater.first_nonfinite(shares), self.updater.posted_steps + self.updater.skipped_steps + 1
+        self.updater.skip(shares)
         self.skipped_steps += 1
         if self.loss_scaler is None or grad_scaler is not None:
             log.warning("step %d is skipped: the gradient of %s is not finite", number, name)
@@ -244,24 +251,24 @@ class Optimizer(torch.optim.Optimizer):
         log.info("step %d is skipped: the gradient of %s is not finite at loss scale %g; now %g", number, name, before, after)
         return False
 
-    def segments(self, unit: Unit) -> tuple[Segment, ...]:
-        """What the next step does to this rank's shard of `unit`, with the gradients and hyper-parameters of now."""
-        return segments_of(
-            unit, [None if group is None else self.hyper(group, self._steps[id(p)] + 1) for p, group in self._updated(unit)]
-        )
+    def segments(self, unit: Unit, factor: float = 1.0) -> tuple[Segment, ...]:
+        """What the next step does to this rank's shard of `unit`, with the gradients and hyper-parameters of now, and gradients
+        clipped by `factor`."""
+        hypers = [None if group is None else self.hyper(group, self._steps[id(p)] + 1) for p, group in self._updated(unit)]
+        return segments_of(unit, hypers, factor)
 
     def _updated(self, unit: Unit) -> list[tuple[torch.Tensor, dict[str, Any] | None]]:
         """The parameters of `unit`, each with its group if it has a gradient and is this optimizer's to update."""
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         return [
-            (parameter, groups.get(id(parameter)) if present else None)
-            for parameter, present in zip(unit.parameters, unit.gradients.accumulated, strict=True)
+            (parameter, groups.get(id(parameter)) if unit.gradients.has(index) else None)
+            for index, parameter in enumerate(unit.parameters)
         ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; `set_to_none` is accepted and makes no difference."""
-        for unit in self._units.values():
-            unit.gradients.clear()
+        """Forget the gradients of this optimizer's parameters; `set_to_none` is accepted and makes no difference."""
+        for unit, positions in self._shares.values():
+            unit.gradients.forget(positions)
 
     # States
 
@@ -276,7 +283,7 @@ class Optimizer(torch.optim.Optimizer):
         packed = super().state_dict()
         numbers = self._numbers()
         masters = packed["masters"] = {}
-        for unit in self._units.values():
+        for unit in self.units:
             for name, kind in self._kinds():
                 if kind not in unit.blocks or not unit.blocks[kind].written:
                     continue
@@ -297,18 +304,90 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave, or the torch optimizer of the same name and parameters, which has no masters: these
         stay as they are. Moments that it does not have begin anew. Of DTensors it may have the whole, or DTensors.
+
+        Raises `ConfigError` when anything in it does not fit, a shape, a type, a group or a count, before anything is changed.
         """
-        numbers, states, masters = self._numbers(), state_dict["state"], state_dict.get("masters")
-        self.load_header(state_dict | {"steps": [_updates(states.get(number, {})) for number in numbers.values()]})
-        for unit in self._units.values():
-            mine = [states.get(numbers.get(id(p), -1), {}) for p in unit.parameters]
-            if masters is not None and Kind.MASTER in unit.blocks:  # then one that is not there is the parameter, widened
-                unit.store.forget(unit.blocks[Kind.MASTER])
-                unmoved = [masters.get(numbers.get(id(p), -1)) for p in unit.parameters]
-                mine = [s if m is None else {**s, "master": m} for s, m in zip(mine, unmoved, strict=True)]
+        states = self._states_in(state_dict)
+        self.load_header(state_dict | {"steps": [_updates(state) for state in states]})
+        if "masters" in state_dict:  # then one that is not there is the parameter, widened
+            for share in self._shares.values():
+                self.updater.forget_states(share, [Kind.MASTER] if Kind.MASTER in share.unit.blocks else [])
+        self._load_states(dict(zip(self._numbers(), states, strict=True)))
+
+    def _load_states(self, states: dict[int, Mapping[str, Any]]) -> None:
+        """Take over the states of the parameters, by their id."""
+        for unit in self.units:
+            mine = [states.get(id(parameter), {}) for parameter in unit.parameters]
             for name, kind in self._kinds():
                 if kind in unit.blocks and any(state.get(name) is not None for state in mine):
                     self._restore(unit, kind, [state.get(name) for state in mine])
+
+    def _states_in(self, state_dict: dict[str, Any]) -> list[Mapping[str, Any]]:
+        """The states that `state_dict` has of each parameter, in the order of the groups; raises `ConfigError` for what does not
+        fit."""
+        for key, kind in (("state", Mapping), ("param_groups", Sequence)):
+            if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get(key), kind):
+                raise self._misfit(f"it has no {key!r}, as state_dict() of an optimizer has")
+        groups, states = state_dict["param_groups"], state_dict["state"]
+        self._check_header(state_dict)
+        numbers = [number for group in groups for number in group["params"]]
+        masters = state_dict.get("masters", {})  # of parameters that were never updated, and have no state
+        if not isinstance(masters, Mapping):
+            raise self._misfit(f"its masters are a {type(masters).__name__}")
+        unknown = next((number for number in (*states, *masters) if number not in numbers), None)
+        if unknown is not None:
+            raise self._misfit(f"it has a state of parameter {unknown!r}, which none of its groups has")
+        found = [states.get(number, {}) for number in numbers]
+        owned = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
+        for (group, parameter), state in zip(owned, found, strict=True):
+            self._check_state(type(parameter).unit, parameter, state, group)
+        found = [{**state, "master": masters[n]} if n in masters else state for n, state in zip(numbers, found, strict=True)]
+        for (group, parameter), number, state in zip(owned, numbers, found, strict=True):
+            if number in masters:
+                self._check_state(type(parameter).unit, parameter, state, group)
+        return found
+
+    def _check_header(self, header: Mapping[str, Any]) -> None:
+        sizes = [len(group["params"]) for group in self.param_groups]
+        groups = header["param_groups"]
+        if not all(isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in groups):
+            raise self._misfit("one of its groups has no list of parameters")
+        if [len(group["params"]) for group in groups] != sizes:
+            counts = [len(group["params"]) for group in groups]
+            raise self._misfit(f"its groups have {counts} parameters, and here {sizes}")
+        for group in groups:
+            try:
+                self._check_group(self.defaults | group, self.units)
+                self._check_hyper(self.defaults | group)
+            except (TypeError, AttributeError) as error:
+                raise self._misfit(f"a hyper-parameter has a wrong type: {error}") from error
+        if self.loss_scaler is not None and "loss_scaler" in header:
+            self.loss_scaler.check(header["loss_scaler"])
+
+    def _check_hyper(self, group: dict[str, Any]) -> None:
+        """Raise when `hyper` would."""
+        self.hyper(group, 1)
+
+    def _check_state(self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]) -> None:
+        """Raise `ConfigError` when `state` cannot be that of `parameter`, which is in `group`."""
+        who = unit.name_of(parameter)
+        if not isinstance(state, Mapping):
+            raise self._misfit(f"the state of {who} is a {type(state).__name__}")
+        step = state.get("step", 0)
+        is_number = isinstance(step, (int, float)) or (isinstance(step, torch.Tensor) and step.numel() == 1 and not step.is_meta)
+        if not is_number or not (float(step) >= 0 and float(step).is_integer()):
+            raise self._misfit(f"the step of {who} is {step!r}, and no count")
+        for name, kind in self._kinds():
+            value = state.get(name)
+            if kind not in unit.blocks or value is None:
+                continue
+            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.is_meta:
+                raise self._misfit(f"{name} of {who} is no tensor of floating-point values")
+            if value.shape != parameter.shape:
+                raise self._misfit(f"{name} of {who} has shape {list(value.shape)}, and {who} {list(parameter.shape)}")
+
+    def _misfit(self, what: str) -> ConfigError:
+        return ConfigError(f"{type(self).__name__}: the state dict does not fit, and nothing was loaded: {what}")
 
     def header(self) -> dict[str, Any]:
         """What there is beside the states: `param_groups` as in `state_dict`, `steps` (the updates of every parameter, in that
@@ -320,23 +399,21 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_header(self, header: dict[str, Any]) -> None:
         """Take over what `header` gave. All moments begin anew; masters are the weights, and stay."""
-        for group in header["param_groups"]:
-            self._check_group(self.defaults | group, self._units.values())
+        self._check_header(header)
+        steps = dict(zip(self._numbers(), header["steps"], strict=True))
         self.updater.drain()
-        super().load_state_dict({"state": {}, "param_groups": header["param_groups"]})
+        super().load_state_dict({"state": {}, "param_groups": [self.defaults | group for group in header["param_groups"]]})
         if self.loss_scaler is not None and "loss_scaler" in header:
             self.loss_scaler.load_state_dict(header["loss_scaler"])
         self.skipped_steps = header.get("skipped_steps", self.skipped_steps)
-        self._steps = dict(zip(self._numbers(), header["steps"], strict=True))
-        for unit in self._units.values():
-            for kind in self.states.values():
-                if kind in unit.blocks:
-                    unit.store.forget(unit.blocks[kind])
+        self._steps = steps
+        for share in self._shares.values():
+            self.updater.forget_states(share, [kind for kind in self.states.values() if kind in share.unit.blocks])
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """The units with parameters that this optimizer may update."""
-        return tuple(self._units.values())
+        return tuple(share.unit for share in self._shares.values())
 
     def _kinds(self) -> list[tuple[str, Kind]]:
         return [*self.states.items(), ("master", Kind.MASTER)]
@@ -354,9 +431,9 @@ class Optimizer(torch.optim.Optimizer):
         unit.write(kind, unit.shard_of(full))
 
 
-def _updates(state: dict[str, Any]) -> int:
+def _updates(state: Mapping[str, Any]) -> int:
     """How many updates made `state`; `torch.optim.SGD` does not count them, and needs to know of the first only."""
-    return int(state.get("step", 1 if state else 0))
+    return int(state.get("step", 1 if state.keys() - {"master"} else 0))
 
 
 def _tell(grad_scaler: torch.amp.GradScaler, optimizer: Optimizer, norm: float | None) -> None:

@@ -63,7 +63,6 @@ class UnitUpdate:
 
     unit: Unit
     segments: tuple[Segment, ...]
-    grad_scale: float
 
 
 class JobState(enum.Enum):
@@ -482,7 +481,7 @@ class Pipeline:
         for segment in update.segments:
             begin, end = max(segment.begin - at, 0), min(segment.end - at, length)
             if begin < end:
-                self._kernels.update(states, begin, end, segment.hyper, update.grad_scale)
+                self._kernels.update(states, begin, end, segment.hyper, segment.factor)
 
     def _place(self, chunk: _Chunk) -> None:
         """Put what an update made where the next forward looks for it, if its unit has a place there by now."""

@@ -29,9 +29,10 @@ class Adagrad(Optimizer):
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
+        error_if_nonfinite: bool = False,
     ) -> None:
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler)
+        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
 
     def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The values of `Config.algorithm` under which the states of `group` are kept."""
@@ -68,9 +69,10 @@ class Lion(Optimizer):
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
+        error_if_nonfinite: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler)
+        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
 
     def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The values of `Config.algorithm` under which the states of `group` are kept."""
@@ -108,11 +110,12 @@ class SGD(Optimizer):
         max_grad_norm: float | None = None,
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
+        error_if_nonfinite: bool = False,
     ) -> None:
         defaults = {
             "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov
         }  # fmt: skip
-        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler)
+        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
 
     def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The values of `Config.algorithm` under which the states of `group` are kept."""

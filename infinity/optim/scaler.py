@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
+from infinity.backward import BackwardPass, current_pass
 from infinity.errors import ConfigError
 
 FACTOR = 2.0
@@ -61,41 +63,74 @@ class LossScaler:
         """Scale and counts, for `load_state_dict`; the settings are not in it."""
         return {"scale": self.scale, "skipped": self.skipped, "finite": self._finite, "patience": self._patience}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self.scale, self.skipped = float(state["scale"]), int(state["skipped"])
-        self._finite, self._patience = int(state["finite"]), int(state["patience"])
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` for what `state_dict` did not give."""
+        counts = [state.get(name) for name in ("skipped", "finite", "patience")] if isinstance(state, Mapping) else [None]
+        good = all(isinstance(count, int) and count >= 0 for count in counts)
+        if not good or not isinstance(state.get("scale"), (int, float)) or not _is_power_of_two(state["scale"]):
+            raise ConfigError(f"LossScaler: {state!r} is not what state_dict() of one gives")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken. Raises `ConfigError` before anything is changed."""
+        self.check(state)
+        self.scale, self.skipped = float(state["scale"]), state["skipped"]
+        self._finite, self._patience = state["finite"], state["patience"]
 
 
 def _is_power_of_two(value: float) -> bool:
     return 0 < value < math.inf and math.frexp(value)[0] == 0.5
 
 
-class Scaled(Protocol):
-    """Who must know what the loss was multiplied by of the backward that runs."""
-
-    loss_scale: float
+Noted = list[tuple[BackwardPass, float]]
+"""Backward passes whose losses were scaled, the innermost last, and by what."""
 
 
-def scaled_loss(loss: torch.Tensor, scale: float, whom: Scaled) -> torch.Tensor:
-    """loss * scale, whose backward says to `whom` that all gradients of this backward are scaled."""
-    scaled: torch.Tensor = _ScaledLoss.apply(loss, scale, whom)  # type: ignore[no-untyped-call]
+class Scales:
+    """What the losses were multiplied by of the backward passes under way, of one engine.
+
+    A scale belongs to its pass and ends with it, also when an exception cuts the pass off. A pass inside of that one, as
+    re-entrant checkpointing runs it, gets gradients that are scaled, and so inherits the scale.
+    """
+
+    def __init__(self) -> None:
+        self._noted: Noted = []
+
+    @property
+    def current(self) -> float:
+        """That of the pass that runs; 1 outside of any."""
+        self._drop_ended()
+        return self._noted[-1][1] if self._noted else 1.0
+
+    def note(self, scale: float) -> None:
+        """The pass that runs is that of a loss times `scale`."""
+        self._drop_ended()
+        if self._noted and self._noted[-1][0].number == current_pass():
+            self._noted.pop()
+        self._noted.append((BackwardPass(), scale))
+
+    def exchange(self, noted: Noted) -> Noted:
+        """Go on with the passes of another thread, one of several of which one runs at a time; returns those that were left."""
+        left, self._noted = self._noted, noted
+        return left
+
+    def _drop_ended(self) -> None:
+        while self._noted and not self._noted[-1][0].alive:
+            self._noted.pop()
+
+
+def scaled_loss(loss: torch.Tensor, scale: float, scales: Scales) -> torch.Tensor:
+    """loss * scale, whose backward notes in `scales` that all gradients of its pass are scaled."""
+    scaled: torch.Tensor = _ScaledLoss.apply(loss, scale, scales)  # type: ignore[no-untyped-call]
     return scaled
 
 
 class _ScaledLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, scale: float, whom: Scaled) -> torch.Tensor:
-        ctx.scale, ctx.whom = scale, whom
+    def forward(ctx: Any, loss: torch.Tensor, scale: float, scales: Scales) -> torch.Tensor:
+        ctx.scale, ctx.scales = scale, scales
         return loss * scale
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        whom = ctx.whom
-        whom.loss_scale = ctx.scale
-
-        def end() -> None:
-            whom.loss_scale = 1.0
-
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        ctx.scales.note(ctx.scale)
         return gradient * ctx.scale, None, None

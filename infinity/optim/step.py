@@ -25,11 +25,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
-from infinity.errors import ConfigError, EngineClosedError
+from infinity.errors import ConfigError, EngineClosedError, NonFiniteError
 from infinity.observe import Meter, Recorder
 from infinity.optim.kernels import Kernels, Segment, nonfinite_gradients, squared_gradient_norm
 from infinity.optim.pipeline import Job, Pipeline, UnitUpdate
+from infinity.optim.scaler import Scales
 from infinity.plan.planner import Foresight
+from infinity.sharding.gradients import GradientState
 from infinity.sharding.unit import MOMENTS, Unit
 from infinity.tiers.block import Kind
 from infinity.tiers.store import Store
@@ -45,8 +47,19 @@ class Optimizer(Protocol):
     by_kernels: ClassVar[bool]
     """Whether `segments` says all that is done, so that it may begin at any time."""
 
-    def segments(self, unit: Unit) -> tuple[Segment, ...]:
-        """What the next step does to this rank's shard of `unit`, with the gradients that it has now."""
+    def segments(self, unit: Unit, factor: float = 1.0) -> tuple[Segment, ...]:
+        """What the next step does to this rank's shard of `unit`, with the gradients that it has now, clipped by `factor`."""
+
+
+class Share(NamedTuple):
+    """What one optimizer has of a unit: parameters, by their index, in rising order."""
+
+    unit: Unit
+    positions: tuple[int, ...]
+
+    def present(self) -> list[int]:
+        """Those that have a gradient."""
+        return [index for index in self.positions if self.unit.gradients.has(index)]
 
 
 class Surroundings(NamedTuple):
@@ -80,10 +93,10 @@ class Updater:
     ) -> None:
         """From step number `delay_after` on, counted from 0, what a step makes is seen one step late."""
         self._store, self._units, self._kernels, self._recorder = store, list(units), kernels, recorder
-        self.loss_scale = 1.0
-        """What the loss was multiplied by of the backward that runs; 1 outside of any."""
+        self.scales = Scales()
+        """What the losses of the backward passes under way were multiplied by."""
         self._surroundings = surroundings
-        self._owners: dict[Unit, weakref.ref[Optimizer]] = {}
+        self._owners: dict[Unit, dict[int, weakref.ref[Optimizer]]] = {}  # of parameters, by their index
         self.posted_steps = 0
         """Steps started since the beginning."""
         self.skipped_steps = 0
@@ -105,18 +118,40 @@ class Updater:
         for unit in units:
             unit.updater = self
 
-    def adopt(self, unit: Unit, optimizer: Optimizer) -> None:
-        """`optimizer` updates `unit` from now on, beginning with fresh states; raises `ConfigError` when another one does."""
+    @property
+    def loss_scale(self) -> float:
+        """What the loss was multiplied by of the backward pass that runs; 1 outside of any."""
+        return self.scales.current
+
+    def check_free(self, share: Share, optimizer: Optimizer) -> None:
+        """Raise `ConfigError` when another optimizer updates one of these parameters."""
         self._store.check()
-        owner = self._owners.get(unit)
-        if owner is not None and owner() not in (None, optimizer):
-            who = type(optimizer).__name__
-            raise ConfigError(f"unit {unit.name} already has an optimizer; use one {who} with several parameter groups")
-        if owner is not None and owner() is None:
+        for index, owner in self._owners.get(share.unit, {}).items():
+            if index in share.positions and owner() not in (None, optimizer):
+                raise ConfigError(
+                    f"{share.unit.names[index]} already has an optimizer, {type(owner()).__name__}; a parameter has states for "
+                    "one: use one optimizer with several parameter groups, or let go of the other one first"
+                )
+
+    def adopt(self, share: Share, optimizer: Optimizer) -> None:
+        """`optimizer` updates these parameters from now on, beginning with fresh states; see `check_free`."""
+        unit, owners = share.unit, self._owners.setdefault(share.unit, {})
+        self.withdraw(unit)
+        if any(index in owners and owners[index]() is None for index in share.positions):
             self.drain()
-            for kind in MOMENTS[unit.algorithm]:
-                self._store.forget(unit.blocks[kind])
-        self._owners[unit] = weakref.ref(optimizer)
+            self.forget_states(share, MOMENTS[unit.algorithm])
+        owners.update((index, weakref.ref(optimizer)) for index in share.positions)
+
+    def forget_states(self, share: Share, kinds: Iterable[Kind]) -> None:
+        """These states of these parameters begin anew. Those that the unit has of other optimizers' parameters stay."""
+        owners = self._owners.get(share.unit, {})
+        alone = not any(owner() is not None and index not in share.positions for index, owner in owners.items())
+        has_all = len(share.positions) == len(share.unit.parameters)  # masters may say more than parameters that nobody updates
+        for kind in kinds:
+            if has_all or (alone and kind is not Kind.MASTER):
+                self._store.forget(share.unit.blocks[kind])
+            else:
+                share.unit.restart(kind, share.positions)
 
     def begin_early(self, unit: Unit) -> None:
         """Begin the update that the next step will ask for if it clips nothing, where that is worth it and can be taken back;
@@ -127,7 +162,7 @@ class Updater:
         places = self._places()
         if self._foresight.early and unit.copy_on_write:
             job = self._early.setdefault(unit, Job(unit, places[unit]))
-            self._pipeline.begin(job, UnitUpdate(unit, optimizer.segments(unit), unit.gradients.factor))
+            self._pipeline.begin(job, UnitUpdate(unit, optimizer.segments(unit)))
         self._final[unit] = None
         turn = self._order.index(unit) + 1 if unit in self._order else len(self._order)
         for following in self._order[turn : turn + UNITS_AHEAD]:
@@ -141,14 +176,15 @@ class Updater:
             self._expect(unit, self._places()[unit])
 
     def _may_begin(self, unit: Unit) -> Optimizer | None:
-        """Who updates `unit`, if anything of that may happen before its step."""
-        owner = self._owners.get(unit)
-        optimizer = None if owner is None else owner()
-        return optimizer if optimizer is not None and optimizer.by_kernels and not self._delayed else None
+        """Who updates `unit`, if anything of that may happen before its step: not where several optimizers do."""
+        found = {id(owner): owner for ref in self._owners.get(unit, {}).values() if (owner := ref()) is not None}
+        optimizer = next(iter(found.values()), None)
+        return optimizer if len(found) == 1 and optimizer is not None and optimizer.by_kernels and not self._delayed else None
 
     def _expect(self, unit: Unit, place: int) -> None:
         in_place = not self._store.needs_staging(unit.blocks[Kind.GRAD])
-        if in_place and unit not in self._early and unit not in self._final and not unit.gradients.spent:
+        is_spent = unit.gradients.state is GradientState.SPENT
+        if in_place and unit not in self._early and unit not in self._final and not is_spent:
             job = self._early[unit] = Job(unit, place)
             self._pipeline.expect(job)
 
@@ -184,34 +220,37 @@ class Updater:
             self._withdrawn.append(job)
 
     def settle(self, units: Sequence[Unit]) -> None:
-        """Make the gradients of this step final: agreed on by all ranks, zeros where there are none."""
+        """Make the gradients of these units final, as all ranks agree."""
         self._await_updates()
         self._surroundings.settled()
         exchange = self._units[0].exchange
         if exchange is not None and units:
-            mine = [float(flag) for unit in units for flag in unit.gradients.accumulated]
-            flags = exchange.sum(mine, "of gradients that there are")
+            mine = [unit.gradients.summary() for unit in units]
+            agreed = iter(exchange.sum([value for summary in mine for value in summary], "of gradients that there are"))
+            for unit, summary in zip(units, mine, strict=True):
+                unit.gradients.settle([next(agreed) for _ in summary])
+        else:
             for unit in units:
-                unit.gradients.accumulated = [flag > 0 for flag in flags[: len(unit.gradients.accumulated)]]
-                del flags[: len(unit.gradients.accumulated)]
-        for unit in units:
-            if not unit.gradients.spent:
                 unit.gradients.settle()
 
-    def norm(self, units: Sequence[Unit]) -> float:
-        """The common L2 norm of the settled gradients of `units` as an update would take them: unscaled, and as far as they are
-        clipped. Summed in double precision over the units and the ranks, of which all get the same bits; infinite or NaN if and
-        only if a gradient is.
+    def norm(self, shares: Sequence[Share], further: float = 1.0) -> float:
+        """The common L2 norm of the settled gradients of `shares` as an update would take them: unscaled, as far as they are
+        clipped, and times `further`. Summed in double precision over the units and the ranks, of which all get the same bits;
+        infinite or NaN if and only if a gradient is.
         """
         self._norms_now += 1
-        total = sum(unit.gradients.factor**2 * self._squared_norm(unit) for unit in _having(units))
+        total = sum(self._squared_norm(share.unit, share.present(), further) for share in shares)
         return math.sqrt(self._sum_over_shards([total], "of squared gradients")[0])
 
-    def _squared_norm(self, unit: Unit) -> float:
-        collected, squares = unit.gradients.measured
-        if squares is not None and collected == unit.gradients.collected:
-            return squares
-        return squared_gradient_norm(unit, self._store, self._kernels)
+    def _squared_norm(self, unit: Unit, positions: Sequence[int], further: float) -> float:
+        alike: dict[float, list[int]] = {}  # parameters whose gradients have one factor
+        for index in positions:
+            alike.setdefault(unit.gradients.factor(index, further), []).append(index)
+        return sum(factor**2 * self._squares(unit, same) for factor, same in alike.items())
+
+    def _squares(self, unit: Unit, positions: Sequence[int]) -> float:
+        found = unit.gradients.measured() if positions == unit.gradients.present() else None
+        return squared_gradient_norm(unit, self._store, self._kernels, positions) if found is None else found
 
     def measure(self, unit: Unit) -> float | None:
         """What `norm` will ask of `unit`: read on the thread that brings gradients from a device with memory of its own, else the
@@ -220,24 +259,27 @@ class Updater:
         if not self.norms or not self._store.is_far or self._store.in_memory_until(gradient, near=True) < gradient.elements:
             return None
         try:
-            return squared_gradient_norm(unit, self._store, self._kernels)
+            return squared_gradient_norm(unit, self._store, self._kernels, unit.gradients.present())
         except EngineClosedError:
             return None
 
-    def clip(self, max_norm: float, units: Sequence[Unit]) -> float:
-        """Scale the settled gradients of `units` so that their common L2 norm is at most `max_norm`; returns the norm before.
+    def clip(self, shares: Sequence[Share], factor: float) -> None:
+        """Multiply the settled gradients of `shares` by `factor`."""
+        self.apply_clips(shares, factor)
+        for share in shares:
+            if present := share.present():
+                share.unit.gradients.scale(present, factor)
 
-        As `torch.nn.utils.clip_grad_norm_`: the factor is min(1, max_norm / (norm + 1e-6)).
-        """
-        norm = self.norm(units)
-        for unit in _having(units):
-            unit.gradients.grad_scale *= min(1.0, max_norm / (norm + 1e-6))
-        return norm
+    def apply_clips(self, shares: Sequence[Share], factor: float) -> None:
+        """The settled gradients of `shares` are about to be multiplied by `factor`: as they are clipped already, so they are."""
+        for share in shares if factor != 1.0 else ():
+            if present := share.present():
+                share.unit.gradients.apply_clips(present)
 
-    def first_nonfinite(self, units: Sequence[Unit]) -> str:
+    def first_nonfinite(self, shares: Sequence[Share]) -> str:
         """The name of the first parameter with a settled gradient that is not finite; "" when all are. All ranks must ask."""
-        names = [name for unit in units for name in unit.names]
-        bad = [float(flag) for unit in units for flag in nonfinite_gradients(unit)]
+        names = [share.unit.names[index] for share in shares for index in share.positions]
+        bad = [float(flag) for share in shares for flag in nonfinite_gradients(share.unit, share.positions)]
         everywhere = self._sum_over_shards(bad, "of gradients that are not finite")
         return next((name for name, flag in zip(names, everywhere, strict=True) if flag), "")
 
@@ -246,32 +288,38 @@ class Updater:
         exchange = self._units[0].exchange
         return values if exchange is None else exchange.sum(values, what, everywhere=False)
 
-    def warn_nonfinite(self, norm: float, units: Sequence[Unit]) -> None:
-        """Log that the settled gradients of `units` have the norm `norm`, and whose fault that is. All ranks must call it."""
-        number, name = self.posted_steps + self.skipped_steps + 1, self.first_nonfinite(units)
-        log.warning("the gradient norm of step %d is %s; the gradient of %s is not finite", number, norm, name)
+    def take_nonfinite(self, norm: float, shares: Sequence[Share], raises: bool) -> None:
+        """The settled gradients of `shares` have the norm `norm`, which is not finite: log whose fault that is, or raise
+        `NonFiniteError`, before anything is changed. All ranks must call it."""
+        number, name = self.posted_steps + self.skipped_steps + 1, self.first_nonfinite(shares)
+        text = f"the gradient norm of step {number} is {norm}; the gradient of {name} is not finite"
+        if raises:
+            raise NonFiniteError(f"{text}, and error_if_nonfinite=True; nothing was changed", name)
+        log.warning("%s", text)
 
-    def skip(self, units: Sequence[Unit]) -> None:
+    def skip(self, shares: Sequence[Share]) -> None:
         """End a step without an update: what was begun early is taken back, and the gradients are spent."""
         _refuse_used(self._delayed)
         self.land()
-        for unit in _having(units):
-            self.withdraw(unit)
-            unit.gradients.spend()
+        for unit, positions in shares:
+            if any(map(unit.gradients.has, positions)):
+                self.withdraw(unit)
+                unit.gradients.spend(positions)
         self._surroundings.stepped()
         self._end_step([], kept=0, unclipped=False)
         self.skipped_steps += 1
 
-    def post(self, updates: Sequence[tuple[Unit, tuple[Segment, ...]]]) -> None:
-        """Start updating the units; returns at once. Their gradients are spent, and what was delayed is seen from now on.
+    def post(self, updates: Sequence[tuple[Share, tuple[Segment, ...]]], factor: float = 1.0) -> None:
+        """Start updating the units; returns at once. The gradients of the shares are spent, clipped by `factor`, which is in the
+        segments already; and what was delayed is seen from now on.
 
         Raises `RuntimeError` before anything is changed when the parameters of one of them are in use.
         """
-        _refuse_used([*(unit for unit, _ in updates), *self._delayed])
+        _refuse_used([*(share.unit for share, _ in updates), *self._delayed])
         self.land()
         delayed = self.posted_steps >= self._delay_after
         places = self._places(backwards=delayed)
-        wanted = [UnitUpdate(unit, segments, unit.gradients.factor) for unit, segments in updates]
+        wanted = [UnitUpdate(share.unit, segments) for share, segments in updates]
         wanted.sort(key=lambda update: places[update.unit])
         jobs, kept = [], 0
         for update in wanted:
@@ -285,27 +333,29 @@ class Updater:
         for update in wanted:
             if not delayed:
                 self._store.begin_update(update.unit.blocks[Kind.PARAM], keep=True)
-            update.unit.gradients.spend()
+        _spend([share for share, _ in updates], factor)
         self._surroundings.stepped()
         if delayed:
             self._delayed = {update.unit: (job, update) for job, update in posted}
             self._pipeline.delay(posted)
         else:
             self._pipeline.confirm(posted)
-        self._end_step(jobs, kept, unclipped=all(update.unit.gradients.grad_scale == 1.0 for update in wanted))
+        unclipped = all(share.unit.gradients.clip_of(index) == 1.0 for share, _ in updates for index in share.positions)
+        self._end_step(jobs, kept, unclipped)
         self.posted_steps += 1
         if self._foresight.waits:
             self.drain()
 
-    def run(self, units: Sequence[Unit], update: Callable[[Unit], None]) -> None:
-        """Have `update` replace the content of the units, one after the other; returns when it has. Their gradients are spent.
+    def run(self, shares: Sequence[Share], update: Callable[[Unit], None], factor: float = 1.0) -> None:
+        """Have `update` replace the content of the units, one after the other; returns when it has. The gradients of the shares
+        are spent, clipped by `factor`.
 
         Raises `RuntimeError` before anything is changed when the parameters of one of them are in use. When `update` fails after
         the first unit, what is there belongs to no step, and the engine cannot go on.
         """
-        _refuse_used([*units, *self._delayed])
+        _refuse_used([*(share.unit for share in shares), *self._delayed])
         self.land()
-        for number, unit in enumerate(units):
+        for number, (unit, _) in enumerate(shares):
             self.withdraw(unit)
             try:
                 update(unit)
@@ -313,8 +363,7 @@ class Updater:
                 if number > 0:
                     self._store.fail(error)
                 raise
-        for unit in units:
-            unit.gradients.spend()
+        _spend(shares, factor)
         self._surroundings.stepped()
         self._end_step([], kept=0, unclipped=True)
         self.posted_steps += 1
@@ -379,6 +428,13 @@ def _refuse_used(units: Iterable[Unit]) -> None:
         raise RuntimeError(f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered (invariant I7)")
 
 
-def _having(units: Sequence[Unit]) -> list[Unit]:
-    """Those with gradients that no update was given."""
-    return [unit for unit in units if any(unit.gradients.accumulated) and not unit.gradients.spent]
+def _spend(shares: Sequence[Share], factor: float) -> None:
+    for unit, positions in shares:
+        unit.gradients.spend(positions, factor)
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What brings gradients of the L2 norm `norm` to at most `max_norm`, as in `torch.nn.utils.clip_grad_norm_`:
+    min(1, max_norm / (norm + 1e-6)), 0 for an infinite norm, and NaN for NaN."""
+    factor = max_norm / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor

@@ -1,12 +1,28 @@
-"""The gradients of the step under way: what the engine knows of them, and how they get to where they are at home."""
+"""The gradients of the step under way: what the engine knows of them, and how they get to where they are at home.
+
+[Note: what torch's .grad would be]
+The engine keeps the gradients of a step until `zero_grad`, as torch does: a second `step` applies them again, and a backward
+adds to them. It differs in three things, for speed; nobody sees them. A clip factor is not multiplied into the gradients but
+noted (`Entry.clip`), until something is added to them. A gradient that is forgotten keeps its bytes until something is added
+to others in its unit (`Where.FORGOTTEN`). What was scaled with its loss stays so (`Gradients.loss_scale`).
+
+[Note: who touches the bytes]
+The thread of the model, or while a reduction is on its way the thread of the exchange. An update reads the bytes after
+`spend`; whoever changes them then waits for it. `Gradients.wait` returns when the exchange has ended what it was given.
+
+[Note: the same on all ranks]
+A rank knows of the gradients that its own backward brought. `settle` agrees on what all of them have. Until then a rank
+must not conclude from its own entries that a unit has none: another one may have some.
+"""
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,6 +34,52 @@ from infinity.tiers.block import Kind
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
+
+
+class GradientState(enum.Enum):
+    """How far the gradients of a unit are in the step under way.
+
+    EMPTY: there are none on this rank. COLLECTING: a backward brings them. SETTLED: final, averaged over the ranks and at home.
+    SPENT: SETTLED, and an update was given them, which reads them until it ends.
+    """
+
+    EMPTY = enum.auto()
+    COLLECTING = enum.auto()
+    SETTLED = enum.auto()
+    SPENT = enum.auto()
+
+
+class Where(enum.Enum):
+    """Where the gradient of one parameter is.
+
+    NOWHERE: there is none; what its part of the gradient block holds counts for nothing where gradients need no buffer, else
+    it is zeros if others are at home. BUFFER: in the `GradientBuffer` alone. HOME: in the gradient block, and maybe more of it
+    in the buffer. FORGOTTEN: there is none, but its bytes are still in the block. ZEROED: there is none, and its bytes were
+    replaced by zeros.
+    """
+
+    NOWHERE = enum.auto()
+    BUFFER = enum.auto()
+    HOME = enum.auto()
+    FORGOTTEN = enum.auto()
+    ZEROED = enum.auto()
+
+    @property
+    def present(self) -> bool:
+        """Whether there is a gradient."""
+        return self in (Where.BUFFER, Where.HOME)
+
+    @property
+    def filled(self) -> bool:
+        """Whether the step has put anything into the gradient block for the parameter."""
+        return self in (Where.HOME, Where.FORGOTTEN, Where.ZEROED)
+
+
+class Entry(NamedTuple):
+    """What is known of the gradient of one parameter: `clip` is what an update multiplies it by."""
+
+    where: Where = Where.NOWHERE
+    clip: float = 1.0
 
 
 class GradientBuffer:
@@ -38,10 +100,15 @@ class GradientBuffer:
         self._holder: Unit | None = None
         self._collected: set[int] = set()
 
+    @property
+    def holder(self) -> Unit | None:
+        """Whose gradients are collected in it."""
+        return self._holder
+
     def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """Collect `gradient`, of the parameter `index` of `unit`."""
         again = self._holder is unit and index in self._collected
-        if self._holder is not unit or (again and (unit.ranks.number > 1 or index in unit.gradients.reduced)):
+        if self._holder is not unit or (again and (unit.ranks.number > 1 or unit.gradients.at_home(index))):
             self.flush()
             while self._posted and (not self._free or self._posted[0][0].ended()):
                 self._end_first()
@@ -62,7 +129,7 @@ class GradientBuffer:
     def flush(self) -> None:
         """Reduce what the holder has collected, and free the buffer."""
         holder, self._holder = self._holder, None
-        if holder is None:
+        if holder is None or not (self._collected or holder.ranks.number > 1):
             return
         self._zero_rest(holder)
         posted = holder.gradients.reduce(self._flat(holder), self._collected)
@@ -98,6 +165,12 @@ class GradientBuffer:
             self._holder = None
         self.settle()
 
+    def forget(self, unit: Unit, indices: set[int]) -> None:
+        """Forget what `unit` has collected of these parameters and not reduced; return when nothing of it is on its way."""
+        if self._holder is unit:
+            self._collected -= indices
+        self.settle()
+
     def close(self) -> None:
         """Give the memory back."""
         self._memory, self._holder = self._memory[:0].clone(), None
@@ -105,133 +178,59 @@ class GradientBuffer:
         self._posted.clear()
 
 
-class Gradients:
-    """The gradients of one trainable unit in the step under way."""
+class GradientBlock:
+    """The gradient block of one unit, and how gradients get into it. Knows nothing of the step.
+
+    Methods that say so run on the thread of the exchange, the others on that of the model.
+    """
 
     def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.accumulated = [False] * len(unit.parameters)
-        """Which parameters have a gradient of the step under way."""
-        self.collected = self.expected = 0
-        """How many gradients of single parameters the step under way has brought, and the last one did."""
-        self.spent = False
-        """Whether the gradients were handed to an update and not zeroed since."""
-        self.grad_scale = self.loss_scale = 1.0
-        """What the gradients of the step under way are multiplied by in the update: the clip factor; and what they were
-        multiplied by, with the loss, in the backward."""
-        self.measured: tuple[int, float | None] = (0, None)
-        """What `Updates.measure` gave when the step under way had brought so many gradients."""
-        self._is_mean = False  # where gradients are reduced late: whether those of the step under way have been
-        self._is_apart = False  # whether some of the gradients at home are not averaged over the replicas yet (`Engine.no_sync`)
-        self.reduced: set[int] = set()
-        """The parameters whose gradients of the step under way have passed a `GradientBuffer`."""
-        self._buffer: GradientBuffer | None = None
+        self._unit = unit
 
-    def bind(self, buffer: GradientBuffer | None) -> None:
-        """How gradients travel: through `buffer`, or straight into their home when it is None."""
-        self._buffer = buffer
-
-    def close(self) -> None:
-        """The engine was closed."""
-        if self._buffer is not None:
-            self._buffer.close()
-
-    def begin_turn(self) -> None:
-        """The backward is about to use the unit: see `GradientBuffer.begin_turn`."""
-        if self._buffer is not None:
-            self._buffer.begin_turn(self.unit)
-
-    def wait(self) -> None:
-        """Block until what was flushed is in the gradient block."""
-        if self._buffer is not None:
-            self._buffer.settle()
-
-    def has(self, parameter: torch.Tensor) -> bool:
-        """Whether the engine holds a gradient of `parameter`."""
-        unit = self.unit
-        return self.accumulated[unit.position(parameter)] and not self.spent
-
-    def collect(self, index: int, gradient: torch.Tensor) -> None:
-        """Add the gradient of parameter `index` of this backward to what the step has so far."""
-        unit = self.unit
-        if self.spent:
-            raise RuntimeError(
-                f"{unit.names[index]} gets a gradient after optimizer.step() and before zero_grad(); "
-                "call optimizer.zero_grad() in between"
-            )
-        if self.collected == self.expected:
-            unit.withdraw()
-        if unit.updater is not None:
-            unit.updater.await_update(unit)  # it still reads the gradients of the step before
-            unit.updater.await_delayed(unit)
-        gradient = local_gradient(gradient, unit.parameters[index])
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        scale = 1.0 if unit.updater is None else unit.updater.loss_scale
-        if not any(self.accumulated):
-            self.loss_scale = scale
-        elif scale != self.loss_scale:  # micro-batches of which some are scaled, or a step of another unit's optimizer between
-            gradient = gradient * (self.loss_scale / scale)
-        place = unit.layout.places[index]
-        if self._buffer is not None:
-            self._buffer.add(unit, index, gradient)
-            if self.collected == self.expected:  # a reduction that `add` ended may have begun the update without this gradient
-                unit.withdraw()
-            self.accumulated[index] = True
-            self.collected += 1
-            return
-        home = unit.blocks[Kind.GRAD].home
+    def flat(self) -> torch.Tensor:
+        """The home in memory: this rank's shard, or where gradients are reduced late the whole unit (numel,)."""
+        home = self._unit.blocks[Kind.GRAD].home
         if home is None:
-            raise RuntimeError(f"the gradients of {unit.name} have no home in memory")
-        flat = home.tensor.view(unit.gradient_dtype)
-        if self._is_mean:  # one more backward after all: what is the mean already counts once for every rank
-            mean = unit.shard_of(flat) * unit.layout.ranks
-            flat.zero_()
-            unit.shard_of(flat).copy_(mean)
-            self.accumulated, self._is_mean = [True] * len(self.accumulated), False
-        target = flat[place.offset : place.end].view(place.shape)
-        if self.accumulated[index]:
-            target.add_(gradient)
-        else:
-            target.copy_(gradient)
-            self.accumulated[index] = True
-        self.collected += 1
-        if not unit.reduces_late:
-            self._begin_early()
+            raise RuntimeError(f"the gradients of {self._unit.name} have no home in memory")
+        return home.tensor.view(self._unit.gradient_dtype)
 
-    def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Collective | None:
-        """Average `full` (numel,), gradients of the parameters `collected`, over the ranks; add this rank's part to its block.
+    def part(self, index: int) -> torch.Tensor:
+        """The home of the gradient of parameter `index`, in its shape."""
+        place = self._unit.layout.places[index]
+        return self.flat()[place.offset : place.end].view(place.shape)
 
-        With several ranks returns at once what has to end before either is used again, and then `end_reduction` called.
+    def rewrite(self, factors: Mapping[int, float | None]) -> None:
+        """Multiply the gradients of these parameters, by their index; with None they become zeros, whatever they were.
+
+        Reads and writes the chunks of this rank's shard that have any of them.
         """
-        unit = self.unit
-        first = not self.reduced
-        self.reduced.update(collected)
-        if unit.exchange is None:
-            self._add_up(full, first)
-            self._begin_early()
-            return None
-        if unit.ranks.replicas is None or (unit.exchange.averages and not self._is_apart):
-            return self._post_reduction(functools.partial(self._bring_home, full, first, self.collected))
-        averages, self._is_apart = unit.exchange.averages, not unit.exchange.averages
-        return self._post_reduction(lambda: self._add_up(self._scattered(full), first, averages), averages=averages)
+        unit = self._unit
+        block, overlaps = unit.blocks[Kind.GRAD], {i: unit.layout.overlap(i, unit.rank) for i in factors}
+        starts = unit.chunks()
+        for begin, end in zip(starts, [*starts[1:], unit.layout.shard_numel], strict=True):
+            spans = {i: (max(o.in_shard, begin), min(o.in_shard + o.length, end)) for i, o in overlaps.items()}
+            spans = {i: (low - begin, high - begin) for i, (low, high) in spans.items() if low < high}
+            if not spans:
+                continue
+            (chunk,) = unit.store.check_out([(block, True)], begin)
+            try:
+                chunk.wait()
+                values = chunk.tensor.view(unit.gradient_dtype)
+                for index, (low, high) in spans.items():
+                    factor = factors[index]
+                    if factor is None:
+                        values[low:high].zero_()
+                    else:
+                        values[low:high].mul_(factor)
+                chunk.commit()
+            finally:
+                chunk.release()
+        unit.store.end_update([block])
 
-    def _bring_home(self, full: torch.Tensor, first: bool, collected: int) -> None:
-        """Reduce and add up; if these were the last gradients of the step, say what their norm needs, while the model goes on."""
-        unit = self.unit
-        self._add_up(self._reduced(full), first)
-        if collected == self.expected and unit.updater is not None:
-            self.measured = collected, unit.updater.measure(unit)
-
-    def end_reduction(self, collected: int) -> None:
-        """The reduction that was posted when the step had brought as many gradients as `collected` has ended."""
-        if self.collected == collected:
-            self._begin_early()
-
-    def _add_up(self, shard: torch.Tensor | None, first: bool, average: bool = False) -> None:
-        """Add `shard` (shard_numel,) to the gradient block, or replace that by it if it is the `first` of the step; then have the
-        block averaged over the replicas if asked."""
-        unit = self.unit
+    def add_up(self, shard: torch.Tensor | None, first: bool, average: bool = False) -> None:
+        """Add `shard` (shard_numel,) to the block, or replace that by it if it is the `first` of the step; then have the block
+        averaged over the replicas if asked. With an exchange, on its thread."""
+        unit = self._unit
         block = unit.blocks[Kind.GRAD]
         if shard is not None:
             with closing(unit.store.bring_home(block, shard.view(torch.uint8), add=not first)) as parts:
@@ -249,32 +248,38 @@ class Gradients:
                     chunk.release()
             unit.store.end_update([block])
 
-    def _post_reduction(self, join: Callable[[], object], scatters: bool = True, averages: bool = True) -> Collective:
-        unit = self.unit
+    def post(self, join: Callable[[], object], scatters: bool = True, averages: bool = True) -> Collective:
+        """Have the exchange reduce gradients by `join`, among the shards, the replicas, or both."""
+        unit = self._unit
         nbytes = unit.layout.shard_numel * unit.gradient_dtype.itemsize
         replicas = collectives.size(unit.ranks.replicas)
         sent = nbytes * (scatters * (unit.layout.ranks - 1) + averages * 2 * (replicas - 1) / replicas)
         operation = "reduce" if scatters else "average"
         return self._partners().post(operation, unit.name, join, sent, everywhere=averages)
 
-    def _partners(self) -> Exchange:
-        unit = self.unit
-        if unit.exchange is None:
-            raise RuntimeError(f"there is nobody to reduce {unit.name} with")
-        return unit.exchange
-
-    def _reduced(self, full: torch.Tensor) -> torch.Tensor:
+    def reduced(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of the mean of `full` (numel,) over all ranks, in the same memory. On the thread of the exchange."""
-        shard = self._scattered(full)
+        shard = self.scattered(full)
         self._average(shard)
         return shard
 
-    def _scattered(self, full: torch.Tensor) -> torch.Tensor:
-        """Like `_reduced`, of the mean over those that the shards are divided among."""
-        unit = self.unit
-        shard, exchange = unit.shard_of(full), self._partners()
+    def scattered(self, full: torch.Tensor) -> torch.Tensor:
+        """Like `reduced`, of the mean over those that the shards are divided among."""
+        shard, exchange = self._unit.shard_of(full), self._partners()
         collectives.reduce_scatter_mean(shard, full, exchange.room, exchange.ranks.shards)
         return shard
+
+    def spread(self) -> None:
+        """Undo a late reduction: this rank's shard counts once for every rank, and the rest of its home for none."""
+        flat = self.flat()
+        mean = self._unit.shard_of(flat) * self._unit.layout.ranks
+        flat.zero_()
+        self._unit.shard_of(flat).copy_(mean)
+
+    def _partners(self) -> Exchange:
+        if self._unit.exchange is None:
+            raise RuntimeError(f"there is nobody to reduce {self._unit.name} with")
+        return self._unit.exchange
 
     def _average(self, values: torch.Tensor) -> None:
         """Put the mean over the replicas in the place of `values`. On the thread of the exchange."""
@@ -284,52 +289,280 @@ class Gradients:
             collectives.all_reduce_mean(here, exchange.room, exchange.ranks.replicas)
             values.copy_(here)
 
-    def _begin_early(self) -> None:
-        unit = self.unit
-        if self.collected == self.expected and unit.updater is not None and not self._is_apart:
-            unit.updater.begin_early(unit)
+
+class Gradients:
+    """The gradients of one unit in the step under way. `add`, `forget`, `scale`, `settle`, `spend` and `clear` change them.
+
+    They are called by the thread that runs the model; parameters go by their index in the unit.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit, self._block = unit, GradientBlock(unit)
+        self._buffer: GradientBuffer | None = None
+        self._state = GradientState.EMPTY
+        self._entries = [Entry()] * len(unit.parameters)
+        self._loss_scale = 1.0
+        self._collected = self._expected = 0
+        self._measured: tuple[int, float | None] = (0, None)  # the sum of squares after so many gradients
+        self._is_apart = False  # whether some of those at home are not averaged over the replicas yet (`Engine.no_sync`)
+
+    def bind(self, buffer: GradientBuffer | None) -> None:
+        """How gradients travel: through `buffer`, or straight into their home when it is None."""
+        self._buffer = buffer
+
+    # What is there
 
     @property
-    def factor(self) -> float:
-        """What an update multiplies the gradients by."""
-        return self.grad_scale / self.loss_scale
+    def state(self) -> GradientState:
+        """How far they are."""
+        return self._state
 
-    def spend(self) -> None:
-        """The gradients of this step are handed to an update."""
-        unit = self.unit
-        self.spent, self.expected = True, self.collected
-        unit.outdate()
+    @property
+    def loss_scale(self) -> float:
+        """What they were multiplied by, with the loss, in the backward."""
+        return self._loss_scale
 
-    def settle(self) -> bool:
-        """Make the gradient block final: zeros where this step brought nothing. Returns whether it brought anything."""
-        unit = self.unit
+    @property
+    def collected(self) -> int:
+        """How many gradients of single parameters the step under way has brought."""
+        return self._collected
+
+    def present(self) -> list[int]:
+        """The parameters that have a gradient: after `settle` those that have one on any rank."""
+        return [index for index, entry in enumerate(self._entries) if entry.where.present]
+
+    def has(self, index: int) -> bool:
+        """Whether there is a gradient of the parameter."""
+        return self._entries[index].where.present
+
+    def at_home(self, index: int) -> bool:
+        """Whether the gradient of the parameter, or some of it, is in the gradient block."""
+        return self._entries[index].where is Where.HOME
+
+    def clip_of(self, index: int) -> float:
+        """The product of the clip factors so far."""
+        return self._entries[index].clip
+
+    def factor(self, index: int, further: float = 1.0) -> float:
+        """What an update multiplies the gradient by, `further` clipped by that."""
+        return self._entries[index].clip * further / self._loss_scale
+
+    def measured(self) -> float | None:
+        """The sum of squares of all that there are, as they lie in the block, if that is known."""
+        collected, squares = self._measured
+        return squares if collected == self._collected else None
+
+    def summary(self) -> list[float]:
+        """What the ranks add up for `settle`."""
+        flags = [float(entry.where.present) for entry in self._entries]
+        return [*flags, any(flags), self._loss_scale * any(flags), self._is_apart]
+
+    # What changes them
+
+    def add(self, index: int, gradient: torch.Tensor, scale: float = 1.0) -> None:
+        """Add a gradient of the parameter to what the step has so far; its loss was multiplied by `scale`."""
+        unit = self._unit
+        if self._collected == self._expected:
+            unit.withdraw()
+        self._await_readers()
+        self._open()
+        gradient = local_gradient(gradient, unit.parameters[index])
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if not any(entry.where.present for entry in self._entries):
+            self._loss_scale = scale
+        elif scale != self._loss_scale:  # micro-batches of which some are scaled, or a step of another unit's optimizer between
+            gradient = gradient * (self._loss_scale / scale)
+        self._state = GradientState.COLLECTING
         if self._buffer is not None:
-            self._buffer.settle()
-        if not any(self.accumulated):
-            return False
+            if self._entries[index].where is Where.FORGOTTEN:
+                self._drop_forgotten()
+            self._buffer.add(unit, index, gradient)
+            if self._collected == self._expected:  # a reduction that `add` ended may have begun the update without this gradient
+                unit.withdraw()
+        elif self.has(index):
+            self._block.part(index).add_(gradient)
+        else:
+            self._block.part(index).copy_(gradient)
+        if not self.has(index):
+            self._set([index], Where.HOME if self._buffer is None else Where.BUFFER)
+        self._collected += 1
+        if self._buffer is None and not unit.reduces_late:
+            self._begin_early()
+
+    def forget(self, indices: Iterable[int]) -> None:
+        """There are no gradients of these parameters any more, as if there had never been any; several ranks do alike."""
+        unit, indices = self._unit, set(indices)
+        left = set(self.present()) - indices
+        if len(indices) == len(self._entries) or (unit.ranks.number == 1 and not left):
+            self.clear()
+            return
+        unit.withdraw()
+        if self._buffer is not None and self._state is GradientState.COLLECTING:
+            self._buffer.forget(unit, indices)
+        elsewhere = unit.ranks.number > 1 and any(entry.where.filled for entry in self._entries)  # another rank may have some
+        loose = self._buffer is None and self._state is GradientState.COLLECTING
+        for index in indices:
+            keeps = not loose and (elsewhere or self.at_home(index))
+            if keeps or self.has(index):
+                self._entries[index] = Entry(Where.FORGOTTEN if keeps else Where.NOWHERE)
+        self._measured = 0, None
+        if all(entry.where in (Where.FORGOTTEN, Where.ZEROED) for entry in self._entries) and not self._is_held():
+            self.clear()
+
+    def scale(self, indices: Iterable[int], factor: float) -> None:
+        """Multiply the settled gradients of these parameters by a clip factor."""
+        self._expect(GradientState.SETTLED, GradientState.SPENT)
+        for index in indices:
+            entry = self._entries[index]
+            self._entries[index] = entry._replace(clip=entry.clip * factor)
+
+    def apply_clips(self, indices: Iterable[int]) -> None:
+        """Multiply the clip factors so far into the settled gradients of these parameters, in their dtype, as torch does at once:
+        whoever clips them again rounds twice, too."""
+        self._expect(GradientState.SETTLED, GradientState.SPENT)
+        clipped = {index: self.clip_of(index) for index in indices if self.has(index) and self.clip_of(index) != 1.0}
+        if clipped:
+            self._unit.withdraw()
+            self._await_readers()
+            self._block.rewrite(clipped)
+            self._measured = 0, None
+            for index in clipped:
+                self._entries[index] = self._entries[index]._replace(clip=1.0)
+
+    def settle(self, agreed: Sequence[float] | None = None) -> None:
+        """Make them final: what all ranks have, at home, averaged. `agreed` is the sum of every rank's `summary`."""
+        self.wait()
+        mine = [entry.where.present for entry in self._entries]
+        if agreed is not None:
+            self._join(agreed)
+        if self._state is not GradientState.COLLECTING or not self.present():
+            return
         if self._is_apart:
-            self._post_reduction(lambda: self._add_up(None, first=False, average=True), scatters=False).wait()
+            self._block.post(lambda: self._block.add_up(None, first=False, average=True), scatters=False).wait()
             self._is_apart = False
-        home = unit.blocks[Kind.GRAD].home
-        if self._buffer is None and home is not None and not self._is_mean:
-            flat = home.tensor.view(unit.gradient_dtype)
-            for place, present in zip(unit.layout.places, self.accumulated, strict=True):
+        if self._unit.reduces_late:
+            flat = self._block.flat()
+            for place, present in zip(self._unit.layout.places, mine, strict=True):
                 if not present:
                     flat[place.offset : place.end].zero_()
-            if unit.reduces_late:
-                self._post_reduction(lambda: self._reduced(flat)).wait()
-                self._is_mean = True
-        return True
+            self._block.post(lambda: self._block.reduced(flat)).wait()
+        self._state = GradientState.SETTLED
+
+    def spend(self, indices: Iterable[int], factor: float = 1.0) -> None:
+        """An update was given the settled gradients of these parameters, clipped by `factor`, as they are from now on."""
+        self.scale(indices, factor)
+        self._state, self._expected = GradientState.SPENT, self._collected
+        self._unit.outdate()
 
     def clear(self) -> None:
-        """Forget the gradients of this step."""
-        unit = self.unit
-        unit.withdraw()
-        self.collected = 0
-        self.accumulated = [False] * len(unit.parameters)
-        self.spent = self._is_mean = self._is_apart = False
-        self.reduced.clear()
-        self.grad_scale = self.loss_scale = 1.0
+        """There are no gradients any more."""
+        self._unit.withdraw()
+        self._state = GradientState.EMPTY
+        self._entries = [Entry()] * len(self._entries)
+        self._loss_scale, self._collected, self._is_apart = 1.0, 0, False
         if self._buffer is not None:
-            self._buffer.discard(unit)
-        self.measured = 0, None  # not before what was on its way has ended, and was measured
+            self._buffer.discard(self._unit)
+        self._measured = 0, None  # not before what was on its way has ended, and was measured
+
+    # On their way
+
+    def begin_turn(self) -> None:
+        """The backward is about to use the unit: see `GradientBuffer.begin_turn`."""
+        if self._buffer is not None:
+            self._buffer.begin_turn(self._unit)
+
+    def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Collective | None:
+        """For the buffer: average `full` (numel,), gradients of the parameters `collected`, over the ranks; add this rank's part
+        to the block.
+
+        With several ranks returns at once what has to end before either is used again, and then `end_reduction` called.
+        """
+        unit, block = self._unit, self._block
+        self._drop_forgotten()
+        first = not any(entry.where.filled for entry in self._entries)
+        self._set(collected, Where.HOME)
+        if unit.exchange is None:
+            block.add_up(full, first)
+            self._begin_early()
+            return None
+        if unit.ranks.replicas is None or (unit.exchange.averages and not self._is_apart):
+            return block.post(functools.partial(self._bring_home, full, first, self._collected))
+        averages = unit.exchange.averages
+        self._is_apart = not averages
+        return block.post(lambda: block.add_up(block.scattered(full), first, averages), averages=averages)
+
+    def end_reduction(self, collected: int) -> None:
+        """For the buffer: the reduction that was posted when the step had brought as many gradients as `collected` has ended."""
+        if self._collected == collected:
+            self._begin_early()
+
+    def wait(self) -> None:
+        """Block until what was flushed is in the gradient block."""
+        if self._buffer is not None:
+            self._buffer.settle()
+
+    def close(self) -> None:
+        """The engine was closed."""
+        if self._buffer is not None:
+            self._buffer.close()
+
+    def _bring_home(self, full: torch.Tensor, first: bool, collected: int) -> None:
+        """Reduce and add up; if these were the last gradients of the step, say what their norm needs, while the model goes on."""
+        self._block.add_up(self._block.reduced(full), first)
+        if collected == self._expected and self._unit.updater is not None:
+            self._measured = collected, self._unit.updater.measure(self._unit)
+
+    def _begin_early(self) -> None:
+        if self._collected == self._expected and self._unit.updater is not None and not self._is_apart:
+            self._unit.updater.begin_early(self._unit)
+
+    # Inside of the step
+
+    def _expect(self, *states: GradientState) -> None:
+        if self._state not in states:
+            raise RuntimeError(f"the gradients of {self._unit.name} are {self._state.name} (invariant I7)")
+
+    def _await_readers(self) -> None:
+        """Return when no update reads the gradient block any more."""
+        if self._unit.updater is not None:
+            self._unit.updater.await_update(self._unit)
+            self._unit.updater.await_delayed(self._unit)
+
+    def _set(self, indices: Iterable[int], where: Where) -> None:
+        for index in indices:
+            self._entries[index] = self._entries[index]._replace(where=where)
+
+    def _is_held(self) -> bool:
+        return self._buffer is not None and self._buffer.holder is self._unit
+
+    def _open(self) -> None:
+        """SETTLED or SPENT -> COLLECTING: what is added comes on top of what torch would have, clipped as it is."""
+        if self._state not in (GradientState.SETTLED, GradientState.SPENT):
+            return
+        self.apply_clips(self.present())
+        self._state = GradientState.COLLECTING
+        if self._buffer is None:
+            self._set([i for i, entry in enumerate(self._entries) if not entry.where.present], Where.NOWHERE)
+        if self._unit.reduces_late:
+            self._block.spread()
+        self._collected, self._measured = 0, (0, None)
+
+    def _drop_forgotten(self) -> None:
+        """Replace what was forgotten by zeros, where something may be added to it."""
+        forgotten = [index for index, entry in enumerate(self._entries) if entry.where is Where.FORGOTTEN]
+        if forgotten:
+            self.wait()
+            self._block.rewrite(dict.fromkeys(forgotten))
+            self._set(forgotten, Where.ZEROED)
+
+    def _join(self, agreed: Sequence[float]) -> None:
+        """Take over what other ranks have: their gradients are in this rank's shard, too."""
+        *flags, having, scales, apart = agreed
+        there = [index for index, flag in enumerate(flags) if flag > 0]
+        if there and not self.present():
+            self._loss_scale = scales / having
+        if there and self._state is GradientState.EMPTY:
+            self._state = GradientState.COLLECTING
+        self._set((index for index in there if not self.has(index)), Where.HOME)
+        self._is_apart = apart > 0

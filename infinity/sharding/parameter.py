@@ -63,7 +63,7 @@ class ShardedParameter(nn.Parameter):
         name = attribute or accessor
         plain = name in _METADATA and accessor != "__set__"
         plain = plain or (attribute in ("requires_grad", "grad") and accessor == "__set__" and not torch.is_tensor(args[1]))
-        if attribute == "grad" and accessor == "__set__" and args[1] is None:
+        if attribute == "grad" and (cls._asks_to_zero() if accessor == "__get__" else args[1] is None):
             cls._forget_gradient(args[0])
         if name == "requires_grad_" or (attribute == "requires_grad" and accessor == "__set__"):
             cls._check_thaw(*args, **(kwargs or {}))
@@ -90,12 +90,17 @@ class ShardedParameter(nn.Parameter):
 
     @staticmethod
     def _forget_gradient(parameter: torch.Tensor) -> None:
-        """`parameter.grad = None`: the step does not count it, and the last one of a unit ends the unit's step."""
+        """`parameter.grad = None`: the step has none of it."""
         if isinstance(parameter, ShardedParameter):
             unit = type(parameter).unit
-            unit.gradients.accumulated[unit.position(parameter)] = False
-            if unit.tier and not any(unit.gradients.accumulated):
-                unit.gradients.clear()
+            if unit.tier:
+                unit.gradients.forget([unit.position(parameter)])
+
+    @staticmethod
+    def _asks_to_zero() -> bool:
+        """Whether `torch.nn.Module.zero_grad`, of a part of the model, asks for a gradient: it would set it to None next."""
+        frame: FrameType | None = sys._getframe(2)
+        return frame is not None and frame.f_code is nn.Module.zero_grad.__code__
 
     @staticmethod
     def _check_thaw(parameter: torch.Tensor, requires_grad: bool = True) -> None:
@@ -109,8 +114,10 @@ class ShardedParameter(nn.Parameter):
 
     @classmethod
     def _holds_gradient(cls, args: Any) -> bool:
-        parameter = args[0]
-        return isinstance(parameter, ShardedParameter) and type(parameter).unit.gradients.has(parameter)
+        if not isinstance(args[0], ShardedParameter):
+            return False
+        unit = type(args[0]).unit
+        return unit.gradients.has(unit.position(args[0]))
 
 
 def _way_out() -> str:

@@ -60,8 +60,9 @@ class Border(Protocol):
 class Updates(Protocol):
     """Who updates units, as far as a unit needs to tell it something, or to know."""
 
-    loss_scale: float
-    """What the loss was multiplied by of the backward that runs."""
+    @property
+    def loss_scale(self) -> float:
+        """What the loss was multiplied by of the backward pass that runs."""
 
     def begin_early(self, unit: Unit) -> None:
         """`unit` has as many gradients as it had in the last step: they may be final."""
@@ -437,7 +438,6 @@ class Unit:
         kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
         form = self.blocks[kind].format
         self.withdraw()
-        self.gradients.measured = 0, None
         if Kind.PARAM in kinds:
             self.store.begin_update(self.blocks[Kind.PARAM])
         try:
@@ -455,6 +455,24 @@ class Unit:
             self.store.fail(error)
             raise
         self.store.end_update([self.blocks[k] for k in kinds])
+
+    def restart(self, kind: Kind, positions: Sequence[int]) -> None:
+        """Let the states of `kind` of these parameters begin anew: a moment is zeros, a master the parameter. The others stay."""
+        overlaps = [self.layout.overlap(index, self.rank) for index in positions]
+
+        def content(begin: int, end: int) -> torch.Tensor:
+            values, fresh = torch.empty(end - begin, dtype=self.dtype_of(kind)), torch.zeros(end - begin, dtype=self.dtype)
+            self.read_chunk(kind, begin, values)
+            if kind is Kind.MASTER:
+                self.read_chunk(Kind.PARAM, begin, fresh)
+            for overlap in overlaps:
+                low, high = max(overlap.in_shard, begin) - begin, min(overlap.in_shard + overlap.length, end) - begin
+                if low < high:
+                    values[low:high].copy_(fresh[low:high])
+            return values
+
+        if self.blocks[kind].written:
+            self.write_chunks(kind, content)
 
     def dtype_of(self, kind: Kind) -> torch.dtype:
         """What `read` gives and `write` takes."""

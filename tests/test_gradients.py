@@ -1,0 +1,184 @@
+"""The gradients of a step are what torch's `.grad` would be, wherever they are: until `zero_grad`, after a step, clipped."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from far import FarDevice
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import infinity
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH = 48
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "memory": {},
+    "nvme": {"gradients": "nvme"},
+    "kept in part": {"gradients": "nvme", "cache": "20KiB"},
+    "speculative": {"update": "speculative"},
+    "speculative, nvme": {"update": "speculative", "gradients": "nvme"},
+    "far": {"device": FarDevice},
+    "far, nvme": {"device": FarDevice, "gradients": "nvme"},
+}
+LR = 2.0**-4
+"""A power of two: then SGD rounds once, and torch and the kernels make the same bits."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) * self.scale
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), Block())
+
+
+def loss_of(model: nn.Module, seed: int, skipped: int | None = None) -> torch.Tensor:
+    """The loss of batch `seed`; without block `skipped`."""
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+    for number, block in enumerate(model):
+        x = x if number == skipped else block(x)
+    return x.square().mean()
+
+
+@pytest.fixture
+def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., infinity.Engine]]:
+    engines: list[infinity.Engine] = []
+
+    def make(model: nn.Module, device: Any = None, **options: Any) -> infinity.Engine:
+        directory = tempfile.mkdtemp(dir=tmp_path)
+        values = {"gpu_memory": "1MiB", "cpu_memory": "8MiB", "cache": 0, "poison": True, "algorithm": "sgd", "device": "cpu"}
+        with monkeypatch.context() as patch:
+            if device is not None:
+                patch.setattr(sys.modules["infinity.engine"], "ComputeDevice", device)
+                values["gpu_direct"] = "off"
+            wrapped = infinity.wrap(model, infinity.Config(nvme=directory, **(values | options)), units=[Block], group=None)
+        engines.append(infinity.engine(wrapped))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+class Side:
+    """A model, plain or wrapped, with two optimizers: one clips, and both have parameters of every block."""
+
+    def __init__(self, wrap: Callable[..., infinity.Engine] | None, **options: Any) -> None:
+        self.model = build()
+        self.engine = None if wrap is None else wrap(self.model, **options)
+        self.names = [name for name, _ in self.model.named_parameters()]
+        self.parameters = list(self.model.parameters())
+        self.mine = [[i for i, name in enumerate(self.names) if name.endswith("weight") == heavy] for heavy in (True, False)]
+        kind: Any = torch.optim.SGD if wrap is None else infinity.SGD
+        extra = {} if wrap is None else {"max_grad_norm": 0.01}
+        first, second = ([self.parameters[i] for i in mine] for mine in self.mine)
+        self.optimizers = [kind(first, lr=LR, **extra), kind(second, lr=LR)]
+        self.norms: list[float] = []
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        if self.engine is None:
+            return [None if p.grad is None else p.grad.clone() for p in self.parameters]
+        return [self.engine.gradient(p) for p in self.parameters]
+
+    def weights(self) -> list[torch.Tensor]:
+        state = self.model.state_dict() if self.engine is None else self.engine.state_dict()
+        return [state[name].clone() for name in self.names]
+
+    def clip(self, positions: Sequence[int], max_norm: float, norm: float | None = None) -> float:
+        """As the engine does it, with the engine's `norm`: torch's own differs in the last bit."""
+        gradients = [g for i in positions if (g := self.parameters[i].grad) is not None]
+        found = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+        assert norm is None or norm == pytest.approx(found, rel=1e-6)
+        for gradient in gradients:
+            gradient.mul_(min(1.0, max_norm / ((found if norm is None else norm) + 1e-6)))
+        return found
+
+    def run(self, operation: str, *arguments: Any, norms: list[float]) -> None:
+        getattr(self, operation)(*arguments, norms)
+
+    def backward(self, seed: int, skipped: int | None, exponent: int, norms: list[float]) -> None:
+        loss = loss_of(self.model, seed, skipped)
+        if self.engine is not None and exponent:
+            self.optimizers[0].loss_scaler = infinity.LossScaler(2.0**exponent)
+            loss = self.optimizers[0].scale(loss)
+            self.optimizers[0].loss_scaler = None
+        loss.backward()
+
+    def forget(self, index: int, norms: list[float]) -> None:
+        self.parameters[index].grad = None
+
+    def clip_all(self, max_norm: float, norms: list[float]) -> None:
+        if self.engine is not None:
+            self.norms.append(self.engine.clip_grad_norm_(max_norm))
+        else:
+            self.clip(range(len(self.parameters)), max_norm, norms.pop(0))
+
+    def step(self, number: int, norms: list[float]) -> None:
+        optimizer = self.optimizers[number]
+        if number == 0 and self.engine is None:
+            self.clip(self.mine[0], 0.01, norms.pop(0))
+        optimizer.step()
+        if number == 0 and self.engine is not None:
+            self.norms.append(optimizer.grad_norm)
+
+    def zero(self, what: int, norms: list[float]) -> None:
+        (self.model, self.model[1], *self.optimizers)[what].zero_grad()
+
+    def look(self, norms: list[float]) -> None:
+        """Between two operations."""
+        self.gradients()
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("backward"), st.integers(0, 9), st.sampled_from([None, None, None, 0, 1]), st.sampled_from([0, 0, 0, 10])),
+    st.tuples(st.just("forget"), st.integers(0, 8)),
+    st.tuples(st.just("clip_all"), st.sampled_from([1e-3, 0.02, 1e3])),
+    st.tuples(st.just("step"), st.integers(0, 1)),
+    st.tuples(st.just("zero"), st.integers(0, 3)),
+    st.tuples(st.just("look")),
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(program=st.lists(OPERATIONS, min_size=3, max_size=14))
+def test_any_program_of_operations_is_torchs(program: list[Any], wrap: Callable[..., infinity.Engine]) -> None:
+    reference = None
+    for name, options in PLACEMENTS.items():
+        side = Side(wrap, **options)
+        try:
+            for operation in program:
+                side.run(*operation, norms=[])
+            gradients, weights = side.gradients(), side.weights()
+        finally:
+            side.close()
+        if reference is None:
+            plain, norms = Side(None), list(side.norms)
+            for operation in program:
+                plain.run(*operation, norms=norms)
+            reference = plain.gradients(), plain.weights(), side.norms
+        assert side.norms == reference[2], name
+        for which, got, wanted in (("gradient", gradients, reference[0]), ("weight", weights, reference[1])):
+            for parameter, mine, theirs in zip(side.names, got, wanted, strict=True):
+                assert (mine is None) == (theirs is None), (name, which, parameter)
+                assert mine is None or torch.equal(mine, theirs), (name, which, parameter)
