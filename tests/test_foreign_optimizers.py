@@ -265,3 +265,18 @@ def test_a_step_inside_of_gathered_is_refused(wrap: Callable[..., infinity.Engin
     for optimizer in optimizers:
         optimizer.step()
     assert equal(engine, plain)
+
+
+def test_a_state_dict_of_other_shapes_is_refused_before_anything_is_changed(wrap: Callable[..., infinity.Engine]) -> None:
+    engine = wrap(transformer())
+    optimizer = infinity.adapt(torch.optim.RMSprop, engine.model.parameters(), lr=1e-3)
+    engine.model(**text_batch(0)).loss.backward()
+    optimizer.step()
+    before = optimizer.state_dict()
+    bad = {"state": {k: dict(v) for k, v in before["state"].items()}, "param_groups": before["param_groups"]}
+    bad["state"][3]["square_avg"] = torch.zeros(3, 3)
+    with pytest.raises(infinity.ConfigError, match=r"square_avg of \S+ has shape \[3, 3\], and should have"):
+        optimizer.load_state_dict(bad)
+    after = optimizer.state_dict()["state"]
+    for number, state in before["state"].items():
+        assert all(torch.equal(after[number][name], value) for name, value in state.items() if isinstance(value, torch.Tensor))

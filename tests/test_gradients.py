@@ -59,7 +59,7 @@ def loss_of(model: nn.Module, seed: int, skipped: int | None = None) -> torch.Te
 
 @pytest.fixture
 def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., infinity.Engine]]:
-    engines: list[infinity.Engine] = []
+    models: list[nn.Module] = []
 
     def make(model: nn.Module, device: Any = None, **options: Any) -> infinity.Engine:
         directory = tempfile.mkdtemp(dir=tmp_path)
@@ -69,12 +69,13 @@ def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
                 patch.setattr(sys.modules["infinity.engine"], "ComputeDevice", device)
                 values["gpu_direct"] = "off"
             wrapped = infinity.wrap(model, infinity.Config(nvme=directory, **(values | options)), units=[Block], group=None)
-        engines.append(infinity.engine(wrapped))
-        return engines[-1]
+        models.append(wrapped)
+        return infinity.engine(wrapped)
 
     yield make
-    for engine in engines:
-        engine.close()
+    for model in models:
+        if "_infinity_engine" in vars(model):  # else a test has closed it
+            infinity.engine(model).close()
 
 
 class Side:
@@ -182,3 +183,92 @@ def test_any_program_of_operations_is_torchs(program: list[Any], wrap: Callable[
             for parameter, mine, theirs in zip(side.names, got, wanted, strict=True):
                 assert (mine is None) == (theirs is None), (name, which, parameter)
                 assert mine is None or torch.equal(mine, theirs), (name, which, parameter)
+
+
+@pytest.fixture(params=list(PLACEMENTS))
+def engine(request: pytest.FixtureRequest, wrap: Callable[..., infinity.Engine]) -> infinity.Engine:
+    return wrap(build(), **PLACEMENTS[request.param])
+
+
+def test_two_steps_and_two_backwards_without_zero_grad(engine: infinity.Engine) -> None:
+    plain = build()
+    optimizers = [infinity.SGD(engine.model.parameters(), lr=LR), torch.optim.SGD(plain.parameters(), lr=LR)]
+    for seed in range(3):
+        for model, optimizer in zip((engine.model, plain), optimizers, strict=True):
+            loss_of(model, seed).backward()
+            optimizer.step()
+            optimizer.step()
+    for mine, theirs in zip(engine.model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(engine.gradient(mine), theirs.grad)
+    state = engine.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+
+
+def test_a_gradient_that_was_forgotten_counts_for_nothing(engine: infinity.Engine) -> None:
+    plain = build()
+    for model in (engine.model, plain):
+        loss_of(model, 0).backward()
+        model[1].linear.weight.grad = None
+        loss_of(model, 1, skipped=1).backward()
+    assert engine.gradient(engine.model[1].linear.weight) is plain[1].linear.weight.grad is None
+    norm = engine.clip_grad_norm_(1e9)
+    assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9)), rel=1e-6)
+    for model in (engine.model, plain):
+        loss_of(model, 2).backward()
+    for mine, theirs in zip(engine.model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(engine.gradient(mine), theirs.grad)
+
+
+def spoil(model: nn.Module, value: float) -> Any:
+    """Make an element of a gradient `value` in every backward from now on."""
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        gradient[3] = value
+        return gradient
+
+    return model[1].linear.bias.register_hook(hook)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("through", ["engine", "optimizer"])
+def test_a_norm_that_is_not_finite_does_to_gradients_what_torch_does(
+    value: float, through: str, wrap: Callable[..., infinity.Engine]
+) -> None:
+    plain, engine = build(), wrap(build(), gradients="nvme")
+    clipped = 0.5 if through == "optimizer" else None
+    mine = infinity.SGD(engine.model.parameters(), lr=LR, max_grad_norm=clipped)
+    theirs = torch.optim.SGD(plain.parameters(), lr=LR)
+    for model in (engine.model, plain):
+        spoil(model, value)
+        loss_of(model, 0).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    norm = engine.clip_grad_norm_(0.5) if through == "engine" else math.nan
+    mine.step()
+    theirs.step()
+    assert not math.isfinite(norm) and (through == "engine" or not math.isfinite(mine.grad_norm))
+    state = engine.state_dict()
+    for name, expected in plain.state_dict().items():
+        assert torch.equal(state[name].isnan(), expected.isnan()) and torch.equal(state[name].nan_to_num(), expected.nan_to_num())
+    assert any(tensor.isnan().any() for tensor in state.values())
+
+
+def test_error_if_nonfinite_names_the_parameter_and_changes_nothing(wrap: Callable[..., infinity.Engine]) -> None:
+    engine = wrap(build())
+    optimizer = infinity.SGD(engine.model.parameters(), lr=LR, error_if_nonfinite=True)
+    handle = spoil(engine.model, math.nan)
+    loss_of(engine.model, 0).backward()
+    handle.remove()
+    before, gradient = engine.state_dict(), engine.gradient(engine.model[0].linear.weight)
+    text = r"^the gradient norm of step 1 is nan; the gradient of 1\.linear\.bias is not finite, and error_if_nonfinite=True"
+    for fails in (optimizer.step, lambda: engine.clip_grad_norm_(1.0, error_if_nonfinite=True)):
+        with pytest.raises(infinity.NonFiniteError, match=text) as refusal:
+            fails()
+        assert refusal.value.parameter == "1.linear.bias"
+    assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+    assert torch.equal(engine.gradient(engine.model[0].linear.weight), gradient)
+    engine.model[1].linear.bias.grad = None
+    optimizer.step()
+    assert engine.report().steps == 1
+    with pytest.raises(infinity.ConfigError, match="give skip_nonfinite or error_if_nonfinite"):
+        infinity.SGD(engine.model.parameters(), skip_nonfinite=True, error_if_nonfinite=True)

@@ -507,3 +507,45 @@ def test_unscaling_by_torch_names_the_way_out(wrap: Callable[..., infinity.Engin
     scaler.scale(model(**text_batch(0)).loss).backward()
     with pytest.raises(infinity.ShardedParameterError, match=r"kept by the engine and not in \.grad; clip with"):
         scaler.unscale_(optimizer)
+
+
+class Stage(torch.autograd.Function):
+    """Keeps the graph of what it runs, whose backward is run by this one's: as between stages of a pipeline."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, run: nn.Module) -> torch.Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = run(ctx.x)
+        return ctx.y.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        torch.autograd.backward(ctx.y, gradient)
+        return ctx.x.grad, None
+
+
+class Staged(nn.Module):
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Sequential(*(nn.Linear(16, 16) for _ in range(2))) for _ in range(2))
+        self.nested = nested
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return Stage.apply(x, self.second) if self.nested else self.second(x)
+
+
+def test_a_backward_inside_of_a_scaled_one_inherits_its_scale(wrap: Callable[..., infinity.Engine]) -> None:
+    gradients = []
+    for nested in (False, True):
+        engine = wrap(Staged(nested))
+        optimizer = infinity.AdamW(engine.model.parameters(), loss_scaler=infinity.LossScaler(2.0**16))
+        optimizer.scale(engine.model(torch.ones(2, 16)).square().mean()).backward()
+        assert {unit.gradients.loss_scale for unit in engine.units} == {2.0**16}
+        gradients.append([engine.gradient(parameter) for parameter in engine.model.parameters()])
+        engine.model.zero_grad()
+        engine.model(torch.ones(2, 16)).square().mean().backward()
+        assert {unit.gradients.loss_scale for unit in engine.units} == {1.0}
+    assert all(map(torch.equal, *gradients))

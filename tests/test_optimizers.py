@@ -287,3 +287,77 @@ def test_what_was_frozen_at_wrap_may_be_given_to_an_optimizer(wrap: Callable[...
     frozen = [unit for unit in engine.units if not unit.trainable]
     assert frozen
     assert all(len(unit.blocks) == 1 for unit in frozen)
+
+
+@pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
+def test_two_optimizers_share_units(optimizer: str, wrap: Callable[..., infinity.Engine]) -> None:
+    """Each clips, forgets, loads and begins anew what is its own; the other's states stay as they are."""
+    model, plain = transformer(), transformer()
+    engine = wrap(model, optimizer=optimizer)
+    names = [[n for n, _ in plain.named_parameters() if n.endswith("weight") == heavy] for heavy in (True, False)]
+
+    def groups(owner: Any) -> list[list[torch.Tensor]]:
+        found = dict(owner.named_parameters())
+        return [[found[name] for name in part] for part in names]
+
+    settings: dict[str, Any] = {"lr": 1e-3, "eps": 1e-6}
+    first, second = groups(model)
+    mine = [infinity.AdamW(first, max_grad_norm=0.1, **settings), infinity.AdamW(second, **settings)]
+    theirs = [torch.optim.AdamW(part, **settings) for part in groups(plain)]
+    for number in range(4):
+        model(**text_batch(number)).loss.backward()
+        plain(**text_batch(number)).loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(groups(plain)[0], 0.1)
+        for each in (*mine, *theirs):
+            each.step()
+            each.zero_grad()
+        assert mine[0].grad_norm == pytest.approx(float(norm), rel=1e-5)
+    close_to(engine.state_dict(), plain.state_dict())
+    kept = mine[1].state_dict()["state"]
+    mine[0].load_state_dict({"state": {}, "param_groups": mine[0].state_dict()["param_groups"]})
+    assert mine[0].state_dict()["state"] == {}
+    mine[0].load_state_dict(theirs[0].state_dict())
+    del mine[0]
+    again = infinity.AdamW(groups(model)[0], **settings)
+    assert again.state_dict()["state"] == {}
+    left = mine[0].state_dict()["state"]
+    assert all(torch.equal(kept[number][name], value) for number in kept for name, value in left[number].items())
+    text = r"already has an optimizer, AdamW; a parameter has states for one"
+    with pytest.raises(infinity.ConfigError, match=text):
+        infinity.AdamW([groups(model)[0][0]])
+
+
+DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "shape": lambda s: s["state"][5].update(exp_avg=torch.zeros(3, 3)),
+    "type": lambda s: s["state"][5].update(exp_avg=[1.0]),
+    "integers": lambda s: s["state"][5].update(exp_avg_sq=torch.zeros_like(s["state"][5]["exp_avg_sq"], dtype=torch.int64)),
+    "step": lambda s: s["state"][5].update(step=torch.tensor(-1.0)),
+    "no step": lambda s: s["state"][5].update(step="3"),
+    "a state of nobody": lambda s: s["state"].update({99: {}}),
+    "no mapping": lambda s: s["state"].update({5: None}),
+    "group size": lambda s: s["param_groups"][0]["params"].pop(),
+    "groups": lambda s: s["param_groups"].append({"params": []}),
+    "lr": lambda s: s["param_groups"][0].update(lr="fast"),
+    "range": lambda s: s["param_groups"][0].update(eps=-1.0),
+    "no groups": lambda s: s.pop("param_groups"),
+    "scaler": lambda s: s.update(loss_scaler={"scale": 3.0}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_state_dict_that_does_not_fit_changes_nothing(damage: str, wrap: Callable[..., infinity.Engine]) -> None:
+    model = transformer()
+    wrap(model)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-3, loss_scaler=infinity.LossScaler(1.0))
+    train(model, optimizer, range(2))
+    before = optimizer.state_dict()
+    bad = {"state": {k: dict(v) for k, v in before["state"].items()}, "loss_scaler": before["loss_scaler"]}
+    bad["param_groups"] = [group | {"params": list(group["params"]), "lr": 5.0} for group in before["param_groups"]]
+    DAMAGE[damage](bad)
+    with pytest.raises(infinity.ConfigError):
+        optimizer.load_state_dict(bad)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"] and after["loss_scaler"] == before["loss_scaler"]
+    assert after["state"].keys() == before["state"].keys()
+    for number, state in before["state"].items():
+        assert all(torch.equal(after["state"][number][name], value) for name, value in state.items())

@@ -94,8 +94,10 @@ def log_collectives(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
     def logged(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*values: Any, **options: Any) -> Any:
-            tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dtype != torch.uint8]
-            if name not in REDUCTIONS or values[-1] is not None:  # uint8 is where it receives, None is no group
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            if name in REDUCTIONS:  # uint8 is where they receive; a gather is one of bytes
+                tensors = [tensor for tensor in tensors if tensor.dtype != torch.uint8]
+            if name not in REDUCTIONS or values[-1] is not None:  # None is no group
                 calls.append(Call(name, max((tensor.nbytes for tensor in tensors), default=0)))
             return call(*values, **options)
 
@@ -306,7 +308,7 @@ def test_units_that_stay_are_gathered_once(results: list[dict[str, Any]]) -> Non
 
 def test_a_step_sends_nothing_else_of_any_size(results: list[dict[str, Any]]) -> None:
     """Only which gradients there are, and the norm, as fp64; no broadcast, no barrier."""
-    flags = 8 * len(list(Model().parameters()))
+    flags = 8 * (len(list(Model().parameters())) + 3 * len(SIZES))  # and of each unit its loss scale, and two flags
     for result in results:
         for name, found in result.items():
             if name == "data parallel":  # every rank has all gradients, and so their norm
