@@ -23,6 +23,7 @@ from torch import nn
 
 from infinity.errors import ConfigError, WeightsError
 from infinity.modules.init import check_initialisable, initialise
+from infinity.modules.origins import forget
 from infinity.safetensors import DTYPES
 from infinity.sharding.tensor_parallel import bounds_of, local
 from infinity.sharding.unit import Unit
@@ -142,6 +143,7 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
                 else:
                     unit.restore(unit.gather(unit.widest))
             raise
+    forget(model)
     for name, buffer in persistent_buffers(model):
         if weights is not None and name in weights:
             weights.read_into(name, local(buffer))
