@@ -58,7 +58,7 @@ def come_to_rest(engine: infinity.Engine) -> None:
     """Wait for all I/O that the engine does without the next forward; `drain` would make it do more."""
     pipeline = engine._updater._pipeline
     with pipeline._changed:
-        assert pipeline._changed.wait_for(lambda: not pipeline._has_work(()) and not any(j.in_flight for j in pipeline._jobs), 60)
+        assert pipeline._changed.wait_for(lambda: not pipeline._has_work(()) and not any(j.in_flight for j in pipeline._jobs))
     for unit in engine.units:
         fetch = unit.blocks[Kind.PARAM].fetch
         if fetch is not None:

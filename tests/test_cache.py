@@ -366,7 +366,7 @@ def test_an_update_taken_back_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
     assert {job.unit.name for job in early.values() if job.update is not None} == begun
     assert 0 < len(begun) < len(engine.units)
     with pipeline._changed:
-        assert pipeline._changed.wait_for(waiting, timeout=60)
+        assert pipeline._changed.wait_for(waiting)
     assert any(job.in_memory for job in early.values()) and any(job.meter.written for job in early.values())
     optimizer.zero_grad()  # takes them back
     assert_equal(everything(engine, optimizer), before)
@@ -382,7 +382,7 @@ def test_once_confirmed_what_is_kept_costs_no_io(wrap: Wrap) -> None:
     pipeline, early = engine._updater._pipeline, engine._updater._early
     engine.model(**text_batch(2)).loss.backward()
     with pipeline._changed:
-        assert pipeline._changed.wait_for(lambda: all(not j.chunks and j.in_flight == 0 for j in early.values()), timeout=60)
+        assert pipeline._changed.wait_for(lambda: all(not j.chunks and j.in_flight == 0 for j in early.values()))
     kept_whole = [u for u in engine.units if not u.copy_on_write]
     before = everything_kept(engine)
     written = engine.recorder.counters()["nvme bytes written"]
@@ -414,7 +414,7 @@ def test_an_early_update_that_fails_leaves_the_last_step_whole_in_both_places(fa
     with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: ") as caught:
         loss.backward()
         with engine._store._changed:
-            assert engine._store._changed.wait_for(lambda: engine._store._failure is not None, timeout=60)
+            assert engine._store._changed.wait_for(lambda: engine._store._failure is not None)
         optimizer.step()
     assert isinstance(caught.value.__cause__, infinity.NvmeError)
     engine.io.set_faults()

@@ -25,7 +25,7 @@ import infinity
 from infinity.files import LOCK_NAME
 from infinity.tiers.nvme import STATES_NAME
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 MIB = 1 << 20
 BUDGETS = {"gpu_memory": 2 * MIB, "cpu_memory": 8 * MIB, "cache": 0}
@@ -195,7 +195,7 @@ def test_dropping_the_model_closes(tmp_path: Path, footprint: Callable[[], objec
 @pytest.mark.parametrize("task", ["exit", "exit after an error"])
 def test_the_end_of_the_interpreter_closes(task: str, tmp_path: Path) -> None:
     process = child(task, tmp_path)
-    output, errors = process.communicate(timeout=50)
+    output, errors = process.communicate()
     assert output == "trained\n"
     if task == "exit":
         assert (process.returncode, errors) == (0, "")
@@ -209,7 +209,7 @@ def test_what_a_killed_process_leaves_is_reclaimed_with_one_warning(tmp_path: Pa
     assert process.stdout is not None
     assert process.stdout.readline() == "trained\n"
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=50)
+    process.communicate()
     assert process.returncode == -signal.SIGKILL
     left = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert left.keys() == {LOCK_NAME, STATES_NAME}
@@ -231,7 +231,7 @@ def test_a_killed_process_does_not_lock_the_directory_even_while_its_file_is_the
     with pytest.raises(infinity.PathInUseError, match=f"in use by process {process.pid};"):
         open_engine(tmp_path)
     process.kill()
-    process.communicate(timeout=50)
+    process.communicate()
     model, _ = open_engine(tmp_path)
     infinity.engine(model).close()
 

@@ -651,7 +651,7 @@ def test_the_module_functions_are_those_of_io(tmp_path: Path) -> None:
 
 def run(script: str, *arguments: object) -> str:
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)], capture_output=True, timeout=60, check=True, **CHILD
+        [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)], capture_output=True, check=True, **CHILD
     )
     return result.stdout.strip()
 
@@ -867,7 +867,7 @@ io.save({"a": torch.ones(1 << 20)}, sys.argv[1])
 def test_a_killed_save_leaves_what_was_there(io: Io, tmp_path: Path) -> None:
     path = tmp_path / "model"
     io.save({"a": torch.zeros(3)}, path)
-    result = subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=60, **CHILD)
+    result = subprocess.run([sys.executable, "-c", KILLED, str(path)], **CHILD)
     assert result.returncode == -signal.SIGKILL
     assert torch.equal(io.load(path)["a"], torch.zeros(3))
     (left,) = (one for one in tmp_path.iterdir() if one != path)

@@ -324,14 +324,14 @@ def test_another_process_is_refused_until_the_first_leaves(tmp_path, other):
     with pytest.raises(PathInUseError, match=f"in use by process {other.pid}; give each job its own directory"):
         reserve_and_open(tmp_path)
     assert (tmp_path / STATES_NAME).exists()
-    other.communicate("\n", timeout=60)
+    other.communicate("\n")
     assert other.returncode == 0 and list(tmp_path.iterdir()) == []
     reserve_and_open(tmp_path).close()
 
 
 def test_what_a_killed_process_left_is_reclaimed(tmp_path, other, caplog):
     other.send_signal(signal.SIGKILL)
-    other.wait(timeout=60)
+    other.wait()
     assert {path.name for path in tmp_path.iterdir()} == {STATES_NAME, LOCK_NAME}
     left = (tmp_path / STATES_NAME).stat().st_size
     with caplog.at_level(logging.WARNING, logger="infinity"):

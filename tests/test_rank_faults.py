@@ -31,8 +31,8 @@ from infinity.sharding.unit import Unit
 
 WIDTH, DEPTH, STEPS = 256, 4, 5
 ROOM = 1 << 20  # of a file, where there is too little: less than a rank's states, and than its part of a checkpoint
-SOON = 10.0
-"""Seconds in which all ranks are told; `Config.collective_timeout` is 600."""
+SOON = 300.0
+"""Seconds in which all ranks are told on the slowest machine; by `Config.collective_timeout` alone they are after 600."""
 
 
 def build() -> nn.Module:

@@ -18,7 +18,7 @@ from infinity.optim.pipeline import Pipeline
 from infinity.tiers.access import Fetch
 from infinity.tiers.store import Store
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_collection_on_a_thread_of_the_engine(
     def collecting(*args: object) -> None:
         plain(*args)
         if threading.current_thread().name in ("infinity-mover", "infinity-updater") and not collected.is_set():
-            dropped.wait(50)
+            dropped.wait()
             gc.collect()
             collected.set()
 
@@ -76,7 +76,7 @@ def test_a_collection_on_a_thread_of_the_engine(
         optimizer.step()
         del model
         dropped.set()
-        assert collected.wait(50) and gone() is None
+        assert collected.wait() and gone() is None
     finally:
         gc.enable()
     for thread in threading.enumerate():
@@ -104,6 +104,6 @@ print(os.waitstatus_to_exitcode(status), os.listdir(sys.argv[1]))
 
 def test_a_forked_child_ends_without_touching_what_is_its_parents(tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "0 []"
