@@ -20,7 +20,7 @@ LENGTH_BYTES = 8
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library
 BLOCK = 4096  # we begin the data here, so that it can be moved with O_DIRECT
 METADATA = "__metadata__"
-_DIGITS = 19  # of the largest size
+_DIGITS = 100  # of a number that is converted; a size has 19
 _DIMENSIONS = 64  # as in NumPy
 _SHOWN = 120  # characters of anything that a file says
 DTYPES = {
@@ -163,7 +163,7 @@ def parse(header: bytes, size: int, path: str) -> list[Entry]:
     """
     try:
         table = json.loads(
-            header.decode(), object_pairs_hook=_unique, parse_int=_integer, parse_float=_no_number, parse_constant=_no_number
+            header.decode(), object_pairs_hook=_unique, parse_int=_integer, parse_float=_fraction, parse_constant=_no_number
         )
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path} is no safetensors file: its header is not JSON ({_short(error)})") from None
@@ -196,9 +196,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _integer(digits: str) -> int:
     """A size. Others are refused before they are converted, which takes time that grows with the square of their length."""
-    if digits.startswith("-") or len(digits) > _DIGITS:
+    if digits == "-0" or len(digits) > _DIGITS:
         raise ValueError(f"{_short(digits)} is no size")
     return int(digits)
+
+
+def _fraction(digits: str) -> float:
+    """What no size is, and a later check says of which tensor, unless it takes time to convert."""
+    return float(digits) if len(digits) <= _DIGITS else _no_number(digits)
 
 
 def _no_number(text: str) -> float:
@@ -244,7 +249,8 @@ def _entry(name: str, fields: Any, start: int, path: str) -> Entry:
         raise WeightsError(f"{path}: tensor {shown} has {len(shape)} dimensions; at most {_DIMENSIONS} are read")
     nbytes = _nbytes(shape, dtype.itemsize)
     if nbytes is None:
-        raise WeightsError(f"{path} is damaged: tensor {shown} of shape {_short(shape)} is larger than any file")
+        given = f"and is given {end - begin} bytes"
+        raise WeightsError(f"{path} is damaged: tensor {shown} of shape {_short(shape)} is larger than any file, {given}")
     if end - begin != nbytes:
         raise WeightsError(
             f"{path} is damaged: tensor {shown} of shape {_short(shape)} and dtype {fields['dtype']} is given {end - begin} bytes"

@@ -150,13 +150,14 @@ def refused(content: bytes) -> str:
         (f'{{"a":{{{FLOAT},"shape":[4611686018427387904,4],"data_offsets":[0,4]}}}}', "is larger than any file"),
         (f'{{"a":{{{FLOAT},"shape":[0,{2**62},{2**62}],"data_offsets":[0,0]}}}}', "is larger than any file"),
         (f'{{"a":{{{FLOAT},"shape":[{",".join(["1"] * 65)}],"data_offsets":[0,4]}}}}', "has 65 dimensions; at most 64 are read"),
-        (f'{{"a":{{{FLOAT},"shape":[-1],"data_offsets":[0,4]}}}}', "'-1' is no size"),
-        (f'{{"a":{{{FLOAT},"shape":[1],"data_offsets":[-4,0]}}}}', "'-4' is no size"),
+        (f'{{"a":{{{FLOAT},"shape":[-1],"data_offsets":[0,4]}}}}', "has shape [-1]"),
+        (f'{{"a":{{{FLOAT},"shape":[1],"data_offsets":[-0,4]}}}}', "'-0' is no size"),
+        (f'{{"a":{{{FLOAT},"shape":[1],"data_offsets":[-4,0]}}}}', "has data_offsets [-4, 0]"),
         (f'{{"a":{{{FLOAT},"shape":[1],"data_offsets":[4,0]}}}}', "is given -4 bytes"),
-        (f'{{"a":{{{FLOAT},"shape":[1.0],"data_offsets":[0,4]}}}}', "'1.0' is no size"),
+        (f'{{"a":{{{FLOAT},"shape":[1.0],"data_offsets":[0,4]}}}}', "has shape [1.0]"),
         (f'{{"a":{{{FLOAT},"shape":[NaN],"data_offsets":[0,4]}}}}', "'NaN' is no size"),
         (f'{{"a":{{{FLOAT},"shape":[true],"data_offsets":[0,4]}}}}', "has shape [True]"),
-        (f'{{"a":{{{FLOAT},"shape":[1],"data_offsets":[0,99999999999999999999]}}}}', "'99999999999999999999' is no size"),
+        (f'{{"a":{{{FLOAT},"shape":[1],"data_offsets":[0,99999999999999999999]}}}}', "[0, 99999999999999999999]"),
         (f'{{"a":{{{FLOAT},"shape":[],"data_offsets":[0,4]}},"a":{{}}}}', "a name is there twice"),
         (f'{{"a":{{{FLOAT},{FLOAT},"shape":[],"data_offsets":[0,4]}}}}', "a name is there twice"),
         (f'{{"\\ud800":{{{FLOAT},"shape":[],"data_offsets":[0,4]}}}}', r"the name '\ud800' is no text"),
@@ -316,3 +317,19 @@ def test_weights_in_a_directory_that_is_not_utf8_are_refused_in_one_sentence(tmp
     (place / "model.safetensors").write_bytes(save(model.state_dict()))
     with pytest.raises(ConfigError, match=r"cannot be read as safetensors: .* is not valid UTF-8"), open_weights(place, model):
         pass
+
+
+# The command line
+
+
+def test_the_command_names_paths_that_are_not_utf8(tmp_path: Path) -> None:
+    place = tmp_path / os.fsdecode(b"caf\xe9")
+    place.mkdir()
+    (place / "infinity-states.bin").write_bytes(b"x")
+    environment = os.environ | {"PYTHONPATH": str(Path(infinity.__file__).parents[1]), "PYTHONIOENCODING": "utf-8:strict"}
+    command = [sys.executable, "-m", "infinity", "gc", os.fsencode(place), os.fsencode(tmp_path / "\udce9")]
+    result = subprocess.run(command, env=environment, capture_output=True)
+    assert result.returncode == 1
+    assert result.stdout.startswith(b"removed " + os.fsencode(place / "infinity-states.bin"))
+    assert result.stderr == b"infinity: " + os.fsencode(tmp_path) + rb"/\udce9" + b": not a directory\n"
+    assert not list(place.iterdir())

@@ -54,7 +54,7 @@ def direct_io_problem(directory: Path) -> str | None:
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".infinity-doctor-") as handle:
             try:
-                descriptor = os.open(handle.name, os.O_WRONLY | os.O_DIRECT)
+                descriptor = os.open(f"/proc/self/fd/{handle.fileno()}", os.O_WRONLY | os.O_DIRECT)  # no link
             except OSError as error:
                 return f"O_DIRECT refused: {error.strerror}"
             try:
@@ -79,7 +79,7 @@ def gpu_direct_problem(device: str, directories: Sequence[Path]) -> str | None:
             stack.callback(cufile.close)
             for directory in filter(Path.is_dir, directories):
                 handle = stack.enter_context(tempfile.NamedTemporaryFile(dir=directory, prefix=".infinity-doctor-"))
-                file = native.aio().File(handle.name)
+                file = native.file_at(os.dup(handle.fileno()), handle.name)
                 stack.callback(file.close)
                 stack.callback(cufile.engine(file, threads=1).close)
     except (RuntimeError, OSError, InfinityError) as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Annotated
 
 import typer
@@ -41,3 +43,5 @@ def main(
     ] = False,
 ) -> None:
     """Fine-tune PyTorch models larger than GPU memory, and larger than RAM, with their states on NVMe."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # paths that are not UTF-8 are printed as they are
