@@ -8,12 +8,10 @@ import sys
 import threading
 import uuid
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from statistics import median
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -21,44 +19,34 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from infinity.build import ATTRIBUTE, Build, Units, building
 from infinity.checkpoint.loading import load
 from infinity.checkpoint.saving import save
 from infinity.checkpoint.state import State
 from infinity.config import Config
-from infinity.device import ComputeDevice, is_graphed, profiler_ranges
+from infinity.device import profiler_ranges
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.modules.activations import Keeper
-from infinity.modules.grouping import find_owners, find_users, group_parameters, join_small
 from infinity.modules.hooks import Hooks
-from infinity.modules.init import put_back, replace_meta
-from infinity.modules.load import fill_units, open_weights, persistent_buffers
+from infinity.modules.load import persistent_buffers
 from infinity.modules.vertical import Weave
 from infinity.observe import Recorder, Report
-from infinity.optim.kernels import Kernels
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.step import Share, Surroundings, Updater, clip_factor
 from infinity.plan.planner import Foresight, Traffic, UnitCost, predict
 from infinity.plan.runtime import Runtime
-from infinity.rates import DTYPES, copies, formats_of, updates
 from infinity.sharding import collectives
-from infinity.sharding.exchange import Exchange
-from infinity.sharding.gradients import GradientBuffer
-from infinity.sharding.ranks import GivenGroup, Ranks, check_reach, find_ranks, whole_group
-from infinity.sharding.tensor_parallel import local, whole, with_tensor_parallel
+from infinity.sharding.ranks import GivenGroup, whole_group
+from infinity.sharding.tensor_parallel import local, whole
 from infinity.sharding.unit import Unit
-from infinity.sharding.watch import together
 from infinity.tiers.activations import Moved
 from infinity.tiers.block import Kind
-from infinity.tiers.moves import Rates
 from infinity.tiers.nvme import ALIGNMENT
 from infinity.tiers.store import Store
 
 Model = TypeVar("Model", bound=nn.Module)
 
 STATES = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-_ATTRIBUTE = "_infinity_engine"
-PROBE_BYTES, PROBE_PARAMETERS, PROBE_ROUNDS = 64 << 20, 16 << 20, 3
-"""What is copied, and how many parameters are updated, to see how fast this machine is: more than caches hold; and how often."""
 _OURS = f"{__name__.partition('.')[0]}."
 
 
@@ -74,126 +62,47 @@ class Engine:
         model: nn.Module,
         config: Config,
         weights: str | Path | None = None,
-        units: Sequence[type[nn.Module] | nn.Module] | None = None,
+        units: Units = None,
         group: GivenGroup = "auto",
         seed: int | None = None,
     ) -> None:
         self.config = config
         self.recorder = Recorder(profiler_ranges())
         self._model = weakref.ref(model)
-        self._device = ComputeDevice(config.device)
-        owners = find_owners(model, units)
-        with ExitStack() as files, ExitStack() as undo:
-            alike = files.enter_context(ExitStack())
-            ranks = find_ranks(group, config.stage)
-            alike.enter_context(together(ranks, config.collective_timeout))
-            check_reach(ranks, self._device.torch.type)
-            graphed = next((name for name, module in model.named_modules() if is_graphed(module)), None)
-            if graphed is not None:
-                raise ConfigError(
-                    f"the forward of {graphed or 'the model'} was replaced by make_graphed_callables, whose graphs read "
-                    "parameters where they were then; wrap the model without that"
-                )
-            values = files.enter_context(open_weights(weights, model)) if weights is not None else None
-            replaced = replace_meta(model)
-            undo.callback(put_back, replaced)
-            groups = group_parameters(model, owners, DTYPES.get(config.precision))
-            if not groups:
-                raise ConfigError("the model has no parameters to manage")
-            if units is None:
-                groups = join_small(groups, owners)
-            ranks = with_tensor_parallel(ranks, model, self._device.torch)
-            self._units = [Unit(index, g.name, g.parameters, g.dtype, ranks) for index, g in enumerate(groups)]
-            self._unit_of = {id(p): unit for unit in self._units for p in unit.parameters}
-            users = self._users(model, owners)
-            kernels = Kernels(config.instruction_set, config.threads)
-            undo.callback(kernels.close)
-            self._store = Store(config, self._device, self.recorder, ranks.own)
-            undo.callback(self._store.close)
-            for unit in self._units:
-                unit.declare(self._store, config)
-            alike.close()
-            self._open_store(model, users, ranks, kernels)
-            self._meet(ranks)
-            if self._exchange is not None:
-                undo.callback(self._exchange.close)
-            with together(ranks, config.collective_timeout):
-                fill_units(model, self._units, {id(m._parameters[name]) for m, name, _ in replaced}, values, seed)
-            undo.pop_all()
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = buffer.to(self._device.torch)
+        self._fetched_before = (0, 0)
+        self._traffic_last = (0, 0)  # bytes read and written
+        self._forward_before = 0.0
+        with building(model, config, self.recorder, weights, units, group, seed) as build:
+            self._device, self._store, self._units, self._unit_of = build.device, build.store, build.units, build.unit_of
+            self._buffer, self._exchange = build.buffer, build.exchange
+            self._copied_last, self._copied_before = (0, 0), self._copied()  # bytes to the compute device and from it
+            self._hook(model, build)
+
+    def _hook(self, model: nn.Module, build: Build) -> None:
+        """The last step of building: what runs the model and updates its units, and whoever calls that."""
+        config = self.config
         self._runtime = Runtime(self._store, self._units, self.recorder)
         order = self._runtime.trace.first_uses
         surroundings = Surroundings(order, self._settled, self._stepped, self._runtime.training, self._forward_seconds)
         foresight = Foresight(self._update_mode())
         delay = config.delayed_after if config.update == "delayed" else math.inf
-        self._updater = Updater(self._store, self._units, kernels, foresight, surroundings, self.recorder, delay)
+        self._updater = Updater(self._store, self._units, build.kernels, foresight, surroundings, self.recorder, delay)
+        build.undo.callback(self._updater.close)
         self._runtime.before_evaluation = self._updater.look if config.update == "delayed" else lambda: None
         keeper = Keeper(self._store.activations, model, self._device.torch)
-        self._hooks = Hooks(model, users, self._units, self._runtime, self._locate, self._after_backward, self.recorder, keeper)
-        self._fetched_before = (0, 0)
-        self._traffic_last = (0, 0)  # bytes read and written
-        self._copied_last, self._copied_before = (0, 0), self._copied()  # bytes to the compute device and from it
-        self._forward_before = 0.0
-        vars(model)[_ATTRIBUTE] = self
+        self._hooks = Hooks(
+            model, build.users, self._units, self._runtime, self._locate, self._after_backward, self.recorder, keeper
+        )
+        build.undo.callback(self._hooks.close)
+        vars(model)[ATTRIBUTE] = self
         vars(model)["zero_grad"], vars(model)["no_sync"] = self.zero_grad, self.no_sync
         self._finalizer = weakref.finalize(model, _collected, os.getpid(), self._hooks, self._updater, self._store, self._units)
+        build.undo.callback(self._finalizer.detach)
 
     def _update_mode(self) -> str:
         """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and one set of CPUs for all."""
         alone = self._store.io is None and self._device.shares_host
         return "plain" if self.config.update == "auto" and alone else self.config.update
-
-    def _users(self, model: nn.Module, owners: dict[str, nn.Module]) -> dict[nn.Module, list[Unit]]:
-        numbers = {key: unit.index for key, unit in self._unit_of.items()}
-        return {m: [self._units[i] for i in used] for m, used in find_users(model, owners, numbers).items()}
-
-    def _measure(self, kernels: Kernels) -> Sequence[float]:
-        """`Rates` of this machine, in the format that most parameters have; empty where there are no kernels for any."""
-        config, elements = self.config, Counter[torch.dtype]()
-        for unit in self._units:
-            if unit.trainable and unit.dtype in DTYPES.values():
-                elements[unit.dtype] += unit.layout.shard_numel
-        if not elements:
-            return ()
-        dtype, count = elements.most_common(1)[0]
-        links = copies(ComputeDevice(config.device), min(PROBE_BYTES, config.gpu_memory), PROBE_ROUNDS)
-        few = min(PROBE_PARAMETERS, count)
-        update = updates(
-            formats_of(config, dtype), few, kernels.threads, PROBE_ROUNDS, algorithm=config.algorithm, isa=kernels.isa
-        )
-        both_ways = median(links["host_to_device"]), median(links["device_to_host"])
-        return Rates(*both_ways, self._store.measure_drives(), median(update))
-
-    def _open_store(self, model: nn.Module, users: dict[nn.Module, list[Unit]], ranks: Ranks, kernels: Kernels) -> None:
-        aside, place, timeout = self._brings_aside(ranks), self._store.placement, self.config.collective_timeout
-        through_buffer = aside or self.config.gradients == "nvme"
-        through_buffer &= not self._units[0].reduces_late  # the gradients' home is the whole buffer
-        buffer_bytes = max((u.gradient_nbytes for u in self._units if u.trainable), default=0) if through_buffer else 0
-        concurrent, reserve = _concurrent_bytes(model, users), (1 + aside) * buffer_bytes
-        with together(ranks, timeout) as numbers:
-            if place.weighs(concurrent, reserve):
-                numbers += self._measure(kernels)
-        with together(ranks, timeout):  # nobody waits in collectives for a rank that has no room
-            place.keep_near(concurrent, reserve, Rates(*numbers) if numbers else None)
-            concurrent = _concurrent_bytes(model, users)
-            # A second buffer is collected into while the first one is reduced; a budget that has no room for it works without.
-            buffers = 2 if aside and place.fits(concurrent, 2 * buffer_bytes) else 1
-            self._store.open(concurrent, buffers * buffer_bytes)
-        memory = self._store.reserve("gpu", buffers * buffer_bytes).tensor if buffer_bytes else None
-        self._buffer = None if memory is None else GradientBuffer(memory, buffers)
-
-    def _brings_aside(self, ranks: Ranks) -> bool:
-        """Whether gradients go home beside the model, on the thread of an exchange."""
-        return ranks.number > 1 or not self._device.shares_host
-
-    def _meet(self, ranks: Ranks) -> None:
-        self._exchange: Exchange | None = None
-        if self._brings_aside(ranks) or ranks.groups():
-            self._exchange = Exchange(ranks, self._device, self._store, self.recorder, self.config.collective_timeout)
-        for unit in self._units:
-            unit.bind(self._device.torch, self._buffer, self._exchange)
 
     def _locate(self, address: int) -> tuple[Unit, int] | None:
         found = self._store.block_at(address)
@@ -488,7 +397,7 @@ class Engine:
             try:
                 _shut_down(*parts)
             finally:
-                vars(model).pop(_ATTRIBUTE, None)
+                vars(model).pop(ATTRIBUTE, None)
                 for name in ("zero_grad", "no_sync"):
                     vars(model).pop(name, None)
 
@@ -539,7 +448,7 @@ def wrap(
     config: Config,
     *,
     weights: str | Path | None = None,
-    units: Sequence[type[nn.Module] | nn.Module] | None = None,
+    units: Units = None,
     group: GivenGroup = "auto",
     seed: int | None = None,
 ) -> Model:
@@ -558,19 +467,18 @@ def wrap(
 
     Several ranks may be given one `Config(nvme=...)`: each has files in `rank<N>` below it.
 
-    Raises `ConfigError` or `BudgetError` before the model is changed in any way that matters, `PathInUseError`, and
-    `InfinityError` where another rank fails, which it names. When a drive or a file fails while the weights move, what several
-    ranks share is lost.
+    All or nothing: whatever fails, and be it Ctrl-C, leaves the model as it was, and no thread or file. Raises `ConfigError` for
+    a model, a configuration or weights that cannot work, `BudgetError`, `PathInUseError`, `NvmeError`, and `InfinityError` where
+    another rank fails, which it names. What parameters held is freed at the end, so wrapping takes host memory for the model
+    beside `cpu_memory`; a model that was built inside `infinity.init()` has no memory to keep.
     """
-    if _ATTRIBUTE in vars(model):
-        raise ConfigError("the model is wrapped already; close its engine first")
     Engine(model, config, weights, units, group, seed)
     return model
 
 
 def engine(model: nn.Module) -> Engine:
     """The engine of a wrapped model; raises `ConfigError` for any other."""
-    found = vars(model).get(_ATTRIBUTE)
+    found = vars(model).get(ATTRIBUTE)
     if not isinstance(found, Engine):
         raise ConfigError("the model is not wrapped, or its engine was closed; call model = infinity.wrap(model, config)")
     return found
@@ -579,22 +487,3 @@ def engine(model: nn.Module) -> Engine:
 def _renewed(unit: Unit) -> int:
     """Bytes of masters and moments that a step renews."""
     return sum(unit.blocks[kind].nbytes for kind in STATES if kind in unit.blocks) if unit.trains else 0
-
-
-def _concurrent_bytes(model: nn.Module, users: dict[nn.Module, list[Unit]]) -> int:
-    """Bytes of the compute device that the forward of any module may need at once beside the units that never leave, in this
-    worst case:
-
-    the units of the module and of the hooked modules around it are in use, each in the worst place, and the largest one has
-    to come in beside them. With k runs in use the free space has k + 1 parts, so k more of the largest make one part fit.
-    """
-    coming = {unit: 0 if unit.blocks[Kind.PARAM].permanent else unit.nbytes for used in users.values() for unit in used}
-    largest = max(coming.values())
-    most = 0
-    pending: list[tuple[nn.Module, dict[Unit, None]]] = [(model, {})]
-    while pending:
-        module, around = pending.pop()
-        inside = around | dict.fromkeys(unit for unit in users.get(module, ()) if coming[unit])
-        most = max(most, sum(coming[unit] for unit in inside) + largest * max(1, len(inside) - 1))
-        pending += [(child, inside) for child in module.children()]
-    return most

@@ -33,7 +33,7 @@ def move() -> None:
     if KIND == "far":
         from far import FarDevice
 
-        vars(sys.modules["infinity.engine"])["ComputeDevice"] = FarDevice
+        vars(sys.modules["infinity.build"])["ComputeDevice"] = FarDevice
         _configure()
     elif KIND == "cuda":
         _be_deterministic()

@@ -427,7 +427,7 @@ def _small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def wrapped(model: nn.Module, far: bool = False, **config: Any) -> Iterator[infinity.Engine]:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if far:
-            patch.setattr(sys.modules["infinity.engine"], "ComputeDevice", FarDevice)
+            patch.setattr(sys.modules["infinity.build"], "ComputeDevice", FarDevice)
         with infinity.engine(
             infinity.wrap(model, infinity.Config(**LEAST | {"nvme": folder, "device": "cpu"} | config))
         ) as engine:

@@ -19,7 +19,7 @@ LAYERS = """\
 5 optim
 6 checkpoint
 6 modules
-7 infinity: __init__ accumulation engine
+7 infinity: __init__ accumulation build engine
 8 cli
 9 infinity: __main__
 """

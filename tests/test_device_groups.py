@@ -75,10 +75,10 @@ def strict(call: Callable[..., Any]) -> Callable[..., Any]:
 @contextmanager
 def played() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setitem(vars(sys.modules["infinity.engine"]), "ComputeDevice", StrictDevice)
+        monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", StrictDevice)
         monkeypatch.setattr(collectives, "_backends", lambda group: {"cpu of the far device": "nccl"})
         monkeypatch.setattr(collectives, "_kind_for", lambda group: "cpu")
-        monkeypatch.setattr(sys.modules["infinity.engine"], "check_reach", lambda ranks, device: None)
+        monkeypatch.setattr(sys.modules["infinity.build"], "check_reach", lambda ranks, device: None)
         monkeypatch.setattr(collectives, "PASSING_BYTES", 4096)  # several pieces, the last one shorter
         for name in ("_gather", "_reduce_scatter"):
             monkeypatch.setattr(collectives, name, strict(getattr(collectives, name)))
@@ -113,9 +113,9 @@ def agree(directory: Path, rank: int) -> bool:
     chosen = []
     for slowest in (1e15, 1.0 if rank == 1 else 1e15):
         with played(), pytest.MonkeyPatch.context() as monkeypatch:
-            engine = sys.modules["infinity.engine"]
-            monkeypatch.setattr(engine, "copies", lambda *_: {"host_to_device": [1e3], "device_to_host": [1e15]})
-            monkeypatch.setattr(engine, "updates", lambda *_, rate=slowest, **__: [rate])
+            build = sys.modules["infinity.build"]
+            monkeypatch.setattr(build, "copies", lambda *_: {"host_to_device": [1e3], "device_to_host": [1e15]})
+            monkeypatch.setattr(build, "updates", lambda *_, rate=slowest, **__: [rate])
             nvme = directory / f"agree {len(chosen)} {rank}"
             nvme.mkdir()
             states = dict.fromkeys(("parameters", "optimizer"), "cpu")

@@ -96,7 +96,7 @@ def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
         config = LEAST | {"nvme": folder, "device": "cpu", "gpu_cache": 0} | options
         with monkeypatch.context() as patch:
             if far:
-                patch.setattr(sys.modules["infinity.engine"], "ComputeDevice", FarDevice)
+                patch.setattr(sys.modules["infinity.build"], "ComputeDevice", FarDevice)
             while True:
                 try:
                     model = infinity.wrap(transformer() if model is None else model, infinity.Config(**config))

@@ -40,7 +40,7 @@ each_device = pytest.mark.parametrize("device", DEVICES)
 @pytest.fixture(autouse=True)
 def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     device = DEVICES[request.node.callspec.params.get("device", "near") if hasattr(request.node, "callspec") else "near"]
-    monkeypatch.setattr(sys.modules["infinity.engine"], "ComputeDevice", device)
+    monkeypatch.setattr(sys.modules["infinity.build"], "ComputeDevice", device)
     yield
     MODELS.clear()
 
@@ -146,7 +146,7 @@ def test_cpu_and_device_update_different_units_at_once(tmp_path: Path, monkeypat
             return Context()
 
     ended: set[Copy] = set()
-    monkeypatch.setattr(sys.modules["infinity.engine"], "ComputeDevice", Device)
+    monkeypatch.setattr(sys.modules["infinity.build"], "ComputeDevice", Device)
     engines.append(wrap(tmp_path, parameters="cpu", optimizer="cpu", gpu_cache="256KiB"))
     with engines[0] as engine:
         near = kept(engine)

@@ -152,7 +152,7 @@ class Attending(Model):
     "make",
     [
         lambda: Model(Weighted(nn.Parameter(random(WIDTH // 2, 2)), lambda x, w: product(x, torch.view_as_complex(w)))),
-        lambda: Model(Weighted(nn.Parameter(random(WIDTH // 2, dtype=torch.cfloat)), lambda x, w: product(x, w.conj()))),
+        lambda: Model(Weighted(nn.Parameter(random(WIDTH // 2, dtype=torch.cfloat), False), lambda x, w: product(x, w.conj()))),
         lambda: Model(Weighted(nn.Parameter(random(WIDTH, WIDTH)), lambda x, w: x @ torch._neg_view(w))),
         lambda: Model(Weighted(OwnParameter(random(WIDTH, WIDTH)), lambda x, w: x @ w)),
         lambda: LatePlaces(Places()),

@@ -157,7 +157,7 @@ def test_a_model_of_many_units_is_weighed_quickly() -> None:
 
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["infinity.engine"], "ComputeDevice", FarDevice)
+    monkeypatch.setattr(sys.modules["infinity.build"], "ComputeDevice", FarDevice)
 
 
 def configured(directory: Path, **options: Any) -> infinity.Config:
@@ -214,7 +214,7 @@ def test_this_machine_is_measured(
     algorithm: str, formats: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With each algorithm and format the engine measures what it needs, says so, and leaves nothing behind."""
-    monkeypatch.setattr(sys.modules["infinity.engine"], "PROBE_BYTES", 1 << 20)
+    monkeypatch.setattr(sys.modules["infinity.build"], "PROBE_BYTES", 1 << 20)
     kernels: list[str] = []
     real = native.cpu_adam()
     update = lambda *values, **how: (kernels.append(how["isa"]), real.update(*values, **how))  # noqa: E731
@@ -266,9 +266,9 @@ class Weights(torch.nn.Module):
 @pytest.mark.parametrize("last", [(torch.bfloat16,), (torch.bfloat16, torch.float16, torch.float32)])
 def test_auto_works_where_nothing_stays(last: tuple[torch.dtype, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where what does not stay is used together, and with as many gradient buffers."""
-    engine = sys.modules["infinity.engine"]
-    monkeypatch.setattr(engine, "copies", lambda *_: {"host_to_device": [1e15], "device_to_host": [1e15]})
-    monkeypatch.setattr(engine, "updates", lambda *_, **__: [1.0])
+    build = sys.modules["infinity.build"]
+    monkeypatch.setattr(build, "copies", lambda *_: {"host_to_device": [1e15], "device_to_host": [1e15]})
+    monkeypatch.setattr(build, "updates", lambda *_, **__: [1.0])
     most = 0
     for pages in range(20, 260, 4):
         buffers = []

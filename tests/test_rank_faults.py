@@ -15,6 +15,7 @@ import resource
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,12 @@ def build() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
 
 
-def wrap(directory: Path, **config: Any) -> tuple[nn.Module, infinity.AdamW]:
+def wrap(directory: Path, plain: nn.Module | None = None, **config: Any) -> tuple[nn.Module, infinity.AdamW]:
     nvme = directory / "nvme"
     nvme.mkdir(exist_ok=True)
     values: dict[str, Any] = {"nvme": nvme, "precision": "fp32", "device": "cpu", "threads": 1, "poison": True, "cache": 0}
     values |= {"gpu_memory": "16MiB", "cpu_memory": "16MiB", "update": "exact"} | config
-    model = infinity.wrap(build(), infinity.Config(**values), group=dist.group.WORLD)
+    model = infinity.wrap(plain or build(), infinity.Config(**values), group=dist.group.WORLD)
     return model, infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
 
 
@@ -128,6 +129,38 @@ def a_write_that_fails_when_the_model_is_wrapped(directory: Path, rank: int) -> 
     assert str(caught.value) == (expected if rank == 1 else f"rank 1 failed: OSError: {expected}")
     meet(directory, "failed")
     assert contents(directory) == []
+
+
+def a_late_failure_when_the_model_is_wrapped(directory: Path, rank: int) -> None:
+    """When all has been moved: both ranks have their models back, bit for bit, and may wrap them again."""
+    model, finalize = build(), weakref.finalize
+    parameters = {name: (p, type(p), p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+
+    def fail(*values: Any) -> Any:
+        if rank == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return finalize(*values)
+
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        told_soon(),
+        pytest.raises((RuntimeError, infinity.InfinityError)) as caught,
+    ):
+        monkeypatch.setattr(weakref, "finalize", fail)
+        wrap(directory, model)
+    assert str(caught.value) == ("no memory" if rank == 1 else "rank 1 failed: OutOfMemoryError: no memory")
+    for name, p in model.named_parameters():
+        same, kind, address, value = parameters[name]
+        assert p is same and type(p) is kind and p.data_ptr() == address and torch.equal(p, value)
+    assert not [module for module in model.modules() if module._forward_hooks or "_infinity_engine" in vars(module)]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
+    meet(directory, "failed")
+    assert contents(directory) == []
+    meet(directory, "seen")
+    model, optimizer = wrap(directory, model)
+    with infinity.engine(model):
+        step(model, optimizer, 0)
+    meet(directory, "trained")
 
 
 def no_room_for_a_checkpoint(directory: Path, rank: int) -> None:
@@ -236,6 +269,7 @@ def work(name: str, where: Path, rank: int) -> None:
     [
         no_room_when_the_model_is_wrapped,
         a_write_that_fails_when_the_model_is_wrapped,
+        a_late_failure_when_the_model_is_wrapped,
         no_room_for_a_checkpoint,
         an_update_that_fails_is_told_though_nobody_waits_for_it,
         a_drive_that_is_full_in_training,

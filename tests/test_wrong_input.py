@@ -15,8 +15,9 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from conftest import CHILD, ROOMY
 from models import Transformer, text_batch, transformer
 from safetensors.torch import save_file
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import infinity
 from infinity.tiers import nvme
@@ -425,6 +427,166 @@ def test_wrapping_twice(wrapped: Transformer, tmp_path_factory: pytest.TempPathF
         infinity.wrap(wrapped, config(other))
     assert files(other) == {}
     train(wrapped, infinity.AdamW(wrapped.parameters()))
+
+
+class Pair(nn.Module):
+    """A linear layer, and beside it two parameters, `a` and `b`, or what is given for them."""
+
+    def __init__(self, a: torch.Tensor | None = None, b: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        for name, value in (("a", a), ("b", b)):
+            if value is not None:
+                trains = value.is_floating_point() or value.is_complex()
+                self.register_parameter(name, value if isinstance(value, nn.Parameter) else nn.Parameter(value, trains))
+
+
+def refused(model: nn.Module, text: str, directory: Path, **changes: Any) -> None:
+    """`wrap` refuses `model` with `text`, and leaves all as it was."""
+    parameters = {name: (p, type(p), p.requires_grad) for name, p in model.named_parameters()}
+    hooks = {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()}
+    left = files(directory), threading.active_count(), len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(infinity.ConfigError, match=text):
+        infinity.wrap(model, config(directory, **changes))
+    assert (files(directory), threading.active_count(), len([*Path("/proc/self/fd").iterdir()])) == left
+    assert {name: (p, type(p), p.requires_grad) for name, p in model.named_parameters()} == parameters
+    assert {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()} == hooks
+    assert not {"_infinity_engine", "zero_grad", "no_sync"} & set(vars(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_trainable_parameters_that_no_kernel_updates(dtype: torch.dtype, tmp_path: Path) -> None:
+    kind = str(dtype).removeprefix("torch.")
+    way = (
+        "keep it as a real parameter"
+        if dtype.is_complex
+        else r"convert the model with model\.float\(\), or give Config\(precision="
+    )
+    text = rf"^a is trainable and {kind}, and optimizers update fp32, bf16 and fp16: {way}.*, or freeze it with"
+    refused(Pair(torch.ones(8).to(dtype)), text, tmp_path)
+    if dtype.is_complex:
+        refused(Pair(torch.ones(8).to(dtype)), text, tmp_path, precision="fp32")
+        return
+    model = infinity.wrap(Pair(torch.ones(8).to(dtype)), config(tmp_path, precision="fp32"))
+    with infinity.engine(model) as engine:
+        assert engine.state_dict()["a"].equal(torch.ones(8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_frozen_parameters_may_be_of_any_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    value = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
+    model = infinity.wrap(Pair(nn.Parameter(value.clone(), requires_grad=False)), config(tmp_path))
+    with infinity.engine(model) as engine:
+        found = engine.state_dict()["a"]
+    assert found.dtype is dtype and torch.equal(found.view(torch.uint8), value.view(torch.uint8))
+
+
+def overlapping() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    matrix = torch.randn(8, 8)
+    first = nn.Parameter(torch.randn(8))
+    array = torch.randn(8).numpy()
+    meta = torch.empty(8, device="meta")
+    return {
+        "the same bytes": (first, nn.Parameter(first.data)),
+        "one is frozen": (first, nn.Parameter(first.data, requires_grad=False)),
+        "a part": (matrix, matrix[2:3]),
+        "another shape": (matrix, matrix.view(-1)[10:20]),
+        "rows and columns": (matrix[:, 3], matrix[3]),
+        "columns": (matrix[:, :5], matrix[:, 4:]),
+        "another dtype": (matrix, nn.Parameter(matrix.view(torch.int32), requires_grad=False)),
+        "two storages": (torch.from_numpy(array), torch.from_numpy(array)),
+        "no memory": (nn.Parameter(meta), nn.Parameter(meta)),
+    }
+
+
+@pytest.mark.parametrize("kind", overlapping())
+def test_parameters_that_share_memory(kind: str, tmp_path: Path) -> None:
+    """A write to one would not reach the other, as it does in plain PyTorch."""
+    text = (
+        r"^[ab] and [ab] share memory but are two tensors, as \.data makes them: give both modules the same nn\.Parameter to tie"
+    )
+    refused(Pair(*overlapping()[kind]), text, tmp_path)
+
+
+def test_a_buffer_that_shares_memory_with_a_parameter(tmp_path: Path) -> None:
+    model = Pair()
+    model.linear.register_buffer("copy", model.linear.weight.data[0])
+    refused(model, r"^linear\.weight and linear\.copy share memory but are two tensors", tmp_path)
+
+
+def test_parameters_beside_each_other_in_one_storage(tmp_path: Path) -> None:
+    """Tied ones, columns of one matrix, parts of one buffer, and a parameter that overlaps with itself."""
+    matrix, flat = torch.randn(8, 8), torch.randn(64)
+    tied = nn.Parameter(torch.randn(3))
+    for a, b in ((matrix[:, :5], matrix[:, 5:]), (matrix[::2], matrix[1::2]), (flat[:10], flat[10:]), (tied, tied),
+                 (torch.randn(1).expand(6), flat), (torch.empty(0), torch.empty(0))):  # fmt: skip
+        model = Pair(a, b)
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        infinity.wrap(model, config(tmp_path))
+        with infinity.engine(model) as engine:
+            assert all(torch.equal(value, values[name]) for name, value in engine.state_dict().items())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated")
+def test_scripted_modules(inside: bool, tmp_path: Path) -> None:
+    scripted = torch.jit.script(nn.Linear(8, 8))
+    name = "1" if inside else "the model"
+    text = (
+        rf"^{name} is a ScriptModule with parameters; TorchScript calls no Python hooks, which bring them: wrap the module that"
+    )
+    refused(nn.Sequential(nn.Linear(8, 8), scripted) if inside else scripted, text, tmp_path)
+    plain = infinity.wrap(nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.GELU())), config(tmp_path))  # has none
+    with infinity.engine(plain):
+        assert plain(torch.ones(2, 8)).shape == (2, 8)
+
+
+def test_lazy_modules(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8))
+    text = r"^1\.weight has no shape yet, for its module is lazy: run the model on one batch before infinity\.wrap$"
+    refused(model, text, tmp_path)
+    model(torch.ones(1, 8))
+    infinity.engine(infinity.wrap(model, config(tmp_path))).close()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "made of others"])
+def test_parameters_that_are_no_plain_bytes(kind: str, tmp_path: Path) -> None:
+    values, text = {
+        "sparse": (torch.eye(8).to_sparse(), "^a is a sparse_coo tensor; parameters must be dense"),
+        "quantized": (
+            torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.qint8),
+            "^a is a quantized tensor; parameters must be",
+        ),
+        "made of others": (
+            TwoTensor(torch.ones(8), torch.ones(8)),
+            "^a is a TwoTensor, a tensor made of others, which cannot be",
+        ),
+    }[kind]
+    refused(Pair(nn.Parameter(values, requires_grad=False)), text, tmp_path)
+
+
+def test_a_model_that_holds_a_wrapped_one(wrapped: Transformer, tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = tmp_path_factory.mktemp("other")
+    outer = nn.ModuleList([nn.Linear(8, 8), wrapped])
+    with pytest.raises(infinity.ConfigError, match=r"^1 is wrapped already, on its own: build it again, and wrap the model that"):
+        infinity.wrap(outer, config(directory))
+    tied = nn.Embedding(64, 32)
+    tied.weight = wrapped.tokens.weight
+    for other, where in ((wrapped.blocks, nullcontext()), (tied, nullcontext()), (wrapped.blocks, infinity.gathered(wrapped))):
+        with where, pytest.raises(infinity.ConfigError, match=r"weight belongs to a model that is wrapped already: build both"):
+            infinity.wrap(other, config(directory))
+    assert files(directory) == {}
+    train(wrapped, infinity.AdamW(wrapped.parameters()))
+
+
+def test_a_model_whose_engine_was_closed(tmp_path: Path) -> None:
+    model = infinity.wrap(transformer(), config(tmp_path))
+    infinity.engine(model).close()
+    with pytest.raises(
+        infinity.ConfigError, match=r"^places has no data any more, for its engine was closed: build the model again"
+    ):
+        infinity.wrap(model, config(tmp_path))
 
 
 def test_models_and_units_that_make_no_sense(tmp_path: Path, footprint: Callable[[], object]) -> None:

@@ -73,8 +73,7 @@ def group_parameters(model: nn.Module, owners: dict[str, nn.Module], dtype: torc
             holder_path, holder = parent if isinstance(module, _CONTAINERS) else (path, module)
             unit_name, owner = inside.get(id(module), (holder_path, holder))
             owner_of[unit_name] = owner
-            stored = dtype if dtype is not None and _is_converted(parameter) else parameter.dtype
-            key = (unit_name, stored, parameter.requires_grad)
+            key = (unit_name, stored_as(parameter, dtype), parameter.requires_grad)
             buckets.setdefault(key, []).append((f"{path}.{name}" if path else name, parameter))
     kinds = Counter(unit_name for unit_name, _, _ in buckets)
     groups = []
@@ -84,9 +83,10 @@ def group_parameters(model: nn.Module, owners: dict[str, nn.Module], dtype: torc
     return groups
 
 
-def _is_converted(parameter: nn.Parameter) -> bool:
-    """Whether `Config.precision` says the dtype of `parameter`."""
-    return parameter.is_floating_point() and (parameter.requires_grad or parameter.dtype.itemsize > 1)
+def stored_as(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """What a parameter is stored in: `dtype` (`Config.precision`) if that is given and is for it, else its own."""
+    converted = parameter.is_floating_point() and (parameter.requires_grad or parameter.dtype.itemsize > 1)
+    return dtype if dtype is not None and converted else parameter.dtype
 
 
 def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list[Group]:

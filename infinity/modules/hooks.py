@@ -148,12 +148,19 @@ class Hooks:
         self._weaver: Weaver | None = None
         self._handles: list[Any] = []
         self._units = tuple(units)
+        try:
+            self._register()
+        except BaseException:
+            self.close()
+            raise
+
+    def _register(self) -> None:
         before, after = uncompiled(self._before_forward), uncompiled(self._after_forward)
-        for module in units_of:
+        for module in self._units_of:
             # First, for other pre-hooks may use the parameters: torch.nn.utils.weight_norm computes the weight in one.
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(after, always_call=True))
-        for unit in units:
+        for unit in self._units:
             unit.border = self
             if unit.trainable:
                 for index, parameter in enumerate(unit.parameters):

@@ -108,41 +108,31 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
     """Move every unit to its tier, one after the other, so that no more than one is whole at a time.
 
     Values come from `weights`; without them from the parameters, and for those whose ids are in `empty` from the modules'
-    own initialisation. Raises `ConfigError` before anything is moved where these cannot be initialised. When something fails
-    later, units already moved get their data back, where no other rank has a part of it. See [Note: low bits].
+    own initialisation. Raises `ConfigError` before anything is moved where these cannot be initialised. What the parameters held
+    is freed if nobody else holds it. See [Note: low bits].
     """
     if weights is None:
         check_initialisable(model, empty)
     aliases = _aliases(model)
-    moved: list[Unit] = []
     with torch.random.fork_rng(devices=[], enabled=seed is not None), torch.no_grad():
         if seed is not None:
             torch.manual_seed(seed)
-        try:
-            for unit in units:
-                names = [next((n for n in aliases[id(p)] if weights and n in weights), "") for p in unit.parameters]
-                kind, dtype = _kept_of(unit, names, empty, weights)
-                flat = torch.zeros(unit.layout.numel, dtype=dtype)
-                uninitialised = []
-                for parameter, name, place in zip(unit.parameters, names, unit.layout.places, strict=True):
-                    view = flat[place.offset : place.end].view(place.shape)
-                    if weights is not None:
-                        weights.read_into(name, view, bounds_of(parameter))
-                    elif id(parameter) in empty:
-                        uninitialised.append((parameter, view))
-                    else:
-                        view.copy_(local(parameter.data))
-                initialise(model, uninitialised)
-                unit.write(kind, unit.shard_of(flat))
-                unit.guard()
-                moved.append(unit)
-        except BaseException:
-            for unit in moved:
-                if unit.shared:  # the other ranks may be elsewhere
-                    unit.close()
+        for unit in units:
+            names = [next((n for n in aliases[id(p)] if weights and n in weights), "") for p in unit.parameters]
+            kind, dtype = _kept_of(unit, names, empty, weights)
+            flat = torch.zeros(unit.layout.numel, dtype=dtype)
+            uninitialised = []
+            for parameter, name, place in zip(unit.parameters, names, unit.layout.places, strict=True):
+                view = flat[place.offset : place.end].view(place.shape)
+                if weights is not None:
+                    weights.read_into(name, view, bounds_of(parameter))
+                elif id(parameter) in empty:
+                    uninitialised.append((parameter, view))
                 else:
-                    unit.restore(unit.gather(unit.widest))
-            raise
+                    view.copy_(local(parameter.data))
+            initialise(model, uninitialised)
+            unit.write(kind, unit.shard_of(flat))
+            unit.guard()
     forget(model)
     for name, buffer in persistent_buffers(model):
         if weights is not None and name in weights:

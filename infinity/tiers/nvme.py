@@ -214,9 +214,9 @@ class NvmeTier:
         if status is not None:
             place.reclaim(STATES_NAME)
             log.warning("reclaimed %s that an earlier run left in %s", format_bytes(status.st_size), place.path)
-        descriptor = place.create(STATES_NAME)
+        path = str(place.path / STATES_NAME)
         self._parts.callback(place.remove, STATES_NAME)
-        file = native.file_at(descriptor, str(place.path / STATES_NAME))
+        file = native.file_at(place.create(STATES_NAME), path)
         self._parts.callback(file.close)
         if not file.direct:
             log.warning("%s does not support O_DIRECT; I/O goes through the page cache and is slower", place.path)

@@ -46,7 +46,7 @@ PLACEMENTS = {
 @contextmanager
 def _device(placement: Placement) -> Iterator[None]:
     """Inside, engines are made for the compute device of the placement."""
-    names = vars(sys.modules["infinity.engine"])
+    names = vars(sys.modules["infinity.build"])
     before = names["ComputeDevice"]
     if placement.far:
         names["ComputeDevice"] = FarDevice

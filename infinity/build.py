@@ -1,0 +1,241 @@
+"""The steps of `infinity.wrap` until the model is hooked: check, group, size, place, allocate, fill.
+
+[Note: all or nothing]
+What can be refused is refused by the first steps, which change nothing. From then on every step tells `Build.undo` how it is
+taken back, before the next one begins, and the last line of `Engine.__init__` is covered, too. So after a failure however late
+(memory of the device that is exhausted, Ctrl-C) the model, the process and the directories are as they were. What the parameters
+hold stays alive until all is done: see `infinity.modules.snapshot`.
+
+Several ranks meet after the steps that may fail on one of them alone, so that all go on or none (`together`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.device import ComputeDevice
+from infinity.errors import ConfigError
+from infinity.modules.check import check_model
+from infinity.modules.grouping import find_owners, find_users, group_parameters, join_small
+from infinity.modules.init import replace_meta
+from infinity.modules.load import Weights, fill_units, open_weights, persistent_buffers
+from infinity.modules.snapshot import Snapshot
+from infinity.observe import Recorder
+from infinity.optim.kernels import Kernels
+from infinity.rates import DTYPES, copies, formats_of, updates
+from infinity.sharding.exchange import Exchange
+from infinity.sharding.gradients import GradientBuffer
+from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
+from infinity.sharding.tensor_parallel import with_tensor_parallel
+from infinity.sharding.unit import Unit
+from infinity.sharding.watch import together
+from infinity.tiers.block import Kind
+from infinity.tiers.moves import Rates
+from infinity.tiers.store import Store
+
+Units = Sequence[type[nn.Module] | nn.Module] | None
+"""What `infinity.wrap` takes as `units`."""
+
+ATTRIBUTE = "_infinity_engine"
+"""The attribute of a wrapped model that holds its engine."""
+
+PROBE_BYTES = 64 << 20
+"""What is copied to see how fast this machine is: more than caches hold."""
+PROBE_PARAMETERS = 16 << 20
+"""How many parameters are updated for that, at most."""
+PROBE_ROUNDS = 3
+
+
+@contextmanager
+def building(
+    model: nn.Module,
+    config: Config,
+    recorder: Recorder,
+    weights: str | Path | None,
+    units: Units,
+    group: GivenGroup,
+    seed: int | None,
+) -> Iterator[Build]:
+    """Gives all parts of the engine of `model`, whose states are on their tiers, for the caller to add hooks and the rest.
+
+    All of it is undone when a step, the caller or another rank fails; the arguments are those of `infinity.wrap`.
+    """
+    with ExitStack() as files, ExitStack() as undo:
+        build = Build(model, config, recorder, group, undo)
+        with build.together():
+            build.check()
+            values = None if weights is None else files.enter_context(open_weights(weights, model))
+            build.group(units)
+            build.size()
+        with build.together() as numbers:
+            numbers += build.measure()
+        with build.together():  # nobody waits in collectives for a rank that has no room
+            build.place(numbers)
+            build.allocate()
+        with build.together():
+            build.meet()
+            build.fill(values, seed)
+            build.move_buffers()
+            yield build
+        undo.pop_all()
+
+
+class Build:
+    """The parts of an engine on their way: each step adds some. The steps are called once, in the order in which they stand."""
+
+    def __init__(self, model: nn.Module, config: Config, recorder: Recorder, group: GivenGroup, undo: ExitStack) -> None:
+        self.undo = undo
+        """What takes back all that was done so far, the last first."""
+        self.ranks = find_ranks(group, config.stage)
+        self.exchange: Exchange | None = None
+        self.buffer: GradientBuffer | None = None
+        self._model, self._config, self._recorder = model, config, recorder
+
+    def together(self) -> AbstractContextManager[list[float]]:
+        """A block that ends well on all ranks or on none."""
+        return together(self.ranks, self._config.collective_timeout)
+
+    # What changes nothing
+
+    def check(self) -> None:
+        """Refuse what cannot be wrapped."""
+        self.device = ComputeDevice(self._config.device)
+        self.undo.callback(self.device.close)
+        check_reach(self.ranks, self.device.torch.type)
+        for name, module in self._model.named_modules():
+            if ATTRIBUTE in vars(module):
+                raise ConfigError(
+                    f"{name} is wrapped already, on its own: build it again, and wrap the model that holds it alone"
+                    if name
+                    else "the model is wrapped already; close its engine first"
+                )
+        check_model(self._model, DTYPES.get(self._config.precision))
+
+    def group(self, given: Units) -> None:
+        """Find the units, and the modules that use each. Meta parameters get a stand-in."""
+        model = self._model
+        owners = find_owners(model, given)
+        self._snapshot = Snapshot(model)
+        self.undo.callback(self._snapshot.restore)
+        self._empty = {id(module._parameters[name]) for module, name, _ in replace_meta(model)}
+        groups = group_parameters(model, owners, DTYPES.get(self._config.precision))
+        if not groups:
+            raise ConfigError("the model has no parameters to manage")
+        if given is None:
+            groups = join_small(groups, owners)
+        self.ranks = with_tensor_parallel(self.ranks, model, self.device.torch)
+        self.units = [Unit(index, g.name, g.parameters, g.dtype, self.ranks) for index, g in enumerate(groups)]
+        self.unit_of = {id(p): unit for unit in self.units for p in unit.parameters}
+        numbers = {key: unit.index for key, unit in self.unit_of.items()}
+        self.users = {m: [self.units[i] for i in used] for m, used in find_users(model, owners, numbers).items()}
+
+    def size(self) -> None:
+        """Declare what every unit needs on which tier."""
+        config = self._config
+        self.kernels = Kernels(config.instruction_set, config.threads)
+        self.undo.callback(self.kernels.close)
+        self.store = Store(config, self.device, self._recorder, self.ranks.own)
+        self.undo.callback(self.store.close)
+        for unit in self.units:
+            unit.declare(self.store, config)
+        through_buffer = self.brings_aside or config.gradients == "nvme"
+        through_buffer &= not self.units[0].reduces_late  # the gradients' home is the whole buffer
+        sizes = [unit.gradient_nbytes for unit in self.units if unit.trainable]
+        self._buffer_bytes = max(sizes, default=0) if through_buffer else 0
+        self._reserve = (1 + self.brings_aside) * self._buffer_bytes
+
+    @property
+    def brings_aside(self) -> bool:
+        """Whether gradients go home beside the model, on the thread of an exchange."""
+        return self.ranks.number > 1 or not self.device.shares_host
+
+    def measure(self) -> Sequence[float]:
+        """`Rates` of this machine, in the format that most parameters have, where placement depends on that; else nothing.
+
+        Nothing, too, where there are no kernels for any parameter.
+        """
+        config, elements = self._config, Counter[torch.dtype]()
+        if not self.store.placement.weighs(_concurrent_bytes(self._model, self.users), self._reserve):
+            return ()
+        for unit in self.units:
+            if unit.trainable:
+                elements[unit.dtype] += unit.layout.shard_numel
+        if not elements:
+            return ()
+        dtype, count = elements.most_common(1)[0]
+        links = copies(ComputeDevice(config.device), min(PROBE_BYTES, config.gpu_memory), PROBE_ROUNDS)
+        few = min(PROBE_PARAMETERS, count)
+        update = updates(
+            formats_of(config, dtype), few, self.kernels.threads, PROBE_ROUNDS, algorithm=config.algorithm, isa=self.kernels.isa
+        )
+        both_ways = median(links["host_to_device"]), median(links["device_to_host"])
+        return Rates(*both_ways, self.store.measure_drives(), median(update))
+
+    def place(self, numbers: Sequence[float]) -> None:
+        """Decide where every block is at home, by the rates that the slowest rank measured."""
+        place = self.store.placement
+        place.keep_near(_concurrent_bytes(self._model, self.users), self._reserve, Rates(*numbers) if numbers else None)
+        self._concurrent = _concurrent_bytes(self._model, self.users)
+        # A second buffer is collected into while the first one is reduced; a budget that has no room for it works without.
+        self._buffers = 2 if self.brings_aside and place.fits(self._concurrent, 2 * self._buffer_bytes) else 1
+
+    # What has to be undone
+
+    def allocate(self) -> None:
+        """Take all memory and disk space; raises `BudgetError` before that where a budget cannot work (I10)."""
+        reserve = self._buffers * self._buffer_bytes
+        self.store.open(self._concurrent, reserve)
+        if reserve:
+            self.buffer = GradientBuffer(self.store.reserve("gpu", reserve).tensor, self._buffers)
+
+    def meet(self) -> None:
+        """Make groups of our own with the other ranks, and let the units know all that moves their gradients."""
+        if self.brings_aside or self.ranks.groups():
+            timeout = self._config.collective_timeout
+            self.exchange = Exchange(self.ranks, self.device, self.store, self._recorder, timeout)
+            self.undo.callback(self.exchange.close)
+        for unit in self.units:
+            unit.bind(self.device.torch, self.buffer, self.exchange)
+
+    def fill(self, values: Weights | None, seed: int | None) -> None:
+        """Give the units their first values: from `values`, from the model, or from the modules' own initialisation."""
+        model = self._model
+        if values is not None:
+            self._snapshot.keep_contents(buffer for name, buffer in persistent_buffers(model) if name in values)
+        elif self._empty:
+            self._snapshot.keep_contents(model.buffers())
+            self.undo.callback(torch.set_rng_state, torch.get_rng_state())
+        fill_units(model, self.units, self._empty, values, seed)
+
+    def move_buffers(self) -> None:
+        """Bring all buffers to the compute device."""
+        for module in self._model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(self.device.torch)
+
+
+def _concurrent_bytes(model: nn.Module, users: dict[nn.Module, list[Unit]]) -> int:
+    """Bytes of the compute device that the forward of any module may need at once beside the units that never leave, in this
+    worst case:
+
+    the units of the module and of the hooked modules around it are in use, each in the worst place, and the largest one has
+    to come in beside them. With k runs in use the free space has k + 1 parts, so k more of the largest make one part fit.
+    """
+    coming = {unit: 0 if unit.blocks[Kind.PARAM].permanent else unit.nbytes for used in users.values() for unit in used}
+    largest = max(coming.values())
+    most = 0
+    pending: list[tuple[nn.Module, dict[Unit, None]]] = [(model, {})]
+    while pending:
+        module, around = pending.pop()
+        inside = around | dict.fromkeys(unit for unit in users.get(module, ()) if coming[unit])
+        most = max(most, sum(coming[unit] for unit in inside) + largest * max(1, len(inside) - 1))
+        pending += [(child, inside) for child in module.children()]
+    return most

@@ -1,0 +1,147 @@
+"""What `infinity.wrap` refuses of a model: one sentence each, with a name and the way out, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from infinity.device import is_graphed
+from infinity.errors import ConfigError
+from infinity.modules.grouping import stored_as
+from infinity.rates import DTYPES
+from infinity.sharding.parameter import ShardedParameter
+from infinity.sharding.tensor_parallel import local
+from infinity.sharding.use import GatheredParameter
+
+_ANYWHERE = 1 << 20
+"""The address that a tensor without memory is taken to start at: numpy takes no null pointer."""
+
+
+def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Raise `ConfigError` for the first thing in `model` that cannot be managed. Floating-point parameters become `dtype`."""
+    _check_modules(model)
+    _check_parameters(model, dtype)
+    _check_memory(model)
+
+
+def _check_modules(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if is_graphed(module):
+            raise ConfigError(
+                f"the forward of {name or 'the model'} was replaced by make_graphed_callables, whose graphs read "
+                "parameters where they were then; wrap the model without that"
+            )
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+            raise ConfigError(
+                f"{name or 'the model'} is a ScriptModule with parameters; TorchScript calls no Python hooks, which bring them: "
+                "wrap the module that it was made from"
+            )
+
+
+def _check_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(parameter):
+            raise ConfigError(f"{name} has no shape yet, for its module is lazy: run the model on one batch before infinity.wrap")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, (ShardedParameter, GatheredParameter)):
+            _refuse_managed(name, isinstance(parameter, GatheredParameter) or bool(type(parameter).unit.tier))
+        if _is_made_of_others(parameter):
+            raise ConfigError(
+                f"{name} is a {type(parameter).__name__}, a tensor made of others, which cannot be laid out as bytes: wrap the "
+                "model before that replaces its parameters, or register it as a buffer, which stays on the compute device"
+            )
+        if parameter.layout is not torch.strided or parameter.is_quantized:
+            kind = "quantized" if parameter.is_quantized else str(parameter.layout).removeprefix("torch.")
+            raise ConfigError(f"{name} is a {kind} tensor; parameters must be dense: convert it, or register it as a buffer")
+        if parameter.requires_grad and stored_as(parameter, dtype) not in DTYPES.values():
+            _refuse_dtype(name, stored_as(parameter, dtype))
+
+
+def _refuse_managed(name: str, is_open: bool) -> None:
+    if is_open:
+        raise ConfigError(
+            f"{name} belongs to a model that is wrapped already: build both anew, and wrap one module that holds them"
+        )
+    raise ConfigError(f"{name} has no data any more, for its engine was closed: build the model again, and load what you saved")
+
+
+def _refuse_dtype(name: str, dtype: torch.dtype) -> None:
+    way = "keep it as a real parameter (torch.view_as_real)"
+    if not dtype.is_complex:
+        way = "convert the model with model.float(), or give Config(precision='fp32')"
+    raise ConfigError(
+        f"{name} is trainable and {str(dtype).removeprefix('torch.')}, and optimizers update fp32, bf16 and fp16: {way}, or "
+        "freeze it with requires_grad_(False)"
+    )
+
+
+class _Span(NamedTuple):
+    """The bytes [begin, end) of `space`, a device or a storage without memory, that tensor `number` of the model lies in."""
+
+    space: str
+    begin: int
+    end: int
+    number: int
+    name: str
+    tensor: torch.Tensor
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Parameters of a wrapped model have memory of their own each, so nothing may show what is written to one of them."""
+    spans = sorted(_spans(model), key=lambda span: span[:4])
+    open_spans: list[_Span] = []
+    for span in spans:
+        open_spans = [other for other in open_spans if other.space == span.space and other.end > span.begin]
+        for other in open_spans:
+            either = isinstance(span.tensor, nn.Parameter) or isinstance(other.tensor, nn.Parameter)
+            if either and _overlap(other, span):
+                first, second = sorted((other, span), key=lambda each: each.number)
+                raise ConfigError(
+                    f"{first.name} and {second.name} share memory but are two tensors, as .data makes them: give both modules "
+                    "the same nn.Parameter to tie them, or clone() one of them"
+                )
+        open_spans.append(span)
+
+
+def _spans(model: nn.Module) -> Iterator[_Span]:
+    for number, (name, tensor) in enumerate([*model.named_parameters(), *model.named_buffers()]):
+        mine = local(tensor)
+        if mine.numel() == 0 or mine.layout is not torch.strided or _is_made_of_others(mine):
+            continue
+        storage = mine.untyped_storage()
+        address = 0 if mine.is_meta else storage.data_ptr()
+        begin = (address or _ANYWHERE) + int(mine.storage_offset()) * mine.itemsize
+        last = sum((int(size) - 1) * int(stride) for size, stride in zip(mine.shape, mine.stride(), strict=True))
+        space = str(mine.device) if address else f"storage {storage._cdata}"
+        yield _Span(space, begin, begin + (last + 1) * mine.itemsize, number, name, tensor)
+
+
+def _is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no memory of its own, but tensors inside that have; not a DTensor, whose local tensor counts."""
+    return bool(is_traceable_wrapper_subclass(tensor)) and not isinstance(tensor, DTensor)
+
+
+def _overlap(one: _Span, other: _Span) -> bool:
+    """Whether two tensors have a byte in common; columns of one matrix have none, although their spans overlap."""
+    return bool(np.shares_memory(_as_array(one), _as_array(other)))
+
+
+def _as_array(span: _Span) -> np.ndarray:
+    """An array of the same geometry at the same address, whose elements nobody reads."""
+    tensor = local(span.tensor)
+    interface = {
+        "version": 3,
+        "typestr": f"|V{tensor.itemsize}",
+        "data": (span.begin, True),
+        "shape": tuple(tensor.shape),
+        "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

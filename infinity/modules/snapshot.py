@@ -1,0 +1,51 @@
+"""A model as `infinity.wrap` found it, to be put back exactly so when that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from infinity.sharding.tensor_parallel import attach, local
+
+_TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
+"""The dicts that every module has: of parameters, buffers, submodules and hooks."""
+
+
+class Snapshot:
+    """Keeps what `model` is made of: attributes and tables of its modules, classes and data of its parameters.
+
+    Data is kept by reference, so its memory is given back when the last step of `wrap` is done, and not before. That adds nothing
+    to the peak of host memory: the arenas are there as a whole before the first parameter moves.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for module in model.modules():
+            tables = [vars(module).get(name) for name in _TABLES]
+            self._tables += [(table, dict(table)) for table in (vars(module), *tables) if isinstance(table, dict)]
+        self._parameters = [(p, type(p), local(p) if isinstance(p, DTensor) else p.data) for p in model.parameters()]
+        self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def keep_contents(self, buffers: Iterable[torch.Tensor]) -> None:
+        """Copy what is in `buffers`, which are going to be written in place."""
+        self._contents = [(local(buffer), local(buffer).clone()) for buffer in buffers]
+
+    def restore(self) -> None:
+        """Put everything back: the same objects, with the same bits in the same memory."""
+        for table, entries in self._tables:
+            for name in [name for name in table if name not in entries]:
+                del table[name]
+            table.update(entries)
+        for parameter, kind, data in self._parameters:
+            parameter.__class__ = kind
+            if isinstance(parameter, DTensor):
+                attach(parameter, data)
+            else:
+                parameter.data = data
+        with torch.no_grad():
+            for buffer, content in self._contents:
+                buffer.copy_(content)
