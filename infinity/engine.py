@@ -141,9 +141,8 @@ class Engine:
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients; also what `model.zero_grad()` does."""
-        for unit in self._units:
-            unit.gradients.clear()
+        """Forget all gradients, or set them to zero; also what `model.zero_grad()` does. That of a part of the model forgets."""
+        self._updater.forget(self._all_shares(), set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> float:
         """Between backward and step: clip all gradients to the global L2 norm `max_norm`; returns the norm before.
@@ -151,14 +150,17 @@ class Engine:
         As `torch.nn.utils.clip_grad_norm_`: a NaN among them makes all of them NaN, an infinity makes the finite ones zeros.
         With `error_if_nonfinite` raises `NonFiniteError` instead, which names the parameter, before anything is changed.
         """
-        trainable = [unit for unit in self._units if unit.trainable]
-        self._updater.settle(trainable)
-        shares = [Share(unit, tuple(range(len(unit.parameters)))) for unit in trainable]
+        shares = self._all_shares()
+        self._updater.settle([share.unit for share in shares])
         norm = self._updater.norm(shares)
         if not math.isfinite(norm):
             self._updater.take_nonfinite(norm, shares, error_if_nonfinite)
         self._updater.clip(shares, clip_factor(norm, max_norm))
         return norm
+
+    def _all_shares(self) -> list[Share]:
+        """Everything that may have a gradient."""
+        return [Share(unit, tuple(range(len(unit.parameters)))) for unit in self._units if unit.trainable]
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of what `parameter.grad` of the plain model would be, on the host: clipped, and until it is zeroed, also after a

@@ -143,8 +143,9 @@ class Side:
         if number == 0 and self.engine is not None:
             self.norms.append(optimizer.grad_norm)
 
-    def zero(self, what: int, norms: list[float]) -> None:
-        (self.model, self.model[1], *self.optimizers)[what].zero_grad()
+    def zero(self, what: int, to_none: bool, norms: list[float]) -> None:
+        """A part of a wrapped model always forgets."""
+        (self.model, *self.optimizers, self.model[1])[what].zero_grad(set_to_none=to_none or what == 3)
 
     def look(self, norms: list[float]) -> None:
         """Between two operations."""
@@ -156,7 +157,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("forget"), st.integers(0, 8)),
     st.tuples(st.just("clip_all"), st.sampled_from([1e-3, 0.02, 1e3])),
     st.tuples(st.just("step"), st.integers(0, 1)),
-    st.tuples(st.just("zero"), st.integers(0, 3)),
+    st.tuples(st.just("zero"), st.integers(0, 3), st.sampled_from([True, True, False])),
     st.tuples(st.just("look")),
 )
 

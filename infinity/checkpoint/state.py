@@ -166,13 +166,14 @@ class State(NamedTuple):
     def series(self) -> list[Series]:
         """The states of all units."""
         kept = [Series(u, Kind.MASTER if Kind.MASTER in u.blocks else Kind.PARAM, ("model",)) for u in self.units]
-        return kept + [
+        moments = [
             Series(unit, kind, ("optimizer", name))
             for optimizer in self.optimizers
             for unit in optimizer.units
             for name, kind in optimizer.states.items()
             if kind in unit.blocks
         ]
+        return kept + list(dict.fromkeys(moments))  # optimizers may share a unit
 
     def foreign(self) -> Iterator[tuple[Adapted, Unit, tuple[str, ...]]]:
         """The units of optimizers of torch, and the path of what these have of each."""

@@ -266,9 +266,10 @@ class Optimizer(torch.optim.Optimizer):
         ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this optimizer's parameters; `set_to_none` is accepted and makes no difference."""
-        for unit, positions in self._shares.values():
-            unit.gradients.forget(positions)
+        """Forget the gradients of this optimizer's parameters. Without `set_to_none` they become zeros, as in torch, which the
+        next step takes; that reads and writes them."""
+        if self._updater is not None:
+            self._updater.forget(list(self._shares.values()), set_to_none)
 
     # States
 

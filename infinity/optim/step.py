@@ -263,6 +263,14 @@ class Updater:
         except EngineClosedError:
             return None
 
+    def forget(self, shares: Sequence[Share], set_to_none: bool = True) -> None:
+        """Forget the gradients of `shares`; without `set_to_none` they become zeros, which an update still takes. All ranks must
+        call it."""
+        if not set_to_none:
+            self.settle([share.unit for share in shares])
+        for unit, positions in shares:
+            (unit.gradients.forget if set_to_none else unit.gradients.zero)(positions)
+
     def clip(self, shares: Sequence[Share], factor: float) -> None:
         """Multiply the settled gradients of `shares` by `factor`."""
         self.apply_clips(shares, factor)

@@ -410,6 +410,18 @@ class Gradients:
         if all(entry.where in (Where.FORGOTTEN, Where.ZEROED) for entry in self._entries) and not self._is_held():
             self.clear()
 
+    def zero(self, indices: Iterable[int]) -> None:
+        """The gradients of these parameters, settled if there are any, are zeros from now on; they are still gradients."""
+        present = [index for index in indices if self.has(index)]
+        if present:
+            self._expect(GradientState.SETTLED, GradientState.SPENT)
+            self._unit.withdraw()
+            self._await_readers()
+            self._block.rewrite(dict.fromkeys(present))
+            self._measured = 0, None
+            for index in present:
+                self._entries[index] = Entry(Where.HOME)
+
     def scale(self, indices: Iterable[int], factor: float) -> None:
         """Multiply the settled gradients of these parameters by a clip factor."""
         self._expect(GradientState.SETTLED, GradientState.SPENT)
