@@ -403,7 +403,9 @@ class Optimizer(torch.optim.Optimizer):
         self._check_header(header)
         steps = dict(zip(self._numbers(), header["steps"], strict=True))
         self.updater.drain()
-        super().load_state_dict({"state": {}, "param_groups": [self.defaults | group for group in header["param_groups"]]})
+        missing = [{name: self.defaults[name] for name in self.defaults if name in mine} for mine in self.param_groups]
+        groups = [filled | group for filled, group in zip(missing, header["param_groups"], strict=True)]
+        super().load_state_dict({"state": {}, "param_groups": groups})
         if self.loss_scaler is not None and "loss_scaler" in header:
             self.loss_scaler.load_state_dict(header["loss_scaler"])
         self.skipped_steps = header.get("skipped_steps", self.skipped_steps)
