@@ -196,12 +196,6 @@ class Unit:
         return is_rounded(self.blocks)
 
     @property
-    def widest(self) -> Kind:
-        """What holds the values of the parameters with the most bits: their masters, once written, or they themselves."""
-        master = self.blocks.get(Kind.MASTER)
-        return Kind.MASTER if master is not None and master.written else Kind.PARAM
-
-    @property
     def trains(self) -> bool:
         """Whether a parameter takes gradients now: a trainable unit may be frozen for some steps."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -326,13 +320,6 @@ class Unit:
         for tensor, _, guard in self._guarded:
             tensor.__class__ = guard
         self.shown, self.state = 0, UnitState.SHARDED
-
-    def restore(self, flat: torch.Tensor) -> None:
-        """Make the parameters plain tensors with the data of `flat` (numel,), as if they had never been managed."""
-        self._lift_guard()
-        for tensor, place in zip(self._tensors, self.layout.places, strict=True):
-            tensor.data = flat[place.offset : place.end].view(place.shape)
-        self.shown, self.state = 0, UnitState.UNSHARDED
 
     def _lift_guard(self) -> None:
         for tensor, plain, _ in self._guarded:
