@@ -49,7 +49,13 @@ class Rule(torch.optim.Optimizer):
     def clip(self, most: float) -> float:
         """As `Engine.clip_grad_norm_`."""
         norm = self._norm()
-        self.factor *= min(1.0, most / (norm + 1e-6))
+        further = min(1.0, most / (norm + 1e-6))
+        if further != 1.0 and self.factor != 1.0:  # what is clipped already is rounded before it is clipped again
+            for p in self._all():
+                if p.grad is not None:
+                    p.grad.mul_(self.factor)
+            self.factor = 1.0
+        self.factor *= further
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
