@@ -9,6 +9,7 @@ import pytest
 from random_programs import recipes
 from random_programs.__main__ import report
 from random_programs.comparing import difference
+from random_programs.mutations import MUTATIONS, Mutation
 
 EACH = 10
 
@@ -29,3 +30,9 @@ def test_programs_are_the_same_each_time_and_can_be_pasted() -> None:
         assert recipe == recipes.draw(number)
         assert eval(repr(recipe), dict(names)) == recipe
         assert len(set(recipe.placements)) == recipes.EACH >= 7
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.breaks)
+def test_random_programs_find_a_broken_engine(mutation: Mutation, one_thread: None) -> None:
+    with mutation():
+        assert any(difference(recipes.draw(number)) is not None for number in (mutation.found_by, *range(30)))

@@ -222,10 +222,22 @@ class Scalar(nn.Module):
         return x * self.scale + self.three.sum()
 
 
+class Int8(nn.Module):
+    """A frozen weight of one byte per element."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width) * 0.01)
+        self.weight = nn.Parameter(torch.randint(-99, 99, (width, width), dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + (x @ self.weight.to(x.dtype)) * self.scale
+
+
 KINDS: dict[str, Callable[[int], nn.Module]] = {
     "linear": Residual, "norm": nn.LayerNorm, "mlp": Mlp, "bias": Bias, "gate": Gate, "dropout": Dropout, "view": View,
     "weight_norm": WeightNorm, "function": Function, "dict": Dict, "dataclass": Dataclass, "tuple": Tuple, "borrow": Borrow,
-    "buffer": Buffer, "scalar": Scalar,
+    "buffer": Buffer, "scalar": Scalar, "int8": Int8,
 }  # fmt: skip
 
 

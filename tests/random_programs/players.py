@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
 
 import infinity
+from infinity.modules import activations
 from random_programs import modules, placements
 from random_programs.modules import Fault, Interrupt, Pass
 from random_programs.plain import Rule
@@ -383,9 +385,9 @@ class Plain(Player):
 class Wrapped(Player):
     """The engine, on one placement after the other, with its files in `directory`."""
 
-    def __init__(self, recipe: Recipe, placement: str, directory: Path, least: int = 0, moments: str = "fp32") -> None:
+    def __init__(self, recipe: Recipe, placement: str, directory: Path, least: int = 0) -> None:
         """`least` is the gpu_memory in bytes that the program needs."""
-        self._placement, self._directory, self._least, self._moments = placement, directory, least, moments
+        self._placement, self._directory, self._least = placement, directory, least
         self._numbers = itertools.count()
         self.engine: Any = None
         super().__init__(recipe)
@@ -398,7 +400,9 @@ class Wrapped(Player):
         directory = self._directory / f"states{next(self._numbers)}"
         directory.mkdir(parents=True)
         rule = self.recipe.training.rule
-        self.engine = placements.wrap(self.model, place, directory, ALGORITHMS.get(rule, rule), self._moments, self._least)
+        self.engine = placements.wrap(
+            self.model, place, directory, ALGORITHMS.get(rule, rule), self.recipe.training.moments, self._least
+        )
 
     def close(self) -> None:
         self.graphs.clear()
@@ -484,7 +488,7 @@ def run(make: Callable[[], Player]) -> list[Seen]:
     Raises `BudgetError` when a checkpoint spans more units than the budget has room for, which no `wrap` can know.
     """
     torch.set_num_threads(1)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mock.patch.object(activations, "LEAST_BYTES", 0):  # also what is small is moved
         warnings.simplefilter("ignore")
         player = None
         seen: list[Seen] = []
@@ -502,14 +506,14 @@ def run(make: Callable[[], Player]) -> list[Seen]:
     return seen
 
 
-def play(recipe: Recipe, placement: str, directory: Path, moments: str = "fp32") -> list[Seen]:
+def play(recipe: Recipe, placement: str, directory: Path) -> list[Seen]:
     """What is seen on this placement, with as much memory for parameters as it needs."""
     least = 0
     while True:
         try:
-            return run(functools.partial(Wrapped, recipe, placement, directory / str(least), least, moments))
+            return run(functools.partial(Wrapped, recipe, placement, directory / str(least), least))
         except infinity.BudgetError as error:
             found = re.search(r"gpu_memory=(\d+) \(.* is enough", str(error))
-            if found is None or int(found[1]) <= least:
+            if found is None:
                 return [Seen(-1, "error", str(error))]
-            least = int(found[1])
+            least = max(int(found[1]), 2 * least)  # what is named does not count gradient buffers, nor parts that are free

@@ -14,20 +14,15 @@ from typing import Any
 Operation = tuple[Any, ...]
 
 KNOWN: dict[str, str] = {
-    "failed write": "what an exception in gathered(write=True) leaves differs between placements",
-    "dirty": "a write in a gathered block for reading is neither refused nor undone",
     "step twice": "a second step with the same gradients does nothing",
     "not zeroed": "a backward after a step and before zero_grad is refused",
-    "over a step": "a backward over a graph that outlives a step may wait for ever",
-    "write near": "a write is lost where parameters are at home on the compute device, and these placements are left out",
-    "recorded": "a backward that is recorded itself over a checkpoint reads what its units were recomputed from after they left",
     "forget": "a forgotten gradient stays in the sum where gradients pass a buffer",
 }
 """What no program does for now, by the name of the feature, and why: each is a defect that a test or an issue describes."""
 
 KINDS = (
     "linear", "linear", "norm", "mlp", "mlp", "bias", "gate", "dropout", "weight_norm", "function", "dict", "dataclass", "tuple",
-    "view", "borrow", "buffer", "scalar",
+    "view", "borrow", "buffer", "scalar", "int8",
 )  # fmt: skip
 PLACEMENTS = (
     "nvme smallest", "nvme two units", "nvme cached", "cpu", "gpu", "mixed", "speculative", "posix", "activations", "gpu cache",
@@ -74,6 +69,8 @@ class Training:
     max_grad_norm: float | None = None
     groups: int = 1
     loss_scale: float | None = None
+    moments: str = "fp32"
+    """Moments in another format are compared over placements alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +94,7 @@ def draw(number: int) -> Recipe:
         max_grad_norm=chance.choice((None, None, 0.1, 100.0)),
         groups=chance.choice((1, 1, 2)),
         loss_scale=chance.choice((None, None, None, 1024.0)),
+        moments=chance.choice(("fp32",) * 8 + ("bf16", "int8")),
     )
     program: list[Operation] = []
     for _ in range(chance.randint(2, 6)):
