@@ -36,3 +36,10 @@ def test_programs_are_the_same_each_time_and_can_be_pasted() -> None:
 def test_random_programs_find_a_broken_engine(mutation: Mutation, one_thread: None) -> None:
     with mutation():
         assert any(difference(recipes.draw(number)) is not None for number in (mutation.found_by, *range(30)))
+
+
+def test_micro_batches_are_computed_by_as_many_threads_as_a_loop_of_the_callers(one_thread: None) -> None:
+    """Another number of threads divides a product into other sums. It shows where OMP_NUM_THREADS does not say 1."""
+    blocks = (recipes.Block("linear"), recipes.Block("buffer"), recipes.Block("buffer"), recipes.Block("dropout"))
+    model = recipes.Model(blocks, (0, 0, 1, 0, 2, 3), width=24)
+    assert difference(recipes.Recipe(model, (("accumulate", (0, 3, 2), "vertical", "sum"),), placements=("cpu",))) is None

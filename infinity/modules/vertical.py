@@ -291,8 +291,11 @@ def _carry(device: ComputeDevice) -> Callable[[], None]:
     function_modes, dispatch_modes = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
     saving: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     follow = device.follow()
+    # OpenMP and MKL count threads per calling thread. Another count divides a product into other sums, with other bits.
+    count = torch.get_num_threads()
 
     def carry() -> None:
+        torch.set_num_threads(count)
         torch._C._set_multithreading_enabled(False)  # backward runs here, also on a GPU
         follow()
         for mode in function_modes:

@@ -64,17 +64,18 @@ def _always(real: Any) -> Any:
 
 
 def _gradient_replaces(real: Any) -> Any:
-    def collect(self: Any, index: int, gradient: torch.Tensor) -> None:
-        self.accumulated[index] = False
-        real(self, index, gradient)
+    def add(self: Any, index: int, *arguments: Any) -> None:
+        if self.has(index):
+            self.forget([index])
+        real(self, index, *arguments)
 
-    return collect
+    return add
 
 
 def _everything_is_updated(real: Any) -> Any:
-    def segments_of(unit: Any, hypers: Any) -> Any:
+    def segments_of(unit: Any, hypers: Any, further: float = 1.0) -> Any:
         some = next((hyper for hyper in hypers if hyper is not None), None)
-        return real(unit, [some if hyper is None else hyper for hyper in hypers])
+        return real(unit, [some if hyper is None else hyper for hyper in hypers], further)
 
     return segments_of
 
@@ -140,7 +141,7 @@ MUTATIONS = (
     Mutation("an early update is kept whatever the step asks for", pipeline.UnitUpdate, "__eq__", _always, 0),
     Mutation("an early update is not withdrawn by another gradient", Unit, "withdraw", _nothing, 7),
     Mutation("what an early update put in place is not taken back", Store, "take_back", _nothing, 0),
-    Mutation("a second gradient replaces the first one", gradients.Gradients, "collect", _gradient_replaces, 0),
+    Mutation("a second gradient replaces the first one", gradients.Gradients, "add", _gradient_replaces, 0),
     Mutation("parameters without a gradient are updated, too", optimizer, "segments_of", _everything_is_updated, 0),
     Mutation("a load forgets the number of updates", optimizer.Optimizer, "load_header", _steps_are_forgotten, 0),
     Mutation("a saved view begins at the first parameter", packing.Packer, "locate", _views_begin_at_the_unit, 0),

@@ -32,35 +32,48 @@ def _root(values: torch.Tensor) -> torch.Tensor:
 
 
 class Rule(torch.optim.Optimizer):
-    """An optimizer with fp32 masters. `factor` is what the gradients are multiplied by in the next step."""
+    """An optimizer with fp32 masters. A clip factor reaches a gradient when that is clipped again, or added to: see `apply`."""
 
     def __init__(self, groups: list[dict[str, Any]], rule: str, max_grad_norm: float | None, watches: bool) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
         self._rule, self._max_grad_norm, self._watches = rule, max_grad_norm, watches
-        self.factor = 1.0
+        self._clips: dict[torch.Tensor, float] = {}
         self.grad_norm: float | None = None
 
     def _all(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
+    def gradient(self, p: torch.Tensor) -> torch.Tensor | None:
+        """The gradient, clipped."""
+        return None if p.grad is None else p.grad.clone().mul_(self._clips.get(p, 1.0))
+
     def _norm(self) -> float:
-        return self.factor * math.sqrt(sum(p.grad.double().square().sum().item() for p in self._all() if p.grad is not None))
+        used = [p for p in self._all() if p.grad is not None]
+        return math.sqrt(sum(self._clips.get(p, 1.0) ** 2 * p.grad.double().square().sum().item() for p in used))
+
+    def apply(self) -> None:
+        """Multiply the clip factors into the gradients, in their dtype."""
+        for p in self._all():
+            if p.grad is not None:
+                p.grad.mul_(self._clips.pop(p, 1.0))
+
+    def forget(self, p: torch.Tensor) -> None:
+        """There is no gradient any more."""
+        p.grad = None
+        self._clips.pop(p, None)
 
     def clip(self, most: float) -> float:
         """As `Engine.clip_grad_norm_`."""
         norm = self._norm()
-        further = min(1.0, most / (norm + 1e-6))
-        if further != 1.0 and self.factor != 1.0:  # what is clipped already is rounded before it is clipped again
-            for p in self._all():
-                if p.grad is not None:
-                    p.grad.mul_(self.factor)
-            self.factor = 1.0
-        self.factor *= further
+        factor = most / (norm + 1e-6)
+        if not factor > 1.0:
+            self.apply()
+            self._clips = {p: factor for p in self._all() if p.grad is not None}
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad()
-        self.factor = 1.0
+        self._clips = {}
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -73,7 +86,6 @@ class Rule(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     self._update(p, group)
-        self.factor = 1.0
 
     def _update(self, p: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[p]
@@ -84,7 +96,7 @@ class Rule(torch.optim.Optimizer):
                 state["master"] = p.detach().float()
         state["step"] += 1
         w = state.get("master", p.detach())
-        g = p.grad.float() * _single(self.factor)
+        g = p.grad.float() * _single(self._clips.get(p, 1.0))
         decay = group["weight_decay"]
         if decay and self._rule in ("adamw", "lion"):
             w = w * _single(1 - group["lr"] * decay)

@@ -118,6 +118,10 @@ class Player:
         """An optimizer for these groups."""
         raise NotImplementedError
 
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Forget one gradient."""
+        parameter.grad = None
+
     def zero_grad(self) -> None:
         """Forget all gradients of the model."""
         self.model.zero_grad()
@@ -241,7 +245,7 @@ class Player:
 
     def op_forget(self, number: int) -> None:
         """Forget the gradient of one parameter."""
-        self.parameters[number % len(self.parameters)][1].grad = None
+        self.forget(self.parameters[number % len(self.parameters)][1])
 
     # Parameters
 
@@ -335,7 +339,17 @@ class Plain(Player):
 
     def gradients(self) -> Iterator[tuple[str, Any]]:
         for name, parameter in self.parameters:
-            yield name, parameter.grad
+            yield name, self.optimizer.gradient(parameter)
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        self.optimizer.forget(parameter)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        self.optimizer.apply()
+        return loss
 
     def weights(self) -> Iterator[tuple[str, Any]]:
         yield from self.model.state_dict().items()
@@ -352,6 +366,7 @@ class Plain(Player):
             data = modules.batch_of(model, batch)
             loss = modules.loss_of(model, self.model(data, Pass(batch)), data)
             losses.append(loss.detach())
+            self.optimizer.apply()
             (loss / len(batches) if reduction == "mean" else loss).backward()
         return losses
 

@@ -13,11 +13,7 @@ from typing import Any
 
 Operation = tuple[Any, ...]
 
-KNOWN: dict[str, str] = {
-    "step twice": "a second step with the same gradients does nothing",
-    "not zeroed": "a backward after a step and before zero_grad is refused",
-    "forget": "a forgotten gradient stays in the sum where gradients pass a buffer",
-}
+KNOWN: dict[str, str] = {}
 """What no program does for now, by the name of the feature, and why: each is a defect that a test or an issue describes."""
 
 KINDS = (
