@@ -77,11 +77,11 @@ class Rule(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        self.grad_norm = None
+        self.grad_norm = None if self._max_grad_norm is None and not self._watches else self._norm()
+        if self._watches and not math.isfinite(self.grad_norm):
+            return  # a step with a loss scale is left out
         if self._max_grad_norm is not None:
-            self.grad_norm = self.clip(self._max_grad_norm)
-        elif self._watches:
-            self.grad_norm = self._norm()
+            self.clip(self._max_grad_norm)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
