@@ -5,10 +5,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from conftest import CHILD
 from random_programs import recipes
-from random_programs.__main__ import report
 from random_programs.comparing import difference
+from random_programs.many import report
 from random_programs.mutations import MUTATIONS, Mutation
 
 EACH = 10
@@ -21,6 +26,13 @@ def test_random_programs_see_the_same_on_every_placement_and_in_plain_pytorch(fi
         found = difference(recipe)
         if found is not None:
             pytest.fail(f"program {number}: {report(recipe, found)}")
+
+
+def test_the_command_runs_programs_in_processes_of_its_own() -> None:
+    command = [sys.executable, "-m", "random_programs", "--programs", "2", "--first", "7", "--processes", "2"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, **CHILD)
+    assert done.returncode == 0, done.stderr
+    assert "2 programs from number 7 on: 0 differ" in done.stdout
 
 
 def test_programs_are_the_same_each_time_and_can_be_pasted() -> None:
