@@ -260,7 +260,7 @@ class Rank:
             }
             with infinity.gathered(model):
                 for name, p in model.named_parameters():
-                    assert type(p) is before[name][1]
+                    assert isinstance(p, before[name][1])
                     assert torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, weights[name])
         found = {"losses": losses, "norms": norms, "gradients": gradients, "data": data}
         return found | {"short": short, "weights": weights, "states": states}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -188,7 +189,11 @@ def test_a_view_that_outlives_gathered_is_refused(placement: dict[str, Any], wra
     del view
     with infinity.gathered(model.special):
         parameter = model.special.weight  # the parameter itself is nobody's view
+        copied = copy.deepcopy(model.special.weight)
+        expected = parameter.detach().clone()
     assert parameter is model.special.weight
+    assert type(copied) is nn.Parameter
+    assert torch.equal(copied, expected)
 
 
 def test_references_and_digests_of_a_window() -> None:

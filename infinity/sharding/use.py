@@ -81,6 +81,13 @@ class GatheredParameter(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         _DATA.__set__(self, value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is nobody's view, so it is a plain parameter."""
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied: nn.Parameter = memo[id(self)]
+        return copied
+
 
 class Views:
     """The parameters of a unit as views of its bytes; `attach` makes the parameters point there, until `detach`.
