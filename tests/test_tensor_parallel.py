@@ -899,7 +899,8 @@ def test_the_norm_of_what_counts_does_not_depend_on_chunks(tmp_path: Path) -> No
             model(batch(0)).backward()
             engine._updater.settle([unit])
             unit.counted = [False, True, True, False, True]
-            chunks, norm = len(unit.chunks()), squared_gradient_norm(unit, engine._store, engine._updater._kernels)
+            store, kernels = engine._store, engine._updater._kernels
+            chunks, norm = len(unit.chunks()), squared_gradient_norm(unit, store, kernels, range(5))
             counted = [
                 (3 * p.detach().double() ** 2).float() for p, counts in zip(Many().parts, unit.counted, strict=True) if counts
             ]
@@ -909,7 +910,7 @@ def test_the_norm_of_what_counts_does_not_depend_on_chunks(tmp_path: Path) -> No
             (model(batch(0)) * math.inf).backward()
             engine._updater.settle([unit])
             unit.counted = [False] * 5
-            assert math.isnan(squared_gradient_norm(unit, engine._store, engine._updater._kernels))
+            assert math.isnan(squared_gradient_norm(unit, store, kernels, range(5)))
     (few, one), (many, other) = sorted(found)
     assert few < many and one == other
 
