@@ -136,16 +136,19 @@ class Weave:
     def _run_together(self, strands: Sequence[Strand]) -> None:
         with self._hooks.woven(self):
             carry, threads = _carry(self.device), []
-            try:
-                for strand in strands:
-                    context = contextvars.copy_context()
-                    name = f"infinity-micro-batch-{strand.index}"
-                    thread = threading.Thread(target=context.run, args=(self._live, strand, carry), name=name)
+            for strand in strands:
+                context = contextvars.copy_context()
+                name = f"infinity-micro-batch-{strand.index}"
+                thread = threading.Thread(target=context.run, args=(self._live, strand, carry), name=name)
+                try:
                     thread.start()
                     threads.append(thread)
                     self._strands.append(strand)
-            except BaseException as error:  # no more threads: those that there are end at once
-                self._stop(error)
+                except BaseException as error:  # no more threads: those that there are end at once
+                    self._stop(error)
+                    if strand not in self._strands:
+                        strand.turn.release()  # an interrupt may have come when its thread had begun
+                    break
             if self._strands:
                 self._strands[0].turn.release()
                 self._await_end()
@@ -171,6 +174,8 @@ class Weave:
 
     def _live(self, strand: Strand, carry: Callable[[], None]) -> None:
         strand.turn.acquire()
+        if strand not in self._strands:  # what started its thread was interrupted
+            return
         try:
             self._resume(strand)
             if not self._stopping:
@@ -187,9 +192,15 @@ class Weave:
                 self._deliver(parameter)
         except BaseException as error:
             self._stop(error)
-        following = self._choose()
-        self._leave(strand)
-        (self._over if following is None else following.turn).release()
+        following = None
+        try:
+            following = self._choose()
+            self._leave(strand)
+        except BaseException as error:
+            self._stop(error)
+        finally:  # somebody goes on, whatever has failed: all others wait for their turn
+            following = following or next((other for other in self._strands if not other.ended), None)
+            (self._over if following is None else following.turn).release()
 
     def _leave(self, strand: Strand) -> None:
         strand.flow = self._hooks.exchange(self._idle)

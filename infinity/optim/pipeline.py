@@ -25,19 +25,25 @@ that the backward has just left.
 [Note: nobody waits for writes]
 The forward needs a unit's copy and not what is written of it, so writes go behind reads, and the forward goes on while they are
 under way. It waits for them only where it has to read the unit again, for there was no place for what was made AHEAD.
+
+[Note: how it fails]
+Whatever is raised on the thread ends it, in this order: the store learns why, so that nobody begins to wait; what is in flight
+lands, and its slots go back; every job ends; all waiters wake. Each of these happens whatever the others meet, and what they meet
+is logged. No method waits for a thread that has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 import math
 import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -50,6 +56,8 @@ from infinity.tiers.access import Checkout, Placing
 from infinity.tiers.block import Kind
 from infinity.tiers.budget import STAGED_SETS
 from infinity.tiers.store import Store
+
+log = logging.getLogger("infinity")
 
 READING, WRITING = 2, STAGED_SETS - 2
 """Chunks in flight each way: more would only make what comes after them wait longer."""
@@ -115,6 +123,11 @@ class Job:
         """Whether its update will not be taken back."""
         return self.state in (JobState.CONFIRMED, JobState.DELAYED)
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it ended before its update was final; something of it may be in flight."""
+        return self.state is JobState.ENDED
+
     def may_update(self, begin: int) -> bool:
         """Whether the chunk from `begin` on may be updated now, as far as is known what the update is."""
         return self.is_final or (self.state is JobState.AHEAD and begin >= self.in_place_until)
@@ -163,10 +176,12 @@ class _Chunk:
 
     def settle(self) -> None:
         """Block until what is under way on the compute device and to it has ended."""
-        if self.running is not None:
-            self.running.wait()
-        if self.placing is not None:
-            self.placing.finish()
+        try:
+            if self.running is not None:
+                self.running.wait()
+        finally:
+            if self.placing is not None:
+                self.placing.finish()
 
     def committed(self) -> bool:
         return self.settled() and all(out.committed() for out in self.outs.values())
@@ -181,6 +196,20 @@ class _Chunk:
         return States(tensors, formats, unit.index, unit.rank * unit.layout.shard_numel + self.begin, targets)
 
 
+@dataclass
+class _Going:
+    """The chunks in the pipeline: `held` may not go on yet, `placing` need no I/O, the compute device updates `running`."""
+
+    reading: list[_Chunk] = field(default_factory=list)
+    writing: list[_Chunk] = field(default_factory=list)
+    held: list[_Chunk] = field(default_factory=list)
+    placing: list[_Chunk] = field(default_factory=list)
+    running: list[_Chunk] = field(default_factory=list)
+
+    def all(self) -> list[_Chunk]:
+        return [*self.reading, *self.writing, *self.held, *self.placing, *self.running]
+
+
 class Pipeline:
     """Runs jobs on a thread of its own. Methods may be called by any thread."""
 
@@ -189,6 +218,7 @@ class Pipeline:
         self._changed = threading.Condition()
         self._jobs: list[Job] = []  # that are not ENDED
         self._closed = self._failed = False
+        self._ended = False  # the thread has, and nothing changes any more
         self._hurries = 0  # how many wait for all that is CONFIRMED
         store.on_place = self.poke
         self._busy = Stopwatch()
@@ -203,12 +233,18 @@ class Pipeline:
     def expect(self, job: Job) -> None:
         """Start reading for `job`, AWAITED. Its gradients need no staging, or else what is read of them is not final."""
         with self._changed:
-            self._add(job)
+            if self._closed:
+                self._give_up(job)
+            else:
+                self._add(job)
 
     def begin(self, job: Job, update: UnitUpdate) -> None:
         """AWAITED -> AHEAD."""
         with self._changed:
-            self._set(job, update, JobState.AHEAD)
+            if self._closed:  # on another thread: who waits for the end waits for nothing that may be taken back
+                self._give_up(job)
+            else:
+                self._set(job, update, JobState.AHEAD)
 
     def delay(self, jobs: Sequence[tuple[Job, UnitUpdate]]) -> None:
         """AWAITED -> DELAYED, until they are confirmed. The parameters have a second place each (see `Config.update`)."""
@@ -219,7 +255,7 @@ class Pipeline:
     def await_written(self, job: Job) -> None:
         """Block until a DELAYED job has read its gradients and written what it makes, or failed, which the store then knows."""
         with self._changed:
-            self._changed.wait_for(lambda: job.written or job.state is JobState.ENDED)
+            self._wait_for(lambda: job.written or job.state is JobState.ENDED)
 
     def confirm(self, jobs: Sequence[tuple[Job, UnitUpdate]]) -> None:
         """Any state but ENDED -> CONFIRMED. Their parameter blocks are UPDATING until all is written."""
@@ -240,12 +276,9 @@ class Pipeline:
     def cancel(self, job: Job) -> None:
         """AWAITED or AHEAD -> ENDED, and block until nothing of it is in flight: then its blocks may be written by others."""
         with self._changed:
-            job.state = JobState.ENDED
-            job.drop()
-            if job in self._jobs:
-                self._jobs.remove(job)
+            self._give_up(job)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: job.in_flight == 0)
+            self._wait_for(lambda: job.in_flight == 0)
 
     def await_update(self, unit: Unit) -> None:
         """Block until the update of `unit` that is CONFIRMED, if any, has ended, well or not; it waits for no place."""
@@ -254,7 +287,7 @@ class Pipeline:
             for job in going:
                 job.hurried = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: all(job.state is JobState.ENDED for job in going))
+            self._wait_for(lambda: all(job.state is JobState.ENDED for job in going))
 
     def drain(self) -> None:
         """Block until no job is CONFIRMED; also returns when one failed, which the store then knows."""
@@ -262,7 +295,7 @@ class Pipeline:
             self._hurries += 1
             self._changed.notify_all()
             try:
-                self._changed.wait_for(lambda: all(job.state is not JobState.CONFIRMED for job in self._jobs))
+                self._wait_for(lambda: all(job.state is not JobState.CONFIRMED for job in self._jobs))
             finally:
                 self._hurries -= 1
 
@@ -272,79 +305,122 @@ class Pipeline:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Finish what was added and end the thread. May be called twice."""
+        """Finish what is fixed, let go of the rest, and end the thread. May be called twice."""
         with self._changed:
             self._closed = True
+            for job in [job for job in self._jobs if not job.is_final]:
+                self._give_up(job)
             self._changed.notify_all()
         self._thread.join()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._has_work(()))
-                if not self._has_work(()):
-                    return
-            self._busy.start()
-            self._work()
-            self._busy.stop()
+    def _wait_for(self, over: Callable[[], bool]) -> None:
+        """Block, under the lock, until `over`, or until the thread has ended."""
+        self._changed.wait_for(lambda: self._ended or over())
 
-    def _work(self) -> None:
-        """Take chunks through until there are none."""
-        reading: list[_Chunk] = []
-        writing: list[_Chunk] = []
-        held: list[_Chunk] = []  # that may not go on yet
-        placing: list[_Chunk] = []  # that need no I/O
-        running: list[_Chunk] = []  # that the compute device updates
+    def _give_up(self, job: Job) -> None:
+        """AWAITED or AHEAD -> ENDED (under the lock)."""
+        job.state = JobState.ENDED
+        job.drop()
+        if job in self._jobs:
+            self._jobs.remove(job)
+
+    def _run(self) -> None:
+        going = _Going()
         try:
-            while True:
-                for chunk in writing:
-                    self._look_after(chunk)
-                for going in (writing, placing, running):
-                    for chunk in [chunk for chunk in going if chunk.committed()]:
-                        self._retire(chunk)
-                        going.remove(chunk)
-                for chunk in [chunk for chunk in held if chunk.may_go_on()]:
-                    held.remove(chunk)
-                    reading.append(chunk)
-                coming = [chunk for chunk in (*reading, *held) if not chunk.arrived()]
-                may_write = len(writing) < WRITING
-                found = self._check_out(held, may_write and len(reading) < READING, wait=False) if len(coming) < READING else None
-                first = _needed_first(reading)
-                arrived = first is not None and first.arrived()
-                if found is not None:
-                    (reading if found.may_go_on() else held).append(found)
-                elif len(placing) == PLACING:
-                    placing[0].settle()
-                elif (here := self._take_in_memory(before=first.job.place if first and arrived else math.inf)) is not None:
-                    (running if here.job.unit.near else placing).append(here)
-                    self._update(here)
-                elif not arrived and self._settle_one((*running, *writing, *placing)):
-                    continue
-                elif first is not None and (arrived or may_write):
-                    reading.remove(first)
-                    writing.append(first)
-                    self._update(first)
-                elif (needed_first := _needed_first(writing)) is not None:
-                    self._retire(needed_first)
-                    writing.remove(needed_first)
-                elif placing or running:
-                    continue  # the last of them has ended just now
-                elif coming:
-                    coming[0].wait()
-                elif (found := self._check_out(held, True, wait=True)) is not None:  # another thread held the slots it needs
-                    held.append(found)
-                elif held:
-                    self._await_change(held)
-                else:
-                    return
+            while self._await_work():
+                self._busy.start()
+                self._work(going)
+                self._busy.stop()
         except BaseException as error:
-            self._abandon((*reading, *writing, *held, *placing, *running))
-            self._store.fail(error)  # reaches the user's next call
+            self._fail(error, going.all())
+        finally:
             with self._changed:
-                for job in self._jobs:
-                    job.state = JobState.ENDED
-                self._jobs.clear()
+                self._ended = True
                 self._changed.notify_all()
+
+    def _await_work(self) -> bool:
+        """Block until there is something to do; False when it was closed and there is nothing."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._has_work(()))
+            return self._has_work(())
+
+    def _fail(self, error: BaseException, chunks: Sequence[_Chunk]) -> None:
+        """See [Note: how it fails]. The store tells the user's next call of `error`."""
+        try:
+            with contextlib.ExitStack() as stack:  # each of these happens; the last one first
+                stack.callback(self._end_jobs)
+                for chunk in chunks:
+                    stack.callback(self._let_go, chunk)
+                stack.callback(self._refuse_jobs)
+                stack.callback(self._store.fail, error)
+        except BaseException as later:
+            log.error("an update failed (%s), and so did what its end takes: %s", error, later, exc_info=later)
+
+    def _refuse_jobs(self) -> None:
+        with self._changed:
+            self._failed = True
+            for job in self._jobs:
+                job.drop()
+
+    def _end_jobs(self) -> None:
+        with self._changed:
+            for job in self._jobs:
+                job.state = JobState.ENDED
+            self._jobs.clear()
+            self._changed.notify_all()
+
+    def _let_go(self, chunk: _Chunk) -> None:
+        """After an error: its slots go back, and what is not written yet never will be."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._leave, chunk.job)
+            for out in chunk.outs.values():
+                stack.callback(_release, out)
+            stack.callback(chunk.settle)
+
+    def _work(self, going: _Going) -> None:
+        """Take chunks through until there are none."""
+        reading, writing, held, placing, running = going.reading, going.writing, going.held, going.placing, going.running
+        while True:
+            for chunk in writing:
+                self._look_after(chunk)
+            for chunks in (writing, placing, running):
+                for chunk in [chunk for chunk in chunks if chunk.committed()]:
+                    self._retire(chunk)
+                    chunks.remove(chunk)
+            for chunk in [chunk for chunk in held if chunk.may_go_on()]:
+                held.remove(chunk)
+                reading.append(chunk)
+            coming = [chunk for chunk in (*reading, *held) if not chunk.arrived()]
+            may_write = len(writing) < WRITING
+            found = self._check_out(held, may_write and len(reading) < READING, wait=False) if len(coming) < READING else None
+            first = _needed_first(reading)
+            arrived = first is not None and first.arrived()
+            if found is not None:
+                (reading if found.may_go_on() else held).append(found)
+            elif len(placing) == PLACING:
+                placing[0].settle()
+            elif (here := self._take_in_memory(before=first.job.place if first and arrived else math.inf)) is not None:
+                (running if here.job.unit.near else placing).append(here)
+                self._update(here)
+            elif not arrived and self._settle_one((*running, *writing, *placing)):
+                continue
+            elif first is not None and (arrived or may_write):
+                reading.remove(first)
+                writing.append(first)
+                self._update(first)
+            elif (needed_first := _needed_first(writing)) is not None:
+                self._retire(needed_first)
+                writing.remove(needed_first)
+            elif placing or running:
+                continue  # the last of them has ended just now
+            elif coming:
+                coming[0].wait()
+            elif (found := self._check_out(held, True, wait=True)) is not None:  # another thread held the slots it needs
+                held.append(found)
+            elif held:
+                self._await_change(held)
+            else:
+                return
 
     def _settle_one(self, chunks: Iterable[_Chunk]) -> bool:
         """Before anything else is waited for: the forward may wait for these, and they take no time. False: none are there."""
@@ -352,20 +428,6 @@ class Pipeline:
         if going is not None:
             going.settle()
         return going is not None
-
-    def _abandon(self, chunks: Sequence[_Chunk]) -> None:
-        """After an error: every slot goes back, and what is not written yet never will be."""
-        with self._changed:
-            self._failed = True
-            for job in self._jobs:
-                job.drop()
-        for chunk in chunks:
-            with contextlib.suppress(RuntimeError):
-                chunk.settle()
-            for out in chunk.outs.values():
-                with contextlib.suppress(OSError):  # the first error is the one to tell
-                    out.release()
-            self._leave(chunk.job)
 
     def _next(self, held: Sequence[_Chunk], ready: bool = True) -> Job | None:
         """The job whose chunk is read next (under the lock); without `ready` only one that is AWAITED."""
@@ -432,10 +494,9 @@ class Pipeline:
 
     def _open(self, job: Job, queue: deque[int], begin: int, wait: bool) -> _Chunk | None:
         """Check out the chunk from `begin` on, or put it back into its `queue`."""
-        blocks = job.unit.blocks
-        wants = [(block, _needed(job.unit, kind)) for kind, block in blocks.items()]
-        outs = None
+        blocks, outs = job.unit.blocks, None
         try:
+            wants = [(block, _needed(job.unit, kind)) for kind, block in blocks.items()]
             check_out = self._store.check_out if wait else self._store.try_check_out
             outs = check_out(wants, begin, job.meter, update=True, near=job.unit.near)
         finally:
@@ -522,6 +583,11 @@ class Pipeline:
             self._jobs.remove(job)
             self._store.end_update([block for kind, block in job.unit.blocks.items() if kind is not Kind.GRAD])
             self._changed.notify_all()
+
+
+def _release(out: Checkout) -> None:
+    with contextlib.suppress(OSError):  # it is the error that was told, or one of its kind
+        out.release()
 
 
 def _needed_first(chunks: Iterable[_Chunk]) -> _Chunk | None:

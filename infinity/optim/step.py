@@ -22,7 +22,8 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import ClassVar, NamedTuple, Protocol
 
 from infinity.errors import ConfigError, EngineClosedError, NonFiniteError
@@ -160,6 +161,8 @@ class Updater:
         if optimizer is None:
             return
         places = self._places()
+        if unit in self._early and self._early[unit].is_cancelled:
+            self.withdraw(unit)
         if self._foresight.early and unit.copy_on_write:
             job = self._early.setdefault(unit, Job(unit, places[unit]))
             self._pipeline.begin(job, UnitUpdate(unit, optimizer.segments(unit)))
@@ -203,21 +206,25 @@ class Updater:
 
     def land(self) -> None:
         """What was delayed becomes the content of its units, except of those that are in use; returns when it is."""
-        jobs = [self._delayed.pop(unit) for unit in list(self._delayed) if not unit.blocks[Kind.PARAM].pins]
-        for job, _ in jobs:
-            self._store.begin_update(job.unit.blocks[Kind.PARAM], keep=True)
-            job.unit.outdate()
-        self._pipeline.confirm(jobs)
+        units = [unit for unit in self._delayed if not unit.blocks[Kind.PARAM].pins]
+        self._await_copies(units)
+        with self._fixing():
+            jobs = [self._delayed.pop(unit) for unit in units]
+            for job, _ in jobs:
+                self._store.begin_update(job.unit.blocks[Kind.PARAM], keep=True)
+                job.unit.outdate()
+            self._pipeline.confirm(jobs)
         if jobs:
             self._await_updates()
 
     def withdraw(self, unit: Unit) -> None:
         """Take back what was begun early for `unit`, if anything was; returns when nothing of it is in flight."""
-        job = self._early.pop(unit, None)
+        job = self._early.get(unit)
         if job is not None:
-            self._pipeline.cancel(job)
+            self._pipeline.cancel(job)  # an interrupt leaves it where it is, to be waited for again
             self._store.take_back(unit.blocks[Kind.PARAM])
-            self._withdrawn.append(job)
+            if self._early.pop(unit, None) is not None:  # else `close` did, on another thread
+                self._withdrawn.append(job)
 
     def settle(self, units: Sequence[Unit]) -> None:
         """Make the gradients of these units final, as all ranks agree."""
@@ -332,27 +339,44 @@ class Updater:
         jobs, kept = [], 0
         for update in wanted:
             begun = self._early.get(update.unit)
-            if begun is not None and begun.update not in (None, update):
+            if begun is not None and (begun.is_cancelled or begun.update not in (None, update)):
                 self.withdraw(update.unit)
             elif begun is not None:
                 kept += begun.update is not None
             jobs.append(self._early.pop(update.unit, Job(update.unit, places[update.unit])))
         posted = list(zip(jobs, wanted, strict=True))
-        for update in wanted:
-            if not delayed:
-                self._store.begin_update(update.unit.blocks[Kind.PARAM], keep=True)
-        _spend([share for share, _ in updates], factor)
-        self._surroundings.stepped()
-        if delayed:
-            self._delayed = {update.unit: (job, update) for job, update in posted}
-            self._pipeline.delay(posted)
-        else:
-            self._pipeline.confirm(posted)
+        self._await_copies([] if delayed else [update.unit for update in wanted])
+        with self._fixing():
+            for update in wanted:
+                if not delayed:
+                    self._store.begin_update(update.unit.blocks[Kind.PARAM], keep=True)
+            _spend([share for share, _ in updates], factor)
+            self._surroundings.stepped()
+            if delayed:
+                self._delayed = {update.unit: (job, update) for job, update in posted}
+                self._pipeline.delay(posted)
+            else:
+                self._pipeline.confirm(posted)
         unclipped = all(share.unit.gradients.clip_of(index) == 1.0 for share, _ in updates for index in share.positions)
         self._end_step(jobs, kept, unclipped)
         self.posted_steps += 1
         if self._foresight.waits:
             self.drain()
+
+    def _await_copies(self, units: Iterable[Unit]) -> None:
+        """Return when nothing is on its way to the places of `units`; an interrupt here has changed nothing."""
+        for unit in units:
+            self._store.settle(unit.blocks[Kind.PARAM])
+
+    @contextmanager
+    def _fixing(self) -> Iterator[None]:
+        """Inside, updates are announced and then posted. What ends that half-way, an interrupt included, leaves updates that
+        nobody makes and the next forward would wait for, so the engine cannot go on."""
+        try:
+            yield
+        except BaseException as error:
+            self._store.fail(error, "a step")
+            raise
 
     def run(self, shares: Sequence[Share], update: Callable[[Unit], None], factor: float = 1.0) -> None:
         """Have `update` replace the content of the units, one after the other; returns when it has. The gradients of the shares
@@ -424,10 +448,11 @@ class Updater:
 
     def close(self) -> None:
         """Finish what was posted and end the thread. May be called twice."""
-        for unit in list(self._early):
-            self.withdraw(unit)
-        self._pipeline.close()
-        self._kernels.close()
+        with ExitStack() as stack:  # each of these happens, whatever the others meet
+            stack.callback(self._kernels.close)
+            stack.callback(self._pipeline.close)
+            for unit in list(self._early):
+                stack.callback(self.withdraw, unit)
 
 
 def _refuse_used(units: Iterable[Unit]) -> None:

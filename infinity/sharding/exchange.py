@@ -261,30 +261,43 @@ class Exchange:
     def _run(self) -> None:
         while (collective := self._posted.get()) is not None:
             if not collective.ended():
-                self._join(collective)
+                try:
+                    self._join(collective)
+                except BaseException as error:
+                    self._give_up(collective, error)
 
     def _join(self, collective: Collective) -> None:
-        try:
-            collective.arrive()
-            collective.arrived = start = time.perf_counter()
-            with self._recorder.range("collective", collective.name), self.device.aside(collective.after):
-                if not all(collectives.same(collective.order, group) for group in collective.groups):
-                    raise InfinityError("the ranks have posted different collectives")
-                result = collective.join()
-            if self.bytes_per_second is not None:
-                self._closing.wait(start + collective.sent / self.bytes_per_second - time.perf_counter())
-            self._recorder.add("collective", collective.name, start, time.perf_counter())
-        except BaseException as error:
-            if not collective.ended():  # else somebody has given up on it
-                if collective.arrived < math.inf and not isinstance(error, NvmeError):  # it may be the other ranks' doing
-                    self._watch.write(self._note(collective, failed=True))
-                    error = self._explain(collective, error)
-                self.fail(error if isinstance(error, EngineClosedError) else self._store.fail(error, collective.name))
-            return
+        collective.arrive()
+        collective.arrived = start = time.perf_counter()
+        with self._recorder.range("collective", collective.name), self.device.aside(collective.after):
+            if not all(collectives.same(collective.order, group) for group in collective.groups):
+                raise InfinityError("the ranks have posted different collectives")
+            result = collective.join()
+        if self.bytes_per_second is not None:
+            self._closing.wait(start + collective.sent / self.bytes_per_second - time.perf_counter())
+        self._recorder.add("collective", collective.name, start, time.perf_counter())
         with self._lock:
             going = collective in self._open  # else `fail` has ended it meanwhile
             self._open.pop(collective, None)
         if going:
+            collective.end(result)
             if self._watch.noted:
                 self._watch.write(None)
-            collective.end(result)
+
+    def _give_up(self, collective: Collective, error: BaseException) -> None:
+        """`error` ended the first in the queue: nothing is joined any more, whatever else fails here."""
+        if collective.ended():
+            log.debug("%s had ended when it failed: %s", collective.name, error)  # somebody has given up on it
+            return
+        told = error
+        try:
+            if collective.arrived < math.inf and not isinstance(error, NvmeError):  # it may be the other ranks' doing
+                self._watch.write(self._note(collective, failed=True))
+                told = self._explain(collective, error)
+        except BaseException as later:
+            log.error("%s failed (%s), and so did asking the other ranks: %s", collective.name, error, later, exc_info=later)
+        finally:
+            closed = told if isinstance(told, EngineClosedError) else self._store.fail(told, collective.name)
+            self.fail(closed)
+            if not collective.ended():  # it was joined, and failed then
+                collective.end(error=closed)

@@ -84,7 +84,9 @@ class Placing:
 class Mover:
     """One thread that finishes fetches in the order in which they were posted, so that copies do not wait for the model."""
 
-    def __init__(self) -> None:
+    def __init__(self, failed: Callable[[BaseException], object]) -> None:
+        """`failed` is told what ends a fetch that is not an `Exception`: nobody who waits may ever meet it."""
+        self._failed = failed
         self._posted: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="infinity-mover", daemon=True)
         self._thread.start()
@@ -100,7 +102,10 @@ class Mover:
 
     def _run(self) -> None:
         while (fetch := self._posted.get()) is not None:
-            fetch.settle()
+            try:
+                fetch.settle()
+            except BaseException as error:
+                self._failed(error)
 
 
 class Checkout:

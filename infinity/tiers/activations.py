@@ -27,7 +27,7 @@ import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -148,14 +148,20 @@ class Saved:
         return any(each is not None and not each.done() for each in (self.leaving, self.coming, self.transfer))
 
     def settle(self) -> None:
-        """Block until nothing is in flight, and let go of it."""
-        for copy in (self.leaving, self.coming):
-            if copy is not None:
-                copy.wait()
-        if self.transfer is not None:
-            with suppress(NvmeError):
-                self.transfer.wait()
+        """Block until nothing is in flight, and let go of it, also of a copy that fails."""
+        with ExitStack() as stack:
+            stack.callback(self._let_go)
+            for each in (self.transfer, self.coming, self.leaving):
+                if each is not None:
+                    stack.callback(_end, each)
+
+    def _let_go(self) -> None:
         self.source = self.leaving = self.coming = self.transfer = self.memory = None
+
+
+def _end(going: Copy | Transfer) -> None:
+    with suppress(NvmeError):  # nobody needs the bytes
+        going.wait()
 
 
 class Stack:
@@ -333,8 +339,7 @@ class Activations:
                 if self._send_away(saved) and (start := self._take_slot(nbytes)) is not None:
                     break
         while start is None and self._ending:
-            self._ending[0].settle()
-            self._release(self._ending.pop(0))
+            self._finish(self._ending.pop(0))
             start = self._take_slot(nbytes)
         return start
 
@@ -567,9 +572,8 @@ class Activations:
             if saved.state is not State.ENDED:
                 self._end(saved)
         for saved in [each for each in self._ending if not each.in_flight()]:
-            saved.settle()
             self._ending.remove(saved)
-            self._release(saved)
+            self._finish(saved)
 
     def _end(self, saved: Saved) -> None:
         self._unstack(saved)
@@ -584,6 +588,13 @@ class Activations:
         self._live -= saved.nbytes
         saved.state = State.ENDED
         self._ending.append(saved)
+
+    def _finish(self, saved: Saved) -> None:
+        """Wait for what is in flight of one that has ended; its places go back even when that fails."""
+        try:
+            saved.settle()
+        finally:
+            self._release(saved)
 
     def _release(self, saved: Saved) -> None:
         self._free_slot(saved)
@@ -600,14 +611,12 @@ class Activations:
 
     def close(self) -> None:
         """Wait for what is in flight and give all of it up. May be called twice."""
-        with self._lock:
+        with self._lock, ExitStack() as ending:  # each of these happens, whatever the others meet
             self._closed = True
             for stack in list(self._stacks.values()):
                 while stack.top is not None:
                     self._end(stack.top)
             self._dropped.clear()
+            ending.callback(setattr, self, "_memory", torch.empty(0, dtype=torch.uint8))
             while self._ending:
-                saved = self._ending.pop()
-                saved.settle()
-                self._release(saved)
-            self._memory = torch.empty(0, dtype=torch.uint8)
+                ending.callback(self._finish, self._ending.pop())

@@ -144,7 +144,7 @@ class Store:
         self._settle_in(rooms.cache)
         self._device.settle()  # zeros and poison, and what was there before: copies would overtake them
         self.copy_slots = self._arenas["gpu"].free_slots - self._arenas["gpu"].slots_for(reserve)
-        self._mover = Mover()
+        self._mover = Mover(lambda error: self.fail(error, "a fetch"))
 
     def _settle_in(self, cache_bytes: int) -> None:
         """Every block that is at home in memory, or in part in the cache, gets its place there, of zeros."""
@@ -209,6 +209,7 @@ class Store:
         """Pin `block` on the compute device and start bringing it there, if there is room at once; paired with a `release`."""
         self.check_usable()
         with self._changed:
+            self._check()
             block.pins += 1
         try:
             self._bring(block, beyond=-1)
@@ -227,13 +228,12 @@ class Store:
                 if block.state is BlockState.RESIDENT and block.lease is not None:
                     return block.lease.tensor
                 fetch = block.fetch
-                if fetch is None:
-                    self._check()
-                    if block.state is BlockState.UPDATING and block.lease is not None:
-                        if not self._missing(block) and not block.copying:  # the update is there, and being written
-                            return block.lease.tensor
-                        self._changed.wait()
-                        continue
+                self._check()
+                if fetch is None and block.state is BlockState.UPDATING and block.lease is not None:
+                    if not self._missing(block) and not block.copying:  # the update is there, and being written
+                        return block.lease.tensor
+                    self._changed.wait()
+                    continue
             if fetch is not None:
                 try:
                     fetch.finish()
@@ -274,7 +274,9 @@ class Store:
 
     def block_at(self, address: int) -> tuple[Block, int] | None:
         """The block whose compute copy holds `address`, and the byte offset in its span; None outside of all copies."""
-        arena = self._arenas["gpu"]
+        arena = self._arenas.get("gpu")
+        if arena is None:  # closed by another thread than the one that saves for a backward, which may go on asking
+            return None
         offset = address - arena.memory.data_ptr()
         if not 0 <= offset < arena.memory.numel():
             return None
@@ -303,6 +305,7 @@ class Store:
         self.take_back(block)
         while True:
             with self._changed:
+                self._check_open()
                 pending = None
                 if block.lease is None:
                     found = self._arenas["gpu"].find(block.span, self._next_use_of, beyond)
@@ -310,6 +313,7 @@ class Store:
                         return False
                     victims = [owner for owner in found[1] if isinstance(owner, Block)]
                     if any(victim.copying for victim in victims):
+                        self._check()
                         self._changed.wait()
                         continue
                     pending = next((victim.pending for victim in victims if victim.pending is not None), None)
@@ -325,6 +329,7 @@ class Store:
             if pending is None:
                 return True
             pending.settle()
+            self.check()
 
     def _end_lease(self, block: Block, end: Callable[[], None]) -> None:
         """`end` ends the lease of `block`: whoever gets its place may fill it after what the model, or poison, did there."""
@@ -405,14 +410,18 @@ class Store:
                     stack.callback(chunk.release)
 
     def _land(self, block: Block, fetch: Fetch, arrived: bool) -> None:
-        with self._changed:
-            if block.fetch is fetch:
-                if arrived:
-                    block.to_resident()
-                else:
-                    block.to_failed()
-                self._changed.notify_all()
-        self.on_place()
+        try:
+            with self._changed:
+                if block.fetch is fetch:
+                    if arrived:
+                        block.to_resident()
+                    else:
+                        block.to_failed()
+                    self._changed.notify_all()
+            self.on_place()
+        except BaseException as error:  # the fetch is over all the same: whoever waits for it must be told
+            self.fail(error, f"bringing {block.name}")
+            raise
 
     # Chunks of blocks on the host
 
@@ -634,6 +643,7 @@ class Store:
                 if not block.copying:
                     block.to_outdated()
                 else:
+                    self._check()
                     self._changed.wait()
 
     def _copied(self, block: Block) -> None:
@@ -654,9 +664,9 @@ class Store:
     def begin_update(self, block: Block, keep: bool = False) -> None:
         """Announce new content: whoever fetches `block` waits until `end_update`. With `keep` a copy stays, to be renewed."""
         while True:
+            self.settle(block)
             with self._changed:
-                pending = block.pending
-                if pending is None:
+                if block.pending is None:
                     if block.pins:
                         raise RuntimeError(f"{block.name} is in use and cannot be updated (invariant I7)")
                     if keep:
@@ -664,7 +674,16 @@ class Store:
                     else:
                         self._end_lease(block, functools.partial(block.to_updating, keep))
                     return
+
+    def settle(self, block: Block) -> None:
+        """Block until nothing is on its way to the place of `block`."""
+        while True:
+            with self._changed:
+                pending = block.pending
+            if pending is None:
+                return
             pending.settle()
+            self.check()
 
     def is_updating(self, block: Block) -> bool:
         """Whether an update of `block` is under way."""
@@ -705,7 +724,10 @@ class Store:
             self._changed.notify_all()
             told = self._closed_by_failure()
         if is_first:
-            self.on_failure(told)
+            try:
+                self.on_failure(told)
+            except Exception as later:  # this failure is the one to tell
+                log.error("%s failed (%s), and so did telling of it: %s", what, error, later, exc_info=later)
         return told
 
     def check(self) -> None:
