@@ -335,6 +335,7 @@ def test_without_flock_a_lock_from_before_the_machine_started_again_is_taken_ove
         Holder.us()._replace(host="elsewhere", boot="other").text(),
         Holder.us()._replace(namespace="pid:[1]").text(),
     ],
+    ids=["empty", "a pid alone", "another machine", "another namespace"],
 )
 def test_without_flock_a_lock_that_cannot_be_judged_is_left_to_the_user(place: Path, without: Any, content: str) -> None:
     without("flock", errno.ENOLCK)
