@@ -14,12 +14,16 @@ from typing import Any
 import elsewhere
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 
 import infinity
 from infinity.tiers.block import Kind
 
 elsewhere.move()
+
+settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing on a loaded one
+settings.load_profile("any machine")
 
 BUDGETS = ("gpu_memory", "cpu_memory")
 ROOMY = dict.fromkeys(BUDGETS, 1 << 30) | {"cache": 0}
@@ -102,12 +106,19 @@ def smallest() -> Callable[..., dict[str, int]]:
     return find
 
 
+def _name(task: Path) -> str:
+    try:
+        return (task / "comm").read_text()
+    except OSError:  # it has ended since it was listed
+        return "iou-"
+
+
 class Footprint:
     """What this process holds that an engine could leave behind."""
 
     def __init__(self) -> None:
         gc.collect()
-        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        names = [_name(task) for task in Path("/proc/self/task").iterdir()]
         self.threads = sum(not name.startswith("iou-") for name in names)  # the kernel's workers of a ring come and go
         self.python_threads = {thread.name for thread in threading.enumerate()}
         self.descriptors = sorted(str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())

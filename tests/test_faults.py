@@ -18,7 +18,7 @@ from models import Transformer, text_batch, transformer
 import infinity
 from infinity import native
 from infinity.observe import Recorder
-from infinity.sharding.unit import Unit
+from infinity.optim.step import Share
 from infinity.tiers import nvme
 from infinity.tiers.access import Mover
 from infinity.tiers.block import Kind
@@ -182,16 +182,16 @@ def test_a_read_that_meets_the_end_of_the_file(start: Start, tmp_path: Path) -> 
 
 
 def fail_from_the_update_on(run: Run, **fault: int) -> None:
-    """Clipping is the last thing a step does before its update starts: let the drive fail from there on."""
+    """The norm is the last thing that a step asks before its update starts: let the drive fail from there on."""
     updater = run.optimizer.updater
-    clip = updater.clip
+    norm = updater.norm
 
-    def clip_then_fail(max_norm: float, units: Sequence[Unit]) -> float:
-        norm = clip(max_norm, units)
+    def norm_then_fail(shares: Sequence[Share], further: float = 1.0) -> float:
+        found = norm(shares, further)
         run.engine.io.set_faults(**fault)
-        return norm
+        return found
 
-    updater.clip = clip_then_fail  # type: ignore[method-assign]
+    updater.norm = norm_then_fail  # type: ignore[method-assign]
 
 
 @each_engine

@@ -66,7 +66,7 @@ def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         values = {"gpu_memory": "1MiB", "cpu_memory": "8MiB", "cache": 0, "poison": True, "algorithm": "sgd", "device": "cpu"}
         with monkeypatch.context() as patch:
             if device is not None:
-                patch.setattr(sys.modules["infinity.engine"], "ComputeDevice", device)
+                patch.setattr(sys.modules["infinity.build"], "ComputeDevice", device)
                 values["gpu_direct"] = "off"
             wrapped = infinity.wrap(model, infinity.Config(nvme=directory, **(values | options)), units=[Block], group=None)
         models.append(wrapped)

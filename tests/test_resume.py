@@ -358,7 +358,7 @@ def test_weights_whose_export_dies_are_not_lost(
     options = [*common, "--output", tmp_path / "out", "--checkpoint", tmp_path / "steps"]
     with monkeypatch.context() as patch:
         patch.setattr(job, "save_model", lambda *_: die())
-        result = run(*options)
+        result = run(*options, "--debug")
     assert isinstance(result.exception, Killed)
     assert f"step-{STEPS}" in names(tmp_path / "steps")
     expected(tmp_path / "out", tmp_path / "steps", finished(*options, "--resume"))

@@ -613,7 +613,7 @@ def test_ranks_take_the_same_order(tmp_path: Path) -> None:
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate()
+            rank.wait()
     assert found[0]["vertical"] == found[0]["horizontal"]
     assert found[1]["vertical"] == found[1]["horizontal"]
     assert found[0]["vertical"][1] == found[1]["vertical"][1]
