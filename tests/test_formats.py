@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import ROOMY, come_to_rest
+from conftest import ROOMY, come_to_rest, is_what_the_kernel_counts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Transformer, text_batch, transformer
@@ -441,7 +441,8 @@ def test_bytes_per_parameter_and_step_by_the_kernels_count(
         assert states < plan.update_read <= states + 2 * elements
         assert 0 < plan.fetched <= 2 * elements
         assert (plan.read + plan.update_written) / engine.report().parameters <= BYTES[name][0]
-        assert os.major(tmp_path.stat().st_dev) == 0 or kernels == moved  # else the kernel does not count
+        # Without a device the kernel does not count.
+        assert os.major(tmp_path.stat().st_dev) == 0 or is_what_the_kernel_counts(moved, kernels)
 
 
 @pytest.mark.parametrize("name", BYTES)
