@@ -456,7 +456,7 @@ class Hooks:
 
     def _passed(self, units: Sequence[Unit]) -> None:
         """The input of a module that uses `units` has its gradient."""
-        found = self._passes.get(current_pass() or 0)
+        found = next((each for number, each in self._passes.items() if number == current_pass()), None)
         if found is not None:
             found.uses += [use for use in found.touched if use.unit in units]
             found.touched = [use for use in found.touched if use.unit not in units]

@@ -12,6 +12,7 @@ compared at the end (`GatheredParameter`). With `Config.poison` there is a diges
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -225,8 +226,6 @@ def collected(use: Use) -> list[str]:
     """`use.referenced()`, after Python has freed what it can: cycles of objects keep tensors for a while."""
     if not use.referenced():
         return []
-    import gc
-
     gc.collect()
     return use.referenced()
 
