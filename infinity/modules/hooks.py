@@ -278,14 +278,15 @@ class Hooks:
                 self._begin_forward(module)
             for unit in self._units_of[module]:
                 call.uses.append(self._enter(unit))
+            saving = self._packer.context(recomputing)
+            if saving is not None:
+                saving.__enter__()
+                call.saving = saving
         except BaseException:
             for use in call.uses:
                 use.end()
             self._disown()
             raise
-        call.saving = self._packer.context(recomputing)
-        if call.saving is not None:
-            call.saving.__enter__()
         call.start = time.perf_counter()
         call.shown = self._recorder.show("compute", f"forward {call.uses[0].unit.name}") if call.uses else None
         self._calls.append(call)

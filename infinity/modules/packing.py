@@ -12,14 +12,23 @@ and `save_on_cpu`. They must not get views of parameters: they would keep them, 
 packer goes on top of them again at each call of a hooked module, keeps the parameters for itself, and hands all else down.
 Example: checkpoint(block, x) enters hooks that drop what they are given and recompute it in backward. With the packer on top, the
 views of the block's weights never get there, in the forward and in the recomputation alike, so the counts that the checkpoint
-compares agree. Where a model enters hooks inside of a call, and calls no hooked module below, views reach them: see
-`infinity.sharding.use`, which finds those that are kept.
+compares agree.
+
+[Note: hooks on top of ours]
+A module may enter hooks inside of its own forward, around an operation on its own parameter: what torch then gives them is the
+parameter itself, which no count of references shows. So while a packer is on top anywhere, `_Push` takes the place of torch's
+function that enters hooks. Where the packer of the thread is on top, it enters the hooks with the packer in front of them, as one
+pair, so whoever takes them off needs to know nothing. On other threads, and under no packer, it does what torch's does.
+
+The hooks of a checkpoint get the parameters, too, where it is entered so. They keep nothing, and count what they are given, again
+in the recomputation, where no packer is on top. The packer stays in front of them for hooks that are entered in the checkpoint.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +43,13 @@ NO_GRAPH = (
     "infinity brings the parameters of each unit, such as a block, in a hook, which cannot be a part of a graph: "
     "compile block after block, or leave out fullgraph=True"
 )
+
+_NEEDED = (
+    "infinity needs them, because parameters leave after a forward and must come back for the backward; call the wrapped model "
+    "outside of torch.autograd.graph.disable_saved_tensors_hooks"
+)
+_CHECKPOINTS = "torch.utils.checkpoint"
+_Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class PackedView(NamedTuple):
@@ -80,21 +96,26 @@ class Packer:
         self, locate: Callable[[int], tuple[Unit, int] | None], keeper: Keeper, bring: Callable[[PackedView], torch.Tensor]
     ) -> None:
         self._locate, self._keeper, self._bring = locate, keeper, bring
-        self._unpack = uncompiled(self.unpack)
+        self.unpack_hook = uncompiled(self.unpack)
+        """`unpack`, for torch to call."""
 
     def context(self, recomputing: bool = False) -> saved_tensors_hooks | None:
         """Hooks to enter now, on top of those that are there; None where the packer is on top already.
 
-        What is saved while `recomputing` stays where it is, for its backward comes next.
+        What is saved while `recomputing` stays where it is, for its backward comes next. Raises `RuntimeError` where hooks on
+        saved tensors are disabled.
         """
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if top is not None and isinstance(top[0], _Pack) and top[0].packer is self:
+        why = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if why is not None:
+            raise RuntimeError(f"hooks on saved tensors are disabled here ({why}); {_NEEDED}")
+        top = _top()
+        if top is not None and isinstance(top[0], _Pack) and top[0].packer is self and not top[0].passes:
             return None
-        return saved_tensors_hooks(_Pack(self, top, recomputing), self._unpack)
+        return _OnTop(_Pack(self, top, recomputing), self.unpack_hook)
 
-    def pack(self, tensor: torch.Tensor, under: Any, recomputing: bool) -> Any:
-        """What autograd keeps of `tensor`; `under` are the pack and unpack hooks below ours, or None."""
-        found = self.locate(tensor)
+    def pack(self, tensor: torch.Tensor, under: _Pair | None, recomputing: bool, passes: bool) -> Any:
+        """What autograd keeps of `tensor`; `under` are the pack and unpack hooks below ours, which get all that `passes`."""
+        found = None if passes else self.locate(tensor)
         if found is None:
             if under is not None:
                 return HandedDown(under[0](tensor), under[1])
@@ -129,15 +150,85 @@ class Packer:
 
 
 class _Pack:
-    """The pack hook, which can be told from those of others."""
+    """The pack hook, which can be told from those of others. `under` are the hooks below; they get all that it `passes`."""
 
-    def __init__(self, packer: Packer, under: Any, recomputing: bool) -> None:
-        self.packer, self._under, self._recomputing = packer, under, recomputing
+    def __init__(self, packer: Packer, under: _Pair | None, recomputing: bool, passes: bool = False) -> None:
+        self.packer, self.under, self.recomputing, self.passes = packer, under, recomputing, passes
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        return self.packer.pack(tensor, self._under, self._recomputing)
+        return self.packer.pack(tensor, self.under, self.recomputing, self.passes)
 
     __call__ = uncompiled(__call__)
+
+
+class _OnTop(saved_tensors_hooks):
+    """Enters the hooks of a packer, and until its end keeps the packer in front of hooks that are entered meanwhile."""
+
+    def __enter__(self) -> None:
+        self._push = _Push.begin()
+        try:
+            super().__enter__()
+        except BaseException:
+            self._push.end()
+            raise
+
+    def __exit__(self, *args: object) -> None:
+        super().__exit__(*args)
+        self._push.end()
+
+
+class _Push:
+    """What is in the place of torch's function that enters hooks, from `begin` until as many calls of `end`."""
+
+    _changing: ClassVar = threading.Lock()
+
+    def __init__(self, plain: Callable[..., None]) -> None:
+        self._plain = plain
+        self._users = 0
+
+    @classmethod
+    def begin(cls) -> _Push:
+        """What is there now; it belongs to one more user."""
+        with cls._changing:
+            found = torch._C._autograd._push_saved_tensors_default_hooks
+            push = found if isinstance(found, cls) else cls(found)
+            torch._C._autograd._push_saved_tensors_default_hooks = push
+            push._users += 1
+        return push
+
+    def end(self) -> None:
+        """One user less: after the last one torch's function is back, if nobody has put another one there."""
+        with self._changing:
+            self._users -= 1
+            if not self._users and torch._C._autograd._push_saved_tensors_default_hooks is self:
+                torch._C._autograd._push_saved_tensors_default_hooks = self._plain
+
+    def __call__(self, pack_hook: Callable[[torch.Tensor], Any], unpack_hook: Callable[[Any], torch.Tensor]) -> None:
+        """Enter these hooks, with the packers in front of them that are so now."""
+        hooks: _Pair = pack_hook, unpack_hook
+        if not isinstance(pack_hook, _Pack):
+            passes = getattr(pack_hook, "__module__", None) == _CHECKPOINTS
+            for front in _in_front():
+                hooks = _Pack(front.packer, hooks, front.recomputing, passes), front.packer.unpack_hook
+        self._plain(*hooks)
+
+    __call__ = uncompiled(__call__)
+
+
+def _top() -> _Pair | None:
+    """The hooks that torch asks now."""
+    found: _Pair | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
+def _in_front() -> list[_Pack]:
+    """One hook of each packer in front of the hooks that torch asks now, the innermost first."""
+    found: dict[Packer, _Pack] = {}
+    hooks = _top()
+    while hooks is not None and isinstance(hooks[0], _Pack):
+        found.setdefault(hooks[0].packer, hooks[0])
+        hooks = hooks[0].under
+    return [*reversed(found.values())]
 
 
 def _as(kind: type[torch.Tensor], view: torch.Tensor) -> torch.Tensor:
