@@ -90,6 +90,7 @@ class _Pass:
     touched: list[Showing] = field(default_factory=list)  # that do not end before the input of a module has its gradient
 
 
+_GRAD: Any = torch.Tensor.grad
 _AUTOCAST = ("cpu", "cuda")
 _OPAQUE = (nn.Module, type, FunctionType, ModuleType)
 _MOST_OBJECTS = 256
@@ -444,8 +445,9 @@ class Hooks:
 
     def _collector(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
-            with torch._C.DisableTorchFunctionSubclass():  # the guard hides .grad while the engine holds a gradient
-                gradient, parameter.grad = parameter.grad, None
+            with torch._C.DisableTorchFunctionSubclass():  # classes of parameters hide .grad while the engine holds a gradient
+                gradient = _GRAD.__get__(parameter)
+                _GRAD.__set__(parameter, None)
             if gradient is not None:
                 if self._weaver is None:
                     unit.gradients.add(index, gradient, 1.0 if unit.updater is None else unit.updater.loss_scale)

@@ -63,7 +63,7 @@ class ShardedParameter(nn.Parameter):
         name = attribute or accessor
         plain = name in _METADATA and accessor != "__set__"
         plain = plain or (attribute in ("requires_grad", "grad") and accessor == "__set__" and not torch.is_tensor(args[1]))
-        if attribute == "grad" and (cls._asks_to_zero() if accessor == "__get__" else args[1] is None):
+        if attribute == "grad" and (asks_to_zero(sys._getframe(1)) if accessor == "__get__" else args[1] is None):
             cls._forget_gradient(args[0])
         if name == "requires_grad_" or (attribute == "requires_grad" and accessor == "__set__"):
             cls._check_thaw(*args, **(kwargs or {}))
@@ -76,11 +76,7 @@ class ShardedParameter(nn.Parameter):
         if not unit.tier:
             raise EngineClosedError(f"{who} has no data any more, for its engine was closed; save what you need before that")
         if attribute == "grad":
-            raise ShardedParameterError(
-                f"the gradient of {who} is kept by the engine and not in .grad; clip with infinity.AdamW(..., max_grad_norm=...) "
-                "or infinity.engine(model).clip_grad_norm_(...), read it with infinity.engine(model).gradient(parameter), update "
-                "with infinity.AdamW and its family, or any other by infinity.adapt(torch.optim.RMSprop, model.parameters(), ...)"
-            )
+            raise kept_by_engine(who)
         if unit.border is not None and unit.border.touched(unit):
             return func(*args, **(kwargs or {}))
         raise ShardedParameterError(
@@ -95,12 +91,6 @@ class ShardedParameter(nn.Parameter):
             unit = type(parameter).unit
             if unit.tier:
                 unit.gradients.forget([unit.position(parameter)])
-
-    @staticmethod
-    def _asks_to_zero() -> bool:
-        """Whether `torch.nn.Module.zero_grad`, of a part of the model, asks for a gradient: it would set it to None next."""
-        frame: FrameType | None = sys._getframe(2)
-        return frame is not None and frame.f_code is nn.Module.zero_grad.__code__
 
     @staticmethod
     def _check_thaw(parameter: torch.Tensor, requires_grad: bool = True) -> None:
@@ -118,6 +108,20 @@ class ShardedParameter(nn.Parameter):
             return False
         unit = type(args[0]).unit
         return unit.gradients.has(unit.position(args[0]))
+
+
+def asks_to_zero(frame: FrameType | None) -> bool:
+    """Whether `torch.nn.Module.zero_grad`, of a part of the model, asks for a gradient in `frame`; it sets it to None next."""
+    return frame is not None and frame.f_code is nn.Module.zero_grad.__code__
+
+
+def kept_by_engine(who: str) -> ShardedParameterError:
+    """For those who take the gradient of the parameter `who` from `.grad`, or put one there."""
+    return ShardedParameterError(
+        f"the gradient of {who} is kept by the engine and not in .grad; clip with infinity.AdamW(..., max_grad_norm=...) "
+        "or infinity.engine(model).clip_grad_norm_(...), read it with infinity.engine(model).gradient(parameter), update "
+        "with infinity.AdamW and its family, or any other by infinity.adapt(torch.optim.RMSprop, model.parameters(), ...)"
+    )
 
 
 def _way_out() -> str:

@@ -17,7 +17,7 @@ from infinity.sharding import codec, collectives
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.sharding.gradients import GradientBuffer, Gradients
 from infinity.sharding.layout import Layout
-from infinity.sharding.parameter import guard_for
+from infinity.sharding.parameter import guard_for, kept_by_engine
 from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.tensor_parallel import attach, cut_along, local, part_of
 from infinity.sharding.use import GatheredParameter, Views, Window
@@ -167,7 +167,7 @@ class Unit:
         """Add this unit's blocks to the store: parameters, and for a trainable unit gradients, master and moments."""
         shard = self.layout.shard_numel
         self.store, self.algorithm = store, config.algorithm
-        self.views = Views(self.parameters, self._tensors, self.layout.places, checked=config.poison)
+        self.views = Views(self.parameters, self._tensors, self.layout.places, config.poison, self._assign_gradient)
         """The parameters, as they point at the bytes of the unit while that is shown."""
         self.spill = config.nvme if config.optimizer == "nvme" else ()  # directories for states that have no block
 
@@ -230,6 +230,12 @@ class Unit:
     def position(self, parameter: torch.Tensor) -> int:
         """The index of one of this unit's parameters."""
         return self._positions[id(parameter)]
+
+    def _assign_gradient(self, index: int, value: torch.Tensor | None) -> None:
+        """The `.grad` of a parameter that is shown was set."""
+        if value is not None:
+            raise kept_by_engine(self.names[index])
+        self.gradients.forget([index])
 
     # Parameters
 

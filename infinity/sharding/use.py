@@ -13,6 +13,7 @@ compared at the end (`GatheredParameter`). With `Config.poison` there is a diges
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,11 +22,13 @@ import torch
 from torch import nn
 
 from infinity.sharding.layout import Place
+from infinity.sharding.parameter import asks_to_zero
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
 
 _DATA: Any = torch.Tensor.data
+_GRAD: Any = torch.Tensor.grad
 _OURS = 2  # tensors that refer to the bytes of a parameter: it, and the view that it was made from
 _DIGESTED = 1 << 20  # int64 numbers at a time: 8 MiB, and as much again for their products
 
@@ -82,6 +85,20 @@ class GatheredParameter(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         _DATA.__set__(self, value)
 
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """As of any tensor: None, for the engine has the gradient."""
+        if asks_to_zero(sys._getframe(1)):
+            self.grad = None
+        found: torch.Tensor | None = _GRAD.__get__(self)
+        return found
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        for views in GatheredParameter.views:
+            views.assign_gradient(self, value)
+        _GRAD.__set__(self, value)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy is nobody's view, so it is a plain parameter."""
         if id(self) not in memo:
@@ -94,12 +111,19 @@ class Views:
     """The parameters of a unit as views of its bytes; `attach` makes the parameters point there, until `detach`.
 
     `tensors` hold the data, and `parameters` have the version counters: of a DTensor the former is its local tensor. With
-    `checked` each stay is checked by a digest of the whole content.
+    `checked` each stay is checked by a digest of the whole content. `assign_gradient` is called with the index of a parameter
+    whose `.grad` is set, and what to.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], places: Sequence[Place], checked: bool
+        self,
+        parameters: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        places: Sequence[Place],
+        checked: bool,
+        assign_gradient: Callable[[int, torch.Tensor | None], None] | None = None,
     ) -> None:
+        self._assign_gradient = assign_gradient
         self._parameters, self._tensors, self._places, self._checked = parameters, tensors, places, checked
         self._address = -1
         self._windows: list[Window] = []  # of the run at this address, kept for the next stay there
@@ -145,6 +169,12 @@ class Views:
         for index, tensor in enumerate(self._tensors):
             if tensor is parameter and index not in self._digests:
                 self._digests[index] = self._windows[index].digest()
+
+    def assign_gradient(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Somebody sets the gradient of `parameter`, if that is one of these."""
+        for index, tensor in enumerate(self._tensors):
+            if tensor is parameter and self._assign_gradient is not None:
+                self._assign_gradient(index, value)
 
     def referenced(self) -> list[int]:
         """The parameters whose bytes somebody else refers to."""
