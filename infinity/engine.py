@@ -38,7 +38,8 @@ from infinity.plan.runtime import Runtime
 from infinity.sharding import collectives
 from infinity.sharding.ranks import GivenGroup, whole_group
 from infinity.sharding.tensor_parallel import local, whole
-from infinity.sharding.unit import Unit
+from infinity.sharding.unit import MOMENTS, Unit
+from infinity.sharding.use import described
 from infinity.tiers.activations import Moved
 from infinity.tiers.block import Kind
 from infinity.tiers.nvme import ALIGNMENT
@@ -251,11 +252,23 @@ class Engine:
         Bits are the same, but for moments in a narrower format than they were saved in, which are rounded to nearest. Without
         `optimizer` the weights alone are loaded. Gradients are forgotten. All ranks call it.
 
+        Raises `ConfigError` when another optimizer updates parameters in the same units: load all of these together.
         Raises `CheckpointError` when the checkpoint is missing, incomplete, mixed with files of another save, newer or of
         something else, before anything is changed. Every item is compared with its digest as it is read: when damage shows in
         the middle of the load, the engine cannot go on. No code of the checkpoint runs.
         """
-        return load(self._state(optimizer), Path(directory).absolute())
+        state = self._state(optimizer)
+        shared = self._updater.shared({u: None for each in state.optimizers for u in each.units}, state.optimizers)
+        others = [name for _, names in shared for name in names]
+        if others:
+            raise ConfigError(
+                f"another optimizer than those given updates {described(others)}, whose states lie together with theirs; save "
+                "and load them together: load_checkpoint(directory, [first, second])"
+            )
+        extra = load(state, Path(directory).absolute())
+        for share, _ in shared:  # of these the checkpoint may have some, of an optimizer that was not saved
+            self._updater.forget_states(share, [kind for kind in MOMENTS[share.unit.algorithm] if kind in share.unit.blocks])
+        return extra
 
     def _state(self, optimizer: Optimizer | Sequence[Optimizer]) -> State:
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]

@@ -338,6 +338,43 @@ def test_two_optimizers_share_units(optimizer: str, tmp_path: Path, wrap: Callab
         infinity.AdamW([groups(model)[0][0]])
 
 
+def test_a_checkpoint_of_one_of_two_optimizers_that_share_units(tmp_path: Path, wrap: Callable[..., infinity.Engine]) -> None:
+    """It is loaded only where the other one has nothing that it would replace, and brings nothing of it."""
+
+    def build() -> tuple[infinity.Engine, nn.Module, list[list[torch.Tensor]]]:
+        model = transformer()
+        engine = wrap(model)
+        parts = [[p for n, p in model.named_parameters() if n.endswith("weight") == heavy] for heavy in (True, False)]
+        return engine, model, parts
+
+    engine, model, parts = build()
+    both = [infinity.AdamW(part, lr=1e-3) for part in parts]
+    for number in range(2):
+        model(**text_batch(number)).loss.backward()
+        for each in both:
+            each.step()
+            each.zero_grad()
+    engine.save_checkpoint(tmp_path / "one", both[0])
+    train(model, both[0], range(2, 3))
+    before = [each.state_dict()["state"] for each in both]
+    text = r"^another optimizer than those given updates .*bias \(and \d+ more\).*load_checkpoint\(directory, \[first, second\]\)"
+    with pytest.raises(infinity.ConfigError, match=text):
+        engine.load_checkpoint(tmp_path / "one", both[0])
+    for each, states in zip(both, before, strict=True):
+        for number, state in each.state_dict()["state"].items():
+            assert all(torch.equal(states[number][name], value) for name, value in state.items())
+
+    again, model, parts = build()
+    first = infinity.AdamW(parts[0], lr=1e-3)
+    again.load_checkpoint(tmp_path / "one", first)
+    second = infinity.AdamW(parts[1], lr=0.0)
+    model(**text_batch(3)).loss.backward()
+    gradients = [again.gradient(p) for p in parts[1]]
+    second.step()
+    for state, gradient in zip(second.state_dict()["state"].values(), gradients, strict=True):
+        torch.testing.assert_close(state["exp_avg"], gradient.float() * 0.1)
+
+
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shape": lambda s: s["state"][5].update(exp_avg=torch.zeros(3, 3)),
     "type": lambda s: s["state"][5].update(exp_avg=[1.0]),

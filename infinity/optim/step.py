@@ -143,6 +143,19 @@ class Updater:
             self.forget_states(share, MOMENTS[unit.algorithm])
         owners.update((index, weakref.ref(optimizer)) for index in share.positions)
 
+    def shared(self, units: Iterable[Unit], optimizers: Sequence[Optimizer]) -> list[tuple[Share, list[str]]]:
+        """What `units`, if they have moments, have beside the parameters of `optimizers`; and those names of it that another
+        optimizer updates."""
+        found = []
+        for unit in units:
+            if not any(kind in unit.blocks for kind in MOMENTS[unit.algorithm]):
+                continue
+            owners = {index: owner() for index, owner in self._owners[unit].items()}
+            rest = [index for index in range(len(unit.parameters)) if owners.get(index) not in optimizers]
+            if rest:
+                found.append((Share(unit, tuple(rest)), [unit.names[i] for i in rest if owners.get(i) is not None]))
+        return found
+
     def forget_states(self, share: Share, kinds: Iterable[Kind]) -> None:
         """These states of these parameters begin anew. Those that the unit has of other optimizers' parameters stay."""
         owners = self._owners.get(share.unit, {})
