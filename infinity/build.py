@@ -192,7 +192,7 @@ class Build:
     def allocate(self) -> None:
         """Take all memory and disk space; raises `BudgetError` before that where a budget cannot work (I10)."""
         reserve = self._buffers * self._buffer_bytes
-        self.store.open(self._concurrent, reserve)
+        self.store.open(self._concurrent, reserve, self._reserve)
         if reserve:
             self.buffer = GradientBuffer(self.store.reserve("gpu", reserve).tensor, self._buffers)
 

@@ -376,6 +376,38 @@ def test_gathering_more_than_fits(tmp_path: Path, smallest: Callable[..., dict[s
         train(model, optimizer)
 
 
+@pytest.mark.parametrize("gradients", ["cpu", "nvme"])
+def test_the_memory_that_is_named_is_enough(gradients: str, tmp_path: Path) -> None:
+    """With the buffer of gradients that are on NVMe, too."""
+    memory, refusals = 0, 0
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(64, 1024 if i < 2 else 64 + 16 * i, bias=False) for i in range(8)))
+
+    def wrapped() -> nn.Module:
+        options: dict[str, Any] = {"nvme": [tmp_path], "gradients": gradients, "cpu_memory": 1 << 26}
+        return infinity.wrap(build(), infinity.Config(gpu_memory=memory, **options), units=[nn.Linear])
+
+    with pytest.raises(infinity.BudgetError) as refusal:
+        wrapped()
+    memory = int(re.search(r"smallest gpu_memory that works is (\d+)", str(refusal.value))[1])  # type: ignore[index]
+    for number in range(2, 9):
+        model = wrapped()
+        with infinity.engine(model):
+            try:
+                with infinity.gathered(list(model[:number].parameters())):
+                    continue
+            except infinity.BudgetError as error:
+                found = re.search(r"; gpu_memory=(\d+) \(.*\) is enough for these$", str(error))
+        assert found is not None
+        assert int(found[1]) > memory
+        memory, refusals = int(found[1]), refusals + 1
+        model = wrapped()
+        with infinity.engine(model), infinity.gathered(list(model[:number].parameters())):
+            pass
+    assert refusals
+
+
 # Optimizers and wrapping
 
 

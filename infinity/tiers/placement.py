@@ -94,6 +94,10 @@ class Placement:
         can_update = self._device.has_kernels and self._config.algorithm != "other" and not self._twice
         return self._config.gpu_cache == "auto" and can_update
 
+    def fixed(self) -> str:
+        """What to say beside another `gpu_memory`, so that as much stays on the compute device as now; "" where that is fixed."""
+        return f", with gpu_cache={self.near_bytes}" if self._may_choose() else ""
+
     def _all_fit(self, concurrent: int, reserve: int) -> bool:
         with self._near([block for blocks in self._units() for block in blocks]):
             return self.fits(concurrent, reserve)

@@ -52,7 +52,7 @@ from infinity.tiers.block import Block, BlockState
 from infinity.tiers.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT
 from infinity.tiers.nvme import ALIGNMENT, NvmeTier, Transfer
 from infinity.tiers.placement import Placement
-from infinity.units import format_bytes
+from infinity.units import format_bytes, round_up
 
 log = logging.getLogger("infinity")
 
@@ -96,6 +96,7 @@ class Store:
         """How far away the next use of a unit's parameters is; set by whoever knows the trace."""
         self.on_place: Callable[[], None] = lambda: None
         """Called when a copy is on the compute device, or the place of one whose block is UPDATING; set by whoever updates."""
+        self._most_reserve = 0
         self.on_failure: Callable[[EngineClosedError], None] = lambda error: None
         """Called when something failed for good, once, on the thread where it did; set by whoever tells other ranks."""
 
@@ -110,13 +111,14 @@ class Store:
         self._blocks.append(block)
         return block
 
-    def open(self, concurrent: int, reserve: int = 0) -> None:
+    def open(self, concurrent: int, reserve: int = 0, most_reserve: int = 0) -> None:
         """Check the budgets (I10), then allocate everything; raises `BudgetError` before anything is changed.
 
         `concurrent` bytes of gathered units must fit at once, and `reserve` bytes for gradient buffers, beside what is at
-        home on the compute device.
+        home on the compute device. With a larger budget these might be `most_reserve` bytes.
         """
         budget, place = self._config, self.placement
+        self._most_reserve = max(reserve, most_reserve)
         rooms = place.divide(concurrent, reserve)
         self.chunk_elements, self.staged_sets = rooms.host.chunk_elements, rooms.host.staged_sets
         for block in self._blocks:
@@ -289,10 +291,14 @@ class Store:
 
     def _no_room(self, block: Block) -> BudgetError:
         pinned = [b for b in self._blocks if b.pins and b.lease is not None and not b.permanent]
-        need = self.placement.home_bytes("gpu") + sum(b.span for b in pinned) + (len(pinned) + 1) * block.span
+        # Anywhere between n copies there are n + 1 gaps, each of which may lack a byte. All copies at once leave no gaps.
+        copies = sum(b.span for b in pinned) + (len(pinned) + 1) * block.span
+        copies = min(copies, sum(b.span for b in self.placement.travelling()))
+        need = self.placement.home_bytes("gpu") + round_up(self._most_reserve, ALIGNMENT) + copies
         return BudgetError(
             f"{block.name} does not fit into gpu_memory={format_bytes(self._config.gpu_memory)} beside what is in use at the "
             f"same time ({', '.join(b.name for b in pinned)}); gpu_memory={need} ({format_bytes(need)}) is enough for these"
+            f"{self.placement.fixed()}"
         )
 
     def _bring(self, block: Block, beyond: float) -> bool:
