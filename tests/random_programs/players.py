@@ -531,4 +531,4 @@ def play(recipe: Recipe, placement: str, directory: Path) -> list[Seen]:
             found = re.search(r"gpu_memory=(\d+) \(.* is enough", str(error))
             if found is None:
                 return [Seen(-1, "error", str(error))]
-            least = max(int(found[1]), 2 * least)  # what is named does not count gradient buffers, nor parts that are free
+            least = max(int(found[1]), 2 * least)  # enough for what was in use then; more may be later
