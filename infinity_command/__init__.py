@@ -1,0 +1,16 @@
+"""Starts the command `infinity`.
+
+A package of its own, because importing any part of `infinity` imports torch first, which takes seconds.
+"""
+
+import sys
+
+
+def main() -> None:
+    """Run the command. Ctrl-C while it is imported is one line and status 130, as later on."""
+    try:
+        from infinity.cli.main import app
+    except KeyboardInterrupt:
+        sys.stderr.write("infinity: interrupted\n")
+        sys.exit(130)
+    app()
