@@ -42,7 +42,7 @@ from infinity.sharding.unit import MOMENTS, Unit
 from infinity.sharding.use import described
 from infinity.tiers.activations import Moved
 from infinity.tiers.block import Kind
-from infinity.tiers.nvme import ALIGNMENT
+from infinity.tiers.drives import ALIGNMENT
 from infinity.tiers.store import Store
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -43,7 +43,7 @@ from infinity.device import HostMemory
 from infinity.errors import ConfigError, NvmeError, PathInUseError
 from infinity.files import LOCK_NAME, lock_directory
 from infinity.tiers.block import Kind
-from infinity.tiers.nvme import STRIPE_BYTES
+from infinity.tiers.drives import STRIPE_BYTES
 from infinity.tiers.speed import levelled
 from infinity.tiers.stripes import Stripes
 

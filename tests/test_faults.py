@@ -19,10 +19,10 @@ import infinity
 from infinity import native
 from infinity.observe import Recorder
 from infinity.optim.step import Share
-from infinity.tiers import nvme
+from infinity.tiers import drives
 from infinity.tiers.access import Mover
 from infinity.tiers.block import Kind
-from infinity.tiers.nvme import STATES_NAME
+from infinity.tiers.drives import STATES_NAME
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60, method="thread")]
 
@@ -316,15 +316,15 @@ def test_a_failure_on_one_drive_is_told_when_the_others_are_done(
     io_engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After that the memory is somebody else's."""
-    monkeypatch.setattr(nvme, "STRIPE_BYTES", 4 * nvme.ALIGNMENT)
+    monkeypatch.setattr(drives, "STRIPE_BYTES", 4 * drives.ALIGNMENT)
     directories = [tmp_path / "a", tmp_path / "b"]
     for directory in directories:
         directory.mkdir()
-    tier = nvme.NvmeTier(directories, io_engine, None, Recorder())
-    extent = tier.reserve(64 * nvme.ALIGNMENT)
+    tier = drives.NvmeTier(directories, io_engine, None, Recorder())
+    extent = tier.reserve(64 * drives.ALIGNMENT)
     tier.open()
-    memory = torch.zeros(extent.nbytes + nvme.ALIGNMENT, dtype=torch.uint8)
-    address = memory.data_ptr() + -memory.data_ptr() % nvme.ALIGNMENT
+    memory = torch.zeros(extent.nbytes + drives.ALIGNMENT, dtype=torch.uint8)
+    address = memory.data_ptr() + -memory.data_ptr() % drives.ALIGNMENT
     tier.write(extent, 0, extent.nbytes, address, "").wait()
     tier.engines[0].set_faults(bytes_per_second=1e6)
     tier.engines[1].set_faults(fail_read_at=0, bytes_per_second=1e6)
@@ -333,6 +333,6 @@ def test_a_failure_on_one_drive_is_told_when_the_others_are_done(
         with pytest.raises(infinity.NvmeError) as caught:
             transfer.wait()
         assert (Path(caught.value.path).parent, caught.value.offset) == (directories[1], 0)
-        assert sum(io.counters()["bytes_read"] for io in tier.engines) == extent.nbytes - nvme.STRIPE_BYTES
+        assert sum(io.counters()["bytes_read"] for io in tier.engines) == extent.nbytes - drives.STRIPE_BYTES
     tier.close()
     assert [list(directory.iterdir()) for directory in directories] == [[], []]

@@ -24,7 +24,7 @@ from infinity import native
 from infinity.cli import machine
 from infinity.device import ComputeDevice, Mark
 from infinity.observe import Recorder
-from infinity.tiers import nvme as tier
+from infinity.tiers import drives as tier
 from infinity.tiers.block import Block, Format, Kind
 from infinity.tiers.store import Store
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
 from infinity.files import LOCK_NAME
-from infinity.tiers.nvme import STATES_NAME
+from infinity.tiers.drives import STATES_NAME
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 

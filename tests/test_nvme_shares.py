@@ -26,8 +26,8 @@ from infinity import native
 from infinity.errors import BudgetError, NvmeError
 from infinity.files import Directory
 from infinity.observe import Recorder
-from infinity.tiers import nvme, speed
-from infinity.tiers.nvme import ALIGNMENT, STATES_NAME, Extent, NvmeTier
+from infinity.tiers import drives, speed
+from infinity.tiers.drives import ALIGNMENT, STATES_NAME, Extent, NvmeTier
 from infinity.tiers.stripes import LONGEST_PATTERN, NEAR_ENOUGH, Stripes, pattern_of
 
 MIB = 1 << 20
@@ -189,7 +189,7 @@ def test_drives_give_together_what_their_shares_let_them(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stripes of 16 KiB, and what is written to measure a drive so much smaller."""
-    monkeypatch.setattr(nvme, "STRIPE_BYTES", STRIPE)
+    monkeypatch.setattr(drives, "STRIPE_BYTES", STRIPE)
     monkeypatch.setattr(speed, "PROBE_BYTES", PROBE)
     monkeypatch.setattr(speed, "_REQUEST_BYTES", PROBE // 16)
 
@@ -205,7 +205,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         engine.set_faults(**faults.get(next(made), {}))
         return engine
 
-    monkeypatch.setattr(nvme, "make_engine", make_engine)
+    monkeypatch.setattr(drives, "make_engine", make_engine)
     return lambda number, **values: faults.update({number: values})
 
 
@@ -356,9 +356,9 @@ def test_space_that_is_not_enough_is_given_back(tmp_path: Path, small: None, roo
         file = native.file_at(directory.create(STATES_NAME), str(path))
     file.allocate(2 * STRIPE)
     rooms({tmp_path: 5 * STRIPE + ALIGNMENT})
-    assert not nvme._extend(file, 9 * STRIPE)
+    assert not drives._extend(file, 9 * STRIPE)
     assert path.stat().st_size == 2 * STRIPE, "another may be on the same drive"
-    assert nvme._fill(file, 9 * STRIPE) == 5
+    assert drives._fill(file, 9 * STRIPE) == 5
     assert path.stat().st_size == 5 * STRIPE
 
 
@@ -424,8 +424,8 @@ def test_a_step_moves_what_is_planned_over_several_drives(tmp_path: Path, small:
 
 
 @pytest.fixture
-def drives(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """`drives(bytes)`: the file system of a loop device of that size."""
+def disks(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """`disks(bytes)`: the file system of a loop device of that size."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to make loop devices")
     missing = [name for name in ("losetup", "mkfs.ext4", "mount") if shutil.which(name) is None]
@@ -459,12 +459,12 @@ def drives(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 @pytest.mark.root
 @each_engine
 def test_two_drives_share_by_speed_and_by_room(
-    drives: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, faulty: Callable[..., None], kind: str
+    disks: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, faulty: Callable[..., None], kind: str
 ) -> None:
     """A fast drive of 64 MiB and a slow one of 192 MiB: first what the fast one's share has room for, then what has not."""
-    monkeypatch.setattr(nvme, "STRIPE_BYTES", MIB)
+    monkeypatch.setattr(drives, "STRIPE_BYTES", MIB)
     monkeypatch.setattr(speed, "PROBE_BYTES", 8 * MIB)
-    fast, slow = drives(64 * MIB), drives(192 * MIB)
+    fast, slow = disks(64 * MIB), disks(192 * MIB)
     assert fast.stat().st_dev != slow.stat().st_dev
     faulty(1, bytes_per_second=16.0 * MIB)
     with opened([fast, slow], 40 * MIB, kind) as made:

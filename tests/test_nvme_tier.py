@@ -28,8 +28,8 @@ from infinity.cli.bench import workspace
 from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
 from infinity.files import LOCK_NAME, Directory
 from infinity.observe import Recorder
-from infinity.tiers import nvme
-from infinity.tiers.nvme import ALIGNMENT, STATES_NAME, Extent, NvmeTier
+from infinity.tiers import drives
+from infinity.tiers.drives import ALIGNMENT, STATES_NAME, Extent, NvmeTier
 
 PIECE = 2 * ALIGNMENT  # of a stripe, so that small tests use many
 AVAILABLE, REASON = native.aio().io_uring_available()
@@ -42,7 +42,7 @@ each_engine = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture
 def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvme, "STRIPE_BYTES", PIECE)
+    monkeypatch.setattr(drives, "STRIPE_BYTES", PIECE)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def test_transfers_in_flight_together_do_not_mix(tmp_path, small_stripes, kind, 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_pieces_of_4_mib_go_round_the_directories(tmp_path, count):
-    piece = nvme.STRIPE_BYTES
+    piece = drives.STRIPE_BYTES
     assert piece == 4 << 20
     with tier(tmp_path, count, [ALIGNMENT, 2 * piece + ALIGNMENT]) as made:
         extent = Extent(ALIGNMENT, 2 * piece + ALIGNMENT)
@@ -286,7 +286,7 @@ OTHER = """
 import sys
 from pathlib import Path
 from infinity.observe import Recorder
-from infinity.tiers.nvme import NvmeTier
+from infinity.tiers.drives import NvmeTier
 import torch
 
 tier = NvmeTier([Path(sys.argv[1])], "posix", None, Recorder())

@@ -154,7 +154,7 @@ def test_io_engine_copy_on_write_and_stripes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("infinity.tiers.nvme.STRIPE_BYTES", 5 * PAGE)  # so that blocks this small cross stripes
+    monkeypatch.setattr("infinity.tiers.drives.STRIPE_BYTES", 5 * PAGE)  # so that blocks this small cross stripes
     paths = [tmp_path / str(number) for number in range(len(shares))]
     for path in paths:
         path.mkdir()

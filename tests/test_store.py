@@ -26,7 +26,7 @@ from infinity.errors import BudgetError, EngineClosedError, NvmeError
 from infinity.observe import Recorder
 from infinity.tiers.block import Block, BlockState, Format, Kind
 from infinity.tiers.budget import CHUNK_ELEMENTS, STAGED_SETS, WIDEST_ELEMENT
-from infinity.tiers.nvme import ALIGNMENT
+from infinity.tiers.drives import ALIGNMENT
 from infinity.tiers.store import Store
 
 AVAILABLE, REASON = native.aio().io_uring_available()

@@ -42,7 +42,7 @@ from infinity.errors import InfinityError
 from infinity.files import LOCK_NAME
 from infinity.observe import Report
 from infinity.sharding.watch import Note, Watch
-from infinity.tiers.nvme import STATES_NAME
+from infinity.tiers.drives import STATES_NAME
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -30,7 +30,7 @@ from infinity.sharding.exchange import Collective, Exchange
 from infinity.tiers.access import Checkout, Fetch, Placing
 from infinity.tiers.activations import Saved
 from infinity.tiers.block import Block, Kind
-from infinity.tiers.nvme import Transfer
+from infinity.tiers.drives import Transfer
 from infinity.tiers.store import Store
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(100, method="thread")]
@@ -162,8 +162,8 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/activations.py Activations._finish_reading": DRIVE,
     "tiers/activations.py Activations._let_go": NEVER,
     "tiers/activations.py Activations._sweep": NEVER,  # blocking=False
-    "tiers/nvme.py Transfer._finish": DRIVE,
-    "tiers/nvme.py NvmeTier._try_direct": DRIVE,
+    "tiers/drives.py Transfer._finish": DRIVE,
+    "tiers/drives.py NvmeTier._try_direct": DRIVE,
     "tiers/speed.py _move.finish": DRIVE,
     "tiers/speed.py _move": DRIVE,
     "tiers/store.py Store.wait": STORE,
@@ -191,7 +191,7 @@ LOCKS: dict[str, str] = {
     "sharding/watch.py Watch._lock": "held while torch.distributed's store takes a note, or raises after its timeout",
     "tiers/access.py Fetch._lock": "held while a fetch ends: DRIVE or DEVICE, or STORE for staging",
     "tiers/activations.py Activations._lock": "held while what is in flight ends: DRIVE or DEVICE",
-    "tiers/nvme.py Transfer._lock": "for a few lines",
+    "tiers/drives.py Transfer._lock": "for a few lines",
     "tiers/store.py Store._changed": "for a few lines and the submission of reads; who waits on it lets go of it",
     "transfer.py InFlight.lock": "for a few lines",
     "transfer.py Ticket._lock": "for a few lines",

@@ -30,7 +30,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import infinity
-from infinity.tiers import nvme
+from infinity.tiers import drives
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 
@@ -730,7 +730,7 @@ def test_weights_that_do_not_fit(kind: str, meta: bool, weights: Path, tmp_path:
 def test_a_drive_that_fails_while_the_model_is_moved_there(
     tmp_path: Path, footprint: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make = nvme.make_engine
+    make = drives.make_engine
 
     def failing(kind: str, **options: int) -> Any:
         engine = make(kind, **options)
@@ -741,7 +741,7 @@ def test_a_drive_that_fails_while_the_model_is_moved_there(
     values = {name: value.clone() for name, value in model.state_dict().items()}
     left = files(tmp_path), footprint()
     with monkeypatch.context() as patch, pytest.raises(infinity.NvmeError, match="Input/output error"):
-        patch.setattr(nvme, "make_engine", failing)
+        patch.setattr(drives, "make_engine", failing)
         infinity.wrap(model, config(tmp_path))
     assert (files(tmp_path), footprint()) == left
     assert all(type(p) is nn.Parameter for p in model.parameters())

@@ -14,7 +14,7 @@ from infinity.cli.bench.workspace import leftovers, remove
 from infinity.cli.failure import plain_failures
 from infinity.cli.ranks import rank_directories
 from infinity.files import LOCK_NAME, Directory
-from infinity.tiers.nvme import STATES_NAME
+from infinity.tiers.drives import STATES_NAME
 from infinity.units import format_bytes
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from infinity.device import Copy
-from infinity.tiers.nvme import Transfer
+from infinity.tiers.drives import Transfer
 
 log = logging.getLogger("infinity")
 

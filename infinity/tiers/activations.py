@@ -38,7 +38,7 @@ from infinity.device import ComputeDevice, Copy, huge_pages
 from infinity.errors import EngineClosedError, NvmeError
 from infinity.observe import Meter, Recorder
 from infinity.tiers.arena import POISON
-from infinity.tiers.nvme import ALIGNMENT, Extent, NvmeTier, Transfer
+from infinity.tiers.drives import ALIGNMENT, Extent, NvmeTier, Transfer
 from infinity.units import round_up
 
 log = logging.getLogger("infinity")

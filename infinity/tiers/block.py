@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from infinity.device import Mark
     from infinity.tiers.access import Fetch, Pending
     from infinity.tiers.arena import Lease
-    from infinity.tiers.nvme import Extent
+    from infinity.tiers.drives import Extent
 
 
 class Kind(str, enum.Enum):

@@ -50,7 +50,7 @@ from infinity.tiers.activations import Activations
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, BlockState
 from infinity.tiers.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT
-from infinity.tiers.nvme import ALIGNMENT, NvmeTier, Transfer
+from infinity.tiers.drives import ALIGNMENT, NvmeTier, Transfer
 from infinity.tiers.placement import Placement
 from infinity.units import format_bytes, round_up
 

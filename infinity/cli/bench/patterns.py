@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from infinity.tiers.budget import CHUNK_ELEMENTS, FULL_CHUNK_ELEMENTS, STAGED_SETS
-from infinity.tiers.nvme import ALIGNMENT
+from infinity.tiers.drives import ALIGNMENT
 from infinity.units import round_up
 
 Operation = Literal["read", "write"]

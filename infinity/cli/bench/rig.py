@@ -26,7 +26,7 @@ from infinity.cli.bench.search import Setting
 from infinity.device import HostMemory
 from infinity.errors import NvmeError
 from infinity.tiers.budget import STAGED_SETS
-from infinity.tiers.nvme import ALIGNMENT, STRIPE_BYTES
+from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES
 from infinity.tiers.stripes import Stripes
 from infinity.units import round_up
 
