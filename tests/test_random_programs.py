@@ -13,41 +13,52 @@ import pytest
 from conftest import CHILD
 from random_programs import recipes
 from random_programs.comparing import difference
-from random_programs.many import report
+from random_programs.many import drawn, run
 from random_programs.mutations import MUTATIONS, Mutation
 
 EACH = 10
 
 
-@pytest.mark.parametrize("first", range(0, 200, EACH))
-def test_random_programs_see_the_same_on_every_placement_and_in_plain_pytorch(first: int, one_thread: None) -> None:
-    for number in range(first, first + EACH):
-        recipe = recipes.draw(number)
-        found = difference(recipe)
-        if found is not None:
-            pytest.fail(f"program {number}: {report(recipe, found)}")
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs_see_the_same_on_every_placement_and_in_plain_pytorch(seed: int, one_thread: None) -> None:
+    ran, found = run(seed, EACH)
+    assert found is None, found
+    assert ran == EACH
 
 
 def test_the_command_runs_programs_in_processes_of_its_own() -> None:
     command = [sys.executable, "-m", "random_programs", "--programs", "2", "--first", "7", "--processes", "2"]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, **CHILD)
     assert done.returncode == 0, done.stderr
-    assert "2 programs from number 7 on: 0 differ" in done.stdout
+    assert "2 programs of seeds from 7 on: 0 seeds differ" in done.stdout
 
 
 def test_programs_are_the_same_each_time_and_can_be_pasted() -> None:
-    names = vars(recipes)
-    for number in range(50):
-        recipe = recipes.draw(number)
-        assert recipe == recipes.draw(number)
-        assert eval(repr(recipe), dict(names)) == recipe
+    drawn.cache_clear()
+    first = drawn(1, 50)
+    drawn.cache_clear()
+    assert drawn(1, 50) == first
+    for recipe in first:
+        assert eval(repr(recipe), dict(vars(recipes))) == recipe
         assert len(set(recipe.placements)) == recipes.EACH >= 7
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.breaks)
 def test_random_programs_find_a_broken_engine(mutation: Mutation, one_thread: None) -> None:
+    some = [recipe for seed in range(4) for recipe in drawn(seed, EACH)]
     with mutation():
-        assert any(difference(recipes.draw(number)) is not None for number in (mutation.found_by, *range(30)))
+        assert any(difference(recipe) is not None for recipe in (some[mutation.found_by], *some))
+
+
+def test_a_program_that_differs_is_shrunk_to_what_it_differs_by(one_thread: None) -> None:
+    forgets_nothing = MUTATIONS[0]
+    with forgets_nothing():
+        _, found = run(0, 40)
+    assert found is not None
+    smallest = eval(found.partition("difference(")[2].rpartition(")")[0], dict(vars(recipes)))
+    assert len(smallest.model.blocks) == 2
+    assert len(smallest.program) <= 7
+    assert len(smallest.placements) == 1
 
 
 def test_micro_batches_are_computed_by_as_many_threads_as_a_loop_of_the_callers(one_thread: None) -> None:

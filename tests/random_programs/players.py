@@ -21,7 +21,7 @@ from infinity.modules import activations
 from random_programs import modules, placements
 from random_programs.modules import Fault, Interrupt, Pass
 from random_programs.plain import Rule
-from random_programs.recipes import KNOWN, Recipe
+from random_programs.recipes import Recipe
 
 ALGORITHMS = {"adamw": "adam"}
 """The values of `Config.algorithm` that are not called like the rule."""
@@ -223,8 +223,6 @@ class Player:
         self.optimizer.step()
         norm = self.optimizer.grad_norm
         self.see("norm", None if norm is None else torch.tensor(norm, dtype=torch.float32))
-        if "step twice" in KNOWN:  # so that no smaller program differs by that
-            self.optimizer.zero_grad()
 
     def op_zero_grad(self, set_to_none: bool) -> None:
         """The engine makes no difference."""

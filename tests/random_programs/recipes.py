@@ -1,4 +1,4 @@
-"""What a random program is, as plain data that can be pasted into a test, and how number N of them is drawn.
+"""What a random program is, as plain data that can be pasted into a test, and the hypothesis strategy that draws one.
 
 An operation is a tuple: its name and its arguments, see the methods `op_*` of `players.Player`. Every operation can follow
 every other one, and does nothing where it has no object; so any part of a program is a program.
@@ -7,14 +7,12 @@ every other one, and does nothing where it has no object; so any part of a progr
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Callable
 from typing import Any
 
-Operation = tuple[Any, ...]
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
 
-KNOWN: dict[str, str] = {}
-"""What no program does for now, by the name of the feature, and why: each is a defect that a test or an issue describes."""
+Operation = tuple[Any, ...]
 
 KINDS = (
     "linear", "linear", "norm", "mlp", "mlp", "bias", "gate", "dropout", "weight_norm", "function", "dict", "dataclass", "tuple",
@@ -79,206 +77,204 @@ class Recipe:
     placements: tuple[str, ...] = PLACEMENTS
 
 
-def draw(number: int) -> Recipe:
-    """Random program `number`; the same for ever, as long as this file is."""
-    chance = random.Random(number)
-    model = _model(chance)
-    training = Training(
-        rule=chance.choice(("adamw", "adamw", "adam", "sgd", "momentum", "adagrad", "lion")),
-        lr=chance.choice((1e-3, 1e-2)),
-        weight_decay=chance.choice((0.0, 0.1)),
-        max_grad_norm=chance.choice((None, None, 0.1, 100.0)),
-        groups=chance.choice((1, 1, 2)),
-        loss_scale=chance.choice((None, None, None, 1024.0)),
-        moments=chance.choice(("fp32",) * 8 + ("bf16", "int8")),
-    )
-    program: list[Operation] = []
-    for _ in range(chance.randint(2, 6)):
-        program += _phrase(chance)
-    program.append(("look", chance.choice(("weights", "states"))))
-    places = PLACEMENTS
-    if "write near" in KNOWN and any(operation[0] == "write" for operation in program):
-        places = tuple(place for place in places if place not in ("gpu", "gpu cache"))
-    return Recipe(model, tuple(program), training, tuple(sorted(chance.sample(places, EACH))))
+BATCHES = st.integers(0, 7)
+PARAMETERS = st.integers(0, 63)
+"""Players take these modulo the number of parameters."""
 
 
-def _model(chance: random.Random) -> Model:
-    blocks = tuple(Block(chance.choice(KINDS), frozen=chance.random() < 0.15) for _ in range(chance.randint(2, 8)))
+def _sometimes(times: int, of: int) -> SearchStrategy[bool]:
+    """True in `times` of `of` draws; shrinks to False."""
+    return st.sampled_from([False] * (of - times) + [True] * times)
+
+
+@st.composite
+def programs(draw: DrawFn) -> Recipe:
+    """A recipe: a model, a training and a program, and the placements that run it."""
+    model = draw(models())
+    training = draw(_TRAININGS)
+    phrases = draw(st.lists(_PHRASES, min_size=2, max_size=6))
+    program = [operation for phrase in phrases for operation in phrase]
+    program.append(("look", draw(st.sampled_from(("weights", "states")))))
+    placements = draw(st.lists(st.sampled_from(PLACEMENTS), min_size=EACH, max_size=EACH, unique=True))
+    return Recipe(model, tuple(program), training, tuple(sorted(placements)))
+
+
+_TRAININGS = st.builds(
+    Training,
+    rule=st.sampled_from(("adamw", "adamw", "adam", "sgd", "momentum", "adagrad", "lion")),
+    lr=st.sampled_from((1e-2, 1e-3)),
+    weight_decay=st.sampled_from((0.0, 0.1)),
+    max_grad_norm=st.sampled_from((None, None, 0.1, 100.0)),
+    groups=st.sampled_from((1, 1, 2)),
+    loss_scale=st.sampled_from((None, None, None, 1024.0)),
+    moments=st.sampled_from(("fp32",) * 8 + ("bf16", "int8")),
+)
+_BLOCKS = st.builds(Block, kind=st.sampled_from(KINDS), frozen=_sometimes(3, of=20))
+
+
+@st.composite
+def models(draw: DrawFn) -> Model:
+    """A model of two to eight blocks."""
+    blocks = tuple(draw(st.lists(_BLOCKS, min_size=2, max_size=8)))
     count = len(blocks)
     groups = []
-    if chance.random() < 0.4:
-        first = chance.randrange(count)
-        groups.append(tuple(range(first, min(first + chance.randint(1, 3), count))))
+    if draw(_sometimes(2, of=5)):
+        first = draw(st.integers(0, count - 1))
+        groups.append(tuple(range(first, min(first + draw(st.integers(1, 3)), count))))
     grouped = {number for group in groups for number in group}
     path: list[Any] = [number for number in range(count) if number not in grouped]
     for number in range(len(groups)):
-        path.insert(chance.randrange(len(path) + 1), -1 - number)
-    for _ in range(chance.choice((0, 0, 1, 1, 2, 3))):
-        path = _varied(chance, path)
+        path.insert(draw(st.integers(0, len(path))), -1 - number)
+    for _ in range(draw(st.sampled_from((0, 1, 1, 2, 2, 3)))):
+        path = draw(_varied(path))
     linear = [number for number, block in enumerate(blocks) if block.kind == "linear"]
-    tied = (tuple(sorted(chance.sample(linear, 2))),) if len(linear) > 1 and chance.random() < 0.4 else ()
-    tokens = chance.random() < 0.3
+    tied: tuple[Any, ...] = ()
+    if len(linear) > 1 and draw(_sometimes(2, of=5)):
+        pair = draw(st.lists(st.sampled_from(linear), min_size=2, max_size=2, unique=True))
+        tied = (tuple(sorted(pair)),)
     return Model(
-        blocks, tuple(path), chance.choice((16, 16, 24, 33)), tokens, tied, tuple(groups),
-        chance.choice(("auto", "blocks", "blocks", "leaves", "groups")), chance.choice(("float32",) * 4 + ("bfloat16",)),
-    )  # fmt: skip
+        blocks,
+        tuple(path),
+        width=draw(st.sampled_from((16, 16, 24, 33))),
+        tokens=draw(_sometimes(3, of=10)),
+        tied=tied,
+        groups=tuple(groups),
+        units=draw(st.sampled_from(("auto", "blocks", "blocks", "leaves", "groups"))),
+        dtype=draw(st.sampled_from(("float32",) * 4 + ("bfloat16",))),
+    )
 
 
-def _varied(chance: random.Random, path: list[Any]) -> list[Any]:
+@st.composite
+def _varied(draw: DrawFn, path: list[Any]) -> list[Any]:
     """The path with a step more, or with some of its steps in a checkpoint, or left out at times."""
-    if chance.random() < 0.4:  # a module that is used twice
-        step, at = chance.choice(path), chance.randrange(len(path) + 1)
+    change = draw(st.sampled_from(("again",) * 3 + ("checkpoint",) * 5 + ("skip",)))
+    if change == "again":  # a module that is used twice
+        step = draw(st.sampled_from(path))
+        at = draw(st.integers(0, len(path)))
         return [*path[:at], step, *path[at:]]
-    begin = chance.randrange(len(path))
-    end = min(begin + chance.randint(1, 3), len(path))
-    inner = tuple(path[begin:end])
-    checkpoint, skip = ("checkpoint", chance.random() < 0.4, inner), ("skip", chance.randrange(2), inner)
-    return [*path[:begin], checkpoint if chance.random() < 0.7 else skip, *path[end:]]
+    begin = draw(st.integers(0, len(path) - 1))
+    end = min(begin + draw(st.integers(1, 3)), len(path))
+    how = draw(_sometimes(2, of=5)) if change == "checkpoint" else draw(st.integers(0, 1))
+    return [*path[:begin], (change, how, tuple(path[begin:end])), *path[end:]]
 
 
-def _phrase(chance: random.Random) -> list[Operation]:
-    """Some operations that make sense together."""
-    makers = [(weight, make) for feature, weight, make in _PHRASES if feature not in KNOWN]
-    make = chance.choices([make for _, make in makers], [weight for weight, _ in makers])[0]
-    return make(chance)
+# Phrases: some operations that make sense together.
+
+_STEP: list[Operation] = [("step",), ("zero_grad", True)]
+_END = st.sampled_from(([], _STEP))
 
 
-def _batch(chance: random.Random) -> int:
-    return chance.randrange(8)
-
-
-def _look(chance: random.Random) -> list[Operation]:
-    return [("look", chance.choice(("gradients", "gradients", "weights", "states")))]
-
-
-def _train(chance: random.Random) -> list[Operation]:
+@st.composite
+def _train(draw: DrawFn) -> list[Operation]:
     program: list[Operation] = []
-    for _ in range(chance.choice((1, 1, 2, 3))):
-        program.append(("train", _batch(chance)))
-        if chance.random() < 0.3:
+    for _ in range(draw(st.sampled_from((1, 1, 2, 3)))):
+        program.append(("train", draw(BATCHES)))
+        if draw(_sometimes(3, of=10)):
             program.append(("look", "gradients"))
-        program += [("step",), ("zero_grad", chance.random() < 0.7)]
+        program += [("step",), ("zero_grad", draw(_sometimes(7, of=10)))]
     return program
 
 
-def _unfinished(chance: random.Random) -> list[Operation]:
-    return [("train", _batch(chance))] + ([("look", "gradients")] if chance.random() < 0.5 else [])
+@st.composite
+def _unfinished(draw: DrawFn) -> list[Operation]:
+    return [("train", draw(BATCHES)), *draw(st.sampled_from(([], [("look", "gradients")])))]
 
 
-def _summed(chance: random.Random) -> list[Operation]:
-    micro = [("train", _batch(chance)) for _ in range(chance.randint(2, 3))]
-    return [*micro, ("step",), ("zero_grad", True)]
+@st.composite
+def _summed(draw: DrawFn) -> list[Operation]:
+    batches = draw(st.lists(BATCHES, min_size=2, max_size=3))
+    return [*(("train", batch) for batch in batches), *_STEP]
 
 
-def _two_graphs(chance: random.Random) -> list[Operation]:
-    program: list[Operation] = [("forward", 0, _batch(chance)), ("forward", 1, _batch(chance))]
-    order = [0, 1] if chance.random() < 0.5 else [1, 0]
-    retain = chance.random() < 0.3
+@st.composite
+def _two_graphs(draw: DrawFn) -> list[Operation]:
+    program: list[Operation] = [("forward", 0, draw(BATCHES)), ("forward", 1, draw(BATCHES))]
+    order = draw(st.permutations((0, 1)))
+    retain = draw(_sometimes(3, of=10))
     program += [("backward", slot, retain) for slot in order]
     if retain:
         program += [("backward", slot, False) for slot in order]
-    return program + chance.choice(([], [("step",), ("zero_grad", True)]))
+    return program + draw(_END)
 
 
-def _accumulate(chance: random.Random) -> list[Operation]:
-    batches = tuple(_batch(chance) for _ in range(chance.randint(1, 3)))
-    order, reduction = chance.choice(("vertical", "vertical", "horizontal")), chance.choice(("mean", "sum"))
-    return [("accumulate", batches, order, reduction), *chance.choice(([], [("step",), ("zero_grad", True)]))]
+@st.composite
+def _accumulate(draw: DrawFn) -> list[Operation]:
+    batches = tuple(draw(st.lists(BATCHES, min_size=1, max_size=3)))
+    order = draw(st.sampled_from(("vertical", "vertical", "horizontal")))
+    return [("accumulate", batches, order, draw(st.sampled_from(("mean", "sum")))), *draw(_END)]
 
 
-def _no_gradients(chance: random.Random) -> list[Operation]:
-    return [("zero_grad", True), ("step",)]
+@st.composite
+def _clip(draw: DrawFn) -> list[Operation]:
+    return [("train", draw(BATCHES)), ("clip", draw(st.sampled_from((0.01, 0.5, 1e3)))), *_STEP]
 
 
-def _clip(chance: random.Random) -> list[Operation]:
-    return [("train", _batch(chance)), ("clip", chance.choice((0.01, 0.5, 1e3))), ("step",), ("zero_grad", True)]
+@st.composite
+def _freeze(draw: DrawFn) -> list[Operation]:
+    number = draw(PARAMETERS)
+    return [("zero_grad", True), ("freeze", number, True), *draw(_train()), ("freeze", number, False)]
 
 
-def _freeze(chance: random.Random) -> list[Operation]:
-    number = chance.randrange(64)
-    return [("zero_grad", True), ("freeze", number, True), *_train(chance), ("freeze", number, False)]
+@st.composite
+def _forget(draw: DrawFn) -> list[Operation]:
+    again = draw(st.sampled_from(([], [("train", draw(BATCHES))])))
+    return [("train", draw(BATCHES)), ("forget", draw(PARAMETERS)), *again, ("look", "gradients"), *_STEP]
 
 
-def _forget(chance: random.Random) -> list[Operation]:
-    program: list[Operation] = [("train", _batch(chance)), ("forget", chance.randrange(64))]
-    return program + chance.choice(([], [("train", _batch(chance))])) + [("look", "gradients"), ("step",), ("zero_grad", True)]
+@st.composite
+def _exception(draw: DrawFn) -> list[Operation]:
+    where = draw(st.sampled_from(("forward", "backward")))
+    kind = draw(st.sampled_from(("error", "interrupt")))
+    end = draw(st.sampled_from(([], [("zero_grad", True)])))
+    return [("fault", where, draw(st.integers(0, 11)), kind), ("train", draw(BATCHES)), *end]
 
 
-def _evaluate(chance: random.Random) -> list[Operation]:
-    batch = _batch(chance)
-    return [
-        chance.choice(
-            (
-                ("evaluate", batch, "no_grad"), ("evaluate", batch, "inference_mode"), ("generate", batch, 3),
-                ("submodule", chance.randrange(8), batch, False), ("submodule", chance.randrange(8), batch, True),
-            )
-        )
-    ]  # fmt: skip
+@st.composite
+def _over_a_step(draw: DrawFn) -> list[Operation]:
+    end = draw(st.sampled_from(([], [("step",)])))
+    return [("forward", 2, draw(BATCHES)), *draw(_train()), ("backward", 2, False), *end]
 
 
-def _input_gradient(chance: random.Random) -> list[Operation]:
-    return [("input gradient", _batch(chance), "recorded" not in KNOWN and chance.random() < 0.5)]
+def _one(name: str, *arguments: SearchStrategy[Any]) -> SearchStrategy[list[Operation]]:
+    """A phrase of one operation."""
+    return st.tuples(st.just(name), *arguments).map(lambda operation: [operation])
 
 
-def _read(chance: random.Random) -> list[Operation]:
-    return [("read", chance.randrange(64), chance.random() < 0.5)]
-
-
-def _write(chance: random.Random) -> list[Operation]:
-    return [("write", chance.randrange(64), chance.choice((0.5, 1.0, 1.25)))]
-
-
-def _failed_write(chance: random.Random) -> list[Operation]:
-    return [("write", chance.randrange(64), 0.5, True)]
-
-
-def _dirty(chance: random.Random) -> list[Operation]:
-    return [("dirty", chance.randrange(64))]
-
-
-def _exception(chance: random.Random) -> list[Operation]:
-    where, kind = chance.choice(("forward", "backward")), chance.choice(("error", "interrupt"))
-    return [("fault", where, chance.randrange(12), kind), ("train", _batch(chance)), *chance.choice(([], [("zero_grad", True)]))]
-
-
-def _save(chance: random.Random) -> list[Operation]:
-    return [("save",), *_train(chance), ("load",)]
-
-
-def _move(chance: random.Random) -> list[Operation]:
-    return [("move", chance.randrange(1, 12))]
-
-
-def _wrap_again(chance: random.Random) -> list[Operation]:
-    return [("wrap again",)]
-
-
-def _learning_rate(chance: random.Random) -> list[Operation]:
-    return [("lr", chance.randrange(2), chance.choice((0.5, 2.0)))]
-
-
-def _rest(chance: random.Random) -> list[Operation]:
-    return [("rest",)]
-
-
-def _step_twice(chance: random.Random) -> list[Operation]:
-    return [("train", _batch(chance)), ("step",), ("step",), ("zero_grad", True)]
-
-
-def _not_zeroed(chance: random.Random) -> list[Operation]:
-    return [("train", _batch(chance)), ("step",), ("train", _batch(chance)), ("step",), ("zero_grad", True)]
-
-
-def _over_a_step(chance: random.Random) -> list[Operation]:
-    return [("forward", 2, _batch(chance)), *_train(chance), ("backward", 2, False), *chance.choice(([], [("step",)]))]
-
-
-_PHRASES: tuple[tuple[str, float, Callable[[random.Random], list[Operation]]], ...] = (
-    ("train", 12, _train), ("unfinished", 3, _unfinished), ("summed", 4, _summed), ("two graphs", 4, _two_graphs),
-    ("accumulate", 3, _accumulate), ("no gradients", 1, _no_gradients), ("clip", 3, _clip), ("freeze", 2, _freeze),
-    ("forget", 2, _forget), ("evaluate", 5, _evaluate), ("input gradient", 2, _input_gradient), ("read", 2, _read),
-    ("write", 3, _write), ("failed write", 2, _failed_write), ("dirty", 2, _dirty), ("exception", 3, _exception),
-    ("save", 0.5, _save), ("move", 0.5, _move), ("wrap again", 0.5, _wrap_again), ("learning rate", 1, _learning_rate),
-    ("rest", 1, _rest), ("look", 2, _look), ("step twice", 2, _step_twice), ("not zeroed", 2, _not_zeroed),
-    ("over a step", 2, _over_a_step),
-)  # fmt: skip
+_EVALUATE = st.one_of(
+    _one("evaluate", BATCHES, st.just("no_grad")),
+    _one("evaluate", BATCHES, st.just("inference_mode")),
+    _one("generate", BATCHES, st.just(3)),
+    _one("submodule", BATCHES, BATCHES, st.booleans()),
+)
+_TWICE = BATCHES.map(lambda batch: [("train", batch), ("step",), *_STEP])
+_NOT_ZEROED = st.tuples(BATCHES, BATCHES).map(lambda two: [("train", two[0]), ("step",), ("train", two[1]), *_STEP])
+_SAVE = _train().map(lambda program: [("save",), *program, ("load",)])
+_LOOK = _one("look", st.sampled_from(("gradients", "gradients", "weights", "states")))
+_WEIGHTS: tuple[tuple[int, SearchStrategy[list[Operation]]], ...] = (
+    (24, _train()),
+    (6, _unfinished()),
+    (8, _summed()),
+    (8, _two_graphs()),
+    (6, _accumulate()),
+    (2, st.just([("zero_grad", True), ("step",)])),
+    (6, _clip()),
+    (4, _freeze()),
+    (4, _forget()),
+    (10, _EVALUATE),
+    (4, _one("input gradient", BATCHES, st.booleans())),
+    (4, _one("read", PARAMETERS, st.booleans())),
+    (6, _one("write", PARAMETERS, st.sampled_from((0.5, 1.0, 1.25)))),
+    (4, _one("write", PARAMETERS, st.just(0.5), st.just(True))),
+    (4, _one("dirty", PARAMETERS)),
+    (6, _exception()),
+    (5, _SAVE),
+    (2, _one("move", st.integers(1, EACH - 1))),
+    (2, _one("wrap again")),
+    (2, _one("lr", st.integers(0, 1), st.sampled_from((0.5, 2.0)))),
+    (2, _one("rest")),
+    (4, _LOOK),
+    (4, _TWICE),
+    (4, _NOT_ZEROED),
+    (4, _over_a_step()),
+)
+_PHRASES = st.sampled_from([phrase for weight, phrase in _WEIGHTS for _ in range(weight)]).flatmap(lambda phrase: phrase)
