@@ -414,7 +414,7 @@ def test_an_early_update_that_fails_leaves_the_last_step_whole_in_both_places(fa
     with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: ") as caught:
         loss.backward()
         with engine._store._changed:
-            assert engine._store._changed.wait_for(lambda: engine._store._failure is not None)
+            assert engine._store._changed.wait_for(lambda: engine._store.latch.failed)
         optimizer.step()
     assert isinstance(caught.value.__cause__, infinity.NvmeError)
     engine.io.set_faults()

@@ -350,7 +350,7 @@ def test_an_early_update_that_fails_leaves_the_last_step_whole(
     engine.io.set_faults(**fault)
     with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: ") as caught:
         loss.backward()
-        until(engine, lambda: engine._store._failure is not None)
+        until(engine, lambda: engine._store.latch.failed)
         optimizer.step()
     assert isinstance(caught.value.__cause__, infinity.NvmeError)
     engine.io.set_faults()

@@ -32,7 +32,6 @@ import functools
 import itertools
 import logging
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -49,8 +48,10 @@ from infinity.tiers.access import Checkout, Fetch, Mover, Pending, Placing
 from infinity.tiers.activations import Activations
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, BlockState
-from infinity.tiers.budget import CHUNK_ELEMENTS, WIDEST_ELEMENT
+from infinity.tiers.budget import CHUNK_ELEMENTS
+from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import ALIGNMENT, NvmeTier, Transfer
+from infinity.tiers.latch import Latch
 from infinity.tiers.placement import Placement
 from infinity.units import format_bytes, round_up
 
@@ -79,15 +80,14 @@ class Store:
         self.activations: Activations | None = None
         """What autograd saves, off the compute device; set by `open`, where the configuration wants that."""
         self._left: Mark | None = None  # the last use of a place on the compute device by whoever lost it
-        self._failure: tuple[BaseException, str] | None = None  # and what failed
-        self._closed = False
-        self._process = os.getpid()
+        self.latch = Latch(self._changed, device)
+        """Whether the store can go on."""
         self._tokens = itertools.count()
         self.meter = Meter()
         """NVMe traffic of all that has no meter of its own."""
         self.chunk_elements = CHUNK_ELEMENTS
         """The most elements of a chunk; fixed by `open`."""
-        self._starts: dict[Block, list[int]] = {}
+        self._chunks = Chunks(CHUNK_ELEMENTS, {})
         self.staged_sets = 0
         """How many chunks of a unit, with all its kinds, staging holds at once; fixed by `open`."""
         self.copy_slots = 0
@@ -97,8 +97,6 @@ class Store:
         self.on_place: Callable[[], None] = lambda: None
         """Called when a copy is on the compute device, or the place of one whose block is UPDATING; set by whoever updates."""
         self._most_reserve = 0
-        self.on_failure: Callable[[EngineClosedError], None] = lambda error: None
-        """Called when something failed for good, once, on the thread where it did; set by whoever tells other ranks."""
 
     # Declaration and budgets
 
@@ -121,6 +119,7 @@ class Store:
         self._most_reserve = max(reserve, most_reserve)
         rooms = place.divide(concurrent, reserve)
         self.chunk_elements, self.staged_sets = rooms.host.chunk_elements, rooms.host.staged_sets
+        self._chunks = Chunks(self.chunk_elements, place.cuts)
         for block in self._blocks:
             if block.moved_bytes:
                 block.extents = tuple(self._nvme.reserve(block.moved_bytes) for _ in range(place.copies_of(block)))
@@ -211,7 +210,7 @@ class Store:
         """Pin `block` on the compute device and start bringing it there, if there is room at once; paired with a `release`."""
         self.check_usable()
         with self._changed:
-            self._check()
+            self.latch.check()
             block.pins += 1
         try:
             self._bring(block, beyond=-1)
@@ -230,7 +229,7 @@ class Store:
                 if block.state is BlockState.RESIDENT and block.lease is not None:
                     return block.lease.tensor
                 fetch = block.fetch
-                self._check()
+                self.latch.check()
                 if fetch is None and block.state is BlockState.UPDATING and block.lease is not None:
                     if not self._missing(block) and not block.copying:  # the update is there, and being written
                         return block.lease.tensor
@@ -311,7 +310,7 @@ class Store:
         self.take_back(block)
         while True:
             with self._changed:
-                self._check_open()
+                self.latch.check_open()
                 pending = None
                 if block.lease is None:
                     found = self._arenas["gpu"].find(block.span, self._next_use_of, beyond)
@@ -319,7 +318,7 @@ class Store:
                         return False
                     victims = [owner for owner in found[1] if isinstance(owner, Block)]
                     if any(victim.copying for victim in victims):
-                        self._check()
+                        self.latch.check()
                         self._changed.wait()
                         continue
                     pending = next((victim.pending for victim in victims if victim.pending is not None), None)
@@ -360,12 +359,7 @@ class Store:
 
     def _missing(self, block: Block) -> list[tuple[int, int]]:
         """Runs of elements [begin, end) that the lease of `block` lacks; each is in host memory or on NVMe as a whole."""
-        runs: list[tuple[int, int]] = []
-        for begin in self.chunks(block):
-            if begin not in block.renewed:
-                joins = runs and runs[-1][1] == begin != block.kept
-                runs.append((runs.pop()[0] if joins else begin, self._end_of_chunk(block, begin)))
-        return runs
+        return self._chunks.runs(block, without=block.renewed)
 
     def _filling(self, block: Block, target: torch.Tensor, begin: int, end: int) -> Callable[[], None]:
         """Start bringing elements [begin, end) of `block` into `target`, its place; the result blocks until they are there."""
@@ -436,20 +430,11 @@ class Store:
         who has kernels for memory of the compute device, a block that is at home there is one chunk."""
         if near and self.is_near(block):
             return (0,)
-        if block not in self._starts:
-            starts = [0]
-            while (end := self._end_of_chunk(block, starts[-1])) < block.elements:
-                starts.append(end)
-            self._starts[block] = starts
-        return self._starts[block]
+        return self._chunks.starts(block)
 
-    def _end_of_chunk(self, block: Block, begin: int, near: bool = False) -> int:
-        if near and self.is_near(block):
-            return block.elements
-        # A slot fits `chunk_elements` of WIDEST_ELEMENT bytes. Frozen parameters may be wider, and are alone in their unit.
-        most = self.chunk_elements * WIDEST_ELEMENT // max(WIDEST_ELEMENT, block.format.width)
-        full = (begin // most + 1) * most
-        return min(full, block.elements, *(cut for cut in self.placement.cuts.get(block.unit, ()) if cut > begin))
+    def _bytes_of_chunk(self, block: Block, begin: int, near: bool = False) -> tuple[int, int]:
+        """The first byte of the chunk of `block` from element `begin` on, and how many bytes it has."""
+        return (0, block.nbytes) if near and self.is_near(block) else self._chunks.bytes_of(block, begin)
 
     def in_memory_until(self, block: Block, near: bool = False) -> int:
         """The first element of which a chunk is a copy in a staging slot; chunks before it are a part of the home itself. With
@@ -525,8 +510,8 @@ class Store:
                 yield block.memory, content
             return
         for begin in self.chunks(block):
-            at = block.format.bytes_of(begin)
-            part = content[at : at + block.format.bytes_of(self._end_of_chunk(block, begin) - begin)]
+            at, nbytes = self._chunks.bytes_of(block, begin)
+            part = content[at : at + nbytes]
             chunks = self.check_out([(block, add)], begin, spare=part.numel() if far and add else 0)
             with ExitStack() as stack:
                 for chunk in chunks:
@@ -551,14 +536,14 @@ class Store:
         self.check_usable()
         staged = [begin >= self.in_memory_until(block, near) for block, _ in wants] + [True] * (spare > 0)
         with self._changed:
-            self._check_open()
+            self.latch.check_open()
             staging = self._arenas["staging"]
             while staging.free_slots < sum(staged):
                 if not wait:
                     return None
                 self._changed.wait()
-                self._check_open()
-                self._check()
+                self.latch.check_open()
+                self.latch.check()
             slots = [staging.lease(next(self._tokens), staging.slot_bytes) if s else None for s in staged]
         chunks: list[Checkout] = []
         try:
@@ -578,8 +563,7 @@ class Store:
     def _chunk(
         self, block: Block, load: bool, begin: int, slot: Lease | None, meter: Meter, update: bool, near: bool
     ) -> Checkout:
-        at = block.format.bytes_of(begin)
-        nbytes = block.format.bytes_of(self._end_of_chunk(block, begin, near) - begin)
+        at, nbytes = self._bytes_of_chunk(block, begin, near)
         if slot is None:
             memory = self._memory_of(block, begin)
             if memory is None:
@@ -649,7 +633,7 @@ class Store:
                 if not block.copying:
                     block.to_outdated()
                 else:
-                    self._check()
+                    self.latch.check()
                     self._changed.wait()
 
     def _copied(self, block: Block) -> None:
@@ -725,49 +709,15 @@ class Store:
 
     def fail(self, error: BaseException, what: str = "an update") -> EngineClosedError:
         """`what` failed: whoever waits for it, now or later, gets `EngineClosedError` from `error`; returned is one like it."""
-        with self._changed:
-            is_first, self._failure = self._failure is None, self._failure or (error, what)
-            self._changed.notify_all()
-            told = self._closed_by_failure()
-        if is_first:
-            try:
-                self.on_failure(told)
-            except Exception as later:  # this failure is the one to tell
-                log.error("%s failed (%s), and so did telling of it: %s", what, error, later, exc_info=later)
-        return told
+        return self.latch.fail(error, what)
 
     def check(self) -> None:
         """Raise `EngineClosedError` when something failed or the store was closed."""
-        with self._changed:
-            self._check()
+        self.latch.check()
 
     def check_usable(self) -> None:
-        """Raise where nothing can be brought: `EngineClosedError` in a forked child, `RuntimeError` while a graph is captured."""
-        if os.getpid() != self._process:
-            raise EngineClosedError(
-                "this process was forked from the one that wrapped the model, whose threads and files it does not have; use the "
-                "model there, or start processes by torch.multiprocessing's 'spawn' and wrap a model in each"
-            )
-        if self._device.is_capturing():
-            raise RuntimeError(
-                "a CUDA graph is being captured, which would replay this use of the model without what the engine does for it "
-                "(bringing parameters, taking gradients); capture what uses no parameters of a wrapped model, or leave graphs out"
-            )
-
-    def _check(self) -> None:
-        if self._failure is not None:
-            raise self._closed_by_failure()
-        self._check_open()
-
-    def _closed_by_failure(self) -> EngineClosedError:
-        cause, what = self._failure or (None, "")
-        error = EngineClosedError(f"{what} failed and the engine cannot go on: {cause}")
-        error.__cause__ = cause
-        return error
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosedError("the engine was closed")
+        """Raise where nothing can be brought: in a forked child, and while a graph is captured (see `Latch.check_usable`)."""
+        self.latch.check_usable()
 
     # Accounting and the end
 
@@ -780,7 +730,7 @@ class Store:
         """Bytes in use now, per tier."""
         arena = self._arenas
         with self._changed:
-            self._check_open()
+            self.latch.check_open()
             saved = self.activations.used if self.activations is not None else 0
             host = arena["cpu"].used + arena["staging"].used + saved
             return {"gpu": arena["gpu"].used, "cpu": host, "nvme": self._nvme.reserved}
@@ -789,7 +739,7 @@ class Store:
         """The most bytes in use at any time since `open`, per tier."""
         arena = self._arenas
         with self._changed:
-            self._check_open()
+            self.latch.check_open()
             saved = self.activations.used_peak if self.activations is not None else 0
             host = arena["cpu"].peak + arena["staging"].peak + saved
             return {"gpu": arena["gpu"].peak, "cpu": host, "nvme": self._nvme.reserved}
@@ -811,12 +761,10 @@ class Store:
 
     def close(self) -> None:
         """End every thread and I/O, remove the NVMe files, give the memory back. May be called twice."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self.latch.close()
         with ExitStack() as stack:  # each of these happens, whatever the others meet; the last one first
             stack.callback(self._blocks.clear)
-            stack.callback(self._starts.clear)
+            stack.callback(self._chunks.forget)
             for block in self._blocks:
                 stack.callback(block.drop)
             stack.callback(self._arenas.clear)

@@ -1,0 +1,65 @@
+"""Where an element of a block lies: pure arithmetic of chunks, in elements and bytes. Imports no torch.
+
+An update takes a chunk of every block of a unit at once, so chunks are the same for all of these blocks. Only a frozen block
+of wider elements, which is alone in its unit, has shorter ones: a staging slot fits `most` elements of `WIDEST_ELEMENT` bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from infinity.tiers.block import Block
+from infinity.tiers.budget import WIDEST_ELEMENT
+
+
+class Chunks:
+    """Cuts blocks into chunks of at most `most` elements. No chunk extends across a cut of its unit.
+
+    `cuts` maps the number of a unit to elements. Any thread may ask; answers are kept until `forget`.
+    """
+
+    def __init__(self, most: int, cuts: Mapping[int, Collection[int]]) -> None:
+        self._most = most
+        self._cuts = cuts
+        self._starts: dict[Block, list[int]] = {}
+
+    def starts(self, block: Block) -> Sequence[int]:
+        """The first element of every chunk of `block`."""
+        if block not in self._starts:
+            starts = [0]
+            while (end := self.end(block, starts[-1])) < block.elements:
+                starts.append(end)
+            self._starts[block] = starts
+        return self._starts[block]
+
+    def end(self, block: Block, begin: int) -> int:
+        """The element after the last one of the chunk of `block` that holds element `begin`.
+
+        Example: 1000 elements, `most` = 400, a cut at 600. Chunks begin at 0, 400, 600 and 800.
+        """
+        most = self._most * WIDEST_ELEMENT // max(WIDEST_ELEMENT, block.format.width)
+        full = (begin // most + 1) * most
+        cuts = self._cuts.get(block.unit, ())
+        return min(full, block.elements, *(cut for cut in cuts if cut > begin))
+
+    def bytes_of(self, block: Block, begin: int) -> tuple[int, int]:
+        """The first byte of the chunk of `block` from element `begin` on, and how many bytes it has."""
+        at = block.format.bytes_of(begin)
+        return at, block.format.bytes_of(self.end(block, begin) - begin)
+
+    def runs(self, block: Block, without: Collection[int]) -> list[tuple[int, int]]:
+        """Runs of elements [begin, end) of `block` but the chunks that begin at `without`.
+
+        A run lies on one side of the border between host memory and NVMe (`Block.kept`).
+        """
+        runs: list[tuple[int, int]] = []
+        for begin in self.starts(block):
+            if begin not in without:
+                joins = runs and runs[-1][1] == begin != block.kept
+                first = runs.pop()[0] if joins else begin
+                runs.append((first, self.end(block, begin)))
+        return runs
+
+    def forget(self) -> None:
+        """Let go of all blocks."""
+        self._starts.clear()

@@ -1,0 +1,87 @@
+"""Whether the store can go on: open, failed, closed, or in a forked child. It only ever closes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+from infinity.device import ComputeDevice
+from infinity.errors import EngineClosedError
+
+log = logging.getLogger("infinity")
+
+
+class Latch:
+    """Keeps the first failure and tells everybody who asks. Any thread may call it.
+
+    `changed` is the condition of the store: its lock guards the latch, and whoever waits for it wakes on a failure.
+    """
+
+    def __init__(self, changed: threading.Condition, device: ComputeDevice) -> None:
+        self._changed = changed
+        self._device = device
+        self._process = os.getpid()
+        self._failure: tuple[BaseException, str] | None = None  # and what failed
+        self._closed = False
+        self.on_failure: Callable[[EngineClosedError], None] = lambda error: None
+        """Called once, on the thread that failed; set by whoever tells other ranks."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something failed for good."""
+        return self._failure is not None
+
+    def fail(self, error: BaseException, what: str) -> EngineClosedError:
+        """Keep `error` of `what` unless something failed before; returns what all who wait, now or later, will get."""
+        with self._changed:
+            is_first = self._failure is None
+            if is_first:
+                self._failure = error, what
+            self._changed.notify_all()
+            told = self._error()
+        if is_first:
+            try:
+                self.on_failure(told)
+            except Exception as later:  # this failure is the one to tell
+                log.error("%s failed (%s), and so did telling of it: %s", what, error, later, exc_info=later)
+        return told
+
+    def close(self) -> None:
+        """Nothing may begin from now on."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def check(self) -> None:
+        """Raise `EngineClosedError` when something failed or the store was closed."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._error()
+            self.check_open()
+
+    def check_open(self) -> None:
+        """Raise `EngineClosedError` when the store was closed."""
+        with self._changed:
+            if self._closed:
+                raise EngineClosedError("the engine was closed")
+
+    def check_usable(self) -> None:
+        """Raise where nothing can be brought: `EngineClosedError` in a forked child, `RuntimeError` while a graph is captured."""
+        if os.getpid() != self._process:
+            raise EngineClosedError(
+                "this process was forked from the one that wrapped the model, whose threads and files it does not have; use the "
+                "model there, or start processes by torch.multiprocessing's 'spawn' and wrap a model in each"
+            )
+        if self._device.is_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured, which would replay this use of the model without what the engine does for it "
+                "(bringing parameters, taking gradients); capture what uses no parameters of a wrapped model, or leave graphs out"
+            )
+
+    def _error(self) -> EngineClosedError:
+        cause, what = self._failure or (None, "")
+        error = EngineClosedError(f"{what} failed and the engine cannot go on: {cause}")
+        error.__cause__ = cause
+        return error
