@@ -19,7 +19,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo test python-test random-programs native-test asan tsan lint format clean system
+.PHONY: help demo test python-test random-programs native-test asan tsan lint format docs clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -75,13 +75,17 @@ format: $(VENV)/installed  ## Rewrite the Python files in the project's style
 	@"$(BIN)/ruff" check --fix-only .
 	"$(BIN)/ruff" format .
 
+docs: $(VENV)/installed  ## Build the documentation into build/site; a broken link or reference is an error
+	@NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict --quiet --clean
+	echo "build/site/index.html"
+
 clean:  ## Remove everything that make made, the virtual environment and the demo's output included
 	@rm -rf $(VENV) build dist demo-nvme demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # Without build isolation the compiled files stay valid from one install to the next, so only what changed is built again.
 $(VENV)/installed: $(VENV)/tools $(SOURCES)
 	@echo "Building and installing infinity with what it needs (a few minutes the first time)"
-	$(PIP) --no-build-isolation ".[finetune,test,lint]"
+	$(PIP) --no-build-isolation ".[finetune,test,lint,docs]"
 	touch $@
 
 # torch comes from wherever pip is configured to look (PIP_EXTRA_INDEX_URL and so on); a CPU wheel is enough for everything here.
