@@ -2,7 +2,7 @@
 """The optimizer kernels against what memory gives and against their peers: a thin script around `infinity bench adam`.
 
 Prints a table for each size and keeps everything in JSON. Needs 26 bytes of memory per parameter. torch's fused AdamW always
-runs beside; DeepSpeed's CPUAdam where it can be imported. How they are compared: `infinity/cli/bench/adam/measure.py`.
+runs beside; DeepSpeed's CPUAdam where it can be imported. How they are compared: `infinity/bench/adam.py`.
 
     benchmarks/adam.py [--parameters 100e6 300e6] [--rounds 7] [--threads N] [--output benchmarks/results/adam.json]
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from infinity.cli.bench.adam.measure import measure
+from infinity.bench.adam import measure
 from infinity.cli.bench.adam.show import print_table
 
 

@@ -33,9 +33,9 @@ from rich.table import Table
 
 import infinity
 from infinity.cli.data import load_windows
-from infinity.cli.models import PRESETS, ModelSource
-from infinity.cli.tokenizer import BYTE_VOCABULARY, ByteTokenizer
 from infinity.cli.training import learning_rate_factor
+from infinity.models.source import PRESETS, ModelSource
+from infinity.models.tokenizer import BYTE_VOCABULARY, ByteTokenizer
 from infinity.tiers.block import Kind
 
 FORMATS: dict[str, dict[str, Any]] = {

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 
 _FIRST_CUFILE_ERROR = 5000  # above every errno
+_FRAMES = re.compile(r"\n(?:Exception raised from |C\+\+ CapturedTraceback|frame #0: )")
+_SOURCE = re.compile(r"^\[[^][\s]*:\d+\] ")  # "[.../pair.cc:537] Read error"
 
 
 class InfinityError(Exception):
@@ -65,3 +68,19 @@ class NvmeError(InfinityError, OSError):
         text = f"{operation} of {asked} bytes at offset {offset} stopped after {done}: {reason}{of_what}"
         super().__init__(code, text, path)
         self.operation, self.path, self.offset, self.asked, self.done = operation, path, offset, asked, done
+
+
+def sentence(error: BaseException) -> str:
+    """`error` in one line: "PATH: reason" for an `OSError`, and the cause that an `InfinityError` names."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{error.filename}: {error.strerror}"
+    else:
+        text = _without_frames(str(error)) or type(error).__name__
+    if isinstance(error, InfinityError) and error.__cause__ is not None and str(error.__cause__) not in text:
+        text = f"{text} (because: {sentence(error.__cause__)})"
+    return " ".join(text.split())
+
+
+def _without_frames(text: str) -> str:
+    """A C++ error of torch without its source position and its stack."""
+    return _SOURCE.sub("", _FRAMES.split(text, maxsplit=1)[0]).strip()

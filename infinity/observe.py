@@ -189,3 +189,11 @@ class Report:
     """And bytes that were read from there."""
     activations_peak: int = 0
     """The most bytes of them that were off the compute device at any time."""
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Budget per tier that has one; without a limit on NVMe, `budgets` has what the files take there."""
+        limited = dict(self.budgets)
+        if limited.get("nvme", 0) <= self.peaks.get("nvme", 0):
+            limited.pop("nvme", None)
+        return limited

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +22,10 @@ LAYERS = """\
 6 checkpoint
 6 modules
 7 infinity: __init__ accumulation build engine
-8 cli
-9 infinity: __main__
+7 models
+8 bench
+9 cli
+10 infinity: __main__
 """
 
 PUBLIC = [
@@ -96,7 +100,7 @@ def is_ours(name: str) -> bool:
 
 def parse_lines(table: str) -> list[tuple[int, str, list[str]]]:
     """(layer, package, modules named after the colon) for each line."""
-    lines = [re.fullmatch(r"(\d) (\w+)(?:: ([\w ]+))?", line) for line in table.strip().splitlines()]
+    lines = [re.fullmatch(r"(\d+) (\w+)(?:: ([\w ]+))?", line) for line in table.strip().splitlines()]
     return [(int(line[1]), line[2], (line[3] or "").split()) for line in lines if line]
 
 
@@ -199,6 +203,30 @@ def test_no_star_imports_and_no_print() -> None:
         if isinstance(node, ast.Name) and node.id == "print" and not module.startswith("infinity.cli"):
             wrong.append(f"{at} print; a library logs")
     assert not wrong, "\n".join(wrong)
+
+
+SHELL = {"typer", "click", "rich", "matplotlib", "infinity.cli"}
+
+
+def test_measuring_knows_no_shell() -> None:
+    """`infinity.bench` and all it imports work without the command line and what draws its output."""
+    pending, seen = [module for module in PATHS if module.startswith("infinity.bench")], set()
+    assert pending
+    while pending:
+        module = pending.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        targets = [target for node in ast.walk(TREES[module]) for target in imported(module, node)]
+        wrong = [target for target in targets if any(f"{target}.".startswith(f"{shell}.") for shell in SHELL)]
+        assert not wrong, f"{module} imports {wrong}"
+        pending += [target for target in targets if target in PATHS]
+
+
+def test_importing_the_package_imports_no_measuring() -> None:
+    """`import infinity` loads neither `infinity.bench` nor `infinity.models`."""
+    code = "import sys, infinity; print([n for n in sys.modules if n.startswith(('infinity.bench', 'infinity.models'))])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 WORK = {

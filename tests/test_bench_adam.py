@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from infinity.cli.bench.adam.measure import CASES, Bench, Subject, rows
+from infinity.bench.adam import CASES, Bench, Subject, rows
 from infinity.cli.main import app
 from infinity.errors import ConfigError
 from infinity.rates import Formats

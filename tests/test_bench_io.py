@@ -28,15 +28,15 @@ from typer.testing import CliRunner
 
 import infinity
 from infinity import native
+from infinity.bench.io import benchmark, fio, patterns, wear, workspace
+from infinity.bench.io.block import config_block
+from infinity.bench.io.plan import MODES, Plan
+from infinity.bench.io.preflight import Link, Place, examine
+from infinity.bench.io.results import sustained_facts
+from infinity.bench.io.rig import Drive, Measured, Rig, percentile
+from infinity.bench.io.search import AS_GOOD, DEPTHS, REQUEST_BYTES, THREADS, Setting, Space, search
+from infinity.bench.io.verdict import Evidence, lasting, verdict
 from infinity.cli import gc
-from infinity.cli.bench import benchmark, fio, patterns, wear, workspace
-from infinity.cli.bench.block import config_block
-from infinity.cli.bench.plan import MODES, Plan
-from infinity.cli.bench.preflight import Link, Place, examine
-from infinity.cli.bench.results import sustained_facts
-from infinity.cli.bench.rig import Drive, Measured, Rig, percentile
-from infinity.cli.bench.search import AS_GOOD, DEPTHS, REQUEST_BYTES, THREADS, Setting, Space, search
-from infinity.cli.bench.verdict import Evidence, lasting, verdict
 from infinity.cli.interrupt import interrupted_by_signals
 from infinity.cli.main import app
 from infinity.device import HostMemory
@@ -797,7 +797,7 @@ def test_a_page_cache_is_not_taken_for_a_drive() -> None:
 
 
 def test_the_load_is_adam_on_every_core() -> None:
-    from infinity.cli.bench.load import Load
+    from infinity.bench.io.load import Load
 
     load = Load()
     with load:

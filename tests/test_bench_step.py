@@ -15,10 +15,10 @@ from far import FarDevice
 from typer.testing import CliRunner
 
 import infinity
-from infinity.cli.bench.step import train
-from infinity.cli.bench.step.flops import Shape, count
-from infinity.cli.bench.step.limits import extrapolated
-from infinity.cli.bench.step.measure import bounds, parts_updated
+from infinity.bench.step import train
+from infinity.bench.step.flops import Shape, count
+from infinity.bench.step.limits import extrapolated
+from infinity.bench.step.measure import bounds, parts_updated
 from infinity.cli.main import app
 from infinity.config import Config
 from infinity.observe import Report
@@ -100,7 +100,7 @@ def test_the_report_says_where_states_are_updated(
     tier: str, kept: str, near: float, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device with kernels and memory of its own, which `far` plays."""
-    for name in ("infinity.build", "infinity.cli.bench.step.measure"):
+    for name in ("infinity.build", "infinity.bench.step.measure"):
         monkeypatch.setitem(vars(sys.modules[name]), "ComputeDevice", FarDevice)
     kinds = ("--gradients", tier, "--optimizer", tier, "--parameters", "gpu", "--gpu-cache", kept)
     result = run("--model", model, *SMALL, "--gpu-memory", "32MiB", *kinds, "--nvme", tmp_path, "--json", tmp_path / "r.json")

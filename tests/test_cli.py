@@ -24,13 +24,14 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import infinity
-from infinity.cli import doctor, failure, finetune, gc, job, models, output, progress, training
+from infinity.cli import doctor, failure, finetune, gc, job, output, progress, training
 from infinity.cli.history import History
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.main import app
 from infinity.cli.perfetto import write_trace
-from infinity.cli.tokenizer import ByteTokenizer
-from infinity.errors import EngineClosedError, InfinityError, NvmeError
+from infinity.errors import EngineClosedError, InfinityError, NvmeError, sentence
+from infinity.models.source import ModelSource, find_model
+from infinity.models.tokenizer import ByteTokenizer
 from infinity.observe import LANES, Recorder, Report
 from infinity.sharding.unit import Unit
 
@@ -73,7 +74,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """Put `StandIn` in the place of the real engine; the list gets the engines made."""
     made: list[StandIn] = []
 
-    def assemble(it: job.Job, source: models.ModelSource, config: Any, world: Any) -> Any:
+    def assemble(it: job.Job, source: ModelSource, config: Any, world: Any) -> Any:
         model = source.build()
         if source.directory is not None:
             model.load_state_dict(load_file(source.directory / "model.safetensors"))
@@ -222,15 +223,15 @@ def test_missing_extras_name_the_pip_command() -> None:
 
 
 def test_a_failure_is_one_sentence_with_its_context() -> None:
-    assert failure.sentence(NvmeError("read", "/n/s.bin", 4096, 5, 8192, 4096)) == (
+    assert sentence(NvmeError("read", "/n/s.bin", 4096, 5, 8192, 4096)) == (
         "/n/s.bin: read of 8192 bytes at offset 4096 stopped after 4096: Input/output error"
     )
     closed = EngineClosedError("the engine failed earlier")
     closed.__cause__ = NvmeError("write", "/n/s.bin", 0, 28, 1, 0)
-    assert failure.sentence(closed) == (
+    assert sentence(closed) == (
         "the engine failed earlier (because: /n/s.bin: write of 1 bytes at offset 0 stopped after 0: No space left on device)"
     )
-    assert failure.sentence(ValueError("two\n  lines")) == "two lines"
+    assert sentence(ValueError("two\n  lines")) == "two lines"
 
 
 def test_the_options_are_frozen() -> None:
@@ -263,7 +264,7 @@ def test_the_options_are_frozen() -> None:
     ],
 )
 def test_presets_have_the_size_of_their_name(name: str, least: float, most: float) -> None:
-    source = models.find_model(name, "bf16")
+    source = find_model(name, "bf16")
     with torch.device("meta"):
         model = source.build()
     assert least <= sum(parameter.numel() for parameter in model.parameters()) <= most
@@ -332,7 +333,7 @@ def test_an_output_can_be_the_next_model_and_tied_weights_survive(
     with torch.no_grad():
         expected = stand_in[0].model(ids).logits
         assert torch.equal(AutoModelForCausalLM.from_pretrained(first)(ids).logits, expected)
-    source = models.find_model(str(first), "auto")
+    source = find_model(str(first), "auto")
     assert (source.config.dtype, source.directory) == (torch.float32, first)
     if preset == "llama-tiny":
         result = run("finetune", *common, "--model", first, "--output", second, "--no-report")
@@ -558,7 +559,7 @@ def test_outputs_do_not_follow_links(tmp_path: Path) -> None:
     names = ["config.json", "generation_config.json", "model.safetensors", "report.html", "trace.json"]
     for name in [*names, "report.html.partial", "trace.json.partial", ".infinity-write-test"]:
         (out / name).symlink_to(precious)
-    source = models.find_model("llama-tiny", "bf16")
+    source = find_model("llama-tiny", "bf16")
     with infinity.init():
         model = source.build(False)
     output.prepare_output(out, None, overwrite=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from infinity.cli import data
 from infinity.cli.data import Piece, Windows, encode, load_windows, pack, read_pieces
-from infinity.cli.tokenizer import BYTE_VOCABULARY, EOS, PAD, SPECIAL, ByteTokenizer, load_tokenizer
+from infinity.models.tokenizer import BYTE_VOCABULARY, EOS, PAD, SPECIAL, ByteTokenizer, load_tokenizer
 
 
 def documents(source: Path) -> list[str]:

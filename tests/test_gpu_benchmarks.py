@@ -13,7 +13,7 @@ import pytest
 from conftest import CHILD
 
 import infinity
-from infinity.cli.bench.step.train import find_source
+from infinity.bench.step.train import find_source
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "gpu"
 GIB = 1 << 30

@@ -21,7 +21,7 @@ from test_gpu_benchmarks import load
 
 import infinity
 from infinity import native
-from infinity.cli import machine
+from infinity.bench import machine
 from infinity.device import ComputeDevice, Mark
 from infinity.observe import Recorder
 from infinity.tiers import drives as tier

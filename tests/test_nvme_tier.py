@@ -23,8 +23,8 @@ from planted import PLANTED, Planted
 
 import infinity
 from infinity import native
+from infinity.bench.io import workspace
 from infinity.cli import gc
-from infinity.cli.bench import workspace
 from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
 from infinity.files import LOCK_NAME, Directory
 from infinity.observe import Recorder

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from infinity.cli import training
-from infinity.cli.description import read_description
 from infinity.cli.main import app
-from infinity.cli.models import find_model
-from infinity.cli.tokenizer import ByteTokenizer
+from infinity.models.description import read_description
+from infinity.models.source import find_model
+from infinity.models.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

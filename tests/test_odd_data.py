@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from infinity.cli import data, training
 from infinity.cli.data import encode, read_pieces
 from infinity.cli.main import app
-from infinity.cli.reading import open_regular
-from infinity.cli.tokenizer import ByteTokenizer
+from infinity.models.reading import open_regular
+from infinity.models.tokenizer import ByteTokenizer
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
 

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from infinity.bench import adam
+from infinity.bench.io.benchmark import Benchmark
+from infinity.bench.step import measure as step
 from infinity.cli import job
-from infinity.cli.bench.adam import measure as adam
-from infinity.cli.bench.benchmark import Benchmark
-from infinity.cli.bench.step import measure as step
 from infinity.cli.main import app
 from infinity.errors import InfinityError
 

@@ -23,9 +23,10 @@ from conftest import CHILD
 from typer.testing import CliRunner
 
 import infinity
-from infinity.cli import job, models, output, training
+from infinity.cli import job, output, training
 from infinity.cli.interrupt import SIGNALS, Interrupt, interrupted_by_signals
 from infinity.cli.main import app
+from infinity.models.source import ModelSource
 from infinity.modules import load
 
 OPTIONS = [
@@ -35,7 +36,7 @@ OPTIONS = [
 POINTS: dict[str, tuple[Any, str]] = {
     "the model is looked for": (job, "find_model"),
     "data is read": (job, "load_windows"),
-    "the model is built": (models.ModelSource, "build"),
+    "the model is built": (ModelSource, "build"),
     "the model is wrapped": (infinity, "wrap"),
     "weights are made": (load, "_aliases"),
     "the optimizer is made": (infinity, "AdamW"),

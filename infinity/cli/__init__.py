@@ -1,1 +1,1 @@
-"""The command line: `infinity finetune | doctor | gc`. The only part of the package that prints."""
+"""The command line: `infinity finetune | doctor | gc | bench`. The only part of the package that prints."""

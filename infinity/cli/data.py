@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from infinity.cli.reading import open_regular, parse_json
-from infinity.cli.tokenizer import Tokenizer
+from infinity.models.reading import open_regular, parse_json
+from infinity.models.tokenizer import Tokenizer
 from infinity.units import format_bytes
 
 TEXT_SUFFIXES = frozenset((

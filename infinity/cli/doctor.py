@@ -16,8 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from infinity.cli.failure import plain_failures
-from infinity.cli.machine import (
+from infinity.bench.machine import (
     direct_io_problem,
     gpu_direct_problem,
     huge_pages,
@@ -25,6 +24,7 @@ from infinity.cli.machine import (
     lines,
     memlock_limit,
 )
+from infinity.cli.failure import plain_failures
 from infinity.units import format_bytes
 
 _PACKAGES = ("zero-infinity", "torch", "numpy", "safetensors", "transformers", "matplotlib")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import signal
 import tempfile
 import traceback
@@ -12,32 +11,12 @@ from contextlib import contextmanager
 
 import typer
 
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, sentence
 
 EXPECTED = (InfinityError, ValueError, OSError)
 """What a failing world and wrong input raise. Anything else is a defect."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells write it: 128 + SIGINT."""
-
-
-_FRAMES = re.compile(r"\n(?:Exception raised from |C\+\+ CapturedTraceback|frame #0: )")
-_SOURCE = re.compile(r"^\[[^][\s]*:\d+\] ")  # "[.../pair.cc:537] Read error"
-
-
-def sentence(error: BaseException) -> str:
-    """`error` in one line: "PATH: reason" for an `OSError`, and the first failure where the error names one as its cause."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        text = f"{error.filename}: {error.strerror}"
-    else:
-        text = _without_frames(str(error)) or type(error).__name__
-    if isinstance(error, InfinityError) and error.__cause__ is not None and str(error.__cause__) not in text:
-        text = f"{text} (because: {sentence(error.__cause__)})"
-    return " ".join(text.split())
-
-
-def _without_frames(text: str) -> str:
-    """What a C++ error of torch says, without where it was raised: the file, and the frames of the stack."""
-    return _SOURCE.sub("", _FRAMES.split(text, maxsplit=1)[0]).strip()
 
 
 def say(text: str) -> None:

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
+from infinity.bench.io.workspace import leftovers, remove
 from infinity.cli import checkpoints
-from infinity.cli.bench.workspace import leftovers, remove
 from infinity.cli.failure import plain_failures
 from infinity.cli.ranks import rank_directories
 from infinity.files import LOCK_NAME, Directory

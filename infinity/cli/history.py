@@ -74,14 +74,6 @@ def cached_text(cached: dict[str, int]) -> str:
     return f"{format_bytes(cached['bytes'])} of {format_bytes(cached['of'])}"
 
 
-def limits(report: Report) -> dict[str, int]:
-    """Budget per tier that has one. Without a limit on NVMe the report names what the files take: that is none."""
-    limited = dict(report.budgets)
-    if limited.get("nvme", 0) <= report.peaks.get("nvme", 0):
-        limited.pop("nvme", None)
-    return limited
-
-
 def budget_of_a_rank(summary: dict[str, Any], tier: str) -> int | None:
     """What one rank may use of `tier`, in bytes, by a summary; None without a limit."""
     budget: int | None = summary["memory"][tier]["budget"]
@@ -122,7 +114,7 @@ def combine(reports: Sequence[Report], per_node: int) -> Report:
     summed = {name: sum(getattr(report, name) for report in reports) for name in (*sums, *_MOVED)}
     highest = max(report.activations_peak for report in reports)
     peaks = {tier: max(report.peaks[tier] for report in reports) for tier in first.peaks}
-    budgets = {tier: budget * shared_by(tier, per_node) for tier, budget in limits(first).items()}
+    budgets = {tier: budget * shared_by(tier, per_node) for tier, budget in first.limits.items()}
     return replace(first, peaks=peaks, budgets=budgets, activations_peak=highest, **summed)
 
 
@@ -140,7 +132,7 @@ def summarize(
     `files` names what was written beside. A peak is that of a rank, a budget that of the ranks that share it (`shared_by`).
     """
     worst = sorted(report.waits.items(), key=lambda item: -item[1])[:WORST_WAITS]
-    budgets = limits(report)
+    budgets = report.limits
     last = history.validations[-1] if history.validations else None
     return {
         "model": model,

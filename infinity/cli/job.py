@@ -14,15 +14,15 @@ from infinity.cli.checkpoints import Checkpoints
 from infinity.cli.data import load_windows
 from infinity.cli.history import History, combine, summarize
 from infinity.cli.interrupt import Interrupt
-from infinity.cli.models import ModelSource, find_model
 from infinity.cli.options import refuse_missing_directory
 from infinity.cli.output import prepare_output, save_model
 from infinity.cli.ranks import ALONE, World
-from infinity.cli.reading import open_regular
-from infinity.cli.tokenizer import Tokenizer, load_tokenizer
 from infinity.cli.training import Engine, Schedule, Trainer, Watcher
 from infinity.config import Config, Tier
 from infinity.errors import BudgetError
+from infinity.models.reading import open_regular
+from infinity.models.source import ModelSource, find_model
+from infinity.models.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger("infinity")
 

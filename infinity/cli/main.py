@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from infinity.cli.bench.adam.command import adam
-from infinity.cli.bench.command import bench
+from infinity.cli.bench.io.command import IoCommand
+from infinity.cli.bench.io.command import io as bench_io
 from infinity.cli.bench.step.command import step
 from infinity.cli.doctor import doctor, installed_version
 from infinity.cli.finetune import finetune
@@ -25,6 +26,8 @@ app = typer.Typer(
 app.command()(finetune)
 app.command()(doctor)
 app.command()(gc)
+bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure what this machine's devices give.")
+bench.command("io", cls=IoCommand)(bench_io)
 bench.command()(adam)
 bench.command()(step)
 app.add_typer(bench)

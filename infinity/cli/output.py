@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from infinity import safetensors
-from infinity.cli.tokenizer import Tokenizer
 from infinity.files import Directory, Drafts
+from infinity.models.tokenizer import Tokenizer
 from infinity.modules.load import INDEX, SINGLE
 
 if TYPE_CHECKING:

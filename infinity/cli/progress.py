@@ -11,7 +11,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
-from infinity.cli.history import TIERS, History, budget_text, cached_text, format_seconds, limits
+from infinity.cli.history import TIERS, History, budget_text, cached_text, format_seconds
 from infinity.units import format_bytes
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Progress:
     def attach(self, engine: Engine) -> None:
         """Show this engine's tiers from now on."""
         self._engine = engine
-        self._budgets = limits(engine.report())  # once: a report waits for pending updates
+        self._budgets = engine.report().limits  # once: a report waits for pending updates
 
     def stepped(self, history: History) -> None:
         """Advance the bar by one step."""

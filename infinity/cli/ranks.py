@@ -28,9 +28,9 @@ import typer
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from infinity.cli.failure import explained, plain_failures, say, sentence
+from infinity.cli.failure import explained, plain_failures, say
 from infinity.cli.interrupt import interrupted_by_signals
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, sentence
 
 T = TypeVar("T")
 

@@ -1,6 +1,4 @@
-"""`infinity bench io`: what the NVMe directories of this machine give, and the settings that give it.
+"""`infinity bench`: options, tables and pages. `infinity.bench` does the measuring.
 
-`command` takes the options and `benchmark` runs them: `preflight` looks, `workspace` makes the files, `search` finds a setting,
-`patterns` says what a mode moves, `rig` moves it, `fio` and `load` stand beside it; `verdict`, `wear` and `block` say what
-follows, `table` and `page` show it.
+Each command has a folder: `command` takes the options and calls the library, `show` shows the result (`table` and `page` for io).
 """

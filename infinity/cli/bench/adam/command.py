@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from infinity.cli.bench.command import parse_count
 from infinity.cli.bench.delivery import Delivery, say
+from infinity.cli.bench.options import Json, ReportFile, parse_count
 from infinity.cli.failure import plain_failures, require_extras
 from infinity.cli.options import Debug
 
@@ -21,8 +20,6 @@ Parameters = Annotated[
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians count.")]
 Threads = Annotated[int | None, typer.Option(min=1, show_default="every CPU", help="Threads, of the peers too.")]
 Peers = Annotated[bool, typer.Option(help="Measure torch's fused AdamW and, where it is installed, DeepSpeed's CPUAdam.")]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; -: to stdout.")]
-ReportFile = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML page.")]
 
 
 def adam(
@@ -39,7 +36,7 @@ def adam(
     Needs 26 bytes of memory per parameter.
     """
     with plain_failures(debug):
-        from infinity.cli.bench.adam.measure import measure
+        from infinity.bench.adam import measure
         from infinity.cli.bench.adam.show import print_table, render
 
         if report is not None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from infinity.cli import options as o
 from infinity.cli.bench.delivery import Delivery, say
+from infinity.cli.bench.options import Json, ReportFile
 from infinity.cli.failure import plain_failures, require_extras
 from infinity.cli.interrupt import interrupted_by_signals
 
-_TIMING, _OUTPUT = "Timing", "Output"
+_TIMING = "Timing"
 
 Model = Annotated[
     str,
@@ -33,10 +33,6 @@ ProbeBytes = Annotated[
         parser=o.parse_size, metavar="BYTES", show_default="256MiB", help="What a link is measured with.", rich_help_panel=_TIMING
     ),
 ]
-Json = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; -: to stdout.", rich_help_panel=_OUTPUT)
-]
-ReportFile = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML page.", rich_help_panel=_OUTPUT)]
 
 
 def step(
@@ -84,9 +80,9 @@ def step(
     """
     with plain_failures(debug):
         require_extras("transformers", *(["matplotlib"] if report else []), what="`infinity bench step`")
-        from infinity.cli.bench.step.measure import measure
+        from infinity.bench.step.measure import measure
+        from infinity.bench.step.train import Workload, find_source
         from infinity.cli.bench.step.show import print_table, render
-        from infinity.cli.bench.step.train import Workload, find_source
         from infinity.config import Config
 
         delivery = Delivery(as_json, report)

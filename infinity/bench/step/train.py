@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.cli.bench.step.flops import Shape
-from infinity.cli.description import described_by, read_description
-from infinity.cli.models import DTYPES, ModelSource, find_model
+from infinity.bench.step.flops import Shape
 from infinity.config import Config
+from infinity.models.description import described_by, read_description
+from infinity.models.source import DTYPES, ModelSource, find_model
 from infinity.modules.load import INDEX, SINGLE
 from infinity.observe import Report
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.cli.bench.preflight import Place
-from infinity.cli.bench.search import Setting
+from infinity.bench.io.preflight import Place
+from infinity.bench.io.search import Setting
 
 NEAR_LINK = 0.8
 """From this share of a link's bytes on, packet headers take about all of the rest."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.cli.machine import direct_io_problem, huge_pages, io_engine_problem, lines, memlock_limit
+from infinity.bench.machine import direct_io_problem, huge_pages, io_engine_problem, lines, memlock_limit
 
 _NETWORK = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs", "virtiofs"}
 _MEMORY = {"ramfs", "tmpfs"}

@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from infinity import native
-from infinity.cli.bench.patterns import Piece, Stage
-from infinity.cli.bench.search import Setting
+from infinity.bench.io.patterns import Piece, Stage
+from infinity.bench.io.search import Setting
 from infinity.device import HostMemory
 from infinity.errors import NvmeError
 from infinity.tiers.budget import STAGED_SETS

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from infinity.cli.description import NAME, described_by, read_description
-from infinity.cli.tokenizer import BOS, BYTE_VOCABULARY, EOS, PAD
+from infinity.models.description import NAME, described_by, read_description
+from infinity.models.tokenizer import BOS, BYTE_VOCABULARY, EOS, PAD
 from infinity.modules.load import INDEX, SINGLE
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from infinity.cli.failure import sentence
-from infinity.cli.reading import read_json
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, sentence
+from infinity.models.reading import read_json
 
 NAME = "config.json"
 _MOST_BYTES = 16 << 20

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.cli.bench.search import Setting
+from infinity.bench.io.search import Setting
 from infinity.tiers.speed import levelled
 
 

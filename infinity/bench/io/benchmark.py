@@ -14,18 +14,18 @@ from typing import Any
 import torch
 
 from infinity import native
-from infinity.cli.bench import fio, patterns
-from infinity.cli.bench.block import config_block
-from infinity.cli.bench.load import Load
-from infinity.cli.bench.patterns import Operation
-from infinity.cli.bench.plan import SIZE_MULTIPLE, Plan
-from infinity.cli.bench.preflight import Place, examine, machine_facts, notes
-from infinity.cli.bench.results import Case, fio_facts, latency_facts, spread, sustained_facts
-from infinity.cli.bench.rig import PIECE_BYTES, Drive, Measured, Pieces, Rig
-from infinity.cli.bench.search import Found, Setting, Space, search
-from infinity.cli.bench.verdict import Evidence, lasting, verdict
-from infinity.cli.bench.wear import read_smart, wear_percent
-from infinity.cli.bench.workspace import check_owners, check_space, workspace
+from infinity.bench.io import fio, patterns
+from infinity.bench.io.block import config_block
+from infinity.bench.io.load import Load
+from infinity.bench.io.patterns import Operation
+from infinity.bench.io.plan import SIZE_MULTIPLE, Plan
+from infinity.bench.io.preflight import Place, examine, machine_facts, notes
+from infinity.bench.io.results import Case, fio_facts, latency_facts, spread, sustained_facts
+from infinity.bench.io.rig import PIECE_BYTES, Drive, Measured, Pieces, Rig
+from infinity.bench.io.search import Found, Setting, Space, search
+from infinity.bench.io.verdict import Evidence, lasting, verdict
+from infinity.bench.io.wear import read_smart, wear_percent
+from infinity.bench.io.workspace import check_owners, check_space, workspace
 from infinity.device import HostMemory
 from infinity.tiers.budget import CHUNK_ELEMENTS
 from infinity.units import format_bytes

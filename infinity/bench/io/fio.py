@@ -12,9 +12,9 @@ import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from infinity.cli.bench.patterns import READ_SHARE
-from infinity.cli.bench.rig import Measured
-from infinity.cli.bench.search import Setting
+from infinity.bench.io.patterns import READ_SHARE
+from infinity.bench.io.rig import Measured
+from infinity.bench.io.search import Setting
 from infinity.errors import InfinityError
 
 ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from infinity import native
-from infinity.cli.bench.patterns import Operation
-from infinity.cli.bench.search import DEPTHS, REQUEST_BYTES, THREADS, Space
-from infinity.cli.bench.workspace import check_directories
+from infinity.bench.io.patterns import Operation
+from infinity.bench.io.search import DEPTHS, REQUEST_BYTES, THREADS, Space
+from infinity.bench.io.workspace import check_directories
 from infinity.errors import ConfigError
 from infinity.units import format_bytes
 

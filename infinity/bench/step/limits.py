@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from infinity import nvme
-from infinity.cli.models import ModelSource
+from infinity.models.source import ModelSource
 from infinity.rates import seconds_of
 
 PIECE_BYTES = 4 << 20  # a stripe of the engine

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from infinity.cli.failure import sentence
+from infinity.errors import sentence
 
 Ids = npt.NDArray[np.uint32] | npt.NDArray[np.uint16]
 

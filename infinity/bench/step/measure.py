@@ -18,10 +18,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from infinity.cli.bench.results import spread
-from infinity.cli.bench.step import flops, limits
-from infinity.cli.bench.step.train import Trained, Workload, train
-from infinity.cli.history import limits as budgets_of
+from infinity.bench.io.results import spread
+from infinity.bench.step import flops, limits
+from infinity.bench.step.train import Trained, Workload, train
 from infinity.device import ComputeDevice
 from infinity.observe import Report
 from infinity.rates import Formats, copies, formats_of, threads_of, updates
@@ -128,7 +127,7 @@ def summary(
     takes = bounds(compute, nbytes, parts_updated(report), middle)
     longest = max(takes, key=lambda name: takes[name])
     per_step = [1 / each for each in seconds]
-    limited = budgets_of(report)
+    limited = report.limits
     return {
         "model": work.source.name,
         "parameters_count": report.parameters,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from infinity.cli.bench.rig import Measured, Pieces, Rig, percentile
+from infinity.bench.io.rig import Measured, Pieces, Rig, percentile
 
 
 @dataclass

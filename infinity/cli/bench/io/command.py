@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -12,14 +11,15 @@ import typer
 from typer.core import TyperCommand
 
 from infinity.cli.bench.delivery import Delivery, say
+from infinity.cli.bench.options import OUTPUT, Json, ReportFile, parse_count
 from infinity.cli.failure import plain_failures, require_extras
 from infinity.cli.interrupt import interrupted_by_signals
 from infinity.cli.options import Debug, parse_size
 from infinity.cli.output import write_file
 
-bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure what this machine's devices give.")
-
-_WHERE, _WHAT, _HOW, _OUTPUT = "Where", "What is measured", "How it is run", "Output"
+_WHERE = "Where"
+_WHAT = "What is measured"
+_HOW = "How it is run"
 _NOT_HERE = {
     "--folder_to_device_mapping": "give --path once per directory: each has a ring of its own, and no GPU belongs to it",
     "--sweep_config": "the search is not a grid; --engine, --depth, --request-bytes and --threads fix what you name",
@@ -44,7 +44,7 @@ _NOT_HERE = {
 """Options of DeepSpeed's `ds_io` and `ds_nvme_tune` that have no meaning here, and what to do instead."""
 
 
-class _Command(TyperCommand):
+class IoCommand(TyperCommand):
     """Answers an option of DeepSpeed's tools that means nothing here with a sentence."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -54,17 +54,6 @@ class _Command(TyperCommand):
                 typer.echo(f"infinity: {name} is an option of DeepSpeed that does not apply: {_NOT_HERE[name]}", err=True)
                 raise typer.Exit(2)
         return super().parse_args(ctx, args)
-
-
-_MOST_PARAMETERS = 1e18
-
-
-def parse_count(value: Any) -> int:
-    """The parser of options that take a number of parameters."""
-    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\d+)?)([KMBT]?)", str(value).strip())
-    if match is None or not 1 <= float(match[1]) <= _MOST_PARAMETERS:
-        raise typer.BadParameter(f"{value!r} is not a number of parameters; write for example 100M, 7B or 7000000000")
-    return int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]])
 
 
 def _size(*names: str, text: str, panel: str, default: str) -> Any:
@@ -165,22 +154,17 @@ RoundSeconds = Annotated[
     float, typer.Option(min=0.01, metavar="SECONDS", help="One measurement of one round.", rich_help_panel=_HOW)
 ]
 
-Json = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; -: to stdout.", rich_help_panel=_OUTPUT)
-]
-ReportFile = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML page.", rich_help_panel=_OUTPUT)]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="Write the block for infinity.Config and DeepSpeed.", rich_help_panel=_OUTPUT),
+    typer.Option("--config", metavar="FILE", help="Write the block for infinity.Config and DeepSpeed.", rich_help_panel=OUTPUT),
 ]
 Endurance = Annotated[
     int | None,
-    _size("--endurance", text="What the maker warrants per drive, e.g. 600TB.", panel=_OUTPUT, default="unknown"),
+    _size("--endurance", text="What the maker warrants per drive, e.g. 600TB.", panel=OUTPUT, default="unknown"),
 ]
-Runs = Annotated[int, typer.Option(min=1, help="How often this benchmark will run, for the wear.", rich_help_panel=_OUTPUT)]
+Runs = Annotated[int, typer.Option(min=1, help="How often this benchmark will run, for the wear.", rich_help_panel=OUTPUT)]
 
 
-@bench.command("io", cls=_Command)
 def io(
     more: MorePaths = None,
     path: Paths = None,
@@ -216,9 +200,9 @@ def io(
     ds_nvme_tune go by their names where they mean the same (--nvme_dir, --io_size, --block_size, --queue_depth, ...).
     """
     with plain_failures(debug):
-        from infinity.cli.bench.benchmark import Benchmark
-        from infinity.cli.bench.plan import MODES, Mode, Plan
-        from infinity.cli.bench.table import print_table
+        from infinity.bench.io.benchmark import Benchmark
+        from infinity.bench.io.plan import MODES, Mode, Plan
+        from infinity.cli.bench.io.table import print_table
 
         directories = (*(path or ()), *(more or ()))
         if not directories:
@@ -241,7 +225,7 @@ def io(
             write_file(config, json.dumps(summary["config"], indent=2) + "\n")
 
         def page() -> str:
-            from infinity.cli.bench.page import render
+            from infinity.cli.bench.io.page import render
 
             return render(summary)
 
