@@ -46,7 +46,7 @@ random-programs: $(VENV)/installed  ## Run PROGRAMS=5000 random programs of seed
 native-test: $(VENV)/tools  ## Build and run the native tests
 	@$(CMAKE) -B build/native >build/native.log || { cat build/native.log; exit 1; }
 	"$(BIN)/cmake" --build build/native
-	"$(BIN)/ctest" --test-dir build/native --output-on-failure --no-tests=error --timeout 300
+	"$(BIN)/ctest" --test-dir build/native --output-on-failure --no-tests=error --timeout 1500
 
 # ThreadSanitizer cannot map its shadow where the kernel randomizes addresses over many bits; setarch -R turns that off.
 asan: SANITIZE := address,undefined
@@ -61,7 +61,7 @@ define SANITIZED
 setarch -R true 2>/dev/null && fixed="setarch -R" || fixed=
 $(CMAKE) -B build/$@ -DINFINITY_SANITIZE=$(SANITIZE) -DCMAKE_BUILD_TYPE=RelWithDebInfo >build/$@.log || { cat build/$@.log; exit 1; }
 "$(BIN)/cmake" --build build/$@
-UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $$fixed "$(BIN)/ctest" --test-dir build/$@ --output-on-failure --no-tests=error --timeout 600
+UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $$fixed "$(BIN)/ctest" --test-dir build/$@ --output-on-failure --no-tests=error --timeout 1500
 endef
 
 lint: $(VENV)/installed  ## Check style and types
