@@ -1,4 +1,4 @@
-"""What README and docs show is true: Python blocks run, commands have the options, the glossary names what is in the code.
+"""What README and docs show is true: Python blocks run, commands have the options, glossary and errors are in the code.
 
 The blocks of a page run in order, in one namespace, in an empty folder. Two comments in a page, which readers do not see,
 say more: `<!-- setup: ... -->` holds code that runs before the next block, and `<!-- not run: reason -->` before a block says
@@ -7,6 +7,7 @@ that it is only compiled. Budgets and directories of large machines become small
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
@@ -141,6 +142,26 @@ def test_the_code_has_what_the_glossary_names() -> None:
         if found is None:
             missing.append(f"{term}: {dotted}")
     assert missing == []
+
+
+def texts_of_the_code() -> set[str]:
+    """Every string of the library; what is filled in is `…`."""
+    found = set()
+    for path in (ROOT / "infinity").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                found.add("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+    return found
+
+
+def test_the_code_has_the_errors_that_troubleshooting_explains() -> None:
+    errors = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(errors) >= 30
+    known = texts_of_the_code()
+    assert [error for error in errors if not any(error in text for text in known)] == []
 
 
 def test_the_comparison_in_readme_is_what_was_measured() -> None:
