@@ -36,7 +36,7 @@ from infinity.cli.data import load_windows
 from infinity.cli.training import learning_rate_factor
 from infinity.models.source import PRESETS, ModelSource
 from infinity.models.tokenizer import BYTE_VOCABULARY, ByteTokenizer
-from infinity.tiers.block import Kind
+from infinity.placement.spec import Kind
 
 FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {"split_master": False},

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.tiers.block import Kind
+from infinity.placement.spec import Kind
 from infinity.units import parse_bytes, round_up
 
 ORDERS = ("horizontal", "vertical")

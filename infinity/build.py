@@ -11,6 +11,7 @@ Several ranks meet after the steps that may fail on one of them alone, so that a
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -30,6 +31,8 @@ from infinity.modules.load import Weights, fill_units, open_weights, persistent_
 from infinity.modules.snapshot import Snapshot
 from infinity.observe import Recorder
 from infinity.optim.kernels import Kernels
+from infinity.placement.calibrate import Rates
+from infinity.placement.decide import Placement, describe_choice
 from infinity.rates import DTYPES, copies, formats_of, updates
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.gradients import GradientBuffer
@@ -37,9 +40,9 @@ from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
 from infinity.sharding.tensor_parallel import with_tensor_parallel
 from infinity.sharding.unit import Unit
 from infinity.sharding.watch import together
-from infinity.tiers.block import Kind
-from infinity.tiers.moves import Rates
 from infinity.tiers.store import Store
+
+log = logging.getLogger("infinity")
 
 Units = Sequence[type[nn.Module] | nn.Module] | None
 """What `infinity.wrap` takes as `units`."""
@@ -163,7 +166,8 @@ class Build:
         Nothing, too, where there are no kernels for any parameter.
         """
         config, elements = self._config, Counter[torch.dtype]()
-        if not self.store.placement.weighs(_concurrent_bytes(self._model, self.users), self._reserve):
+        place = self.store.placement
+        if not place.needs_rates(_concurrent_bytes(self._model, self.users, place), self._reserve):
             return ()
         for unit in self.units:
             if unit.trainable:
@@ -180,21 +184,26 @@ class Build:
         return Rates(*both_ways, self.store.measure_drives(), median(update))
 
     def place(self, numbers: Sequence[float]) -> None:
-        """Decide where every block is at home, by the rates that the slowest rank measured."""
-        place = self.store.placement
-        place.keep_near(_concurrent_bytes(self._model, self.users), self._reserve, Rates(*numbers) if numbers else None)
-        self._concurrent = _concurrent_bytes(self._model, self.users)
+        """Decide where every block is at home, by the rates that the slowest rank measured.
+
+        Raises `BudgetError` where a budget cannot work (I10).
+        """
+        place, rates = self.store.placement, Rates(*numbers) if numbers else None
+        place = place.with_gpu_cache(_concurrent_bytes(self._model, self.users, place), self._reserve, rates)
+        if rates is not None:
+            log.info(describe_choice(place, rates))
+        concurrent = _concurrent_bytes(self._model, self.users, place)
         # A second buffer is collected into while the first one is reduced; a budget that has no room for it works without.
-        self._buffers = 2 if self.brings_aside and place.fits(self._concurrent, 2 * self._buffer_bytes) else 1
+        self._buffers = 2 if self.brings_aside and place.fits(concurrent, 2 * self._buffer_bytes) else 1
+        self._layout = place.layout(concurrent, self._buffers * self._buffer_bytes, self._reserve)
 
     # What has to be undone
 
     def allocate(self) -> None:
-        """Take all memory and disk space; raises `BudgetError` before that where a budget cannot work (I10)."""
-        reserve = self._buffers * self._buffer_bytes
-        self.store.open(self._concurrent, reserve, self._reserve)
-        if reserve:
-            self.buffer = GradientBuffer(self.store.reserve("gpu", reserve).tensor, self._buffers)
+        """Take all memory and disk space."""
+        self.store.open(self._layout)
+        if self._layout.reserve:
+            self.buffer = GradientBuffer(self.store.reserve("gpu", self._layout.reserve).tensor, self._buffers)
 
     def meet(self) -> None:
         """Make groups of our own with the other ranks, and let the units know all that moves their gradients."""
@@ -222,14 +231,15 @@ class Build:
                 module._buffers[name] = buffer.to(self.device.torch)
 
 
-def _concurrent_bytes(model: nn.Module, users: dict[nn.Module, list[Unit]]) -> int:
+def _concurrent_bytes(model: nn.Module, users: dict[nn.Module, list[Unit]], placement: Placement) -> int:
     """Bytes of the compute device that the forward of any module may need at once beside the units that never leave, in this
     worst case:
 
     the units of the module and of the hooked modules around it are in use, each in the worst place, and the largest one has
     to come in beside them. With k runs in use the free space has k + 1 parts, so k more of the largest make one part fit.
     """
-    coming = {unit: 0 if unit.blocks[Kind.PARAM].permanent else unit.nbytes for used in users.values() for unit in used}
+    travelling = {spec.unit for spec in placement.travelling()}
+    coming = {unit: unit.nbytes if unit.index in travelling else 0 for used in users.values() for unit in used}
     largest = max(coming.values())
     most = 0
     pending: list[tuple[nn.Module, dict[Unit, None]]] = [(model, {})]

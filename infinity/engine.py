@@ -33,6 +33,7 @@ from infinity.modules.vertical import Weave
 from infinity.observe import Recorder, Report
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.step import Share, Surroundings, Updater, clip_factor
+from infinity.placement.spec import Kind
 from infinity.plan.planner import Foresight, Traffic, UnitCost, predict
 from infinity.plan.runtime import Runtime
 from infinity.sharding import collectives
@@ -41,7 +42,6 @@ from infinity.sharding.tensor_parallel import local, whole
 from infinity.sharding.unit import MOMENTS, Unit
 from infinity.sharding.use import described
 from infinity.tiers.activations import Moved
-from infinity.tiers.block import Kind
 from infinity.tiers.drives import ALIGNMENT
 from infinity.tiers.store import Store
 
@@ -391,7 +391,7 @@ class Engine:
             waits=waits,
             cached=cached,
             on_nvme=on_nvme,
-            near=self._store.placement.near_bytes,
+            near=self._store.layout.placement.gpu_cache_bytes,
             peaks=self._store.peaks(),
             budgets={
                 "gpu": config.gpu_memory,

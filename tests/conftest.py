@@ -18,7 +18,7 @@ from hypothesis import settings
 from torch import nn
 
 import infinity
-from infinity.tiers.block import Kind
+from infinity.placement.spec import Kind
 
 elsewhere.move()
 

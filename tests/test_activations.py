@@ -31,10 +31,10 @@ from infinity.device import ComputeDevice, Copy, Mark, copy_alone
 from infinity.errors import BudgetError, EngineClosedError, NvmeError
 from infinity.modules import activations as keeper_module
 from infinity.observe import Recorder
+from infinity.placement.budget import WIDEST_ELEMENT, Staged, divide_with_activations
 from infinity.tiers import activations as tier_module
 from infinity.tiers import drives as nvme_module
 from infinity.tiers.activations import AHEAD, Activations, Gaps, Saved, State
-from infinity.tiers.budget import WIDEST_ELEMENT, Staged, divide_with_activations
 from infinity.tiers.drives import ALIGNMENT, NvmeTier
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]

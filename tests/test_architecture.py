@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports from its own line and from lines with a lower number. A line is a package, or modules of `infinity` itself.
 LAYERS = """\
-1 infinity: backward config device errors files native observe units
+0 infinity: config errors units
+1 infinity: backward device files native observe
+1 placement
 2 infinity: nvme rates safetensors transfer
 2 tiers
 3 sharding
@@ -149,18 +151,31 @@ def test_modules_named_in_the_document_are_the_modules_there_are() -> None:
             assert set(names) == there, package
 
 
-def test_the_planner_and_the_trace_know_no_torch() -> None:
-    pending, seen = ["infinity.plan.planner", "infinity.plan.trace"], set()
+def needed_by(*modules: str) -> dict[str, list[str]]:
+    """All modules of ours that importing `modules` runs, but the package `infinity` itself, and what each of them imports."""
+    pending, found = list(modules), {}
     while pending:
         module = pending.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        targets = [target for node in ast.walk(TREES[module]) for target in imported(module, node)]
+        if module not in found:
+            found[module] = [target for node in ast.walk(TREES[module]) for target in imported(module, node)]
+            ours = list(filter(is_ours, found[module]))
+            packages = [target.rpartition(".")[0] for target in ours]  # importing a module runs its package first
+            pending += [name for name in ours + packages if "." in name]
+    return found
+
+
+def test_the_planner_and_the_trace_know_no_torch() -> None:
+    for module, targets in needed_by("infinity.plan.planner", "infinity.plan.trace").items():
         assert not [target for target in targets if target.split(".")[0] == "torch"], f"{module} imports torch"
-        ours = list(filter(is_ours, targets))
-        packages = [target.rpartition(".")[0] for target in ours]  # importing a module runs its package first
-        pending += [name for name in ours + packages if "." in name]
+
+
+def test_placement_knows_neither_torch_nor_tiers() -> None:
+    """It decides from values: what it imports cannot hold a tensor, a file or a live block."""
+    modules = [name for name in PATHS if name.startswith("infinity.placement")]
+    assert "infinity.placement.decide" in modules
+    for module, targets in needed_by(*modules).items():
+        live = [target for target in targets if target.split(".")[0] == "torch" or target.startswith("infinity.tiers")]
+        assert not live, f"{module} imports {', '.join(live)}"
 
 
 def test_torch_cuda_is_said_in_one_file() -> None:

@@ -42,9 +42,9 @@ from infinity.cli.main import app
 from infinity.device import HostMemory
 from infinity.errors import ConfigError, NvmeError, PathInUseError
 from infinity.files import LOCK_NAME, lock_directory
-from infinity.tiers.block import Kind
+from infinity.placement.calibrate import levelled
+from infinity.placement.spec import Kind
 from infinity.tiers.drives import STRIPE_BYTES
-from infinity.tiers.speed import levelled
 from infinity.tiers.stripes import Stripes
 
 MIB = 1 << 20

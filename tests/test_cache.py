@@ -17,9 +17,9 @@ from torch import nn
 
 import infinity
 from infinity.observe import Recorder
-from infinity.tiers.block import BF16, FP32, SPLIT, Block, Format, Kind
-from infinity.tiers.budget import CHUNK_ELEMENTS, FULL_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS, STAGED_SETS, Staged, divide
-from infinity.tiers.cache import Candidate, choose, distribute
+from infinity.placement.budget import CHUNK_ELEMENTS, FULL_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS, STAGED_SETS, Staged, divide
+from infinity.placement.cache import Candidate, choose, distribute
+from infinity.placement.spec import BF16, FP32, SPLIT, BlockSpec, Format, Kind
 from infinity.tiers.store import Store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -129,10 +129,10 @@ def test_the_worthiest_and_then_the_first_comes_first(sizes: list[Candidate], bu
     assert sum(0 < share < 1 for share in shares) <= 1
 
 
-def blocks_of(*kinds: Kind, unit: int = 0, itemsize: int = 2, master: Format = SPLIT) -> list[Block]:
+def blocks_of(*kinds: Kind, unit: int = 0, itemsize: int = 2, master: Format = SPLIT) -> list[BlockSpec]:
     plain = Format("plain", 1, itemsize)
     form = {Kind.PARAM: plain, Kind.GRAD: plain, Kind.MASTER: master}
-    return [Block(unit, k, 4 * CHUNK_ELEMENTS, form.get(k, FP32), "nvme", 0, 0, f"{k.value} of u{unit}") for k in kinds]
+    return [BlockSpec(unit, k, 4 * CHUNK_ELEMENTS, form.get(k, FP32), "nvme", 0, 0, f"{k.value} of u{unit}") for k in kinds]
 
 
 MIXED = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
@@ -544,8 +544,8 @@ def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_pat
     config = infinity.Config(nvme=tmp_path, gpu_memory=MIB, cpu_memory=2 * MIB, cache=cache, poison=True)
     device = FarDevice()
     store = Store(config, device, Recorder())
-    block = store.add(Block(0, Kind.PARAM, elements, BF16, "nvme", 2 * elements, 0, "param"))
-    store.open(concurrent=block.span)
+    block = store.add(BlockSpec(0, Kind.PARAM, elements, BF16, "nvme", 2 * elements, 0, "param"))
+    store.open(store.placement.layout(block.spec.span))
     try:
         assert block.kept == min(kept * CHUNK_ELEMENTS, elements)
         values = torch.arange(elements, dtype=torch.int16).view(torch.uint8)

@@ -7,16 +7,16 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.tiers.block import BF16, FP32, INT8, Block, Format, Kind
-from infinity.tiers.budget import WIDEST_ELEMENT
+from infinity.placement.budget import WIDEST_ELEMENT
+from infinity.placement.spec import BF16, FP32, INT8, BlockSpec, Format, Kind, Placed
 from infinity.tiers.chunks import Chunks
 
 GRANULE = INT8.elements
 WIDE = Format("fp64", 1, 8)
 
 
-def made(elements: int, form: Format = FP32, kept: int = 0) -> Block:
-    return Block(0, Kind.PARAM, elements, form, "nvme", form.bytes_of(elements), 0, "a block", kept=kept)
+def made(elements: int, form: Format = FP32, kept: int = 0) -> Placed:
+    return Placed(BlockSpec(0, Kind.PARAM, elements, form, "nvme", form.bytes_of(elements), 0, "a block"), kept=kept)
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.sets(st.integers(1, 39)), st.sampled_from([BF16, FP32, INT8, WIDE]))
@@ -24,11 +24,11 @@ def test_chunks_cover_a_block(granules: int, most: int, cuts: set[int], form: Fo
     block, borders = made(granules * GRANULE, form), [cut * GRANULE for cut in cuts]
     chunks = Chunks(most * GRANULE, {0: borders, 1: [1]})
     ends = [chunks.end(block, begin) for begin in chunks.starts(block)]
-    assert [0, *ends[:-1]] == list(chunks.starts(block)) and ends[-1] == block.elements
-    assert {cut for cut in borders if cut < block.elements} <= {*ends}
+    assert [0, *ends[:-1]] == list(chunks.starts(block)) and ends[-1] == block.spec.elements
+    assert {cut for cut in borders if cut < block.spec.elements} <= {*ends}
     places = [chunks.bytes_of(block, begin) for begin in chunks.starts(block)]
     assert [at for at, _ in places] == [0, *itertools.accumulate(nbytes for _, nbytes in places[:-1])]
-    assert sum(nbytes for _, nbytes in places) == block.nbytes
+    assert sum(nbytes for _, nbytes in places) == block.spec.nbytes
     assert all(nbytes <= most * GRANULE * WIDEST_ELEMENT for _, nbytes in places)
 
 

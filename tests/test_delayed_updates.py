@@ -18,7 +18,7 @@ from torch import nn
 
 import infinity
 from infinity.optim.pipeline import Pipeline
-from infinity.tiers.block import Kind
+from infinity.placement.spec import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -22,9 +22,9 @@ from far import FarDevice
 from test_stages import CASES, flat, same, train
 
 import infinity
+from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.ranks import Ranks, check_reach
-from infinity.tiers.block import Kind
 
 RANKS = 2
 NAMES = (

@@ -16,8 +16,9 @@ from torch import nn
 
 import infinity
 from infinity.optim.kernels import Kernels
+from infinity.placement.spec import Kind
 from infinity.plan.planner import Foresight
-from infinity.tiers.block import Block, Kind
+from infinity.tiers.block import Block
 from infinity.tiers.store import Store
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -29,8 +29,8 @@ from torch import nn
 
 import infinity
 from infinity.modules.hooks import in_backward
+from infinity.placement.spec import Kind
 from infinity.sharding import collectives
-from infinity.tiers.block import Kind
 
 WIDTH, DEPTH = 64, 5
 

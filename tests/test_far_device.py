@@ -19,8 +19,9 @@ import infinity
 from infinity.device import Mark
 from infinity.observe import Recorder
 from infinity.optim.kernels import squared_gradient_norm
-from infinity.tiers.block import Block, Format, Kind
-from infinity.tiers.budget import CHUNK_ELEMENTS
+from infinity.placement.budget import CHUNK_ELEMENTS
+from infinity.placement.spec import BlockSpec, Format, Kind
+from infinity.tiers.block import Block
 from infinity.tiers.store import Store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -225,8 +226,8 @@ def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> 
     nbytes = 2 * CHUNK_ELEMENTS
     config = infinity.Config(nvme=tmp_path, gpu_memory="1MiB", cpu_memory="2MiB", cache=0, poison=True)
     store = Store(config, FarDevice(), Recorder())
-    block = store.add(Block(0, Kind.PARAM, nbytes, Format("byte", 1, 1), "nvme", nbytes, 0, "param"))
-    store.open(concurrent=block.span)
+    block = store.add(BlockSpec(0, Kind.PARAM, nbytes, Format("byte", 1, 1), "nvme", nbytes, 0, "param"))
+    store.open(store.placement.layout(block.spec.span))
     try:
         store.start(block)
         store.wait(block)

@@ -19,9 +19,9 @@ import infinity
 from infinity import native
 from infinity.observe import Recorder
 from infinity.optim.step import Share
+from infinity.placement.spec import Kind
 from infinity.tiers import drives
 from infinity.tiers.access import Mover
-from infinity.tiers.block import Kind
 from infinity.tiers.drives import STATES_NAME
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60, method="thread")]

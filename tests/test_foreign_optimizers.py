@@ -14,7 +14,7 @@ from models import rounded, text_batch, transformer
 from torch import nn
 
 import infinity
-from infinity.tiers.block import Kind
+from infinity.placement.spec import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -28,8 +28,8 @@ from test_traffic import STEADY, check_traffic, counted
 import infinity
 from infinity.optim.adam import adam
 from infinity.optim.kernels import Kernels, States
+from infinity.placement.spec import BF16, FP32, INT8, SPLIT, Format, Kind
 from infinity.sharding import codec
-from infinity.tiers.block import BF16, FP32, INT8, SPLIT, Format, Kind
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120, method="thread")]
 

@@ -17,8 +17,8 @@ from models import text_batch, transformer
 
 import infinity
 from infinity.device import ComputeDevice, Copy, Mark
-from infinity.tiers.block import Kind
-from infinity.tiers.cache import fill
+from infinity.placement.cache import fill
+from infinity.placement.spec import Kind
 from infinity.units import round_up
 
 pytestmark = pytest.mark.usefixtures("one_thread")

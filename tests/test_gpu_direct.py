@@ -24,8 +24,9 @@ from infinity import native
 from infinity.bench import machine
 from infinity.device import ComputeDevice, Mark
 from infinity.observe import Recorder
+from infinity.placement.spec import BlockSpec, Format, Kind
 from infinity.tiers import drives as tier
-from infinity.tiers.block import Block, Format, Kind
+from infinity.tiers.block import Block
 from infinity.tiers.store import Store
 
 __all__ = ["wrap"]  # a fixture
@@ -104,10 +105,9 @@ def store(tmp_path: Path, fake: Fake) -> Iterator[Callable[..., tuple[Store, Far
         settings = {"gpu_memory": nbytes, "cpu_memory": "8MiB", "cache": 0, "nvme_shares": "equal"} | options
         device = FarDevice()
         stores.append(Store(infinity.Config(nvme=with_folders, **settings), device, Recorder()))
-        blocks = [Block(n, Kind.PARAM, nbytes, BYTES, "nvme", nbytes, 0, f"unit {n}") for n in range(units)]
-        for block in blocks:
-            stores[-1].add(block)
-        stores[-1].open(concurrent=nbytes)
+        specs = [BlockSpec(n, Kind.PARAM, nbytes, BYTES, "nvme", nbytes, 0, f"unit {n}") for n in range(units)]
+        blocks = [stores[-1].add(spec) for spec in specs]
+        stores[-1].open(stores[-1].placement.layout(nbytes))
         for block in blocks:
             expected = content(block)
             stores[-1].begin_update(block)

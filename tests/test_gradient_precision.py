@@ -13,7 +13,7 @@ from test_parity import SpecifiedAdamW, convert
 from torch import nn
 
 import infinity
-from infinity.tiers.block import Kind
+from infinity.placement.spec import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

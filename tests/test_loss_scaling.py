@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.tiers.block import Kind
+from infinity.placement.spec import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,8 +21,8 @@ from models import Transformer, rounded, text_batch, transformer
 from test_ranks import RANKS, Group, serve
 
 import infinity
+from infinity.placement.spec import Kind
 from infinity.sharding.unit import Unit
-from infinity.tiers.block import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

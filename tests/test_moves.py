@@ -20,9 +20,10 @@ from models import text_batch, transformer
 
 import infinity
 from infinity import native, rates
-from infinity.tiers.block import BF16, FP32, SPLIT, Block, Format, Kind
-from infinity.tiers.moves import Moves, Rates, moves
-from infinity.tiers.placement import Placement
+from infinity.placement.calibrate import Rates
+from infinity.placement.decide import Machine, Placement
+from infinity.placement.spec import BF16, FP32, SPLIT, BlockSpec, Format, Kind
+from infinity.placement.traffic import Moves, moves
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,22 +39,21 @@ TIERS: dict[str, dict[str, Any]] = {
 FAST = 1e15
 
 
-def placed(sizes: list[int], memory: int, tier: Any, master: Format = SPLIT, **options: Any) -> tuple[Placement, list[Block]]:
+def placed(sizes: list[int], memory: int, tier: Any, master: Format = SPLIT, **options: Any) -> Placement:
     """A model of units of `sizes` thousand parameters in bf16, with `memory` bytes on a device that has kernels."""
     values = {"parameters": tier, "optimizer": tier, "cpu_memory": 1 << 40, "cache": 0} | options
     config = infinity.Config(nvme="/", gpu_memory=memory, **values)
-    blocks: list[Block] = []
+    specs: list[BlockSpec] = []
     for unit, size in enumerate(sizes):
         for kind, form in (STATES | {Kind.MASTER: master}).items():
             home = "cpu" if kind is Kind.GRAD else tier
             elements, name = size * PAGE, f"{kind.value} of {unit}"
-            blocks.append(Block(unit, kind, elements, form, home, form.bytes_of(elements), 0, name))
-    device: Any = SimpleNamespace(has_kernels=True, shares_host=False)
-    return Placement(config, device, blocks), blocks
+            specs.append(BlockSpec(unit, kind, elements, form, home, form.bytes_of(elements), 0, name))
+    return Placement(config, Machine(unified_memory=False, has_kernels=True), tuple(specs))
 
 
-def near(blocks: list[Block]) -> list[int]:
-    return sorted({block.unit for block in blocks if block.tier == "gpu"})
+def near(placement: Placement) -> list[int]:
+    return sorted({spec.unit for spec in placement.specs if spec.tier == "gpu"})
 
 
 def room_for_two(sizes: list[int]) -> int:
@@ -70,10 +70,11 @@ MEMORY = 5 * WHOLE + 2 * room_for_two(SIZES)
 
 
 def chosen(rates: Rates, memory: int = MEMORY, **options: Any) -> list[int]:
-    placement, blocks = placed(SIZES, memory, **options)
-    placement.keep_near(room_for_two(SIZES), 0, rates)
-    assert placement.near_bytes == sum(block.nbytes for block in blocks if block.tier == "gpu")
-    return near(blocks)
+    before = placed(SIZES, memory, **options)
+    placement = before.with_gpu_cache(room_for_two(SIZES), 0, rates)
+    assert placement.gpu_cache_bytes == sum(spec.nbytes for spec in placement.specs if spec.tier == "gpu")
+    assert near(before) == [], "nothing is changed"
+    return near(placement)
 
 
 def slow(*what: str) -> Rates:
@@ -111,7 +112,7 @@ def test_no_other_number_of_units_takes_less_time(sizes: list[int], part: float,
     concurrent = room_for_two(sizes)
     memory = int(part * sum(whole)) // PAGE * PAGE + 2 * concurrent
 
-    def longest(blocks: list[Block]) -> float:
+    def longest(blocks: tuple[BlockSpec, ...]) -> float:
         travelling = [block for block in blocks if block.kind is Kind.PARAM and block.tier != "gpu"]
         spans, homes = sum(b.span for b in travelling), sum(b.nbytes for b in blocks if b.tier == "gpu")
         room = memory - homes
@@ -119,40 +120,35 @@ def test_no_other_number_of_units_takes_less_time(sizes: list[int], part: float,
             return math.inf
         return max(moves(blocks, min(1.0, room / max(spans, 1)), {}).seconds(Rates(*rates)))
 
-    placement, blocks = placed(sizes, memory, tier)
-    placement.keep_near(concurrent, 0, Rates(*rates))
-    found = longest(blocks)
+    found = longest(placed(sizes, memory, tier).with_gpu_cache(concurrent, 0, Rates(*rates)).specs)
     assert found < math.inf
     for size in [0, *itertools.accumulate(whole)]:
-        other, others = placed(sizes, memory, tier, gpu_cache=size)
-        other.keep_near(concurrent, 0)
-        assert found <= longest(others) * (1 + 1e-9)
+        other = placed(sizes, memory, tier, gpu_cache=size).with_gpu_cache(concurrent, 0)
+        assert found <= longest(other.specs) * (1 + 1e-9)
 
 
 def test_rates_are_asked_for_where_there_is_a_choice_alone() -> None:
     concurrent, everything = room_for_two(SIZES), len(SIZES) * WHOLE
-    assert placed(SIZES, everything // 2, "cpu")[0].weighs(concurrent, 0)
-    assert not placed(SIZES, everything, "cpu")[0].weighs(concurrent, 0), "all of it fits"
-    assert placed(SIZES, everything, "cpu")[0].weighs(concurrent, PAGE)
+    assert placed(SIZES, everything // 2, "cpu").needs_rates(concurrent, 0)
+    assert not placed(SIZES, everything, "cpu").needs_rates(concurrent, 0), "all of it fits"
+    assert placed(SIZES, everything, "cpu").needs_rates(concurrent, PAGE)
     for options in ({"gpu_cache": 0}, {"gpu_cache": WHOLE}, {"update": "delayed"}, {"algorithm": "other"}):
-        placement, blocks = placed(SIZES, everything // 2, "cpu", **options)
-        assert not placement.weighs(concurrent, 0)
-        placement.keep_near(concurrent, 0)
-        assert near(blocks) == list(range(options.get("gpu_cache") == WHOLE))
-    placement, blocks = placed(SIZES, everything, "cpu")
-    placement.keep_near(concurrent, 0)
-    assert near(blocks) == list(range(len(SIZES)))
+        placement = placed(SIZES, everything // 2, "cpu", **options)
+        assert not placement.needs_rates(concurrent, 0)
+        assert near(placement.with_gpu_cache(concurrent, 0)) == list(range(options.get("gpu_cache") == WHOLE))
+    placement = placed(SIZES, everything, "cpu")
+    assert near(placement.with_gpu_cache(concurrent, 0)) == list(range(len(SIZES)))
 
 
-def test_a_model_of_many_units_is_weighed_quickly() -> None:
+def test_a_model_of_many_units_is_weighed_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [1] * 2000
-    placement, blocks = placed(sizes, 1000 * 14 * PAGE + 2 * room_for_two(sizes), "nvme")
+    placement = placed(sizes, 1000 * 14 * PAGE + 2 * room_for_two(sizes), "nvme")
     asked = []
-    inner = placement._moves
-    placement._moves = lambda *values: asked.append(values) or inner(*values)  # type: ignore[method-assign,func-returns-value]
-    placement.keep_near(room_for_two(sizes), 0, slow("updates"))
+    inner = Placement.moved
+    monkeypatch.setattr(Placement, "moved", lambda self, *values: asked.append(values) or inner(self, *values))
+    placement = placement.with_gpu_cache(room_for_two(sizes), 0, slow("updates"))
     assert 32 <= len(asked) <= 34
-    assert len(near(blocks)) >= 1000 - 2000 // 32
+    assert len(near(placement)) >= 1000 - 2000 // 32
 
 
 @pytest.fixture
@@ -177,7 +173,7 @@ def test_what_is_stated_is_what_moves(tiers: str, split: bool, options: dict[str
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters(), max_grad_norm=0.5)
         store = engine._store
-        spans = sum(block.span for block in store.placement.travelling())
+        spans = sum(spec.span for spec in store.placement.travelling())
         resident = min(1.0, store.copy_slots * PAGE / spans) if spans else 1.0
         assert (resident < 1) == (options.get("gpu_memory") == "150KiB")
         marks = []
@@ -192,7 +188,7 @@ def test_what_is_stated_is_what_moves(tiers: str, split: bool, options: dict[str
         marks.append((engine._device.copied.written, engine._device.copied.read))
         up, down = ((after - before) / 4 for before, after in zip(*marks, strict=True))
         report = engine.report()
-        stated = moves([block for unit in engine.units for block in unit.blocks.values()], resident, {})
+        stated = moves([block.spec for unit in engine.units for block in unit.blocks.values()], resident, {})
         on_drives = (report.read_per_parameter + report.written_per_parameter) * report.parameters
         largest = max(unit.nbytes for unit in engine.units)
         slack = 0 if resident == 1 else 2 * largest
@@ -293,7 +289,7 @@ def test_moves_of_what_comes_and_goes() -> None:
     bf16, states = 2 * 4 * PAGE, 2 * 10 * PAGE  # bytes of a unit of two thousand parameters
 
     def of(tier: str, kept: int = 0, frozen: bool = False, **how: Any) -> tuple[float, ...]:
-        _, blocks = placed([2], 1 << 30, tier, **how)
+        blocks = placed([2], 1 << 30, tier, **how).specs
         blocks = [block for block in blocks if block.kind is Kind.PARAM or not frozen]
         return tuple(moves(blocks, 0.25, {block: kept for block in blocks if block.tier == "nvme"}))
 

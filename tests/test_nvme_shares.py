@@ -26,6 +26,7 @@ from infinity import native
 from infinity.errors import BudgetError, NvmeError
 from infinity.files import Directory
 from infinity.observe import Recorder
+from infinity.placement.calibrate import levelled
 from infinity.tiers import drives, speed
 from infinity.tiers.drives import ALIGNMENT, STATES_NAME, Extent, NvmeTier
 from infinity.tiers.stripes import LONGEST_PATTERN, NEAR_ENOUGH, Stripes, pattern_of
@@ -121,7 +122,7 @@ def test_a_file_without_room_drops_out_and_the_others_go_on() -> None:
     ],
 )
 def test_speeds_that_noise_could_explain_are_equal(speeds: list[float], expected: list[float]) -> None:
-    assert speed.levelled(speeds) == pytest.approx(expected)
+    assert levelled(speeds) == pytest.approx(expected)
 
 
 class Drive:

@@ -15,8 +15,8 @@ from torch import nn
 
 import infinity
 from infinity import native
+from infinity.placement.spec import Kind
 from infinity.sharding.unit import MOMENTS
-from infinity.tiers.block import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

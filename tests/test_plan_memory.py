@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.plan.memory import StateBytes, bytes_on_tiers, bytes_per_parameter
+from infinity.placement.memory import StateBytes, bytes_on_tiers, bytes_per_parameter
 
 # ZeRO (1910.02054), table 1: GB per rank with stages 1, 2 and 3; by parameters in billions, then by ranks.
 TABLE = {

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import infinity
-from infinity.plan.memory import bytes_on_tiers
+from infinity.placement.memory import bytes_on_tiers
 from infinity.sharding import collectives
 
 WIDTH, WORDS, ROWS, STEPS = 48, 40, 24, 4

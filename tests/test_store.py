@@ -24,8 +24,9 @@ from infinity.config import Config, Tier
 from infinity.device import ComputeDevice
 from infinity.errors import BudgetError, EngineClosedError, NvmeError
 from infinity.observe import Recorder
-from infinity.tiers.block import Block, BlockState, Format, Kind
-from infinity.tiers.budget import CHUNK_ELEMENTS, STAGED_SETS, WIDEST_ELEMENT
+from infinity.placement.budget import CHUNK_ELEMENTS, STAGED_SETS, WIDEST_ELEMENT
+from infinity.placement.spec import BlockSpec, Format, Kind
+from infinity.tiers.block import Block, BlockState
 from infinity.tiers.drives import ALIGNMENT
 from infinity.tiers.store import Store
 
@@ -50,7 +51,7 @@ def make_store(directory: Path, **values: Any) -> Store:
 
 @contextmanager
 def opened(store: Store, concurrent: int = 0, reserve: int = 0) -> Iterator[Store]:
-    store.open(concurrent, reserve)
+    store.open(store.placement.layout(concurrent, reserve))
     try:
         yield store
     finally:
@@ -97,7 +98,7 @@ def fetched(store: Store, block: Block) -> torch.Tensor:
     """The content by way of the compute device."""
     store.start(block)
     try:
-        return store.wait(block)[block.at : block.at + block.nbytes].clone()
+        return store.wait(block)[block.spec.at : block.spec.at + block.nbytes].clone()
     finally:
         store.release(block)
 
@@ -113,12 +114,14 @@ def filled(block: Block, value: int) -> torch.Tensor:
 def add_param(store: Store, unit: int, slots: int = 1, tier: Tier = "nvme", span: int = 0, at: int = 0) -> Block:
     """A shard of `slots` times 4096 bytes that lies at `at` in a unit of `span` bytes; the whole unit when `span` is 0."""
     elements = slots * SLOT_ELEMENTS
-    return store.add(Block(unit, Kind.PARAM, elements, Format("half", 1, 2), tier, span or 2 * elements, at, f"param of u{unit}"))
+    return store.add(
+        BlockSpec(unit, Kind.PARAM, elements, Format("half", 1, 2), tier, span or 2 * elements, at, f"param of u{unit}")
+    )
 
 
 def add_state(store: Store, unit: int, kind: Kind, elements: int, tier: Tier = "nvme", itemsize: int = 4) -> Block:
     form = Format("test", 1, itemsize)
-    return store.add(Block(unit, kind, elements, form, tier, elements * itemsize, 0, f"{kind.value} of u{unit}"))
+    return store.add(BlockSpec(unit, kind, elements, form, tier, elements * itemsize, 0, f"{kind.value} of u{unit}"))
 
 
 # Any sequence of calls
@@ -156,7 +159,7 @@ class Machine(RuleBasedStateMachine):
             add_state(store, 1, Kind.EXP_AVG_SQ, SLOT_ELEMENTS, "gpu"),
             add_state(store, 5, Kind.GRAD, 2 * SLOT_ELEMENTS, "nvme", 2),
         ]
-        store.open(concurrent=9 * ALIGNMENT)
+        store.open(store.placement.layout(9 * ALIGNMENT))
         kept, on_nvme = store.cached()
         assert kept == on_nvme if cache > on_nvme else cache - 6 * CHUNK_ELEMENTS < kept <= cache
         self.contents = {block: filled(block, 0) for block in self.params + self.states}
@@ -196,7 +199,7 @@ class Machine(RuleBasedStateMachine):
         arena = self.store._arenas["gpu"]
         fixed = [run for owner, run in arena._slots.runs.items() if not (isinstance(owner, Block) and not self.pins[owner])]
         taken = {slot for run in fixed for slot in range(run.start, run.end)}
-        length = block.span // ALIGNMENT
+        length = block.spec.span // ALIGNMENT
         return any(taken.isdisjoint(range(s, s + length)) for s in range(arena._slots.count - length + 1))
 
     def pinned(self) -> list[Block]:
@@ -211,8 +214,8 @@ class Machine(RuleBasedStateMachine):
                 self.store.wait(block)
             return
         span = self.store.wait(block)
-        assert span.numel() == block.span and block.state is BlockState.RESIDENT
-        assert self.store.block_at(span.data_ptr() + block.span - 1) == (block, block.span - 1)
+        assert span.numel() == block.spec.span and block.state is BlockState.RESIDENT
+        assert self.store.block_at(span.data_ptr() + block.spec.span - 1) == (block, block.spec.span - 1)
         assert self.seen.setdefault(block, span).data_ptr() == span.data_ptr()
 
     @precondition(lambda self: any(self.pins.values()))
@@ -263,7 +266,7 @@ class Machine(RuleBasedStateMachine):
     def what_is_pinned_stays_and_is_right(self) -> None:
         for block, span in self.seen.items():
             assert block.lease is not None and block.lease.address == span.data_ptr()
-            assert torch.equal(span[block.at : block.at + block.nbytes], self.contents[block])
+            assert torch.equal(span[block.spec.at : block.spec.at + block.nbytes], self.contents[block])
 
     @invariant()
     def within_the_budgets(self) -> None:
@@ -453,8 +456,6 @@ def in_threads(work: Sequence[Callable[[], None]]) -> None:
 def test_everybody_ends_when_many_want_the_only_slots(tmp_path, kind):
     store, blocks = staged(tmp_path, 1)
     rounds = 10
-    for block in blocks:
-        block.name = f"{block.name} of {kind}"
     with opened(store):
         turn = threading.Lock()
 
@@ -543,7 +544,7 @@ def test_during_an_update_the_old_version_stays_on_the_drive(tmp_path):
         store._nvme.read(which.extents[version], 0, which.nbytes, target.data_ptr(), "check").wait()
         return target
 
-    with opened(store, concurrent=param.span):
+    with opened(store, concurrent=param.spec.span):
         for which in (block, param):
             put(store, which, filled(which, 1))
             put(store, which, filled(which, 2))
@@ -568,7 +569,7 @@ def test_during_an_update_the_old_version_stays_on_the_drive(tmp_path):
 
 def param_of_two_chunks(store: Store) -> Block:
     elements = 2 * CHUNK_ELEMENTS
-    return store.add(Block(0, Kind.PARAM, elements, Format("byte", 1, 1), "nvme", span=elements, at=0, name="weight"))
+    return store.add(BlockSpec(0, Kind.PARAM, elements, Format("byte", 1, 1), "nvme", span=elements, at=0, name="weight"))
 
 
 def renew(store: Store, block: Block, data: torch.Tensor) -> list[bool]:
@@ -586,7 +587,7 @@ def renew_chunk(store: Store, block: Block, begin: int, data: torch.Tensor) -> b
 def test_what_an_update_made_is_used_before_it_is_written(tmp_path):
     store = make_store(tmp_path)
     block = param_of_two_chunks(store)
-    with opened(store, concurrent=block.span):
+    with opened(store, concurrent=block.spec.span):
         old, new = content(block.nbytes, 1), content(block.nbytes, 2)
         put(store, block, old)
         assert torch.equal(fetched(store, block), old)
@@ -609,7 +610,7 @@ def test_what_an_update_made_is_used_before_it_is_written(tmp_path):
 def test_a_guess_lies_in_the_place_of_the_copy_until_somebody_uses_it(tmp_path):
     store = make_store(tmp_path)
     block = param_of_two_chunks(store)
-    with opened(store, concurrent=block.span):
+    with opened(store, concurrent=block.spec.span):
         old, new = content(block.nbytes, 1), content(block.nbytes, 2)
         put(store, block, old)
         store.start(block)
@@ -659,7 +660,7 @@ def test_a_block_that_was_never_written_reads_as_zeros_without_io(tmp_path):
     store = make_store(tmp_path)
     block = add_state(store, 0, Kind.EXP_AVG, CHUNK_ELEMENTS)
     param = add_param(store, 0)
-    with opened(store, concurrent=param.span):
+    with opened(store, concurrent=param.spec.span):
         store._arenas["staging"].memory.fill_(9)
         assert torch.equal(get(store, block), filled(block, 0))
         assert torch.equal(get(store, param), filled(param, 0))
@@ -680,7 +681,7 @@ def test_a_block_that_was_never_written_reads_as_zeros_without_io(tmp_path):
 def test_a_failed_fetch_meets_whoever_needs_it_and_the_next_one_works(tmp_path, kind):
     store = make_store(tmp_path, io_engine=kind)
     block = add_param(store, 0)
-    with opened(store, concurrent=block.span):
+    with opened(store, concurrent=block.spec.span):
         put(store, block, filled(block, 1))
         for _ in range(5):
             store.io.set_faults(fail_read_at=0, fail_errno=5)
@@ -700,7 +701,7 @@ def test_a_failed_fetch_meets_whoever_needs_it_and_the_next_one_works(tmp_path, 
 def test_a_fetch_that_keeps_failing_is_an_error_and_pins_nothing(tmp_path):
     store = make_store(tmp_path, io_engine="posix")
     block = add_param(store, 0)
-    with opened(store, concurrent=block.span):
+    with opened(store, concurrent=block.spec.span):
         put(store, block, filled(block, 1))
         tail = Path(tmp_path / "infinity-states.bin")
         with tail.open("r+b") as file:
@@ -725,7 +726,7 @@ def test_a_failed_write_is_an_error_and_the_slot_goes_back(tmp_path):
 def test_after_a_failed_update_nobody_waits_for_ever(tmp_path):
     store = make_store(tmp_path)
     block = add_param(store, 0)
-    with opened(store, concurrent=block.span):
+    with opened(store, concurrent=block.spec.span):
         store.begin_update(block)
         waiting = threading.Event()
 

@@ -21,8 +21,8 @@ from models import text_batch, transformer
 from torch import nn
 
 import infinity
-from infinity.tiers.block import Kind
-from infinity.tiers.budget import STAGED_SETS
+from infinity.placement.budget import STAGED_SETS
+from infinity.placement.spec import Kind
 
 PAGE, MIB = 4096, 1 << 20
 PRECISIONS = ("bf16", "fp32")

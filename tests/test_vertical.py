@@ -34,7 +34,7 @@ from typer.testing import CliRunner
 
 import infinity
 from infinity.modules.vertical import Weave
-from infinity.tiers.block import Kind
+from infinity.placement.spec import Kind
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
 

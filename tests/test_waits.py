@@ -26,10 +26,11 @@ from infinity.errors import EngineClosedError
 from infinity.modules.vertical import Weave
 from infinity.optim.pipeline import Pipeline
 from infinity.optim.step import Updater
+from infinity.placement.spec import Kind
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.tiers.access import Checkout, Fetch, Placing
 from infinity.tiers.activations import Saved
-from infinity.tiers.block import Block, Kind
+from infinity.tiers.block import Block
 from infinity.tiers.drives import Transfer
 from infinity.tiers.store import Store
 

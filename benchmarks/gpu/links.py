@@ -31,7 +31,7 @@ from infinity import nvme
 from infinity.config import Config
 from infinity.device import ComputeDevice, copy_alone
 from infinity.observe import Recorder
-from infinity.tiers.block import BF16, Block, Kind
+from infinity.placement.spec import BF16, BlockSpec, Kind
 from infinity.tiers.store import Store
 from infinity.units import parse_bytes
 
@@ -54,10 +54,10 @@ class Units:
         self.gradients, self.params = [], []
         for number in range(count):
             common = {"elements": nbytes // 2, "format": BF16, "tier": tier, "span": nbytes, "at": 0}
-            self.params.append(self.store.add(Block(unit=number, kind=Kind.PARAM, name=f"unit {number}", **common)))
+            self.params.append(self.store.add(BlockSpec(unit=number, kind=Kind.PARAM, name=f"unit {number}", **common)))
             if tier == "cpu":
-                self.gradients.append(self.store.add(Block(unit=number, kind=Kind.GRAD, name=f"gradient {number}", **common)))
-        self.store.open(places * nbytes, nbytes if tier == "cpu" else 0)
+                self.gradients.append(self.store.add(BlockSpec(unit=number, kind=Kind.GRAD, name=f"gradient {number}", **common)))
+        self.store.open(self.store.placement.layout(places * nbytes, nbytes if tier == "cpu" else 0))
         self.content = self.store.reserve("gpu", nbytes).tensor.fill_(1) if tier == "cpu" else None
 
     def write(self) -> None:

@@ -1,6 +1,6 @@
 """What of a model fits on a machine, in bytes, and where: arithmetic over a Llama's shape, the engine's formulas and the budgets.
 
-The state bytes per parameter are those of `infinity.plan.memory`; what passes through is added: two gradient buffers of the
+The state bytes per parameter are those of `infinity.placement.memory`; what passes through is added: two gradient buffers of the
 largest unit on the device, a GiB of staging in host memory.
 """
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.config import Config
-from infinity.plan.memory import bytes_per_parameter
-from infinity.tiers.cache import fill
+from infinity.placement.cache import fill
+from infinity.placement.memory import bytes_per_parameter
 
 GIB = 1 << 30
 

@@ -39,7 +39,7 @@ from infinity.checkpoint.manifest import VERSION, Manifest, Place, Stamp
 from infinity.checkpoint.state import HEADER, Piece, Reblocked, Series, State, in_words, one_error
 from infinity.errors import CheckpointError
 from infinity.optim.step import Updater
-from infinity.tiers.block import Kind
+from infinity.placement.spec import Kind
 
 
 def load(state: State, directory: Path) -> dict[str, Any]:

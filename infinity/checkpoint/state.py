@@ -40,9 +40,9 @@ from infinity.errors import CheckpointError, EngineClosedError, InfinityError
 from infinity.optim.foreign import Adapted
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.step import Updater
+from infinity.placement.spec import BF16, Kind
 from infinity.sharding import collectives
 from infinity.sharding.unit import Unit
-from infinity.tiers.block import BF16, Kind
 
 PIECE = 1 << 22  # elements: 16 MiB of fp32
 HEADER = "infinity"

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from infinity.errors import ShardedParameterError
+from infinity.placement.spec import Kind
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import Showing, collected, described
-from infinity.tiers.block import Kind
 
 
 @contextmanager

@@ -60,10 +60,10 @@ from infinity.errors import ShardedParameterError
 from infinity.modules.activations import Keeper
 from infinity.modules.packing import PackedView, Packer, uncompiled
 from infinity.observe import Recorder
+from infinity.placement.spec import Kind
 from infinity.plan.runtime import Runtime
 from infinity.sharding.unit import Unit, UnitState
 from infinity.sharding.use import Showing, Unpacking, Use, collected, described
-from infinity.tiers.block import Kind
 
 
 @dataclass

@@ -24,10 +24,10 @@ from torch import nn
 from infinity.errors import ConfigError, WeightsError
 from infinity.modules.init import check_initialisable, initialise
 from infinity.modules.origins import forget
+from infinity.placement.spec import Kind
 from infinity.safetensors import DTYPES
 from infinity.sharding.tensor_parallel import bounds_of, local
 from infinity.sharding.unit import Unit
-from infinity.tiers.block import Kind
 
 log = logging.getLogger("infinity")
 

@@ -35,9 +35,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from infinity.modules.activations import Keeper, Kept, Packed
+from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import Form, form_of, local
 from infinity.sharding.unit import Unit
-from infinity.tiers.block import Kind
 
 NO_GRAPH = (
     "infinity brings the parameters of each unit, such as a block, in a hook, which cannot be a part of a graph: "

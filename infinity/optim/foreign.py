@@ -28,8 +28,8 @@ from infinity.optim.kernels import Segment
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.scaler import LossScaler
 from infinity.optim.step import Share
+from infinity.placement.spec import Kind
 from infinity.sharding.unit import MOMENTS, Unit
-from infinity.tiers.block import Kind
 from infinity.units import round_up
 
 log = logging.getLogger("infinity")

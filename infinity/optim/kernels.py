@@ -11,10 +11,10 @@ import torch
 from infinity import native
 from infinity.device import device_of, stream_of
 from infinity.errors import ConfigError, EngineClosedError
+from infinity.placement.budget import CHUNK_ELEMENTS
+from infinity.placement.spec import Format, Kind
 from infinity.rates import DTYPES, threads_of
 from infinity.sharding.unit import Unit
-from infinity.tiers.block import Format, Kind
-from infinity.tiers.budget import CHUNK_ELEMENTS
 from infinity.tiers.store import Store
 from infinity.units import round_up
 

@@ -20,10 +20,10 @@ from infinity.errors import ConfigError, NonFiniteError
 from infinity.optim.kernels import Hyper, Segment, segments_of
 from infinity.optim.scaler import LossScaler, scaled_loss
 from infinity.optim.step import Share, Updater, clip_factor
+from infinity.placement.spec import Kind
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.tensor_parallel import part_in, whole
 from infinity.sharding.unit import Unit
-from infinity.tiers.block import Kind
 
 log = logging.getLogger("infinity")
 

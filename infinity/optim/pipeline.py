@@ -50,11 +50,11 @@ import torch
 from infinity.device import Copy, copy_alone
 from infinity.observe import Meter, Recorder, Stopwatch
 from infinity.optim.kernels import Kernels, Segment, States
+from infinity.placement.budget import STAGED_SETS
+from infinity.placement.spec import Kind
 from infinity.sharding import codec
 from infinity.sharding.unit import Unit
 from infinity.tiers.access import Checkout, Placing
-from infinity.tiers.block import Kind
-from infinity.tiers.budget import STAGED_SETS
 from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from infinity.optim.kernels import Hyper
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.scaler import LossScaler
-from infinity.tiers.block import Kind
+from infinity.placement.spec import Kind
 
 
 class Adagrad(Optimizer):

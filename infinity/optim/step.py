@@ -31,10 +31,10 @@ from infinity.observe import Meter, Recorder
 from infinity.optim.kernels import Kernels, Segment, nonfinite_gradients, squared_gradient_norm
 from infinity.optim.pipeline import Job, Pipeline, UnitUpdate
 from infinity.optim.scaler import Scales
+from infinity.placement.spec import Kind
 from infinity.plan.planner import Foresight
 from infinity.sharding.gradients import GradientState
 from infinity.sharding.unit import MOMENTS, Unit
-from infinity.tiers.block import Kind
 from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")

@@ -10,10 +10,11 @@ from contextlib import nullcontext
 import torch
 
 from infinity.observe import Recorder
+from infinity.placement.spec import Kind
 from infinity.plan.planner import look_ahead
 from infinity.plan.trace import Trace
 from infinity.sharding.unit import Unit
-from infinity.tiers.block import BlockState, Kind
+from infinity.tiers.block import BlockState
 from infinity.tiers.store import Store
 
 

@@ -8,7 +8,7 @@ import torch
 
 from infinity import native
 from infinity.device import copy_alone
-from infinity.tiers.block import FP32, SPLIT, Format, Kind
+from infinity.placement.spec import FP32, SPLIT, Format, Kind
 
 _ORDERS = {Kind.EXP_AVG: "first", Kind.EXP_AVG_SQ: "second"}
 

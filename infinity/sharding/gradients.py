@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from infinity.device import add_alone, copy_alone
+from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.sharding.tensor_parallel import local_gradient
-from infinity.tiers.block import Kind
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit

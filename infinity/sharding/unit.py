@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.config import Config, Tier
+from infinity.placement.spec import BF16, FP32, INT8, SPLIT, BlockSpec, Format, Kind
+from infinity.placement.traffic import is_rounded
 from infinity.sharding import codec, collectives
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.sharding.gradients import GradientBuffer, Gradients
@@ -21,8 +23,7 @@ from infinity.sharding.parameter import guard_for, kept_by_engine
 from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.tensor_parallel import attach, cut_along, local, part_of
 from infinity.sharding.use import GatheredParameter, Views, Window
-from infinity.tiers.block import BF16, FP32, INT8, SPLIT, Block, Format, Kind
-from infinity.tiers.moves import is_rounded
+from infinity.tiers.block import Block
 from infinity.tiers.store import Store
 
 _MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
@@ -174,8 +175,9 @@ class Unit:
         def add(kind: Kind, form: Format, tier: Tier, span: int = 0, whole: bool = False) -> None:
             name, nbytes = f"{kind.value} of {self.name}", form.bytes_of(shard)
             at = self.rank * nbytes if span else 0
-            block = Block(self.index, kind, shard, form, tier, span or nbytes, at, name, whole, frozen=not self.trainable)
-            self.blocks[kind] = store.add(block)
+            frozen = not self.trainable
+            spec = BlockSpec(self.index, kind, shard, form, tier, span or nbytes, at, name, whole, frozen)
+            self.blocks[kind] = store.add(spec)
 
         # With stages 1 and 2 parameters stay gathered, and with stage 1 gradients stay whole until they are settled.
         self.reduces_late = self.shared and config.stage == 1
@@ -193,7 +195,7 @@ class Unit:
     @property
     def is_rounded(self) -> bool:
         """Whether the parameters are nothing but their masters, rounded: then an update writes them and does not read them."""
-        return is_rounded(self.blocks)
+        return is_rounded({kind: block.spec for kind, block in self.blocks.items()})
 
     @property
     def trains(self) -> bool:

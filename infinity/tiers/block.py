@@ -1,12 +1,12 @@
-"""A block: aligned bytes with an identity and one state."""
+"""A block: aligned bytes with an identity and one state. What never changes of it is its `BlockSpec`."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from infinity.config import Tier
+from infinity.placement.spec import BlockSpec, Format, Kind, Placed
 
 if TYPE_CHECKING:
     import torch
@@ -15,41 +15,6 @@ if TYPE_CHECKING:
     from infinity.tiers.access import Fetch, Pending
     from infinity.tiers.arena import Lease
     from infinity.tiers.drives import Extent
-
-
-class Kind(str, enum.Enum):
-    """What the bytes of a block mean."""
-
-    PARAM = "param"
-    GRAD = "grad"
-    MASTER = "master"
-    EXP_AVG = "exp_avg"
-    EXP_AVG_SQ = "exp_avg_sq"
-
-
-class Format(NamedTuple):
-    """How values lie in memory and on NVMe: `elements` of them take `nbytes` bytes together, and cannot be moved apart."""
-
-    name: str
-    elements: int
-    nbytes: int
-
-    def bytes_of(self, elements: int) -> int:
-        """Bytes of `elements` values."""
-        return -(-elements // self.elements) * self.nbytes
-
-    @property
-    def width(self) -> int:
-        """Bytes of one value, rounded up."""
-        return -(-self.nbytes // self.elements)
-
-
-FP32 = Format("fp32", 1, 4)
-BF16 = Format("bf16", 1, 2)
-SPLIT = Format("split", 1, 2)
-"""A master as the 16 bits by which it differs from its bf16 parameter."""
-INT8 = Format("int8", 32768, 36864)
-"""32768 codes of a byte, then an fp32 scale for every 32 of them: whole pages, so that direct I/O can move them alone."""
 
 
 class BlockState(enum.Enum):
@@ -67,69 +32,92 @@ class BlockState(enum.Enum):
     UPDATING = enum.auto()
 
 
-@dataclass(eq=False)
 class Block:
-    """`elements` values in `format`, of kind `kind` of unit number `unit`, at home on `tier`.
+    """The live side of one `BlockSpec`: what it holds now, and where.
 
-    Owned by the store, which alone changes a block, under its lock. `written` is False until the first update ends: such a
-    block reads as zeros without I/O (a zero extent). `span` and `at` (bytes) place a parameter shard inside the unit's
-    gathered buffer. A block that is rewritten copy-on-write has two extents, or two homes in memory, and `version` says which of
-    them holds the current content; `updates` is how often that was replaced.
+    Owned by the store, which alone changes a block, under its lock. `placed` says where it is at home: on the tier that the
+    configuration wants until `Store.open`, and from then on for good where the layout puts it.
 
-    No update rewrites it where it is `frozen`. Where `whole`, the home in memory is that of the whole unit, `span` bytes, and the
-    block is this rank's part of it.
-
-    Of a block on NVMe the first `kept` elements are at home in host memory instead, in `cached` (uint8), and are rewritten in
-    place; the extents hold the rest.
+    `written` is False until the first update ends: such a block reads as zeros without I/O (a zero extent). A block that is
+    rewritten copy-on-write has two extents, or two homes in memory, and `version` says which of them holds the current content;
+    `updates` is how often that was replaced. What is kept of a block on NVMe lies in `cached` (uint8) and is rewritten in place.
     """
 
-    unit: int
-    kind: Kind
-    elements: int
-    format: Format
-    tier: Tier
-    span: int
-    at: int
-    name: str
-    whole: bool = False
-    frozen: bool = False
-    state: BlockState = BlockState.HOME
-    written: bool = False
-    updates: int = 0
-    homes: tuple[Lease, ...] = ()
-    kept: int = 0
-    cached: torch.Tensor | None = None
-    extents: tuple[Extent, ...] = ()
-    version: int = 0
-    lease: Lease | None = None
-    fetch: Fetch | None = None
-    gathering: Pending | None = None
-    """What fills the rest of the span from other ranks, or has; until then the lease may neither end nor get other content."""
-    pins: int = 0
-    used: Mark | None = None
-    """After what the lease may be filled: the model's last use of it, or of what had its place before. None: at once."""
-    copying: int = 0
-    """Copies from or to the lease that are under way; it may not end meanwhile."""
-    outdated: bool = False
-    """Whether the lease of a block that is UPDATING holds its old content, where not `renewed`."""
-    renewed: set[int] = field(default_factory=set)
-    """First elements of the chunks of which the lease holds what an update made: the new content of a block that is UPDATING, or
-    of one that is RESIDENT, and that nobody uses, what its next update will make if that is not taken back."""
+    def __init__(self, spec: BlockSpec) -> None:
+        self.placed = Placed(spec)
+        self.state = BlockState.HOME
+        self.written = False
+        self.updates = 0
+        self.homes: tuple[Lease, ...] = ()
+        self.cached: torch.Tensor | None = None
+        self.extents: tuple[Extent, ...] = ()
+        self.version = 0
+        self.lease: Lease | None = None
+        self.fetch: Fetch | None = None
+        self.gathering: Pending | None = None
+        """What fills the rest of the span from other ranks, or has; until then the lease may neither end nor get other
+        content."""
+        self.pins = 0
+        self.used: Mark | None = None
+        """After what the lease may be filled: the model's last use of it, or of what had its place before. None: at once."""
+        self.copying = 0
+        """Copies from or to the lease that are under way; it may not end meanwhile."""
+        self.outdated = False
+        """Whether the lease of a block that is UPDATING holds its old content, where not `renewed`."""
+        self.renewed: set[int] = set()
+        """First elements of the chunks of which the lease holds what an update made: the new content of a block that is UPDATING,
+        or of one that is RESIDENT, and that nobody uses, what its next update will make if that is not taken back."""
+
+    # What never changes
+
+    @property
+    def spec(self) -> BlockSpec:
+        return self.placed.spec
+
+    @property
+    def unit(self) -> int:
+        return self.spec.unit
+
+    @property
+    def kind(self) -> Kind:
+        return self.spec.kind
+
+    @property
+    def elements(self) -> int:
+        return self.spec.elements
+
+    @property
+    def format(self) -> Format:
+        return self.spec.format
+
+    @property
+    def tier(self) -> Tier:
+        return self.spec.tier
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block."""
-        return self.format.bytes_of(self.elements)
+        return self.spec.nbytes
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of a block on NVMe that are at home in host memory."""
-        return self.format.bytes_of(self.kept)
+    def permanent(self) -> bool:
+        """Whether the compute copy is the block itself and never leaves."""
+        return self.spec.permanent
+
+    @property
+    def kept(self) -> int:
+        """How many elements of a block on NVMe, from the first one on, are at home in host memory."""
+        return self.placed.kept
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that cross to NVMe when the block is read or written whole; 0 for a block of another tier."""
-        return self.nbytes - self.kept_bytes if self.tier == "nvme" else 0
+        """Bytes that cross to NVMe when the block is read or written whole."""
+        return self.placed.moved_bytes
+
+    # Where its content is
 
     @property
     def home(self) -> Lease | None:
@@ -137,16 +125,12 @@ class Block:
         return self.homes[self.version] if self.homes else None
 
     @property
-    def home_bytes(self) -> int:
-        """Bytes of one home in memory."""
-        return self.span if self.whole else self.nbytes
-
-    @property
     def memory(self) -> torch.Tensor | None:
         """The block, uint8, where it is at home in memory; None on NVMe."""
         if self.home is None:
             return None
-        return self.home.tensor[self.at : self.at + self.nbytes] if self.whole else self.home.tensor
+        spec = self.spec
+        return self.home.tensor[spec.at : spec.at + spec.nbytes] if spec.whole else self.home.tensor
 
     @property
     def has_second_place(self) -> bool:
@@ -157,11 +141,6 @@ class Block:
     def target(self) -> int:
         """Which of the extents or homes the next update writes."""
         return (self.version + 1) % max(len(self.extents), len(self.homes), 1)
-
-    @property
-    def permanent(self) -> bool:
-        """Whether the compute copy is the block itself and never leaves."""
-        return self.kind is Kind.PARAM and self.tier == "gpu" and self.home_bytes == self.span
 
     @property
     def pending(self) -> Pending | Fetch | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from infinity.tiers.block import Block
-from infinity.tiers.budget import WIDEST_ELEMENT
+from infinity.placement.budget import WIDEST_ELEMENT
+from infinity.placement.spec import Placed
 
 
 class Chunks:
@@ -21,36 +21,36 @@ class Chunks:
     def __init__(self, most: int, cuts: Mapping[int, Collection[int]]) -> None:
         self._most = most
         self._cuts = cuts
-        self._starts: dict[Block, list[int]] = {}
+        self._starts: dict[Placed, list[int]] = {}
 
-    def starts(self, block: Block) -> Sequence[int]:
+    def starts(self, block: Placed) -> Sequence[int]:
         """The first element of every chunk of `block`."""
         if block not in self._starts:
             starts = [0]
-            while (end := self.end(block, starts[-1])) < block.elements:
+            while (end := self.end(block, starts[-1])) < block.spec.elements:
                 starts.append(end)
             self._starts[block] = starts
         return self._starts[block]
 
-    def end(self, block: Block, begin: int) -> int:
+    def end(self, block: Placed, begin: int) -> int:
         """The element after the last one of the chunk of `block` that holds element `begin`.
 
         Example: 1000 elements, `most` = 400, a cut at 600. Chunks begin at 0, 400, 600 and 800.
         """
-        most = self._most * WIDEST_ELEMENT // max(WIDEST_ELEMENT, block.format.width)
+        most = self._most * WIDEST_ELEMENT // max(WIDEST_ELEMENT, block.spec.format.width)
         full = (begin // most + 1) * most
-        cuts = self._cuts.get(block.unit, ())
-        return min(full, block.elements, *(cut for cut in cuts if cut > begin))
+        cuts = self._cuts.get(block.spec.unit, ())
+        return min(full, block.spec.elements, *(cut for cut in cuts if cut > begin))
 
-    def bytes_of(self, block: Block, begin: int) -> tuple[int, int]:
+    def bytes_of(self, block: Placed, begin: int) -> tuple[int, int]:
         """The first byte of the chunk of `block` from element `begin` on, and how many bytes it has."""
-        at = block.format.bytes_of(begin)
-        return at, block.format.bytes_of(self.end(block, begin) - begin)
+        at = block.spec.format.bytes_of(begin)
+        return at, block.spec.format.bytes_of(self.end(block, begin) - begin)
 
-    def runs(self, block: Block, without: Collection[int]) -> list[tuple[int, int]]:
+    def runs(self, block: Placed, without: Collection[int]) -> list[tuple[int, int]]:
         """Runs of elements [begin, end) of `block` but the chunks that begin at `without`.
 
-        A run lies on one side of the border between host memory and NVMe (`Block.kept`).
+        A run lies on one side of the border between host memory and NVMe (`Placed.kept`).
         """
         runs: list[tuple[int, int]] = []
         for begin in self.starts(block):

@@ -18,6 +18,7 @@ from infinity.errors import BudgetError, ConfigError, NvmeError
 from infinity.files import Directory
 from infinity.native import make_engine
 from infinity.observe import Meter, Recorder
+from infinity.placement.calibrate import levelled
 from infinity.tiers import speed
 from infinity.tiers.stripes import Stripes
 from infinity.units import format_bytes
@@ -267,7 +268,7 @@ class NvmeTier:
         for number, nbytes in enumerate(self._probed):
             if nbytes < speed.PROBE_BYTES:
                 rooms[number] = nbytes // STRIPE_BYTES
-        return speed.levelled(speeds)
+        return levelled(speeds)
 
     def _probe(self) -> list[float]:
         """Bytes per second of each directory beside the others; measured once. The files are empty before and after."""

@@ -23,8 +23,6 @@ PROBE_BYTES = 64 << 20
 """What is written to each drive once, and read back."""
 PROBE_SECONDS = 0.2
 """A slow drive moves less: after so long, in each direction, nothing more is begun."""
-ALIKE = 1.25
-"""Speeds that differ by less than this factor are taken to be equal: measured again, they would differ as much."""
 
 _REQUEST_BYTES, _IN_FLIGHT = 2 << 20, 4  # with the engine's own requests of 1 MiB, eight of them
 
@@ -79,18 +77,3 @@ def _move(operation: str, probe: Probe, nbytes: int, address: int) -> tuple[int,
     finally:
         for _, ticket in in_flight:  # after a failure: the memory goes when they are done
             ticket.wait()
-
-
-def levelled(speeds: Sequence[float]) -> list[float]:
-    """`speeds`, where those that are alike all have their mean."""
-    result = list(speeds)
-    groups: list[list[int]] = []
-    for number in sorted(range(len(speeds)), key=speeds.__getitem__):
-        if groups and speeds[number] < ALIKE * speeds[groups[-1][0]]:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    for group in groups:
-        for number in group:
-            result[number] = statistics.fmean(speeds[one] for one in group)
-    return result

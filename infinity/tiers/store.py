@@ -4,7 +4,7 @@
 The model needs a unit's parameters whole, on the compute device, ahead of use: `prefetch`, `start`, `wait`, `release` keep clean
 copies of parameter blocks in the compute arena, evicted by Belady's rule. The optimizer needs every block of a unit in
 pieces, on the host, and writes them back: `check_out` hands out one chunk of each block. A block at home in host memory is
-handed out in place, and so is the part of a block on NVMe that stays there (`infinity.tiers.cache`); the rest passes through
+handed out in place, and so is the part of a block on NVMe that stays there (`infinity.placement.cache`); the rest passes through
 staging slots. Chunks do not cross the border between the two. Both see placement only as time, never in the values (I8).
 
 [Note: the place of a copy outlives an update]
@@ -44,16 +44,16 @@ from infinity.config import Config, Tier
 from infinity.device import ComputeDevice, Copy, Mark, zero_alone
 from infinity.errors import BudgetError, ConfigError, EngineClosedError
 from infinity.observe import Meter, Recorder
+from infinity.placement.budget import CHUNK_ELEMENTS
+from infinity.placement.decide import Layout, Machine, Placement
+from infinity.placement.spec import BlockSpec, Kind
 from infinity.tiers.access import Checkout, Fetch, Mover, Pending, Placing
 from infinity.tiers.activations import Activations
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, BlockState
-from infinity.tiers.budget import CHUNK_ELEMENTS
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import ALIGNMENT, NvmeTier, Transfer
 from infinity.tiers.latch import Latch
-from infinity.tiers.placement import Placement
-from infinity.units import format_bytes, round_up
 
 log = logging.getLogger("infinity")
 
@@ -73,8 +73,8 @@ class Store:
         self._nvme = NvmeTier(config.nvme, config.io_engine, config.nvme_memory, recorder, config.nvme_shares, own)
         self._changed = threading.Condition()
         self._blocks: list[Block] = []
-        self.placement = Placement(config, device, self._blocks)
-        """Where blocks are at home; asked before `open` what would fit."""
+        self.layout: Layout
+        """What was decided about all blocks; set by `open`."""
         self._arenas: dict[str, Arena] = {}
         self._mover: Mover | None = None
         self.activations: Activations | None = None
@@ -96,7 +96,6 @@ class Store:
         """How far away the next use of a unit's parameters is; set by whoever knows the trace."""
         self.on_place: Callable[[], None] = lambda: None
         """Called when a copy is on the compute device, or the place of one whose block is UPDATING; set by whoever updates."""
-        self._most_reserve = 0
 
     # Declaration and budgets
 
@@ -104,25 +103,28 @@ class Store:
         """Before `open`: bytes per second of all drives together, half read and half written; infinite where nothing is there."""
         return self._nvme.measure() if any(block.tier == "nvme" for block in self._blocks) else math.inf
 
-    def add(self, block: Block) -> Block:
-        """Declare `block`; its bytes are a multiple of 4096."""
+    def add(self, spec: BlockSpec) -> Block:
+        """Declare a block; its bytes are a multiple of 4096."""
+        block = Block(spec)
         self._blocks.append(block)
         return block
 
-    def open(self, concurrent: int, reserve: int = 0, most_reserve: int = 0) -> None:
-        """Check the budgets (I10), then allocate everything; raises `BudgetError` before anything is changed.
+    @property
+    def placement(self) -> Placement:
+        """What was declared so far, to be asked before `open` what would fit."""
+        machine = Machine(self._device.shares_host, self._device.has_kernels)
+        return Placement(self._config, machine, tuple(block.spec for block in self._blocks))
 
-        `concurrent` bytes of gathered units must fit at once, and `reserve` bytes for gradient buffers, beside what is at
-        home on the compute device. With a larger budget these might be `most_reserve` bytes.
-        """
-        budget, place = self._config, self.placement
-        self._most_reserve = max(reserve, most_reserve)
-        rooms = place.divide(concurrent, reserve)
+    def open(self, layout: Layout) -> None:
+        """Allocate everything, as `layout` says, which is about the blocks that were declared."""
+        budget, rooms = self._config, layout.rooms
+        self.layout = layout
         self.chunk_elements, self.staged_sets = rooms.host.chunk_elements, rooms.host.staged_sets
-        self._chunks = Chunks(self.chunk_elements, place.cuts)
-        for block in self._blocks:
+        self._chunks = Chunks(self.chunk_elements, layout.cuts)
+        for block, placed in zip(self._blocks, layout.blocks, strict=True):
+            block.placed = placed
             if block.moved_bytes:
-                block.extents = tuple(self._nvme.reserve(block.moved_bytes) for _ in range(place.copies_of(block)))
+                block.extents = tuple(self._nvme.reserve(block.moved_bytes) for _ in range(placed.copies))
         if budget.activations == "nvme":
             self._nvme.reserve(ALIGNMENT)  # so that there is a file, which grows
         self._nvme.open()
@@ -131,7 +133,7 @@ class Store:
             self._arenas["gpu"] = Arena("gpu", self._device.compute_memory(rooms.device), ALIGNMENT, poison)
             self._arenas["cpu"] = Arena("cpu", host(rooms.homes + rooms.cache), ALIGNMENT, poison)
             self._arenas["staging"] = Arena("staging", host(rooms.host.slots * rooms.slot), rooms.slot, poison)
-            if place.moves_activations():
+            if layout.placement.moves_activations():
                 memory, drive = host(rooms.saved), self._nvme if budget.activations == "nvme" else None
                 self.activations = Activations(self._device, memory, drive, self._recorder, poison)
                 self._nvme.register(memory)
@@ -144,14 +146,14 @@ class Store:
         self._attach()
         self._settle_in(rooms.cache)
         self._device.settle()  # zeros and poison, and what was there before: copies would overtake them
-        self.copy_slots = self._arenas["gpu"].free_slots - self._arenas["gpu"].slots_for(reserve)
+        self.copy_slots = self._arenas["gpu"].free_slots - self._arenas["gpu"].slots_for(layout.reserve)
         self._mover = Mover(lambda error: self.fail(error, "a fetch"))
 
     def _settle_in(self, cache_bytes: int) -> None:
         """Every block that is at home in memory, or in part in the cache, gets its place there, of zeros."""
         for block in self._blocks:
             if block.tier != "nvme":
-                block.homes = tuple(self.reserve(block.tier, block.home_bytes) for _ in range(self.placement.homes_of(block)))
+                block.homes = tuple(self.reserve(block.tier, block.spec.home_bytes) for _ in range(block.placed.copies))
                 for home in block.homes:
                     home.tensor.zero_()
             if block.permanent:
@@ -159,13 +161,13 @@ class Store:
         start, cache = 0, self.reserve("cpu", cache_bytes).tensor.zero_() if cache_bytes else None
         for block in self._blocks:
             if block.kept and cache is not None:
-                block.cached = cache[start : start + block.kept_bytes]
-                start += block.kept_bytes
+                block.cached = cache[start : start + block.placed.kept_bytes]
+                start += block.placed.kept_bytes
 
     def _attach(self) -> None:
         """Let the drives write parameters into the compute arena themselves, if that is wanted and works, and say which it is."""
         wanted, problem = self._config.gpu_direct, "the compute device is the CPU"
-        if wanted == "off" or not any(b.moved_bytes for b in self.placement.travelling()):
+        if wanted == "off" or not any(b.moved_bytes for b in self._blocks if b.kind is Kind.PARAM and not b.permanent):
             return
         if not self._device.shares_host:
             try:
@@ -289,16 +291,8 @@ class Store:
             return None if home is None or home.home is None else (home, offset - home.home.offset)
 
     def _no_room(self, block: Block) -> BudgetError:
-        pinned = [b for b in self._blocks if b.pins and b.lease is not None and not b.permanent]
-        # Anywhere between n copies there are n + 1 gaps, each of which may lack a byte. All copies at once leave no gaps.
-        copies = sum(b.span for b in pinned) + (len(pinned) + 1) * block.span
-        copies = min(copies, sum(b.span for b in self.placement.travelling()))
-        need = self.placement.home_bytes("gpu") + round_up(self._most_reserve, ALIGNMENT) + copies
-        return BudgetError(
-            f"{block.name} does not fit into gpu_memory={format_bytes(self._config.gpu_memory)} beside what is in use at the "
-            f"same time ({', '.join(b.name for b in pinned)}); gpu_memory={need} ({format_bytes(need)}) is enough for these"
-            f"{self.placement.fixed()}"
-        )
+        pinned = [b.spec for b in self._blocks if b.pins and b.lease is not None and not b.permanent]
+        return self.layout.shortage(block.spec, pinned)
 
     def _bring(self, block: Block, beyond: float) -> bool:
         """Lease the best window of the compute arena for `block` and start filling it, unless it has one; False without room.
@@ -313,7 +307,7 @@ class Store:
                 self.latch.check_open()
                 pending = None
                 if block.lease is None:
-                    found = self._arenas["gpu"].find(block.span, self._next_use_of, beyond)
+                    found = self._arenas["gpu"].find(block.spec.span, self._next_use_of, beyond)
                     if found is None:
                         return False
                     victims = [owner for owner in found[1] if isinstance(owner, Block)]
@@ -325,7 +319,7 @@ class Store:
                     if pending is None:
                         for victim in victims:
                             self._end_lease(victim, victim.give_up_lease)
-                        block.lease, block.used = self._arenas["gpu"].lease(block, block.span, found[0]), self._left
+                        block.lease, block.used = self._arenas["gpu"].lease(block, block.spec.span, found[0]), self._left
                 if pending is None and block.state is BlockState.HOME:
                     self._start(block)
                 placed = pending is None and block.state is BlockState.UPDATING
@@ -351,7 +345,7 @@ class Store:
         """Begin filling what the lease of `block` lacks (under the lock); NVMe reads are submitted here and now."""
         if block.lease is None or self._mover is None:
             raise RuntimeError(f"{block.name} has no lease to be fetched into")
-        target = block.lease.tensor[block.at : block.at + block.nbytes]
+        target = block.lease.tensor[block.spec.at : block.spec.at + block.nbytes]
         fills = [self._filling(block, target, begin, end) for begin, end in self._missing(block)]
         fetch = Fetch(functools.partial(_finish, fills), lambda fetch, arrived: self._land(block, fetch, arrived))
         block.to_fetching(fetch)
@@ -359,7 +353,7 @@ class Store:
 
     def _missing(self, block: Block) -> list[tuple[int, int]]:
         """Runs of elements [begin, end) that the lease of `block` lacks; each is in host memory or on NVMe as a whole."""
-        return self._chunks.runs(block, without=block.renewed)
+        return self._chunks.runs(block.placed, without=block.renewed)
 
     def _filling(self, block: Block, target: torch.Tensor, begin: int, end: int) -> Callable[[], None]:
         """Start bringing elements [begin, end) of `block` into `target`, its place; the result blocks until they are there."""
@@ -369,7 +363,7 @@ class Store:
             return functools.partial(self._device.upload, part, memory[at : at + nbytes], block.used)
         if not self._device.shares_host and not (self._nvme.direct and block.written):
             return functools.partial(self._fill_through_staging, block, part, begin, end)
-        at -= block.kept_bytes
+        at -= block.placed.kept_bytes
         if self._nvme.direct:
             return functools.partial(self._fill_directly, block, at, part, block.used)
         return self._nvme.read(block.extents[block.version], at, nbytes, part.data_ptr(), block.name, self.meter).wait
@@ -430,11 +424,11 @@ class Store:
         who has kernels for memory of the compute device, a block that is at home there is one chunk."""
         if near and self.is_near(block):
             return (0,)
-        return self._chunks.starts(block)
+        return self._chunks.starts(block.placed)
 
     def _bytes_of_chunk(self, block: Block, begin: int, near: bool = False) -> tuple[int, int]:
         """The first byte of the chunk of `block` from element `begin` on, and how many bytes it has."""
-        return (0, block.nbytes) if near and self.is_near(block) else self._chunks.bytes_of(block, begin)
+        return (0, block.nbytes) if near and self.is_near(block) else self._chunks.bytes_of(block.placed, begin)
 
     def in_memory_until(self, block: Block, near: bool = False) -> int:
         """The first element of which a chunk is a copy in a staging slot; chunks before it are a part of the home itself. With
@@ -510,7 +504,7 @@ class Store:
                 yield block.memory, content
             return
         for begin in self.chunks(block):
-            at, nbytes = self._chunks.bytes_of(block, begin)
+            at, nbytes = self._chunks.bytes_of(block.placed, begin)
             part = content[at : at + nbytes]
             chunks = self.check_out([(block, add)], begin, spare=part.numel() if far and add else 0)
             with ExitStack() as stack:
@@ -580,7 +574,7 @@ class Store:
                 arrive = self._device.begin_download(tensor, home)
             write: Callable[[bool], Transfer | Copy] = functools.partial(self._write_home, home, tensor, block.used)
         else:
-            place = at - block.kept_bytes
+            place = at - block.placed.kept_bytes
             if load and update and self._copy_back(block, begin, tensor):
                 arrive = None
             elif load and block.written:
@@ -597,7 +591,7 @@ class Store:
             if block.lease is None or not there:
                 return False
             block.copying += 1
-            source = block.lease.tensor[block.at + block.format.bytes_of(begin) :][: tensor.numel()]
+            source = block.lease.tensor[block.spec.at + block.format.bytes_of(begin) :][: tensor.numel()]
         try:
             self._device.download(tensor, source)
         finally:
@@ -618,7 +612,7 @@ class Store:
                 return None
             block.copying += 1
             block.renewed.add(begin)
-            target = block.lease.tensor[block.at + block.format.bytes_of(begin) :][: content.numel()]
+            target = block.lease.tensor[block.spec.at + block.format.bytes_of(begin) :][: content.numel()]
         try:
             copy = self._device.begin_upload(target, content, block.used)
         except BaseException:
@@ -724,7 +718,7 @@ class Store:
     def cached(self) -> tuple[int, int]:
         """Bytes of the blocks on NVMe that are kept in host memory, and bytes of all of those blocks."""
         on_nvme = [b for b in self._blocks if b.tier == "nvme"]
-        return sum(b.kept_bytes for b in on_nvme), sum(b.nbytes for b in on_nvme)
+        return sum(b.placed.kept_bytes for b in on_nvme), sum(b.nbytes for b in on_nvme)
 
     def used(self) -> dict[str, int]:
         """Bytes in use now, per tier."""

@@ -11,7 +11,8 @@ import torch
 import infinity
 from infinity.device import ComputeDevice
 from infinity.observe import Recorder
-from infinity.tiers.block import Block, Format, Kind
+from infinity.placement.spec import BlockSpec, Format, Kind
+from infinity.tiers.block import Block
 from infinity.tiers.store import Store
 
 pytestmark = [
@@ -26,9 +27,11 @@ def store(tmp_path: Path) -> Iterator[tuple[Store, list[Block], list[torch.Tenso
     """Units on NVMe with random content, and room for one of them on the GPU."""
     config = infinity.Config(nvme=tmp_path, gpu_memory=NBYTES, cpu_memory="32MiB", cache=0, device="cuda", gpu_direct="on")
     store = Store(config, ComputeDevice("cuda"), Recorder())
-    blocks = [store.add(Block(n, Kind.PARAM, NBYTES, Format("byte", 1, 1), "nvme", NBYTES, 0, f"unit {n}")) for n in range(UNITS)]
+    blocks = [
+        store.add(BlockSpec(n, Kind.PARAM, NBYTES, Format("byte", 1, 1), "nvme", NBYTES, 0, f"unit {n}")) for n in range(UNITS)
+    ]
     try:
-        store.open(concurrent=NBYTES)
+        store.open(store.placement.layout(NBYTES))
     except infinity.ConfigError as error:
         pytest.skip(str(error))
     contents = [torch.randint(0, 256, (NBYTES,), dtype=torch.uint8) for _ in blocks]

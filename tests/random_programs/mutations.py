@@ -12,9 +12,10 @@ import torch
 from infinity.modules import gathered, hooks, packing
 from infinity.modules.activations import Packed
 from infinity.optim import kernels, optimizer, pipeline, step
+from infinity.placement.spec import Kind
 from infinity.sharding import codec, gradients
 from infinity.sharding.unit import Unit
-from infinity.tiers.block import Block, Kind
+from infinity.tiers.block import Block
 from infinity.tiers.store import Store
 
 

@@ -27,7 +27,7 @@ from infinity.bench.io.verdict import Evidence, lasting, verdict
 from infinity.bench.io.wear import read_smart, wear_percent
 from infinity.bench.io.workspace import check_owners, check_space, workspace
 from infinity.device import HostMemory
-from infinity.tiers.budget import CHUNK_ELEMENTS
+from infinity.placement.budget import CHUNK_ELEMENTS
 from infinity.units import format_bytes
 
 TRIAL_SECONDS = 0.3

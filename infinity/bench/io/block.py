@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.bench.io.search import Setting
-from infinity.tiers.speed import levelled
+from infinity.placement.calibrate import levelled
 
 
 def config_block(paths: Sequence[Path], setting: Setting, speeds: Sequence[float] = ()) -> dict[str, Any]:

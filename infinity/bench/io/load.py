@@ -12,8 +12,8 @@ import torch
 from infinity.device import ComputeDevice, HostMemory
 from infinity.optim.adam import adam
 from infinity.optim.kernels import Kernels, States
-from infinity.tiers.block import FP32, SPLIT, Kind
-from infinity.tiers.budget import FULL_CHUNK_ELEMENTS
+from infinity.placement.budget import FULL_CHUNK_ELEMENTS
+from infinity.placement.spec import FP32, SPLIT, Kind
 
 _ELEMENTS = FULL_CHUNK_ELEMENTS
 _CHUNKS = 16  # in turns, so that they do not stay in the caches

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from infinity.tiers.budget import CHUNK_ELEMENTS, FULL_CHUNK_ELEMENTS, STAGED_SETS
+from infinity.placement.budget import CHUNK_ELEMENTS, FULL_CHUNK_ELEMENTS, STAGED_SETS
 from infinity.tiers.drives import ALIGNMENT
 from infinity.units import round_up
 

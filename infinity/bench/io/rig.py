@@ -25,7 +25,7 @@ from infinity.bench.io.patterns import Piece, Stage
 from infinity.bench.io.search import Setting
 from infinity.device import HostMemory
 from infinity.errors import NvmeError
-from infinity.tiers.budget import STAGED_SETS
+from infinity.placement.budget import STAGED_SETS
 from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES
 from infinity.tiers.stripes import Stripes
 from infinity.units import round_up

@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from infinity.tiers.block import SPLIT, Block, Kind
-
-
-class Rates(NamedTuple):
-    """What this machine gives: bytes per second to the compute device, from it, and to and from all drives (half of each);
-    parameters per second that the CPU updates."""
-
-    upload: float
-    download: float
-    nvme: float
-    updates: float
+from infinity.placement.calibrate import Rates
+from infinity.placement.spec import SPLIT, BlockSpec, Kind, units_of
 
 
 class Moves(NamedTuple):
@@ -32,7 +23,7 @@ class Moves(NamedTuple):
         return tuple(amount / max(rate, 1.0) for amount, rate in zip(self, rates, strict=True))
 
 
-def moves(blocks: Iterable[Block], resident: float, kept: Mapping[Block, int]) -> Moves:
+def moves(blocks: Iterable[BlockSpec], resident: float, kept: Mapping[BlockSpec, int]) -> Moves:
     """What a step moves of `blocks`, all of a rank's. The compute device has room for `resident` of all parameters that come and
     go, and of a block on NVMe `kept` elements are in host memory.
 
@@ -61,7 +52,7 @@ def moves(blocks: Iterable[Block], resident: float, kept: Mapping[Block, int]) -
     return Moves(upload, download, nvme, updates)
 
 
-def traffic(kind: Kind, unit: Mapping[Kind, Block], resident: float) -> float:
+def traffic(kind: Kind, unit: Mapping[Kind, BlockSpec], resident: float) -> float:
     """NVMe bytes that a step moves per byte of `kind` of `unit`, where it is on NVMe.
 
     A parameter is fetched for backward, written by the update, and read by it where it is a part of its master: 2 or 3; a frozen
@@ -75,14 +66,6 @@ def traffic(kind: Kind, unit: Mapping[Kind, Block], resident: float) -> float:
     return 3 if kind is Kind.GRAD else 2
 
 
-def is_rounded(unit: Mapping[Kind, Block]) -> bool:
+def is_rounded(unit: Mapping[Kind, BlockSpec]) -> bool:
     """Whether the parameters are nothing but their masters, rounded: then an update writes them and does not read them."""
     return Kind.MASTER in unit and unit[Kind.MASTER].format is not SPLIT
-
-
-def units_of(blocks: Iterable[Block]) -> dict[int, dict[Kind, Block]]:
-    """The blocks of each unit, by its number, in the order of `blocks`."""
-    units: dict[int, dict[Kind, Block]] = {}
-    for block in blocks:
-        units.setdefault(block.unit, {})[block.kind] = block
-    return units

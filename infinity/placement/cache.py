@@ -6,8 +6,8 @@ cache, and what is evicted has to be written besides. A part that never leaves r
 second place on the drive, and is the same in every run, so that the planner can state the bytes that move.
 
 [Note: what is kept first]
-What saves most NVMe traffic per byte of memory (`infinity.tiers.moves.traffic`): 2 or 3 bytes in a step. Among equals the unit
-that comes first in the module: the next forward waits for its update first.
+What saves most NVMe traffic per byte of memory (`infinity.placement.traffic`): 2 or 3 bytes in a step. Among equals the
+unit that comes first in the module: the next forward waits for its update first.
 
 But an update may begin before its step only where nothing is rewritten in place (see `infinity.optim.pipeline`). Where updates
 begin early, a unit's parameters and states are therefore kept element by element together. Parameters alone would leave up to 8 %
@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from infinity.tiers.block import Block, Kind
-from infinity.tiers.moves import traffic, units_of
+from infinity.placement.spec import BlockSpec, Kind, units_of
+from infinity.placement.traffic import traffic
 
 
 class Candidate(NamedTuple):
@@ -65,8 +65,8 @@ def fill(budget: int, sizes: Sequence[int]) -> list[int]:
 
 
 def choose(
-    blocks: Sequence[Block], budget: int, granule: int, early: bool, resident: float, never: Collection[Kind] = ()
-) -> dict[Block, int]:
+    blocks: Sequence[BlockSpec], budget: int, granule: int, early: bool, resident: float, never: Collection[Kind] = ()
+) -> dict[BlockSpec, int]:
     """How many elements, from the first on, to keep of each of `blocks` that is on NVMe, in `budget` bytes of host memory.
 
     It is all of them or a multiple of `granule`. With `early`, updates may begin before their step. The compute device has room
@@ -79,7 +79,7 @@ def choose(
     return {block: min(kept, block.elements) for group, kept in shares for block in group}
 
 
-def _groups(unit: Mapping[Kind, Block], early: bool, never: Collection[Kind]) -> list[list[Block]]:
+def _groups(unit: Mapping[Kind, BlockSpec], early: bool, never: Collection[Kind]) -> list[list[BlockSpec]]:
     """The blocks of one unit that may be kept, in groups that are kept element by element together."""
     on_nvme = {kind: block for kind, block in unit.items() if block.tier == "nvme" and kind not in never}
     parameter, gradient = ([on_nvme[kind]] if kind in on_nvme else [] for kind in (Kind.PARAM, Kind.GRAD))
@@ -88,7 +88,7 @@ def _groups(unit: Mapping[Kind, Block], early: bool, never: Collection[Kind]) ->
     return [group for group in found if group]
 
 
-def _candidate(group: Sequence[Block], unit: Mapping[Kind, Block], granule: int, resident: float) -> Candidate:
+def _candidate(group: Sequence[BlockSpec], unit: Mapping[Kind, BlockSpec], granule: int, resident: float) -> Candidate:
     saved = sum(traffic(block.kind, unit, resident) * block.nbytes for block in group)
     nbytes = sum(block.nbytes for block in group)
     piece = sum(block.format.bytes_of(granule) for block in group)

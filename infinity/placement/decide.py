@@ -1,0 +1,318 @@
+"""Where every block is at home, and how the budgets are divided: decided once, before anything is allocated.
+
+Three things are decided beside what the configuration says. Units all of whose states stay on the compute device
+(`with_gpu_cache`); what of the blocks on NVMe stays in host memory (`infinity.placement.cache`); and which units in host memory
+have second homes, so that their updates may begin before their step. All of it follows from sizes, the configuration, and rates
+that ranks agree on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infinity.config import Config, Tier
+from infinity.errors import BudgetError
+from infinity.placement.budget import CHUNK_ELEMENTS, PAGE, WIDEST_ELEMENT, HostPlan, Staged, divide_with_activations
+from infinity.placement.cache import choose, fill
+from infinity.placement.calibrate import Rates
+from infinity.placement.spec import BlockSpec, Kind, Placed, units_of
+from infinity.placement.traffic import Moves, moves
+from infinity.units import format_bytes, round_up
+
+MOST_CANDIDATES = 32
+"""Of numbers of units that may stay on the compute device: so many are weighed, where a model has more units."""
+
+
+class Machine(NamedTuple):
+    """What a decision has to know of the compute device."""
+
+    unified_memory: bool
+    """Whether the host works on its memory where it is."""
+    has_kernels: bool
+    """Whether it updates states in its own memory."""
+
+
+class Rooms(NamedTuple):
+    """Bytes to allocate: on the compute device; in host memory for homes, for the cache, and for saved activations; and the plan
+    of what passes."""
+
+    device: int
+    homes: int
+    cache: int
+    saved: int
+    host: HostPlan
+
+    @property
+    def slot(self) -> int:
+        """Bytes of one staging slot."""
+        return self.host.chunk_elements * WIDEST_ELEMENT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The decision: where each block is at home, and what to allocate."""
+
+    placement: Placement
+    """What was decided about; its specs are on their final tiers."""
+    blocks: tuple[Placed, ...]
+    """In the order of the specs."""
+    rooms: Rooms
+    cuts: Mapping[int, Collection[int]]
+    """By unit: the elements that chunks do not extend across."""
+    reserve: int
+    """Bytes of gradient buffers on the compute device."""
+    most_reserve: int
+    """Those that a larger budget might bring."""
+
+    def shortage(self, wanted: BlockSpec, pinned: Sequence[BlockSpec]) -> BudgetError:
+        """The error where `wanted` has to come to the compute device beside `pinned`, and does not fit."""
+        place = self.placement
+        # Anywhere between n copies there are n + 1 gaps, each of which may lack a byte. All copies at once leave no gaps.
+        copies = sum(spec.span for spec in pinned) + (len(pinned) + 1) * wanted.span
+        copies = min(copies, sum(spec.span for spec in place.travelling()))
+        need = place.home_bytes("gpu") + round_up(self.most_reserve, PAGE) + copies
+        return BudgetError(
+            f"{wanted.name} does not fit into gpu_memory={format_bytes(place.config.gpu_memory)} beside what is in use at the "
+            f"same time ({', '.join(spec.name for spec in pinned)}); gpu_memory={need} ({format_bytes(need)}) is enough for "
+            f"these{place.fixed()}"
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What there is to place, and the questions about it. A value: a decision gives another one, or a `Layout`."""
+
+    config: Config
+    machine: Machine
+    specs: tuple[BlockSpec, ...]
+    gpu_cache_bytes: int = 0
+    """Bytes of states that `with_gpu_cache` has put on the compute device."""
+
+    # The compute device
+
+    def needs_rates(self, concurrent: int, reserve: int) -> bool:
+        """Whether `with_gpu_cache` has to know rates: it may choose how many units stay, and not all of them can."""
+        some_fit = any(_home_bytes(unit) <= self._room(reserve) for unit in self._units())
+        return self._may_choose() and some_fit and not self._all_fit(concurrent, reserve)
+
+    def with_gpu_cache(self, concurrent: int, reserve: int, rates: Rates | None = None) -> Placement:
+        """All states of some units at home on the compute device, as `Config.gpu_cache` says.
+
+        `concurrent` and `reserve` bytes there are for others. With "auto" so many units that a step takes least time by
+        `rates`; none without these, unless all can stay.
+        """
+        units, wanted = self._units(), self.config.gpu_cache
+        everything = [spec for unit in units for spec in unit]
+        if wanted != "auto":
+            return self._with(_those_that_fit(units, wanted))
+        if not self._may_choose():
+            return self
+        if self._all_fit(concurrent, reserve):
+            return self._with(everything)
+        return self._with(self._fastest(units, concurrent, reserve, rates)) if rates is not None else self
+
+    def _with(self, resident: Sequence[BlockSpec]) -> Placement:
+        """The same with `resident` on the compute device."""
+        moved = set(resident)
+        specs = tuple(spec.on("gpu") if spec in moved else spec for spec in self.specs)
+        nbytes = self.gpu_cache_bytes + sum(spec.nbytes for spec in resident)
+        return dataclasses.replace(self, specs=specs, gpu_cache_bytes=nbytes)
+
+    def _units(self) -> list[list[BlockSpec]]:
+        """The blocks that may move to the compute device, by unit: not what is frozen, which no update renews."""
+        units = units_of(spec for spec in self.specs if not spec.frozen and spec.tier != "gpu")
+        return [list(unit.values()) for unit in units.values()]
+
+    def _room(self, reserve: int) -> int:
+        return max(self.config.gpu_memory - self.home_bytes("gpu") - reserve, 0)
+
+    def _may_choose(self) -> bool:
+        can_update = self.machine.has_kernels and self.config.algorithm != "other" and not self._twice
+        return self.config.gpu_cache == "auto" and can_update
+
+    def fixed(self) -> str:
+        """What to say beside another `gpu_memory`, so that as much stays on the compute device as now; "" where that is fixed."""
+        return f", with gpu_cache={self.gpu_cache_bytes}" if self._may_choose() else ""
+
+    def _all_fit(self, concurrent: int, reserve: int) -> bool:
+        return self._with([spec for unit in self._units() for spec in unit]).fits(concurrent, reserve)
+
+    def _fastest(self, units: Sequence[Sequence[BlockSpec]], concurrent: int, reserve: int, rates: Rates) -> list[BlockSpec]:
+        """The first of `units`, so many that what has most to do in a step has least.
+
+        Example, of a GPU with 50 GB/s each way beside a CPU that updates 6e9 parameters per second, per GB and step in bf16:
+        states of 71 million parameters that stay save 12 ms of the CPU, 6 of the way up and 3 of the way down; copies of 500
+        million parameters save 20 ms of the way up, and nothing else. So it depends on which of them is the longest.
+        """
+        room = self._room(reserve)
+        ends = [end for end in itertools.accumulate(map(_home_bytes, units)) if end <= room]
+        longest = math.inf
+        chosen: list[BlockSpec] = []
+        for size in [0, *ends[:: max(1, -(-len(ends) // MOST_CANDIDATES))], room]:
+            resident = _those_that_fit(units, size)
+            moved = self._with(resident).moved(room - _home_bytes(resident), concurrent)
+            if moved is not None and max(moved.seconds(rates)) < longest:
+                longest, chosen = max(moved.seconds(rates)), resident
+        return chosen
+
+    def moved(self, passing: int, concurrent: int) -> Moves | None:
+        """What a step moves where the compute device has `passing` bytes for parameters that come and go.
+
+        None where that cannot be, or leaves them no room to come ahead of use.
+        """
+        spans = sum(spec.span for spec in self.travelling())
+        if spans and passing < max(concurrent, min(spans, 2 * concurrent)):
+            return None
+        resident = min(1.0, passing / max(spans, 1))
+        try:
+            homes = self.home_bytes("cpu")
+            plan, _ = self._divide_host(self.config.cpu_memory - homes, homes)
+        except BudgetError:  # if nothing can be, `layout` says so
+            return None
+        return moves(self.specs, resident, self._choose(plan.cache, resident))
+
+    def travelling(self) -> list[BlockSpec]:
+        """Parameters that come to the compute device for each use."""
+        return [spec for spec in self.specs if spec.kind is Kind.PARAM and not spec.permanent]
+
+    def fits(self, concurrent: int, reserve: int) -> bool:
+        """Whether `layout` would find enough memory on the compute device."""
+        return self.home_bytes("gpu") + (concurrent if self.travelling() else 0) + reserve <= self.config.gpu_memory
+
+    # Homes
+
+    def home_bytes(self, tier: Tier) -> int:
+        """Bytes of all homes on a tier that is memory, but for second ones that `layout` finds room for."""
+        return sum(round_up(spec.home_bytes, PAGE) * self._copies(spec) for spec in self.specs if spec.tier == tier)
+
+    @property
+    def _twice(self) -> set[Kind]:
+        """A delayed update writes new parameters while the old ones are in use: they have two places each, not one in the
+        cache."""
+        return {Kind.PARAM} if self.config.update == "delayed" else set()
+
+    def _copies(self, spec: BlockSpec) -> int:
+        """How many homes in memory, or extents on NVMe, a block has. What a failed step leaves of gradients is of no use: one."""
+        on_nvme = self.config.copy_on_write and spec.kind is not Kind.GRAD
+        doubled = on_nvme if spec.tier == "nvme" else spec.kind in self._twice
+        return 2 if doubled and not spec.frozen else 1
+
+    # All budgets
+
+    def layout(self, concurrent: int, reserve: int = 0, most_reserve: int = 0) -> Layout:
+        """Check the budgets (I10) and decide what is left to decide; raises `BudgetError`.
+
+        `concurrent` bytes of gathered units must fit on the compute device at once, and `reserve` bytes for gradient buffers,
+        beside what is at home there. With a larger budget these might be `most_reserve` bytes.
+        """
+        budget, home, travelling = self.config, self.home_bytes("gpu"), self.travelling()
+        least = (concurrent if travelling else 0) + reserve
+        if not self.fits(concurrent, reserve):
+            raise BudgetError(
+                f"gpu_memory={format_bytes(budget.gpu_memory)} is too small: states at home there take "
+                f"{format_bytes(home)}, the units in use at once and the next one {format_bytes(least)}; the smallest "
+                f"gpu_memory that works is {home + least} ({format_bytes(home + least)})"
+                f"{', or set a smaller gpu_cache' if budget.gpu_cache not in ('auto', 0) else ''} (invariant I10)"
+            )
+        useful = sum(spec.span for spec in travelling) + reserve
+        device = min(budget.gpu_memory // PAGE * PAGE, home + max(useful, least))
+        homes = self.home_bytes("cpu")
+        plan, saved = self._divide_host(budget.cpu_memory - homes, homes)
+        free = budget.cpu_memory - homes - plan.slots * plan.chunk_elements * WIDEST_ELEMENT - plan.cache - saved
+        doubled = self._doubled(free + (saved // 2 if budget.activation_memory == "auto" else 0))
+        more = _home_bytes(doubled)
+        kept = self._choose(plan.cache, resident=min(1.0, (device - home - reserve) / max(useful - reserve, 1)))
+        blocks = self._place(set(doubled), kept)
+        cache = sum(block.kept_bytes for block in blocks if block.spec.tier == "nvme")
+        rooms = Rooms(device, homes + more, cache, saved - round_up(max(more - free, 0), PAGE), plan)
+        cuts: dict[int, set[int]] = {}
+        for spec, elements in kept.items():
+            cuts.setdefault(spec.unit, set()).add(elements)
+        return Layout(self, blocks, rooms, cuts, reserve, max(reserve, most_reserve))
+
+    def _place(self, doubled: Collection[BlockSpec], kept: Mapping[BlockSpec, int]) -> tuple[Placed, ...]:
+        return tuple(
+            Placed(spec, copies=2 if spec in doubled else self._copies(spec), kept=kept.get(spec, 0)) for spec in self.specs
+        )
+
+    def _divide_host(self, available: int, home: int) -> tuple[HostPlan, int]:
+        """The plan for `available` bytes beside the `home` bytes of states, and the bytes for saved activations; raises
+        `BudgetError` when there is none."""
+        on_nvme = [spec for spec in self.specs if self._may_keep(spec)]
+        others = {spec.kind for spec in self.specs if not self._may_keep(spec) and not self._is_addressed(spec)}
+        spare = not self.machine.unified_memory  # for what has to be added to gradients
+        kinds = others | {spec.kind for spec in on_nvme}
+        longest = max((spec.elements for spec in self.specs), default=0)
+        elements = sum(spec.elements for spec in self.specs if spec.kind is Kind.PARAM)
+        all_of_it = sum(spec.nbytes for spec in on_nvme)
+        staged = Staged(len(kinds) + spare, len(others) + spare, self._granule, longest, elements, all_of_it)
+        wanted = self.config.activation_memory if self.moves_activations() else 0
+        fixed = 0 if wanted == "auto" else wanted
+        least = home + fixed + staged.least
+        if available < least - home:
+            also = f", saved activations {format_bytes(fixed)} (activation_memory)" if fixed else ""
+            raise BudgetError(
+                f"cpu_memory={format_bytes(self.config.cpu_memory)} is too small: states at home in host memory take "
+                f"{format_bytes(home)}{also} and staging at least {format_bytes(staged.least)}; the smallest cpu_memory that "
+                f"works is {least} ({format_bytes(least)}) (invariant I10)"
+            )
+        cache = None if self.config.cache == "auto" else self.config.cache
+        return divide_with_activations(available, staged, cache, wanted)
+
+    @property
+    def _granule(self) -> int:
+        """A chunk is a multiple of this many elements, so that it is whole in every format."""
+        return max((CHUNK_ELEMENTS, *(spec.format.elements for spec in self.specs)))
+
+    def moves_activations(self) -> bool:
+        """Whether what autograd saves goes anywhere: memory of the CPU is host memory already."""
+        where = self.config.activations
+        return where == "nvme" or (where == "cpu" and not self.machine.unified_memory)
+
+    def _may_keep(self, spec: BlockSpec) -> bool:
+        """Whether a part of a block may stay in host memory although it is at home on NVMe."""
+        return spec.tier == "nvme" and spec.kind not in self._twice
+
+    def _is_addressed(self, spec: BlockSpec) -> bool:
+        """Whether the host works on a block where it is."""
+        return spec.tier == "cpu" or (spec.tier == "gpu" and self.machine.unified_memory)
+
+    def _choose(self, cache_bytes: int, resident: float) -> dict[BlockSpec, int]:
+        """What of the blocks on NVMe is at home in host memory; `resident` of the parameters fit on the compute device."""
+        early = self.config.copy_on_write and self.config.update in ("auto", "speculative")
+        return choose(self.specs, cache_bytes, self._granule, early, resident, never=self._twice)
+
+    def _doubled(self, room: int) -> list[BlockSpec]:
+        """The blocks in host memory that get second homes in `room` bytes of it, by units: first those that come last in the
+        model, whose gradients come first. What is on NVMe is better cached instead."""
+        early = self.config.update == "speculative" or (self.config.update == "auto" and not self.machine.unified_memory)
+        rewritten = [spec for spec in self.specs if spec.kind is not Kind.GRAD and not spec.frozen]
+        if not early or not self.config.copy_on_write or any(spec.tier == "nvme" for spec in rewritten):
+            return []
+        units = [list(unit.values()) for unit in units_of(reversed(rewritten)).values()]
+        return _those_that_fit([unit for unit in units if all(spec.tier == "cpu" for spec in unit)], room)
+
+
+def describe_choice(placement: Placement, rates: Rates) -> str:
+    """What `with_gpu_cache` chose by `rates`, for a log."""
+    drives = f", {rates.nvme / 1e9:.1f} of the drives" if rates.nvme < math.inf else ""
+    return (
+        f"{format_bytes(placement.gpu_cache_bytes)} of states stay on the compute device: measured were "
+        f"{rates.upload / 1e9:.1f} GB/s to it, {rates.download / 1e9:.1f} from it{drives}, and "
+        f"{rates.updates / 1e9:.2f} billion updates of parameters per second on the CPU"
+    )
+
+
+def _those_that_fit(units: Sequence[Sequence[BlockSpec]], room: int) -> list[BlockSpec]:
+    """The blocks of the first of `units` that fit into `room` bytes, and of those after them that still do."""
+    return [spec for number in fill(room, list(map(_home_bytes, units))) for spec in units[number]]
+
+
+def _home_bytes(specs: Sequence[BlockSpec]) -> int:
+    """Bytes of one home in memory for each of `specs`."""
+    return sum(round_up(spec.home_bytes, PAGE) for spec in specs)

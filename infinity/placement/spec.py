@@ -1,0 +1,117 @@
+"""What there is to place: blocks, by kind, format and size. Frozen values; the live blocks are in `infinity.tiers.block`."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infinity.config import Tier
+
+
+class Kind(str, enum.Enum):
+    """What the bytes of a block mean."""
+
+    PARAM = "param"
+    GRAD = "grad"
+    MASTER = "master"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+
+
+class Format(NamedTuple):
+    """How values lie in memory and on NVMe: `elements` of them take `nbytes` bytes together, and cannot be moved apart."""
+
+    name: str
+    elements: int
+    nbytes: int
+
+    def bytes_of(self, elements: int) -> int:
+        """Bytes of `elements` values."""
+        return -(-elements // self.elements) * self.nbytes
+
+    @property
+    def width(self) -> int:
+        """Bytes of one value, rounded up."""
+        return -(-self.nbytes // self.elements)
+
+
+FP32 = Format("fp32", 1, 4)
+BF16 = Format("bf16", 1, 2)
+SPLIT = Format("split", 1, 2)
+"""A master as the 16 bits by which it differs from its bf16 parameter."""
+INT8 = Format("int8", 32768, 36864)
+"""32768 codes of a byte, then an fp32 scale for every 32 of them: whole pages, so that direct I/O can move them alone."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockSpec:
+    """`elements` values in `format`, of kind `kind` of unit number `unit`, at home on `tier`.
+
+    `span` and `at` (bytes) place a parameter shard inside the unit's gathered buffer. No update rewrites a block that is
+    `frozen`. Where `whole`, the home in memory is that of the whole unit, `span` bytes, and the block is this rank's part.
+    Two specs are never equal: each stands for one block.
+    """
+
+    unit: int
+    kind: Kind
+    elements: int
+    format: Format
+    tier: Tier
+    span: int
+    at: int
+    name: str
+    whole: bool = False
+    frozen: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+        return self.format.bytes_of(self.elements)
+
+    @property
+    def home_bytes(self) -> int:
+        """Bytes of one home in memory."""
+        return self.span if self.whole else self.nbytes
+
+    @property
+    def permanent(self) -> bool:
+        """Whether the compute copy is the block itself and never leaves."""
+        return self.kind is Kind.PARAM and self.tier == "gpu" and self.home_bytes == self.span
+
+    def on(self, tier: Tier) -> BlockSpec:
+        """The same block, at home on `tier`."""
+        return dataclasses.replace(self, tier=tier)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a block is at home: on the tier of `spec`.
+
+    It has `copies` homes in memory, or extents on NVMe: two where an update writes beside the old content. The first `kept`
+    elements of a block on NVMe are at home in host memory instead.
+    """
+
+    spec: BlockSpec
+    copies: int = 1
+    kept: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of a block on NVMe that are at home in host memory."""
+        return self.spec.format.bytes_of(self.kept)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that cross to NVMe when the block is read or written whole; 0 for a block of another tier."""
+        return self.spec.nbytes - self.kept_bytes if self.spec.tier == "nvme" else 0
+
+
+def units_of(specs: Iterable[BlockSpec]) -> dict[int, dict[Kind, BlockSpec]]:
+    """The blocks of each unit, by its number, in the order of `specs`."""
+    units: dict[int, dict[Kind, BlockSpec]] = {}
+    for spec in specs:
+        units.setdefault(spec.unit, {})[spec.kind] = spec
+    return units
