@@ -1,4 +1,4 @@
-"""What README and docs show is true: Python blocks run, commands have the options, glossary and errors are in the code.
+"""What README and docs show is true: Python blocks run, commands have the options, names and errors are in the code.
 
 The blocks of a page run in order, in one namespace, in an empty folder. Two comments in a page, which readers do not see,
 say more: `<!-- setup: ... -->` holds code that runs before the next block, and `<!-- not run: reason -->` before a block says
@@ -141,6 +141,23 @@ def test_the_code_has_what_the_glossary_names() -> None:
             found = getattr(importlib.import_module(module), attribute, None)
         if found is None:
             missing.append(f"{term}: {dotted}")
+    assert missing == []
+
+
+PLACE = re.compile(
+    r"`((?:infinity|native|tests|benchmarks|examples|bench|checkpoint|cli|modules|nvme|optim|placement|plan|sharding|tiers)"
+    r"/[\w./]*)`"
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_files_that_pages_name_exist(name: str) -> None:
+    places = [ROOT, ROOT / "infinity"]
+    missing = [
+        found
+        for found in PLACE.findall((ROOT / name).read_text())
+        if not any((place / f"{found}{end}").exists() for place in places for end in ("", ".py"))
+    ]
     assert missing == []
 
 
