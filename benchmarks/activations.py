@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """What offloaded activations cost and free: a step of a checkpointed or plain stack of blocks, beside torch's `save_on_cpu`.
 
 Each round trains a step in every way, one after the other in one process; figures are medians over rounds, with the least and the
@@ -11,8 +12,6 @@ GPU it is the way that torch itself has, one synchronous copy per tensor.
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +26,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.bench.summary import Row, Spread, Summary
+
+QUESTION = "What does it cost to offload activations, and what does it free?"
+LIMIT = "a step that keeps its activations on the compute device, in the same round"
 
 
 class Block(nn.Module):
@@ -75,13 +78,17 @@ def main() -> None:
     parser.add_argument("--room", type=int, default=4, help="how many of the largest tensors host memory holds (nvme)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = {kind: measure(options, kind == "checkpointed") for kind in ("plain", "checkpointed")}
-    print(json.dumps(found, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+    rows = [row for kind in ("plain", "checkpointed") for row in measure(options, kind)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    summary = Summary.of(__file__, QUESTION, LIMIT, rows, seeds=[0], settings=vars(options), device=device)
+    for line in summary.table():
+        print(line)
+    summary.write(options.json)
 
 
-def measure(options: argparse.Namespace, checkpointed: bool) -> dict[str, Any]:
+def measure(options: argparse.Namespace, kind: str) -> list[Row]:
+    """A row for each way, with blocks that are plain or checkpointed."""
+    checkpointed = kind == "checkpointed"
     # An input of a block, or what its first matrix gives.
     largest = 4 * options.tokens * options.width * (1 if checkpointed else 4)
     ways: dict[str, dict[str, Any] | None] = {
@@ -97,15 +104,17 @@ def measure(options: argparse.Namespace, checkpointed: bool) -> dict[str, Any]:
             step()
         order = list(steps)  # in turns: what the machine does besides changes within a round, too
         rounds = [{n: steps[n]() for n in order[i % len(order) :] + order[: i % len(order)]} for i in range(options.rounds)]
-    result: dict[str, Any] = {}
-    for name in ways:
-        ratios = [each[name][0] / each["gpu"][0] for each in rounds]
-        result[name] = {
-            "seconds": statistics.median(each[name][0] for each in rounds),
-            "of activations=gpu: median, least, largest": [statistics.median(ratios), min(ratios), max(ratios)],
-            "held MiB": rounds[-1][name][1] / 2**20,
-        }
-    return result
+    return [
+        Row(
+            name=f"{kind}, {name}",
+            unit="s",
+            rounds=options.rounds,
+            value=Spread.of([each[name][0] for each in rounds]),
+            ratio=Spread.of([each[name][0] / each["gpu"][0] for each in rounds]),
+            facts={"held_mib": rounds[-1][name][1] / 2**20},
+        )
+        for name in ways
+    ]
 
 
 def make(

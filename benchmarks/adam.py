@@ -1,26 +1,47 @@
 #!/usr/bin/env python3
-"""The optimizer kernels against what memory gives and against their peers: a thin script around `infinity bench adam`.
+"""The optimizer kernels beside a plain loop over memory, torch's fused AdamW, and DeepSpeed's CPUAdam where it is installed.
 
-Prints a table for each size and keeps everything in JSON. Needs 26 bytes of memory per parameter. torch's fused AdamW always
-runs beside; DeepSpeed's CPUAdam where it can be imported. How they are compared: `infinity/bench/adam.py`.
+Needs 26 bytes of memory per parameter. `infinity/bench/adam.py` measures, and says how they are compared.
 
-    benchmarks/adam.py [--parameters 100e6 300e6] [--rounds 7] [--threads N] [--output benchmarks/results/adam.json]
-
-Sizes that are measured replace those in the output; the others stay.
+    benchmarks/adam.py [--parameters 100e6 300e6] [--rounds 7] [--threads N] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 from pathlib import Path
-
-from rich.console import Console
+from typing import Any
 
 from infinity.bench.adam import measure
-from infinity.cli.bench.adam.show import print_table
+from infinity.bench.summary import Row, Spread, Summary
+
+QUESTION = "How near do the optimizer kernels come to the memory bandwidth, and how do they compare with their peers?"
+LIMIT = "the bytes per second of a plain in-place loop, in the same round"
+
+
+def spread_of(figures: dict[str, Any], name: str) -> Spread:
+    """The spread that `measure` wrote under `name`."""
+    return Spread(**{key: figures[f"{name}_{key}"] for key in ("median", "lowest", "highest")})
+
+
+def rows_of(result: dict[str, Any]) -> list[Row]:
+    """A row for each format, the loop and the peers."""
+    return [
+        Row(
+            name=f"{result['parameters_count']}, {row['name']}",
+            unit="GB/s",
+            rounds=result["rounds_count"],
+            value=spread_of(row, "gb_per_second"),
+            ratio=spread_of(row, "of_in_place_loop_ratio"),
+            others={
+                f"steps_per_second_over_{peer}_ratio": spread_of(ratios, "ratio")
+                for peer, ratios in row.get("over_peers", {}).items()
+            },
+            facts={key: row[key] for key in ("bytes_per_parameter", "nanoseconds_per_parameter")},
+        )
+        for row in result["rows"]
+    ]
 
 
 def main() -> None:
@@ -29,17 +50,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "adam.json")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    kept = {}
-    if options.output.exists():
-        kept = {result["parameters_count"]: result for result in json.loads(options.output.read_text())["results"]}
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    rows, settings = [], vars(options)
     for count in map(int, options.parameters):
-        result = measure(count, options.rounds, options.threads, not options.no_peers, lambda text: print(text, file=sys.stderr))
-        kept[count] = result | {"machine": platform.platform(), "python": platform.python_version()}
-        print_table([result], Console(width=130))
-        options.output.parent.mkdir(exist_ok=True)
-        options.output.write_text(json.dumps({"results": [kept[count] for count in sorted(kept)]}, indent=1) + "\n")
+        result = measure(count, options.rounds, options.threads, not options.no_peers, say)
+        rows += rows_of(result)
+        settings |= {"threads": result["threads_count"], "instruction_set": result["instruction_set"]}
+    summary = Summary.of(__file__, QUESTION, LIMIT, rows, settings=settings)
+    for line in summary.table():
+        print(line)
+    summary.write(options.json)
 
 
 if __name__ == "__main__":

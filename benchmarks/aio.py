@@ -2,14 +2,12 @@
 """The I/O engines against fio on one file: sequential, mixed and small random I/O, ordinary memory, and demand latency.
 
 Every round runs fio at its two best settings and our engines, in an order that changes from round to round, and gives our
-figure over that round's of fio's better setting; medians and the spread over rounds are printed and kept. Both sides use
+figure over that round's of fio's better setting; medians and the spread over rounds are printed. Both sides use
 O_DIRECT and run for as long, after a warm-up in which their buffers are touched: fio's on huge pages by
 `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, ours in a `infinity.device.HostMemory`. The file is written once before. CPU seconds
 are those of the process (fio: its own figure).
 
-    benchmarks/aio.py --dir DIR [--questions read,write,...] [--rounds 5] [--output benchmarks/results/aio.json]
-
-Results of the questions asked replace those in the output; the others stay.
+    benchmarks/aio.py --dir DIR [--questions read,write,...] [--rounds 5] [--json FILE]
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import argparse
 import json
 import mmap
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -34,8 +31,11 @@ from typing import Any
 import numpy as np
 
 from infinity import native
+from infinity.bench.summary import Row, Spread, Summary
 from infinity.device import HostMemory
 
+QUESTION = "How near do the I/O engines come to fio?"
+LIMIT = "fio at its better setting, in the same round"
 MIB = 1 << 20
 WARM_UP = 0.4
 Move = Callable[[int], Any]
@@ -246,25 +246,45 @@ def measure(contenders: Contenders, rounds: int) -> list[dict[str, Any]]:
     return results
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
-
-
-def summary(rounds: list[dict[str, Figure]]) -> dict[str, Any]:
-    """By contender; `of_fio` is against fio in the same round, at its setting with the best median."""
+def speeds(question: str, rounds: list[dict[str, Figure]]) -> list[Row]:
+    """By contender; the ratio is to fio in the same round, at its setting with the best median."""
     settings = [name for name in rounds[0] if name.startswith("fio")]
     setting = max(settings, key=lambda name: statistics.median(one[name].rate for one in rounds))
     best = [one[setting].rate for one in rounds]
-    result = {}
+    rows = []
     for name in rounds[0]:
         figures = [one[name] for one in rounds]
-        result[name] = {
-            "of_fio": spread([figure.rate / fios for figure, fios in zip(figures, best, strict=True)]),
-            "GB_per_second": spread([figure.rate / 1e9 for figure in figures]),
-            "requests_per_second": spread([figure.requests for figure in figures]),
-            "cpu_seconds_per_GB": spread([figure.cpu for figure in figures]),
-        }
-    return result
+        rows.append(
+            Row(
+                name=f"{question}, {name}",
+                unit="GB/s",
+                rounds=len(rounds),
+                value=Spread.of([figure.rate / 1e9 for figure in figures]),
+                ratio=Spread.of([figure.rate / fios for figure, fios in zip(figures, best, strict=True)]),
+                others={
+                    "requests_per_second": Spread.of([figure.requests for figure in figures]),
+                    "cpu_seconds_per_gb": Spread.of([figure.cpu for figure in figures]),
+                },
+            )
+        )
+    return rows
+
+
+def latencies(question: str, rounds: list[dict[str, dict[str, float]]]) -> list[Row]:
+    """By contender."""
+    return [
+        Row(
+            name=f"{question}, {name}",
+            unit="ms",
+            rounds=len(rounds),
+            value=Spread.of([one[name]["p50_ms"] for one in rounds]),
+            others={
+                "p99_ms": Spread.of([one[name]["p99_ms"] for one in rounds]),
+                "reads_count": Spread.of([one[name]["reads"] for one in rounds]),
+            },
+        )
+        for name in rounds[0]
+    ]
 
 
 def main() -> None:
@@ -275,14 +295,13 @@ def main() -> None:
     parser.add_argument("--questions", default=",".join(known))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement, after the warm-up")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "aio.json")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     asked = options.questions.split(",")
     if unknown := set(asked) - set(known):
         parser.error(f"no such question: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
 
-    results = json.loads(options.output.read_text()) if options.output.exists() else {}
-    results["machine"] = {"cpus": os.cpu_count(), "kernel": platform.release(), "file_bytes": options.size}
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="aio-") as folder:
         path = Path(folder, "file")
         subprocess.run(["fio", "--name=fill", f"--filename={path}", "--direct=1", "--rw=write", "--bs=4M", "--ioengine=io_uring",
@@ -290,21 +309,12 @@ def main() -> None:
         questions = Questions(path, options.seconds)
         for name in asked:
             rounds = measure(getattr(questions, name)(), options.rounds)
-            print(f"{name}:")
-            if name == "demand":
-                results[name] = {
-                    who: {key: spread([one[who][key] for one in rounds]) for key in rounds[0][who]} for who in rounds[0]
-                }
-                for who, row in results[name].items():
-                    print(f"  {who:36} p50 {row['p50_ms']['median']:.1f} ms   p99 {row['p99_ms']['median']:.1f} ms")
-                continue
-            results[name] = summary(rounds)
-            for who, row in results[name].items():
-                of, rate, cpu = row["of_fio"], row["GB_per_second"]["median"], row["cpu_seconds_per_GB"]["median"]
-                print(f"  {who:36} {of['median']:.2f} of fio ({of['low']:.2f}-{of['high']:.2f})  {rate:5.2f} GB/s  "
-                      f"{row['requests_per_second']['median']:7.0f} /s  {cpu:.4f} CPU s/GB")  # fmt: skip
+            rows += latencies(name, rounds) if name == "demand" else speeds(name, rounds)
         questions.host.close()
-    options.output.write_text(json.dumps(results, indent=1) + "\n")
+    summary = Summary.of(__file__, QUESTION, LIMIT, rows, seeds=[0], settings=vars(options))
+    for line in summary.table():
+        print(line)
+    summary.write(options.json)
 
 
 if __name__ == "__main__":

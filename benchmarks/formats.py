@@ -8,7 +8,7 @@ every loss and in the final weights and masters; moments of fewer bits must end 
 fp32 by less than seeds differ among themselves. "nudged" is fp32 with a learning rate larger by a millionth: it shows how far any
 change of rounding, however small, moves the result of one seed.
 
-Every run is a process of its own. Results go to the JSON file after each, and a run that is found there is not done again.
+Every run is a process of its own. With `--runs` each goes to that file when it ends, and one that is found there is not repeated.
 States lie in host memory here: placement never changes a number.
 """
 
@@ -27,17 +27,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 import infinity
-from infinity.cli.data import load_windows
-from infinity.cli.training import learning_rate_factor
+from infinity.bench.summary import Row, Spread, Summary
+from infinity.models.data import load_windows
+from infinity.models.schedule import learning_rate_factor
 from infinity.models.source import PRESETS, ModelSource
 from infinity.models.tokenizer import BYTE_VOCABULARY, ByteTokenizer
 from infinity.placement.spec import Kind
 
+QUESTION = "Does a state format of fewer bytes change what training ends at?"
+LIMIT = "the validation loss of fp32 states with the same seed"
 FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {"split_master": False},
     "nudged": {"split_master": False},
@@ -47,7 +47,6 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
 AT_REST = (Kind.PARAM, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-FOLD = 10  # steps per point of the curves
 Result = dict[str, Any]
 
 
@@ -102,38 +101,36 @@ def train(name: str, seed: int, options: argparse.Namespace) -> Result:
     return {
         "format": name, "seed": seed, "parameters": parameters, "bytes_per_parameter": sum(blocks) / parameters,
         "validation_loss": sum(total for total, _ in sums) / sum(count for _, count in sums),
-        "training_loss": [round(statistics.fmean(losses[i : i + FOLD]), 5) for i in range(0, len(losses), FOLD)],
         "sha256": digest.hexdigest(),
     }  # fmt: skip
 
 
-def table(results: list[Result], console: Console) -> None:
-    """Print what the runs in `results` ended at, and their differences to fp32 with the same seed."""
+def rows_of(results: list[Result]) -> list[Row]:
+    """What the runs ended at, as spreads over seeds, and their differences to fp32 with the same seed."""
     by = {(result["format"], result["seed"]): result for result in results}
-    seeds = sorted({seed for _, seed in by})
-    base = {seed: by["fp32", seed]["validation_loss"] for seed in seeds if ("fp32", seed) in by}
-    spread = max(base.values(), default=0.0) - min(base.values(), default=0.0)
-    grid = Table(title=f"final validation loss; the seeds of fp32 lie {spread:.4f} apart", title_justify="left")
-    headings = ["format", "bytes per parameter", *(f"seed {seed}" for seed in seeds)]
-    for heading in (*headings, "mean", "mean - fp32", "most of a seed", "same bits as fp32"):
-        grid.add_column(heading, justify="left" if heading == "format" else "right")
+    rows = []
     for name in FORMATS:
-        mine = {seed: by[name, seed] for seed in seeds if (name, seed) in by}
-        both = [seed for seed in mine if seed in base]
-        if not both:
+        seeds = [seed for form, seed in by if form == name and ("fp32", seed) in by]
+        if not seeds:
             continue
-        off = [mine[seed]["validation_loss"] - base[seed] for seed in both]
-        same = sum(mine[seed]["sha256"] == by["fp32", seed]["sha256"] for seed in both)
-        grid.add_row(
-            name,
-            f"{mine[both[0]]['bytes_per_parameter']:.2f}",
-            *(f"{mine[seed]['validation_loss']:.4f}" if seed in mine else "" for seed in seeds),
-            f"{statistics.fmean(result['validation_loss'] for result in mine.values()):.4f}",
-            f"{statistics.fmean(off):+.4f}",
-            f"{max(off, key=abs):+.4f}",
-            f"{same} of {len(both)}",
+        mine = [by[name, seed] for seed in seeds]
+        base = [by["fp32", seed] for seed in seeds]
+        ended, exact = ([run["validation_loss"] for run in runs] for runs in (mine, base))
+        rows.append(
+            Row(
+                name=name,
+                unit="nats",
+                value=Spread.of(ended),
+                ratio=Spread.of([ours / theirs for ours, theirs in zip(ended, exact, strict=True)]),
+                others={"minus_fp32_nats": Spread.of([ours - theirs for ours, theirs in zip(ended, exact, strict=True)])},
+                facts={
+                    "bytes_per_parameter": mine[0]["bytes_per_parameter"],
+                    "mean_nats": statistics.fmean(ended),
+                    "same_bits_as_fp32_count": sum(a["sha256"] == b["sha256"] for a, b in zip(mine, base, strict=True)),
+                },
+            )
         )
-    console.print(grid)
+    return rows
 
 
 def main() -> None:
@@ -148,16 +145,17 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=512, help="windows of the validation")
     parser.add_argument("--threads", type=int, default=1, help="of a run")
     parser.add_argument("--jobs", type=int, default=3, help="runs at a time")
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results" / "formats.json")
+    parser.add_argument("--runs", type=Path, help="a file that keeps each run")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--one", nargs=2, metavar=("FORMAT", "SEED"), help="one run in this process; prints JSON")
     options = parser.parse_args()
     if options.one:
         print(json.dumps(train(options.one[0], int(options.one[1]), options)))
         return
     settings = {key: getattr(options, key) for key in ("steps", "batch", "length", "lr", "held_out", "threads")}
-    found = json.loads(options.json.read_text()) if options.json.exists() else {"settings": settings, "runs": []}
+    found = json.loads(options.runs.read_text()) if options.runs and options.runs.exists() else {"settings": settings, "runs": []}
     if found["settings"] != settings:
-        parser.error(f"{options.json} has runs with other settings ({found['settings']}); name another file with --json")
+        parser.error(f"{options.runs} has runs with other settings ({found['settings']}); name another file with --runs")
     runs: list[Result] = found["runs"]
     known = {(run["format"], run["seed"]) for run in runs}
     wanted = [(name, seed) for seed in options.seeds for name in options.formats if (name, seed) not in known]
@@ -168,14 +166,17 @@ def main() -> None:
         result: Result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
         return result
 
-    console = Console()
-    with ThreadPoolExecutor(options.jobs) as pool, Progress(console=console) as progress:
-        task = progress.add_task("runs", total=len(wanted))
+    with ThreadPoolExecutor(options.jobs) as pool:
         for result in pool.map(child, wanted):
             runs.append(result)
-            options.json.write_text(json.dumps(found | {"torch": torch.__version__}, indent=1) + "\n")
-            progress.advance(task)
-    table(runs, console)
+            print(f"{result['format']}, seed {result['seed']}: {result['validation_loss']:.4f} nats", file=sys.stderr)
+            if options.runs:
+                options.runs.write_text(json.dumps(found, indent=1) + "\n")
+    parameters = {"parameters": runs[0]["parameters"]} if runs else {}
+    summary = Summary.of(__file__, QUESTION, LIMIT, rows_of(runs), seeds=options.seeds, settings=settings | parameters)
+    for line in summary.table():
+        print(line)
+    summary.write(options.json)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,18 @@ how much longer with one unit ahead, the usual distance; over several sizes of t
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from infinity.bench.summary import Row, Spread, Summary
 from infinity.plan.planner import look_ahead
 from infinity.plan.trace import Trace
 from infinity.tiers.slots import SlotMap
 
+QUESTION = "Would a limited look-ahead distance make a step faster?"
+LIMIT = "the best of all distances"
 # Millions of parameters: blocks, each of them, the embedding and the head.
 DECODERS = {
     "llama-1b": (16, 61, 263), "gpt2-xl": (48, 31, 82), "llama-7b": (32, 202, 131), "llama-8b": (32, 218, 525),
@@ -74,8 +75,11 @@ def seconds(
     return (now - begun) / 2
 
 
-def compare(blocks: int, block: int, end: int, part: float, ratio: float) -> Mapping[str, float]:
-    """A decoder with room for `part` of it, whose blocks compute for `ratio` of the time of their copy."""
+def compare(blocks: int, block: int, end: int, part: float, ratio: float) -> tuple[float, float]:
+    """Our step over the best distance's, and that with one unit ahead over ours.
+
+    A decoder with room for `part` of it, whose blocks compute for `ratio` of the time of their copy.
+    """
     grain = max(block // 10, 1)
     sizes = [round(end / grain), *[round(block / grain)] * blocks, round(end / grain)]
     order = [*range(blocks + 2), *reversed(range(blocks + 1))]
@@ -83,7 +87,7 @@ def compare(blocks: int, block: int, end: int, part: float, ratio: float) -> Map
     copies, block_compute = [float(size) for size in sizes], ratio * sizes[1]
     compute = [0.01 * block_compute, *[block_compute] * blocks, block_compute * end / block]
     found = {each: seconds(order, sizes, slots, copies, compute, each) for each in (*DISTANCES, math.inf)}
-    return {"over_the_best": found[math.inf] / min(found.values()), "one_ahead_over_ours": found[1] / found[math.inf]}
+    return found[math.inf] / min(found.values()), found[1] / found[math.inf]
 
 
 def main() -> None:
@@ -93,16 +97,22 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    result: dict[str, Any] = {}
+    rows = []
     for name, decoder in DECODERS.items():
-        rows = [compare(*decoder, part, ratio) for part in PARTS for ratio in options.ratios]
-        result[name] = {}
-        for figure in rows[0]:
-            values = [row[figure] for row in rows]
-            result[name][figure] = {"mean": statistics.fmean(values), "least": min(values), "largest": max(values)}
-            print(f"{name:10} {figure:20} mean {statistics.fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        figures = [compare(*decoder, part, ratio) for part in PARTS for ratio in options.ratios]
+        over_best, one_ahead = zip(*figures, strict=True)
+        rows.append(
+            Row(
+                name=name,
+                ratio=Spread.of(over_best),
+                others={"one_ahead_over_ours_ratio": Spread.of(one_ahead)},
+                facts={"mean_ratio": statistics.fmean(over_best), "one_ahead_mean_ratio": statistics.fmean(one_ahead)},
+            )
+        )
+    summary = Summary.of(__file__, QUESTION, LIMIT, rows, settings=vars(options))
+    for line in summary.table():
+        print(line)
+    summary.write(options.json)
 
 
 if __name__ == "__main__":

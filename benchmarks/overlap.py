@@ -15,7 +15,6 @@ guess that nothing is clipped (the norm is computed and compared, and stays unde
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -25,7 +24,11 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.bench.summary import Row, Spread, Summary
 from infinity.units import parse_bytes
+
+QUESTION = "How much of a step's NVMe traffic hides behind compute?"
+LIMIT = "the longer of compute and I/O, in the same round"
 
 
 class Block(nn.Module):
@@ -76,6 +79,21 @@ class Run:
         return (time.perf_counter() - start) / count, forward / count, backward / count
 
 
+def row_of(share: float, moved: int, measured: list[dict[str, float]], run: Run) -> Row:
+    """One share of I/O over compute, with some of the states in host memory."""
+    columns = {name: Spread.of([one[name] for one in measured]) for name in measured[0]}
+    value = columns.pop("step_seconds")
+    ratio = columns.pop("ratio")
+    report = run.engine.report()
+    cached = report.cached / report.on_nvme
+    facts = {
+        "bytes_per_step": moved, "cached_ratio": cached, "updates_kept_count": report.updates_kept,
+        "updates_replayed_count": report.updates_replayed,
+    }  # fmt: skip
+    name = f"I/O = {share:g} x compute" + (f", {cached:.0%} cached" if cached else "")
+    return Row(name=name, unit="s", rounds=len(measured), value=value, ratio=ratio, others=columns, facts=facts)
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,6 +124,7 @@ def main() -> None:
             run.steps(3)
             traffic, report = run.engine.plan(), run.engine.report()
             moved[cache], fetched[cache] = traffic.read + traffic.update_written, traffic.fetched
+        rows: dict[tuple[float, float], list[dict[str, float]]]
         rows = {(share, cache): [] for share in options.shares for cache in runs}
         for _ in range(options.rounds):
             before = memory.steps(options.steps)
@@ -125,28 +144,17 @@ def main() -> None:
                 before = after_it
                 bound = max(forward, io - in_backward) + max(backward, in_backward)
                 after = (compute + io) / max(compute, io)
-                rows[share, cache].append((step / max(compute, io), after, step / bound, compute, step, step / compute))
-        result = []
-        for (share, cache), measured in rows.items():
-            columns = list(zip(*measured, strict=True))
-            ratio, bound, of_compute = (statistics.median(columns[index]) for index in (0, 2, 5))
-            kept = runs[cache].engine.report()
-            result.append({
-                "io_over_compute": share, "cached": kept.cached / kept.on_nvme, "bytes_per_step": moved[cache],
-                "step_over_max": ratio, "spread": [min(columns[0]), max(columns[0])], "step_over_compute": of_compute,
-                "one_after_the_other": columns[1][0], "step_over_exact_bound": bound,
-                "compute_s": statistics.median(columns[3]), "step_s": statistics.median(columns[4]),
-                "updates_kept": kept.updates_kept, "updates_replayed": kept.updates_replayed,
-            })  # fmt: skip
-            print(
-                f"I/O = {share:4.2f} x compute, {kept.cached / kept.on_nvme:.0%} cached, {moved[cache] / report.parameters:.1f} "
-                f"bytes per parameter and step: step = {ratio:.2f} x max(compute, I/O) [{min(columns[0]):.2f}, "
-                f"{max(columns[0]):.2f}], {of_compute:.2f} x compute; one after the other {columns[1][0]:.2f}; "
-                f"{bound:.2f} x the bound of an exact step; {kept.updates_kept} updates kept, {kept.updates_replayed} done again"
-            )
-        facts = {"parameters": report.parameters, "update": options.update}
-        if options.json:
-            options.json.write_text(json.dumps(facts | {"rows": result}, indent=1) + "\n")
+                rows[share, cache].append({
+                    "step_seconds": step, "ratio": step / max(compute, io), "compute_seconds": compute,
+                    "step_over_compute_ratio": step / compute, "one_after_the_other_ratio": after,
+                    "step_over_exact_bound_ratio": step / bound,
+                })  # fmt: skip
+        found = [row_of(share, moved[cache], measured, runs[cache]) for (share, cache), measured in rows.items()]
+        settings = vars(options) | {"parameters": report.parameters}
+        summary = Summary.of(__file__, QUESTION, LIMIT, found, seeds=[0], settings=settings)
+        for line in summary.table():
+            print(line)
+        summary.write(options.json)
         for run in (memory, *runs.values()):
             run.engine.close()
 

@@ -41,12 +41,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import step
 
+if TYPE_CHECKING:
+    from infinity.bench.summary import Row, Summary
+
+QUESTION = "What do several ranks send, and how long does their step take, beside FSDP2 and DeepSpeed?"
+LIMIT = "DistributedDataParallel, in the same round"
 MODEL = "34M"
 TOLERANCE = 5e-4
 """Largest relative difference of a loss to the data-parallel one, where parameters and gradients have 8 significant bits."""
@@ -241,42 +245,50 @@ def theory(way: str, ranks: int, nbytes: int) -> dict[str, float]:
     return {"ring": twice if gathers == 0 else once, "gloo": once if way.startswith("infinity") else twice}
 
 
-def summary(options: argparse.Namespace, runs: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
-    """Per way: medians over rounds of what each round's steps had as their median, with the least and the most."""
+def rows_of(options: argparse.Namespace, runs: dict[str, list[list[dict[str, Any]]]]) -> list[Row]:
+    """A row for each way: over rounds, what each round's steps had as their median."""
+    from infinity.bench.summary import Row, Spread  # not in a rank: it has packages of its own, and its memory counts
+
     times = {way: [statistics.median(ranks[0]["step_s"]) for ranks in mine] for way, mine in runs.items()}
     baseline = [rank["losses"] for rank in runs["ddp"][0]]
     sent_by_ddp = statistics.mean(rank["sent"] for ranks in runs["ddp"] for rank in ranks)
-    result: dict[str, Any] = {}
+    rows = []
     for way, mine in runs.items():
-        row: dict[str, Any] = {"step_s": step.middle(times[way])}
-        row["step_over_ddp"] = step.middle([a / b for a, b in zip(times[way], times["ddp"], strict=True)])
         every = [rank for ranks in mine for rank in ranks]
+        sent = Spread.of([rank["sent"] for rank in every])
         expected = theory(way, options.ranks, every[0]["parameters"] * 2)
-        row["sent"] = step.middle([rank["sent"] for rank in every])
-        row["loopback"] = step.middle([rank["loopback"] for rank in every])
-        row["sent_over_ddp"] = round(row["sent"][0] / sent_by_ddp, 3)
-        row |= {f"theory_{name}": value for name, value in expected.items()}
-        if expected["ring"]:
-            row |= {f"sent_over_{name}": round(row["sent"][0] / value, 3) for name, value in expected.items()}
-        for key in ("peak_MiB", "peak_during_steps_MiB", "base_MiB", "read_per_parameter", "written_per_parameter"):
-            row[key] = round(statistics.median(max(rank[key] for rank in ranks) for ranks in mine), 2)
+        facts: dict[str, Any] = {"sent_over_ddp_ratio": sent.median / sent_by_ddp}
+        facts |= {f"theory_{name}_bytes": value for name, value in expected.items()}
+        for key, name in (
+            ("peak_during_steps_MiB", "peak_during_steps_mib"), ("read_per_parameter", "read_bytes_per_parameter"),
+            ("written_per_parameter", "written_bytes_per_parameter"),
+        ):  # fmt: skip
+            facts[name] = statistics.median(max(rank[key] for rank in ranks) for ranks in mine)
         over = [max(rank["peak_during_steps_MiB"] - rank["base_MiB"] for rank in ranks) for ranks in mine]
-        row["over_base_MiB"] = round(statistics.median(over), 2)
-        row["losses"] = [rank["losses"] for rank in mine[0]]
-        row["loss_differs_from_ddp_by"] = max(
+        facts["over_imports_mib"] = statistics.median(over)
+        facts["loss_differs_from_ddp_ratio"] = max(
             abs(a - b) / b
             for ranks in mine
             for rank, other in zip(ranks, baseline, strict=True)
             for a, b in zip(rank["losses"], other, strict=True)
         )
-        row |= {key: mine[-1][0][key] for key in ("planned_per_parameter", "tiers_MiB") if key in mine[-1][0]}
-        result[way] = row
-    return result
+        rows.append(
+            Row(
+                name=way,
+                unit="s",
+                rounds=options.rounds,
+                value=Spread.of(times[way]),
+                ratio=Spread.of([a / b for a, b in zip(times[way], times["ddp"], strict=True)]),
+                others={"sent_bytes": sent, "loopback_bytes": Spread.of([rank["loopback"] for rank in every])},
+                facts=facts,
+            )
+        )
+    return rows
 
 
-def check(ways: dict[str, Any]) -> None:
+def check(rows: list[Row]) -> None:
     """Every way trains what data parallel does; ends the program where one does not, or where that could not be seen."""
-    differences = {way: row["loss_differs_from_ddp_by"] for way, row in ways.items()}
+    differences: dict[str, Any] = {row.name: row.facts["loss_differs_from_ddp_ratio"] for row in rows}
     alone = differences.pop("alone", None)
     wrong = [f"{way} by {value:.1e}" for way, value in differences.items() if not value <= TOLERANCE]
     if wrong:
@@ -285,47 +297,10 @@ def check(ways: dict[str, Any]) -> None:
         raise SystemExit(f"ranks that train alone differ by {alone:.1e} only: a way that does the same would not be seen")
 
 
-def show(facts: dict[str, Any]) -> None:
-    """The table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    ways, ranks, threads = facts["ways"], facts["ranks"], facts["machine"]["threads"]
-    title = f"{facts['parameters'] / 1e6:.1f}M parameters, {ranks} ranks of {threads} threads, {facts['rounds']} rounds"
-    table = Table(title=f"{title}; median (least, most)")
-    table.add_column("", no_wrap=True)
-    for way in ways:
-        table.add_column(way, justify="right", no_wrap=True)
-
-    def line(title: str, key: str, text: Callable[[Any], str]) -> None:
-        table.add_row(title, *(text(row[key]) if key in row else "" for row in ways.values()))
-
-    def spread(values: list[float]) -> str:
-        return "{:.2f} ({:.2f}, {:.2f})".format(*values)
-
-    def megabytes(value: Any) -> str:
-        return f"{(value[0] if isinstance(value, list) else value) / 1e6:.1f}"
-
-    line("step, s", "step_s", spread)
-    line("step / ddp", "step_over_ddp", spread)
-    line("sent by a rank in a step, MB", "sent", megabytes)
-    line("  over ddp's", "sent_over_ddp", "{:.2f}".format)
-    line("  over its theory (rings)", "sent_over_ring", "{:.2f}".format)
-    line("  over what gloo needs", "sent_over_gloo", "{:.2f}".format)
-    line("loopback, per rank, MB", "loopback", megabytes)
-    line("peak resident of a rank, MiB", "peak_during_steps_MiB", "{:.0f}".format)
-    line("  over the imports", "over_base_MiB", "{:.0f}".format)
-    line("NVMe read per parameter, bytes", "read_per_parameter", "{:.2f}".format)
-    line("NVMe written", "written_per_parameter", "{:.2f}".format)
-    line("losses differ from ddp's by", "loss_differs_from_ddp_by", "{:.1e}".format)
-    Console(width=200).print(table)
-    part = (ranks - 1) / ranks * facts["parameters"] * 2 / 1e6
-    print(f"theory, MB sent by each rank in a step: data parallel 2(N-1)/N: {2 * part:.1f}; ZeRO-3 3(N-1)/N: {3 * part:.1f} "
-          f"(by gloo's reduce-scatter 4(N-1)/N: {4 * part:.1f})")  # fmt: skip
-
-
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> Summary:
     """All rounds."""
+    from infinity.bench.summary import Summary
+
     turn = step.Turn(options.lock)
     with tempfile.TemporaryDirectory(dir=options.nvme, prefix="infinity-weights-") as folder:
         weights = Path(folder) / "model.safetensors"
@@ -341,9 +316,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 said = f"{statistics.median(last['step_s']):.2f} s a step, {last['sent'] / 1e6:.1f} MB sent, {took:.0f} s in all"
                 print(f"round {number + 1} {way}: {said}", file=sys.stderr)
     turn.end(at_once=True)
-    facts = {"machine": step.machine(options), "model": options.model, "parameters": count, "ranks": options.ranks}
-    facts |= {"rounds": options.rounds, "steps": options.steps, "discarded": options.discard}
-    return facts | {"ways": summary(options, runs)}
+    settings = {key: value for key, value in vars(options).items() if key not in ("child", "lock")}
+    return Summary.of(
+        __file__, QUESTION, LIMIT, rows_of(options, runs), seeds=[0], settings=settings | step.surroundings(options, count)
+    )
 
 
 def main() -> None:
@@ -374,11 +350,11 @@ def main() -> None:
     options.ways = [way for way in MESSAGES if way == "ddp" or way in options.ways]
     if options.deepspeed_python is None:
         options.ways = [way for way in options.ways if not way.startswith("deepspeed")]
-    facts = measure(options)
-    show(facts)
-    check(facts["ways"])
-    if options.json:
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    summary = measure(options)
+    for line in summary.table():
+        print(line)
+    check(summary.rows)
+    summary.write(options.json)
 
 
 if __name__ == "__main__":

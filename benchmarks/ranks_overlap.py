@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,10 @@ from overlap import Block
 from torch import nn
 
 import infinity
+from infinity.bench.summary import Row, Spread, Summary
 
+QUESTION = "How much of the ranks' communication hides behind compute?"
+LIMIT = "the longer of compute and communication, in the same round"
 RANKS = 2
 
 
@@ -127,23 +129,30 @@ def main() -> None:
             raise SystemExit("a rank failed")
         rows = [json.loads(Path(folder, f"rows{rank}.json").read_text()) for rank in range(RANKS)]
     slower = [max(pair, key=lambda row: row["step_s"]) for pair in zip(*rows, strict=True)]
-    result = []
+    found = []
     for share in options.shares:
-        found = [row for row in slower if row["share"] == share]
-        ratios = [row["step_s"] / (max(1.0, share) * row["compute_s"]) for row in found]
-        result.append({
-            "communication_over_compute": share, "step_over_max": statistics.median(ratios), "spread": [min(ratios), max(ratios)],
-            "one_after_the_other": (1 + share) / max(1.0, share), "rounds": len(found),
-        })  # fmt: skip
-        row = result[-1]
-        row |= {key: statistics.median(each[key] for each in found) for key in ("compute_s", "plain_s", "step_s", "sent")}
-        print(
-            f"communication = {share:4.2f} x compute ({row['compute_s']:.3f} s; step with gloo as it is {row['plain_s']:.3f} s), "
-            f"{row['sent'] / 1e6:.1f} MB sent: step = {row['step_over_max']:.2f} x max(compute, communication) "
-            f"[{min(ratios):.2f}, {max(ratios):.2f}]; one after the other {row['one_after_the_other']:.2f}"
+        mine = [row for row in slower if row["share"] == share]
+        columns = {key: Spread.of([row[key] for row in mine]) for key in ("compute_s", "plain_s", "sent")}
+        found.append(
+            Row(
+                name=f"communication = {share:g} x compute",
+                unit="s",
+                rounds=len(mine),
+                value=Spread.of([row["step_s"] for row in mine]),
+                ratio=Spread.of([row["step_s"] / (max(1.0, share) * row["compute_s"]) for row in mine]),
+                others={
+                    "compute_seconds": columns["compute_s"],
+                    "step_at_full_speed_seconds": columns["plain_s"],
+                    "sent_bytes": columns["sent"],
+                },
+                facts={"one_after_the_other_ratio": (1 + share) / max(1.0, share)},
+            )
         )
-    if options.json:
-        options.json.write_text(json.dumps({"ranks": RANKS, "units": options.units, "rows": result}, indent=1) + "\n")
+    settings = {key: value for key, value in vars(options).items() if key not in ("rank", "meeting")} | {"ranks": RANKS}
+    summary = Summary.of(__file__, QUESTION, LIMIT, found, seeds=[0], settings=settings)
+    for line in summary.table():
+        print(line)
+    summary.write(options.json)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ import importlib.util
 import itertools
 import json
 import os
-import platform
 import random
 import resource
 import statistics
@@ -43,8 +42,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from infinity.bench.summary import Row, Spread
+
+QUESTION = "How long does a training step take beside DeepSpeed, FSDP2 and torchao?"
+LIMIT = "plain PyTorch with everything in memory, in the same round"
 MODELS = {"2M": (2, 128), "34M": (8, 512), "98M": (12, 768), "316M": (24, 1024), "1.2B": (24, 2048)}
 """Layers and width."""
 BUDGETS = {
@@ -467,112 +471,65 @@ def child(options: argparse.Namespace, turn: Turn, way: str, model: str, weights
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def middle(values: list[float]) -> list[float]:
-    """Median, least and most."""
-    return [round(f(values), 4) for f in (statistics.median, min, max)]
-
-
 def drive_alone(run: dict[str, Any], speeds: dict[str, float]) -> float:
     """Seconds that the drive would need for a step's bytes, first reading and then writing."""
     ns = run["read_per_parameter"] / speeds["read_GBps"] + run["written_per_parameter"] / speeds["write_GBps"]
     return run["parameters"] * ns / 1e9
 
 
-def summary(runs: dict[str, list[dict[str, Any]]], drive: list[dict[str, float]]) -> dict[str, Any]:
-    """Per way: medians over rounds of what each round's steps had as their median, with the least and the most."""
+FACTS = {
+    "peak_gpu_MiB": "peak_gpu_mib", "peak_MiB": "peak_mib", "peak_during_steps_MiB": "peak_during_steps_mib",
+    "locked_MiB": "locked_mib", "disk_per_parameter": "disk_bytes_per_parameter",
+    "read_per_parameter": "read_bytes_per_parameter", "written_per_parameter": "written_bytes_per_parameter",
+    "cpu_s_per_step": "cpu_seconds_per_step",
+}  # fmt: skip
+"""What a child says, of which the median over rounds is a fact, and the name of that."""
 
-    def steps(way: str, key: str = "step_s") -> list[float]:
-        return [statistics.median(run[key]) for run in runs[way]]
 
-    result: dict[str, Any] = {}
+def rows_of(model: str, runs: dict[str, list[dict[str, Any]]], drive: list[dict[str, float]]) -> list[Row]:
+    """A row for each way, and the drive alone: over rounds, what each round's steps had as their median."""
+    from infinity.bench.summary import Row, Spread  # not in a child: it has packages of its own, and its memory counts
+
+    times = {way: [statistics.median(run["step_s"]) for run in mine] for way, mine in runs.items()}
+
+    def over(way: str, other: str) -> Spread:
+        return Spread.of([ours / theirs for ours, theirs in zip(times[way], times[other], strict=True)])
+
+    rows = []
     for way, mine in runs.items():
-        keys = ("step_s", "tokens_per_s", "forward_s", "backward_s", "update_s")
-        row: dict[str, Any] = {key: middle(steps(way, key)) for key in keys}
-        for other in ("plain", "deepspeed-cpu", "deepspeed-nvme"):
+        others = {
+            f"{part}_seconds": Spread.of([statistics.median(run[f"{part}_s"]) for run in mine])
+            for part in ("forward", "backward", "update")
+        }
+        others["tokens_per_second"] = Spread.of([statistics.median(run["tokens_per_s"]) for run in mine])
+        for other in ("deepspeed-cpu", "deepspeed-nvme"):
             if runs.get(other):
-                row[f"step_over_{other}"] = middle([a / b for a, b in zip(steps(way), steps(other), strict=True)])
-        for key in ("peak_gpu_MiB", "peak_MiB", "peak_during_steps_MiB", "base_MiB", "locked_MiB", "disk_per_parameter",
-                    "read_per_parameter", "written_per_parameter", "cpu_s_per_step", "system_s_per_step"):  # fmt: skip
-            row[key] = round(statistics.median(run[key] for run in mine), 2)
-        row["over_base_MiB"] = round(statistics.median(run["peak_MiB"] - run["base_MiB"] for run in mine), 2)
-        row |= {key: mine[-1][key] for key in ("planned_per_parameter", "seconds", "tiers_MiB") if key in mine[-1]}
-        row["losses"] = mine[0]["losses"]
+                others[f"step_over_{other}_ratio"] = over(way, other)
+        if mine[0]["read_per_parameter"] + mine[0]["written_per_parameter"] > 1:
+            alone = [drive_alone(run, speeds) for run, speeds in zip(mine, drive, strict=True)]
+            others["drive_alone_seconds"] = Spread.of(alone)
+        facts: dict[str, Any] = {name: statistics.median(run[key] for run in mine) for key, name in FACTS.items()}
+        facts["over_imports_mib"] = statistics.median(run["peak_MiB"] - run["base_MiB"] for run in mine)
+        if "planned_per_parameter" in mine[-1]:
+            read, written = mine[-1]["planned_per_parameter"]
+            facts |= {"planned_read_bytes_per_parameter": read, "planned_written_bytes_per_parameter": written}
         if "plain" in runs:
             pairs = zip(mine[0]["losses"], runs["plain"][0]["losses"], strict=True)
-            row["loss_differs_from_plain_by"] = max(abs(a - b) / b for a, b in pairs)
-        if mine[0]["read_per_parameter"] + mine[0]["written_per_parameter"] > 1:
-            row["drive_alone_s"] = middle([drive_alone(run, speeds) for run, speeds in zip(mine, drive, strict=True)])
-        result[way] = row
-    return result
+            facts["loss_differs_from_plain_ratio"] = max(abs(a - b) / b for a, b in pairs)
+        ratio = over(way, "plain") if "plain" in runs else None
+        value, name = Spread.of(times[way]), f"{model}, {way}"
+        rows.append(Row(name=name, unit="s", rounds=len(mine), value=value, ratio=ratio, others=others, facts=facts))
+    for way, name in (("read_GBps", "reading"), ("write_GBps", "writing")):
+        value = Spread.of([speeds[way] for speeds in drive])
+        rows.append(Row(name=f"{model}, the drive alone, {name}", unit="GB/s", rounds=len(drive), value=value))
+    return rows
 
 
-def show(model: str, facts: dict[str, Any]) -> None:
-    """The table of one model."""
-    from rich.console import Console
-    from rich.table import Table
-
-    ways = facts["ways"]
-    table = Table(title=f"{model}: {facts['parameters'] / 1e6:.1f}M parameters, {facts['rounds']} rounds; median (least, most)")
-    table.add_column("")
-    for way in ways:
-        table.add_column(way, justify="right")
-
-    def line(title: str, key: str, text: Callable[[Any], str]) -> None:
-        if any(key in row for row in ways.values()):
-            table.add_row(title, *(text(row[key]) if key in row else "" for row in ways.values()))
-
-    def spread(values: list[float]) -> str:
-        return "{:.2f} ({:.2f}, {:.2f})".format(*values)
-
-    def whole(value: float) -> str:
-        return f"{value:.0f}"
-
-    def exact(value: float) -> str:
-        return f"{value:.2f}"
-
-    line("step, s", "step_s", spread)
-    line("  forward, s", "forward_s", spread)
-    line("  backward, s", "backward_s", spread)
-    line("  update, s", "update_s", spread)
-    line("tokens/s", "tokens_per_s", lambda values: "{:.0f} ({:.0f}, {:.0f})".format(*values))
-    line("step / plain", "step_over_plain", spread)
-    line("step / deepspeed-cpu", "step_over_deepspeed-cpu", spread)
-    line("step / deepspeed-nvme", "step_over_deepspeed-nvme", spread)
-    line("its I/O on the drive alone, s", "drive_alone_s", spread)
-    line("peak on the GPU, MiB", "peak_gpu_MiB", whole)
-    line("peak resident, MiB", "peak_MiB", whole)
-    line("  over the imports", "over_base_MiB", whole)
-    line("  during steps", "peak_during_steps_MiB", whole)
-    line("CPU seconds per step", "cpu_s_per_step", exact)
-    line("locked, MiB", "locked_MiB", whole)
-    line("read, bytes per parameter and step", "read_per_parameter", exact)
-    line("written", "written_per_parameter", exact)
-    line("on disk, bytes per parameter", "disk_per_parameter", exact)
-    line("first loss", "losses", lambda losses: f"{losses[0]:.4f}")
-    line("last loss", "losses", lambda losses: f"{losses[-1]:.4f}")
-    line("losses differ from plain by at most", "loss_differs_from_plain_by", lambda value: f"{value:.1e}")
-    Console(width=170).print(table)
-    for way, why in facts["skipped"].items():
-        print(f"{way} is left out: {why}")
-    print("drive alone: {read_GBps[0]:.2f} GB/s reading, {write_GBps[0]:.2f} writing".format(**facts["drive"]))
-
-
-def machine(options: argparse.Namespace) -> dict[str, Any]:
-    import torch
-    import transformers
-
-    import infinity
-
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpus = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    stat = subprocess.run(["stat", "-f", "-c", "%T", str(options.nvme or tempfile.gettempdir())], capture_output=True, text=True)
-    facts = {
-        "cpu": cpus[0] if cpus else platform.processor(), "cpus": len(os.sched_getaffinity(0)), "threads": options.threads,
-        "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
-        "kernel": platform.release(),
-        "file_system": stat.stdout.strip(), "python": platform.python_version(), "torch": torch.__version__,
-        "transformers": transformers.__version__, "infinity": getattr(infinity, "__version__", ""),
-    }  # fmt: skip
+def surroundings(options: argparse.Namespace, parameters: int) -> dict[str, Any]:
+    """The size of the model, the file system, and what DeepSpeed's python has."""
+    folder = str(options.nvme or tempfile.gettempdir())
+    stat = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True)
+    facts = {"parameters": parameters, "file_system": stat.stdout.strip()}
     if options.deepspeed_python:
         code = "import importlib.metadata as m; print(m.version('deepspeed'), m.version('torch'))"
         found = subprocess.run([str(options.deepspeed_python), "-c", code], capture_output=True, text=True, check=True)
@@ -580,8 +537,8 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
     return facts
 
 
-def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
-    """All rounds of one model."""
+def measure(options: argparse.Namespace, model: str) -> tuple[list[Row], dict[str, Any]]:
+    """All rounds of one model: its rows, and settings that say what was left out."""
     turn = Turn(options.lock)
     with tempfile.TemporaryDirectory(dir=options.nvme, prefix="infinity-weights-") as folder:
         weights = Path(folder) / "model.safetensors"
@@ -607,10 +564,8 @@ def measure(options: argparse.Namespace, model: str) -> dict[str, Any]:
                 )
     turn.end(at_once=True)
     runs = {way: mine for way, mine in runs.items() if way not in skipped}
-    speeds = {name: middle([d[name] for d in drive]) for name in drive[0]}
-    facts = {"parameters": count, "rounds": options.rounds, "steps": options.steps, "discarded": options.discard, "drive": speeds}
-    facts |= {"skipped": skipped, "device": options.device, "tokens": options.batch * options.sequence}
-    return facts | {"ways": summary(runs, drive)}
+    left_out = {f"{model}, {way} is left out": why for way, why in skipped.items()}
+    return rows_of(model, runs, drive), left_out | surroundings(options, count) | {f"{model}_parameters": count}
 
 
 def main() -> None:
@@ -646,12 +601,21 @@ def main() -> None:
     if options.deepspeed_python is None:
         options.skipped = {way: "no --deepspeed-python is given" for way in options.ways if way.startswith("deepspeed")}
         options.ways = [way for way in options.ways if not way.startswith("deepspeed")]
-    facts: dict[str, Any] = {"machine": machine(options), "models": {}}
+    from infinity.bench.summary import Summary
+
+    rows: list[Row] = []
+    settings = {key: value for key, value in vars(options).items() if key not in ("child", "model", "skipped", "lock")}
     for model in options.models:
-        facts["models"][model] = measure(options, model)
-        show(model, facts["models"][model])
-        if options.json:
-            options.json.write_text(json.dumps(facts, indent=1) + "\n")
+        found, more = measure(options, model)
+        rows += found
+        settings |= more
+    summary = Summary.of(__file__, QUESTION, LIMIT, rows, seeds=[0], settings=settings, device=options.device)
+    for line in summary.table():
+        print(line)
+    for name, why in settings.items():
+        if name.endswith("is left out"):
+            print(f"{name}: {why}")
+    summary.write(options.json)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -35,8 +34,11 @@ from typing import Any
 import torch
 
 from infinity import nvme
+from infinity.bench.summary import Row, Spread, Summary
 from infinity.device import huge_pages
 
+QUESTION = "How fast do tensors reach a drive and come back, beside DeepSpeed, torch and safetensors?"
+LIMIT = "DeepSpeed's async_io at its best setting, for files safetensors, in the same round"
 MIB = 1 << 20
 SIZES = {
     "large": lambda options: [options.large],
@@ -227,48 +229,44 @@ def run_group(group: str, options: argparse.Namespace, folder: Path) -> dict[str
     return {"rows": rows, "sweep": sweep}
 
 
-def summary(rows: list[dict[str, Any]], sweep: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """For each direction and method the medians and their spread, and our rate over theirs, round by round."""
-    result: dict[str, Any] = {}
+def rows_of(group: str, options: argparse.Namespace, rows: list[dict[str, Any]], sweep: dict[str, dict[str, float]]) -> list[Row]:
+    """For each direction and method its rate, and of ours the ratio to each peer's best setting, round by round."""
+    result = []
     for direction in ("write", "read"):
-        table = {}
-        for name in dict.fromkeys(row["method"] for row in rows):
-            of = [row for row in rows if row["method"] == name and row["direction"] == direction]
-            rates, cpu = [row["GBps"] for row in of], [row["cpu_s_per_GB"] for row in of]
-            table[name] = {
-                "GBps": statistics.median(rates), "GBps_spread": [min(rates), max(rates)], "rates": rates,
-                "cpu_s_per_GB": statistics.median(cpu), "cpu_spread": [min(cpu), max(cpu)],
-            }  # fmt: skip
-        ours = [name for name in table if name.startswith("infinity")]
-        families: dict[str, list[str]] = {}
-        for name in table:
-            if name not in ours:
-                families.setdefault(name.split()[0], []).append(name)
-        ratios = {}
-        for mine in ours:
-            for family, names in families.items():
-                best = max(names, key=lambda name: table[name]["GBps"])
-                pairs = [a / b for a, b in zip(table[mine]["rates"], table[best]["rates"], strict=True)]
-                ratios[f"{mine} / {family}"] = {
-                    "median": statistics.median(pairs), "spread": [min(pairs), max(pairs)], "its_best": best,
-                    "cpu_ours": table[mine]["cpu_s_per_GB"], "cpu_its_least": min(table[name]["cpu_s_per_GB"] for name in names),
-                }  # fmt: skip
-        result[direction] = {"methods": table, "ratios": ratios, "sweep_GBps": sweep[direction]}
-    return result
-
-
-def show(group: str, result: dict[str, Any]) -> None:
-    for direction, tables in result.items():
-        print(f"\n{group}, {direction}")
-        for name, row in tables["methods"].items():
-            low, high = row["GBps_spread"]
-            print(f"  {name:32} {row['GBps']:5.2f} GB/s [{low:.2f}, {high:.2f}]   {row['cpu_s_per_GB']:.3f} CPU s/GB")
-        for name, row in tables["ratios"].items():
-            low, high = row["spread"]
-            print(
-                f"  {name}: {row['median']:.2f} [{low:.2f}, {high:.2f}] of {row['its_best']}; "
-                f"CPU {row['cpu_ours']:.3f} to {row['cpu_its_least']:.3f}"
+        rates: dict[str, list[float]] = {}
+        cpu: dict[str, list[float]] = {}
+        for row in rows:
+            if row["direction"] == direction:
+                rates.setdefault(row["method"], []).append(row["GBps"])
+                cpu.setdefault(row["method"], []).append(row["cpu_s_per_GB"])
+        best: dict[str, str] = {}
+        for name in rates:
+            family = name.split()[0]
+            if family != "infinity" and (
+                family not in best or statistics.median(rates[name]) > statistics.median(rates[best[family]])
+            ):
+                best[family] = name
+        for name, mine in rates.items():
+            ratios = {}
+            if name.startswith("infinity"):
+                ratios = {
+                    family: Spread.of([a / b for a, b in zip(mine, rates[peer], strict=True)]) for family, peer in best.items()
+                }
+            others = {f"over_{family}_ratio": ratio for family, ratio in ratios.items() if family == "torch"}
+            result.append(
+                Row(
+                    name=f"{group}, {direction}, {name}",
+                    unit="GB/s",
+                    rounds=options.rounds,
+                    value=Spread.of(mine),
+                    ratio=ratios.get("deepspeed", ratios.get("safetensors")),
+                    others={"cpu_seconds_per_gb": Spread.of(cpu[name])} | others,
+                    facts={
+                        f"swept_{setting}_gb_per_second": rate for setting, rate in sweep[direction].items() if setting == name
+                    },
+                )
             )
+    return result
 
 
 def environment(group: str) -> dict[str, str]:
@@ -293,25 +291,22 @@ def main() -> None:
         nargs="+",
         default=["1048576,8,1,1", "1048576,32,1,1", "4194304,16,1,1", "8388608,32,1,1", "1048576,32,4,0"],
     )
-    parser.add_argument("--json", type=Path, default=None, help="a file to add the groups to")
+    parser.add_argument("--json", type=Path, default=None, help="a file for the summary")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(run_group(options.groups[0], options, options.directory)))
         return
-    found: dict[str, Any] = {"groups": {}}
-    if options.json and options.json.exists():
-        found = json.loads(options.json.read_text())
+    rows: list[Row] = []
     for group in options.groups:
         with tempfile.TemporaryDirectory(prefix="infinity-tensors-", dir=options.directory) as folder:
             command = [sys.executable, __file__, *sys.argv[1:], "--child", "--groups", group, "--directory", folder]
             child = subprocess.run(command, env=environment(group), stdout=subprocess.PIPE, text=True, check=True)
-        result = summary(**json.loads(child.stdout.splitlines()[-1]))
-        show(group, result)
-        settings = {name: getattr(options, name) for name in ("large", "mid", "small", "rounds")}
-        found["groups"][group] = {"settings": settings, "machine": platform.platform(), "torch": torch.__version__} | result
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        rows += rows_of(group, options, **json.loads(child.stdout.splitlines()[-1]))
+    summary = Summary.of(__file__, QUESTION, LIMIT, rows, settings=vars(options))
+    for line in summary.table():
+        print(line)
+    summary.write(options.json)
 
 
 if __name__ == "__main__":

@@ -5,18 +5,14 @@
 memory, so that what moves is copied to the compute device. The compute device has room for a few units only. Every block is
 checkpointed. Bytes are counted over a step in the steady state: those of parameters on the way to the compute device (on NVMe
 what the updates read of them included). Times are of whole steps in interleaved rounds; the ratio is taken within each round.
-Rows of the same tier and rate in the `--json` file are replaced, others stay.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from overlap import Block
@@ -24,9 +20,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.bench.summary import Row, Spread, Summary
 from infinity.placement.spec import Kind
 from infinity.units import parse_bytes, round_up
 
+QUESTION = "What does accumulation in vertical order save, and what does it cost?"
+LIMIT = "a step in horizontal order, in the same round"
 ORDERS = ("horizontal", "vertical")
 
 
@@ -101,6 +100,23 @@ class Run:
         return report.read_per_parameter - states, report.planned_read_per_parameter - states
 
 
+def row_of(options: argparse.Namespace, count: int, times: list[list[float]], moved: list[tuple[float, float | None]]) -> Row:
+    """One number of micro-batches; `times` and `moved` by order."""
+    horizontal, vertical = times
+    facts = {f"{order}_bytes_per_parameter": nbytes for order, (nbytes, _) in zip(ORDERS, moved, strict=True)}
+    facts |= {f"{order}_planned_bytes_per_parameter": planned for order, (_, planned) in zip(ORDERS, moved, strict=True)}
+    slowed = f" at {options.rate / 1e6:.0f} MB/s" if options.rate else ""
+    return Row(
+        name=f"{options.tier}{slowed}, {count} micro-batches",
+        unit="s",
+        rounds=options.rounds,
+        value=Spread.of(vertical),
+        ratio=Spread.of([ours / other for ours, other in zip(vertical, horizontal, strict=True)]),
+        others={"horizontal_step_seconds": Spread.of(horizontal)},
+        facts=facts | {"bytes_ratio": moved[1][0] / moved[0][0]},
+    )
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -117,7 +133,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    rows = []
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
         runs = {order: Run(options, Path(folder, order), order) for order in ORDERS}
         moved = {(order, count): runs[order].moved(count, options.tier) for count in options.micro_batches for order in ORDERS}
@@ -129,29 +145,16 @@ def main() -> None:
                         run.steps(1, count)  # ends the updates of other steps
                     times[order, count].append(run.steps(options.steps, count))
         for count in options.micro_batches:
-            horizontal, vertical = (times[order, count] for order in ORDERS)
-            ratios = [ours / other for ours, other in zip(vertical, horizontal, strict=True)]
-            (bytes_before, planned_before), (bytes_now, planned_now) = (moved[order, count] for order in ORDERS)
-            rows.append({
-                "tier": options.tier, "rate": options.rate, "micro_batches": count, "parameters": runs["vertical"].parameters,
-                "horizontal_bytes_per_parameter": bytes_before, "vertical_bytes_per_parameter": bytes_now,
-                "horizontal_planned": planned_before, "vertical_planned": planned_now, "bytes_ratio": bytes_now / bytes_before,
-                "horizontal_s": statistics.median(horizontal), "vertical_s": statistics.median(vertical),
-                "step_ratio": statistics.median(ratios), "spread": [min(ratios), max(ratios)], "rounds": options.rounds,
-            })  # fmt: skip
-            row, slowed = rows[-1], f" at {options.rate / 1e6:.0f} MB/s" if options.rate else ""
-            print(
-                f"{options.tier}{slowed}, {count} micro-batches: {bytes_before:.2f} -> {bytes_now:.2f} bytes of parameters per "
-                f"parameter (x {row['bytes_ratio']:.3f}), a step {row['horizontal_s']:.2f} -> {row['vertical_s']:.2f} s "
-                f"(x {row['step_ratio']:.2f} [{min(ratios):.2f}, {max(ratios):.2f}])"
+            rows.append(
+                row_of(options, count, [times[order, count] for order in ORDERS], [moved[order, count] for order in ORDERS])
             )
+        settings = vars(options) | {"parameters": runs["vertical"].parameters}
         for run in runs.values():
             run.engine.close()
-    if options.json:
-        kept = json.loads(options.json.read_text()) if options.json.exists() else []
-        mine = (options.tier, options.rate)
-        kept = [row for row in kept if (row["tier"], row["rate"]) != mine]
-        options.json.write_text(json.dumps(kept + rows, indent=1) + "\n")
+    summary = Summary.of(__file__, QUESTION, LIMIT, rows, seeds=[0], settings=settings)
+    for line in summary.table():
+        print(line)
+    summary.write(options.json)
 
 
 if __name__ == "__main__":

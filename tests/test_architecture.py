@@ -224,8 +224,8 @@ SHELL = {"typer", "click", "rich", "matplotlib", "infinity.cli"}
 
 
 def test_measuring_knows_no_shell() -> None:
-    """`infinity.bench` and all it imports work without the command line and what draws its output."""
-    pending, seen = [module for module in PATHS if module.startswith("infinity.bench")], set()
+    """`infinity.bench`, `infinity.models` and all they import work without the command line and what draws its output."""
+    pending, seen = [module for module in PATHS if module.startswith(("infinity.bench", "infinity.models"))], set()
     assert pending
     while pending:
         module = pending.pop()

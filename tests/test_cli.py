@@ -30,6 +30,7 @@ from infinity.cli.interrupt import Interrupt
 from infinity.cli.main import app
 from infinity.cli.perfetto import write_trace
 from infinity.errors import EngineClosedError, InfinityError, NvmeError, sentence
+from infinity.models.schedule import learning_rate_factor
 from infinity.models.source import ModelSource, find_model
 from infinity.models.tokenizer import ByteTokenizer
 from infinity.observe import LANES, Recorder, Report
@@ -272,13 +273,13 @@ def test_presets_have_the_size_of_their_name(name: str, least: float, most: floa
 
 
 def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
-    factors = [training.learning_rate_factor(step, 100, 10) for step in range(100)]
+    factors = [learning_rate_factor(step, 100, 10) for step in range(100)]
     assert factors[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
     assert factors[10] == 1.0
     assert factors[99] == pytest.approx(0.1)
     assert factors[10:] == sorted(factors[10:], reverse=True)
-    assert training.learning_rate_factor(0, 1, 0) == 1.0
-    assert all(0 < training.learning_rate_factor(step, 3, 5) <= 1 for step in range(3))
+    assert learning_rate_factor(0, 1, 0) == 1.0
+    assert all(0 < learning_rate_factor(step, 3, 5) <= 1 for step in range(3))
 
 
 # finetune: whole runs with the stand-in

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ import torch
 import typer
 from models import FAMILIES
 
+from infinity.bench.summary import Summary
 from infinity.cli.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -189,22 +189,26 @@ def test_the_comparison_in_readme_is_what_was_measured() -> None:
         if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 5
     }
     results = ROOT / "benchmarks/results"
-    step = json.loads((results / "step.json").read_text())["models"]["98M"]["ways"]
-    ranks = json.loads((results / "ranks.json").read_text())["ways"]
+    step = {row.name: row for row in Summary.read(results / "step.json").rows}
+    ranks = {row.name: row for row in Summary.read(results / "ranks.json").rows}
 
     def steps(*ways: str) -> list[float]:
-        return [round(step[way]["step_over_plain"][0], 2) for way in ways]
+        ratios = [step[f"98M, {way}"].ratio for way in ways]
+        return [round(ratio.median, 2) for ratio in ratios if ratio is not None]
 
     def memory(*ways: str) -> list[float]:
-        return [round(step[way]["peak_MiB"] / 1024, 2) for way in ways]
+        return [round(float(step[f"98M, {way}"].facts["peak_mib"] or 0) / 1024, 2) for way in ways]
 
-    def of_ddp(key: str, *ways: str) -> list[float]:
-        found = [ranks[way][key] for way in ways]
-        return [round(value[0] if isinstance(value, list) else value, 2) for value in found]
+    def step_of_ddp(*ways: str) -> list[float]:
+        ratios = [ranks[way].ratio for way in ways]
+        return [round(ratio.median, 2) for ratio in ratios if ratio is not None]
+
+    def sent_of_ddp(*ways: str) -> list[float]:
+        return [round(float(ranks[way].facts["sent_over_ddp_ratio"] or 0), 2) for way in ways]
 
     offloaded = ("infinity-cpu", "deepspeed-cpu", "fsdp2-offload")
     assert rows["Step, states in host memory"][1:] == steps("infinity-cpu", "deepspeed-cpu")
     assert rows["Step, states on NVMe"][1:] == steps("infinity-nvme", "deepspeed-nvme")
     assert rows["Peak memory, states on NVMe"] == memory("plain", "infinity-nvme", "deepspeed-nvme")
-    assert rows["Two ranks: step, states in host memory"][1:] == of_ddp("step_over_ddp", *offloaded)
-    assert rows["Two ranks: bytes sent by each"][1:] == of_ddp("sent_over_ddp", *offloaded)
+    assert rows["Two ranks: step, states in host memory"][1:] == step_of_ddp(*offloaded)
+    assert rows["Two ranks: bytes sent by each"][1:] == sent_of_ddp(*offloaded)

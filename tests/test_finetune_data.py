@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.cli import data
-from infinity.cli.data import Piece, Windows, encode, load_windows, pack, read_pieces
+from infinity.models import data
+from infinity.models.data import Piece, Windows, encode, load_windows, pack, read_pieces
 from infinity.models.tokenizer import BYTE_VOCABULARY, EOS, PAD, SPECIAL, ByteTokenizer, load_tokenizer
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from infinity.cli import data, training
-from infinity.cli.data import encode, read_pieces
 from infinity.cli.main import app
+from infinity.models import data, schedule
+from infinity.models.data import encode, read_pieces
 from infinity.models.reading import open_regular
 from infinity.models.tokenizer import ByteTokenizer
 
@@ -180,4 +180,4 @@ def test_text_that_cannot_be_utf8_trains(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     result = run(tmp_path / "a.jsonl", tmp_path / "nvme")
     assert result.exit_code == 0, result.stderr
-    assert training.LOWEST
+    assert schedule.LOWEST

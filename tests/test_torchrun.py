@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from typer.testing import CliRunner
 
 from infinity.cli import ranks, training
-from infinity.cli.data import Windows
 from infinity.cli.finetune import finetune
 from infinity.cli.history import budget_text, combine, summarize
 from infinity.cli.job import Job
@@ -40,6 +39,7 @@ from infinity.cli.progress import summary_rows
 from infinity.cli.ranks import ALONE, World, find_world
 from infinity.errors import InfinityError
 from infinity.files import LOCK_NAME
+from infinity.models.data import Windows
 from infinity.observe import Report
 from infinity.sharding.watch import Note, Watch
 from infinity.tiers.drives import STATES_NAME

@@ -6,15 +6,12 @@ runs beside the updates. Everyone runs once per round, in an order that turns fr
 between two events of the stream; ratios are taken within a round. Bytes are those that the formats need: an element of an array
 that is read and written counts twice. GB = 1e9 bytes.
 
-    benchmarks/gpu/kernels.py [--parameters 1e6 16e6 128e6] [--rounds 15] [--output benchmarks/results/gpu-kernels.json]
+    benchmarks/gpu/kernels.py [--parameters 1e6 16e6 128e6] [--rounds 15] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity import native
+from infinity.bench.summary import Row, Spread, Summary
 
+QUESTION = "How near do the CUDA kernels come to the bandwidth of the GPU's memory?"
+LIMIT = "the bytes per second of a copy within the device, in the same round"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "none": 0.0, "split": 2.0, "int8": 36864 / 32768}
 HYPER = {
@@ -136,8 +136,8 @@ def seconds(work: Work, launches: int) -> float:
     return begin.elapsed_time(end) / 1e3 / launches
 
 
-def measure(n: int, rounds: int) -> dict[str, Any]:
-    """Medians and spreads over the rounds, for each kernel; plain JSON."""
+def measure(n: int, rounds: int) -> list[Row]:
+    """A row for each kernel."""
     arrays = Arrays(n)
     works = [*arrays.yardsticks(), *arrays.sums_and_norms(), *family(arrays)]
     launches = max(3, min(100, int(2e9 / (16 * n))))
@@ -148,36 +148,39 @@ def measure(n: int, rounds: int) -> dict[str, Any]:
             speed = work.nbytes / seconds(work, launches) / 1e9
             if turn >= 0:
                 speeds[work.name].append(speed)
-    results = []
-    for name, mine in speeds.items():
-        ratios = [speed / copy for speed, copy in zip(mine, speeds[COPY], strict=True)]
-        results.append({"kernel": name, "GBps": statistics.median(mine), "GBps_spread": [min(mine), max(mine)],
-                        "of_copy": statistics.median(ratios), "of_copy_spread": [min(ratios), max(ratios)]})  # fmt: skip
-    return {"parameters": n, "rounds": rounds, "launches": launches, "results": results}
+    return [
+        Row(
+            name=f"{n}, {name}",
+            unit="GB/s",
+            rounds=rounds,
+            value=Spread.of(mine),
+            ratio=Spread.of([speed / copy for speed, copy in zip(mine, speeds[COPY], strict=True)]),
+            facts={"launches_count": launches},
+        )
+        for name, mine in speeds.items()
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=float, nargs="+", default=[1e6, 16e6, 128e6], help="elements of each array")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results" / "gpu-kernels.json")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if native.cuda() is None:
         parser.error("the package was built without nvcc")
     if reason := native.cuda().unavailable_reason():
         parser.error(f"no kernel can run here: {reason}")
-    report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-                              "machine": platform.platform(), "sizes": []}  # fmt: skip
+    rows: list[Row] = []
     for n in map(int, options.parameters):
-        size = measure(n, options.rounds)
-        report["sizes"].append(size)
-        print(f"{n} elements, {report['device']}: median of {options.rounds} rounds, and how far they lie apart")
-        for line in size["results"]:
-            low, high = line["of_copy_spread"]
-            print(f"  {line['kernel']:60} {line['GBps']:7.0f} GB/s  {line['of_copy']:.2f} of copy ({low:.2f} to {high:.2f})")
+        rows += measure(n, options.rounds)
         torch.cuda.empty_cache()
-        options.output.parent.mkdir(exist_ok=True)
-        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    settings = vars(options) | {"cuda": torch.version.cuda}
+    device = torch.cuda.get_device_name()
+    summary = Summary.of(__file__, QUESTION, LIMIT, rows, seeds=[0], settings=settings, device=device)
+    for line in summary.table():
+        print(line)
+    summary.write(options.json)
 
 
 if __name__ == "__main__":

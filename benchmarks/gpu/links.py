@@ -10,17 +10,15 @@
 Everyone runs once per round, in an order that turns; ratios are taken within a round. GB = 1e9 bytes. Without a GPU the compute
 device is host memory and the plain copy one of torch's, with its threads.
 
-  python benchmarks/gpu/links.py --nvme /mnt/nvme0 --output links.json
+  python benchmarks/gpu/links.py --nvme /mnt/nvme0 --json links.json
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from typing import Any
 import torch
 
 from infinity import nvme
+from infinity.bench.summary import Row, Spread, Summary
 from infinity.config import Config
 from infinity.device import ComputeDevice, copy_alone
 from infinity.observe import Recorder
@@ -35,6 +34,8 @@ from infinity.placement.spec import BF16, BlockSpec, Kind
 from infinity.tiers.store import Store
 from infinity.units import parse_bytes
 
+QUESTION = "How near do the engine's transfers to the compute device come to plain copies and reads?"
+LIMIT = "a plain copy or read of as many bytes, in the same round"
 AHEAD = 2
 PIECE_BYTES = 4 << 20
 
@@ -108,20 +109,20 @@ def rounds(ways: dict[str, Callable[[], object]], count: int, after: Callable[[]
     return taken
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
+def compare(name: str, taken: dict[str, list[float]], ours: str, plain: str, nbytes: int) -> Row:
+    """One way of the engine beside a plain one."""
+    return Row(
+        name=name,
+        unit="GB/s",
+        rounds=len(taken[ours]),
+        value=Spread.of([nbytes / s / 1e9 for s in taken[ours]]),
+        ratio=Spread.of([theirs / mine for mine, theirs in zip(taken[ours], taken[plain], strict=True)]),
+        others={"plain_gb_per_second": Spread.of([nbytes / s / 1e9 for s in taken[plain]])},
+    )
 
 
-def compare(taken: dict[str, list[float]], ours: str, plain: str, nbytes: int) -> dict[str, Any]:
-    return {
-        "engine_gb_per_second": spread([nbytes / s / 1e9 for s in taken[ours]]),
-        "plain_gb_per_second": spread([nbytes / s / 1e9 for s in taken[plain]]),
-        "engine_over_plain_ratio": spread([theirs / mine for mine, theirs in zip(taken[ours], taken[plain], strict=True)]),
-    }
-
-
-def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> dict[str, Any]:
-    """All comparisons, over `count` units of `nbytes` bytes, JSON-ready."""
+def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> list[Row]:
+    """All comparisons, over `count` units of `nbytes` bytes."""
     total = count * nbytes
     with ExitStack() as stack:
         near, far, straight = folder / "memory", folder / "drive", folder / "direct"
@@ -156,14 +157,13 @@ def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> dic
         if straight_too:
             ways["direct"] = direct.fetch
         taken = rounds(ways, times, after)
-    directly = {"nvme_to_device_direct": compare(taken, "direct", "plain read", total)} if "direct" in taken else {}
-    return directly | {
-        "device": torch.cuda.get_device_name() if cuda else "CPU",
-        "unit_bytes": nbytes, "units_count": count, "rounds_count": times,
-        "host_to_device": compare(taken, "arena up", "plain up", total),
-        "device_to_host": compare(taken, "arena down", "plain down", total),
-        "nvme_to_device": compare(taken, "store", "plain read", total),
-    }  # fmt: skip
+    pairs = {
+        "host_to_device": ("arena up", "plain up"),
+        "device_to_host": ("arena down", "plain down"),
+        "nvme_to_device": ("store", "plain read"),
+        "nvme_to_device_direct": ("direct", "plain read"),
+    }
+    return [compare(name, taken, ours, plain, total) for name, (ours, plain) in pairs.items() if ours in taken]
 
 
 def main() -> None:
@@ -174,19 +174,16 @@ def main() -> None:
     parser.add_argument("--unit-bytes", type=parse_bytes, default=128 << 20, help="of one unit (default: 128MiB)")
     parser.add_argument("--units", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path, help="write the result here as JSON")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.nvme, prefix="infinity-links-") as folder:
-        facts = measure(options.device, Path(folder), options.units, options.unit_bytes, options.rounds)
-    for name in filter(facts.__contains__, ("host_to_device", "device_to_host", "nvme_to_device", "nvme_to_device_direct")):
-        row = facts[name]
-        ratio, plain = row["engine_over_plain_ratio"], row["plain_gb_per_second"]["median"]
-        print(
-            f"{name.replace('_', ' ')}: {row['engine_gb_per_second']['median']:.2f} GB/s, plain {plain:.2f}, "
-            f"ratio {ratio['median']:.2f} ({ratio['lowest']:.2f}-{ratio['highest']:.2f})"
-        )
-    if options.output:
-        options.output.write_text(json.dumps(facts, indent=1) + "\n")
+        rows = measure(options.device, Path(folder), options.units, options.unit_bytes, options.rounds)
+    cuda = torch.cuda.is_available() and options.device != "cpu"
+    device = torch.cuda.get_device_name() if cuda else "cpu"
+    summary = Summary.of(__file__, QUESTION, LIMIT, rows, settings=vars(options), device=device)
+    for line in summary.table():
+        print(line)
+    summary.write(options.json)
 
 
 if __name__ == "__main__":

@@ -6,4 +6,5 @@
 | `adam` | the optimizer kernels, beside a plain loop over memory and their peers |
 | `step` | a training step, beside what each device under it gives alone |
 | `machine` | nothing: it asks the kernel what this machine allows |
+| `summary` | nothing: it is the one schema of results, with commit, machine and spread |
 """

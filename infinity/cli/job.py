@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 
 from infinity.cli.checkpoints import Checkpoints
-from infinity.cli.data import load_windows
 from infinity.cli.history import History, combine, summarize
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.options import refuse_missing_directory
@@ -20,6 +19,7 @@ from infinity.cli.ranks import ALONE, World
 from infinity.cli.training import Engine, Schedule, Trainer, Watcher
 from infinity.config import Config, Tier
 from infinity.errors import BudgetError
+from infinity.models.data import load_windows
 from infinity.models.reading import open_regular
 from infinity.models.source import ModelSource, find_model
 from infinity.models.tokenizer import Tokenizer, load_tokenizer

@@ -14,16 +14,14 @@ import torch
 
 from infinity.accumulation import accumulate
 from infinity.cli.checkpoints import Checkpoints, Saver
-from infinity.cli.data import Windows
 from infinity.cli.history import History, Step, Validation
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.ranks import ALONE, World
 from infinity.cli.sampler import Sampler
 from infinity.errors import InfinityError
+from infinity.models.data import Windows
+from infinity.models.schedule import learning_rate_factor
 from infinity.observe import Recorder, Report
-
-LOWEST = 0.1
-"""The learning rate ends at this share of its highest value."""
 
 
 class Engine(Saver, Protocol):
@@ -63,14 +61,6 @@ class Schedule:
     eval_batches: int
     vertical: bool = False
     """Whether the batches of a step go through the model together, see `infinity.accumulate`."""
-
-
-def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
-    """Share of the highest learning rate for `step` (from 0): linear warm-up, then a cosine down to `LOWEST` at the end."""
-    if step < warmup:
-        return (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
-    return LOWEST + (1 - LOWEST) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 class Trainer:

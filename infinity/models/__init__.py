@@ -1,4 +1,12 @@
-"""Which model is trained: `source` finds it, `description` checks its config.json, `tokenizer` turns text into ids.
+"""What is trained, and on what: a model, its tokenizer, and windows of tokens.
 
-`reading` opens the files that a user names. Nothing here prints, and `transformers` is imported only when a model is asked for.
+| module | answers |
+|---|---|
+| `source` | which model a name means, and how it is built |
+| `description` | whether its config.json describes a model |
+| `tokenizer`, `data` | which tokens a text becomes, and how they are packed into windows |
+| `schedule` | the learning rate of a step |
+| `reading` | how files that a user names are opened |
+
+Nothing here prints, and `transformers` is imported only when a model is asked for.
 """

@@ -20,12 +20,13 @@ from infinity.bench.io.load import Load
 from infinity.bench.io.patterns import Operation
 from infinity.bench.io.plan import SIZE_MULTIPLE, Plan
 from infinity.bench.io.preflight import Place, examine, machine_facts, notes
-from infinity.bench.io.results import Case, fio_facts, latency_facts, spread, sustained_facts
+from infinity.bench.io.results import Case, fio_facts, latency_facts, sustained_facts
 from infinity.bench.io.rig import PIECE_BYTES, Drive, Measured, Pieces, Rig
 from infinity.bench.io.search import Found, Setting, Space, search
 from infinity.bench.io.verdict import Evidence, lasting, verdict
 from infinity.bench.io.wear import read_smart, wear_percent
 from infinity.bench.io.workspace import check_owners, check_space, workspace
+from infinity.bench.summary import spread
 from infinity.device import HostMemory
 from infinity.placement.budget import CHUNK_ELEMENTS
 from infinity.units import format_bytes

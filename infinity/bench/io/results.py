@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from infinity.bench.io.rig import Measured, Pieces, Rig, percentile
+from infinity.bench.summary import spread
 
 
 @dataclass
@@ -23,11 +24,6 @@ class Case:
     quiet: list[Measured] = field(default_factory=list)
     loaded: list[Measured] = field(default_factory=list)
     fio: list[Measured] = field(default_factory=list)
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, lowest and highest."""
-    return {"median": statistics.median(values), "lowest": min(values), "highest": max(values)}
 
 
 def latency_facts(ordered: Sequence[float] | None) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from infinity.bench.io.results import spread
 from infinity.bench.step import flops, limits
 from infinity.bench.step.train import Trained, Workload, train
+from infinity.bench.summary import spread
 from infinity.device import ComputeDevice
 from infinity.observe import Report
 from infinity.rates import Formats, copies, formats_of, threads_of, updates

@@ -1,0 +1,16 @@
+"""The learning rate over the steps of a run."""
+
+from __future__ import annotations
+
+import math
+
+LOWEST = 0.1
+"""The learning rate ends at this share of its highest value."""
+
+
+def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
+    """Share of the highest learning rate for `step` (from 0): linear warm-up, then a cosine down to `LOWEST` at the end."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+    return LOWEST + (1 - LOWEST) * 0.5 * (1 + math.cos(math.pi * done))
