@@ -106,7 +106,7 @@ class Engine:
         return "plain" if self.config.update == "auto" and alone else self.config.update
 
     def _locate(self, address: int) -> tuple[Unit, int] | None:
-        found = self._store.block_at(address)
+        found = self._store.resident.block_at(address)
         return None if found is None else (self._units[found[0].unit], found[1])
 
     def _after_backward(self) -> None:
@@ -114,7 +114,7 @@ class Engine:
             self._buffer.flush()
 
     def _settled(self) -> None:
-        self._store.check_usable()
+        self._store.latch.check_usable()
         self._hooks.settle()
 
     def _stepped(self) -> None:

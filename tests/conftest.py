@@ -64,7 +64,7 @@ def come_to_rest(engine: infinity.Engine) -> None:
     with pipeline._changed:
         assert pipeline._changed.wait_for(lambda: not pipeline._has_work(()) and not any(j.in_flight for j in pipeline._jobs))
     for unit in engine.units:
-        fetch = unit.blocks[Kind.PARAM].fetch
+        fetch = unit.blocks[Kind.PARAM].copy.fetch
         if fetch is not None:
             fetch.settle()
     for io in engine.ios:

@@ -20,6 +20,7 @@ from infinity.observe import Recorder
 from infinity.placement.budget import CHUNK_ELEMENTS, FULL_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS, STAGED_SETS, Staged, divide
 from infinity.placement.cache import Candidate, choose, distribute
 from infinity.placement.spec import BF16, FP32, SPLIT, BlockSpec, Format, Kind
+from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -202,7 +203,7 @@ def test_what_moves_is_what_the_planner_states_and_less_with_every_byte_kept(
         assert round(report.written_per_parameter * report.parameters) == plan.update_written
         assert cache - 12 * CHUNK_ELEMENTS * 2 < report.cached <= cache
         assert report.on_nvme == on_nvme(engine)
-        copies = sum(len(b.extents) * b.moved_bytes for unit in engine.units for b in unit.blocks.values())
+        copies = sum(len(b.home.extents) * b.moved_bytes for unit in engine.units for b in unit.blocks.values())
         assert engine.memory()["nvme"] == copies <= 2 * (report.on_nvme - report.cached)
         moved.append(read + written)
         kept.append(report.cached)
@@ -396,7 +397,7 @@ def test_once_confirmed_what_is_kept_costs_no_io(wrap: Wrap) -> None:
 def everything_kept(engine: infinity.Engine) -> list[torch.Tensor]:
     kinds = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
     blocks = [unit.blocks[kind] for unit in engine.units for kind in kinds]
-    return [block.cached.clone() for block in blocks if block.cached is not None]
+    return [block.home.cached.clone() for block in blocks if block.home.cached is not None]
 
 
 # Failures, memory, ranks
@@ -448,8 +449,8 @@ def test_a_fetch_that_fails_in_the_rest_of_a_kept_parameter_is_an_error_and_the_
     unit = next(u for u in engine.units if 0 < u.blocks[Kind.PARAM].kept < u.layout.shard_numel)
     with infinity.gathered(unit.parameters):
         expected = unit.wait().clone()
-    unit.store.begin_update(unit.blocks[Kind.PARAM])  # drops the copy
-    unit.store.end_update([])
+    unit.store.resident.begin_update(unit.blocks[Kind.PARAM])  # drops the copy
+    unit.store.resident.end_update([])
     unit.blocks[Kind.PARAM].to_home()
     engine.io.set_faults(fail_read_at=0)
     unit.start()
@@ -549,18 +550,18 @@ def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_pat
     try:
         assert block.kept == min(kept * CHUNK_ELEMENTS, elements)
         values = torch.arange(elements, dtype=torch.int16).view(torch.uint8)
-        store.begin_update(block)
-        for begin in store.chunks(block):
-            (chunk,) = store.check_out([(block, False)], begin)
+        store.resident.begin_update(block)
+        for begin in store.staging.chunks(block):
+            (chunk,) = store.staging.check_out(ChunkRequest([block], begin))
             chunk.tensor.copy_(values[2 * begin : 2 * begin + chunk.tensor.numel()])
             chunk.commit()
             chunk.release()
-        store.end_update([block])
+        store.resident.end_update([block])
         read: list[int] = []
         device.on_upload = lambda target, after: read.append(store.meter.read)
-        store.start(block)
-        assert torch.equal(store.wait(block), values)
-        store.release(block)
+        store.resident.start(block)
+        assert torch.equal(store.resident.wait(block), values)
+        store.resident.release(block)
         assert store.meter.read == block.moved_bytes == 2 * (elements - block.kept)
         if kept == 0:
             assert read[0] == block.moved_bytes, "the next chunks are read while the first is copied"

@@ -19,7 +19,8 @@ from infinity.optim.kernels import Kernels
 from infinity.placement.spec import Kind
 from infinity.plan.planner import Foresight
 from infinity.tiers.block import Block
-from infinity.tiers.store import Store
+from infinity.tiers.resident import Residency
+from infinity.tiers.staging import ChunkRequest
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -289,7 +290,7 @@ def test_what_the_next_forward_needs_first_is_updated_first(wrap: Callable[..., 
     engine.drain()
     taken = []
     block = engine.units[0].blocks[Kind.EXP_AVG]
-    while (chunk := engine._store.try_check_out([(block, False)], 0)) is not None:
+    while (chunk := engine._store.staging.try_check_out(ChunkRequest([block], 0))) is not None:
         taken += chunk
     seen = len(engine.recorder.spans())
     backward(engine.model, 2)
@@ -397,14 +398,14 @@ def test_what_is_ahead_goes_to_the_copy_that_the_next_forward_uses(
     wrap: Callable[..., infinity.Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed: list[dict[Block, bool]] = []
-    plain = Store.renew
+    plain = Residency.renew
 
-    def renew(store: Store, block: Block, *rest: Any) -> Any:
+    def renew(store: Residency, block: Block, *rest: Any) -> Any:
         placing = plain(store, block, *rest)
         placed[-1][block] = placing is not None
         return placing
 
-    monkeypatch.setattr(Store, "renew", renew)
+    monkeypatch.setattr(Residency, "renew", renew)
     engine = wrap("speculative", gpu_memory="64MiB")  # for a copy of every unit
     optimizer = infinity.AdamW(engine.model.parameters())
     for number in range(4):

@@ -239,19 +239,19 @@ def evict_one_that_is_being_gathered(victim: Any, taker: Any) -> None:
     def until_somebody_waits(name: str) -> None:
         if not waiting.is_set():
             assert waiting.wait(PATIENCE / 3), "the place was taken at once"
-            assert block.lease is not None
+            assert block.copy.lease is not None
 
     with watched(until_somebody_waits):
         victim.outdate()
         victim.start()
         victim.release()
         posted = victim.gather_posted
-        assert block.pending is posted
+        assert block.copy.pending is posted
         settle = posted.settle
         posted.settle = lambda: (waiting.set(), settle())
         taker.start()
         assert posted.ended()
-        assert block.lease is None
+        assert block.copy.lease is None
         taker.wait()
         taker.release()
 

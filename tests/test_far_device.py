@@ -22,6 +22,7 @@ from infinity.optim.kernels import squared_gradient_norm
 from infinity.placement.budget import CHUNK_ELEMENTS
 from infinity.placement.spec import BlockSpec, Format, Kind
 from infinity.tiers.block import Block
+from infinity.tiers.resident import Residency
 from infinity.tiers.store import Store
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,26 +48,26 @@ class Places:
     def __init__(self, device: FarDevice, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device, self.lock, self.uploads = device, threading.Lock(), 0
         self.used: dict[tuple[int, int], int | None] = {}  # None: it is in use now
-        real_wait, real_release = Store.wait, Store.release
+        real_wait, real_release = Residency.wait, Residency.release
         device.on_upload, device.on_update = self.check, self.check_update
         self.updates = 0
 
-        def wait(store: Store, block: Block) -> torch.Tensor:
+        def wait(store: Residency, block: Block) -> torch.Tensor:
             tensor = real_wait(store, block)
             with self.lock:
                 self.used[tensor.data_ptr(), tensor.data_ptr() + tensor.numel()] = None
             return tensor
 
-        def release(store: Store, block: Block) -> None:
-            last = block.pins == 1 and block.lease is not None
+        def release(store: Residency, block: Block) -> None:
+            last = block.copy.pins == 1 and block.copy.lease is not None
             real_release(store, block)
-            if last and block.lease is not None:
-                begin = block.lease.tensor.data_ptr()
+            if last and block.copy.lease is not None:
+                begin = block.copy.lease.tensor.data_ptr()
                 with self.lock:
-                    self.used[begin, begin + block.lease.tensor.numel()] = device.mark().number
+                    self.used[begin, begin + block.copy.lease.tensor.numel()] = device.mark().number
 
-        monkeypatch.setattr(Store, "wait", wait)
-        monkeypatch.setattr(Store, "release", release)
+        monkeypatch.setattr(Residency, "wait", wait)
+        monkeypatch.setattr(Residency, "release", release)
 
     def check(self, target: torch.Tensor, after: Mark | None) -> None:
         begin, end = target.data_ptr(), target.data_ptr() + target.numel()
@@ -229,22 +230,22 @@ def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> 
     block = store.add(BlockSpec(0, Kind.PARAM, nbytes, Format("byte", 1, 1), "nvme", nbytes, 0, "param"))
     store.open(store.placement.layout(block.spec.span))
     try:
-        store.start(block)
-        store.wait(block)
-        store.release(block)
-        store.begin_update(block, keep=True)
+        store.resident.start(block)
+        store.resident.wait(block)
+        store.resident.release(block)
+        store.resident.begin_update(block, keep=True)
         new = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
-        going = [store.renew(block, begin, new[begin:][: store.chunk_elements]) for begin in store.chunks(block)]
+        going = [store.resident.renew(block, begin, new[begin:][: store.chunk_elements]) for begin in store.staging.chunks(block)]
         assert going and not any(placing is None or placing.ended() for placing in going)
-        store.start(block)
+        store.resident.start(block)
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(store.wait, block)
+            waiting = pool.submit(store.resident.wait, block)
             for placing in going:
                 assert placing is not None
                 placing.finish()
             assert torch.equal(waiting.result(60), new)
-        store.release(block)
-        store.end_update([block])
+        store.resident.release(block)
+        store.resident.end_update([block])
     finally:
         store.close()
 

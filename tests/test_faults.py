@@ -57,7 +57,7 @@ class Run:
         return {(unit.name, kind.value): unit.read(kind) for unit in units for kind in unit.blocks if kind is not Kind.GRAD}
 
     def pins(self) -> int:
-        return sum(block.pins for unit in self.engine.units for block in unit.blocks.values())
+        return sum(block.copy.pins for unit in self.engine.units for block in unit.blocks.values())
 
 
 Start = Callable[..., Run]

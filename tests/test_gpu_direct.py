@@ -27,6 +27,7 @@ from infinity.observe import Recorder
 from infinity.placement.spec import BlockSpec, Format, Kind
 from infinity.tiers import drives as tier
 from infinity.tiers.block import Block
+from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
 __all__ = ["wrap"]  # a fixture
@@ -110,13 +111,13 @@ def store(tmp_path: Path, fake: Fake) -> Iterator[Callable[..., tuple[Store, Far
         stores[-1].open(stores[-1].placement.layout(nbytes))
         for block in blocks:
             expected = content(block)
-            stores[-1].begin_update(block)
-            for begin in stores[-1].chunks(block):
-                (chunk,) = stores[-1].check_out([(block, False)], begin)
+            stores[-1].resident.begin_update(block)
+            for begin in stores[-1].staging.chunks(block):
+                (chunk,) = stores[-1].staging.check_out(ChunkRequest([block], begin))
                 chunk.tensor.copy_(expected[begin:][: chunk.tensor.numel()])
                 chunk.commit()
                 chunk.release()
-            stores[-1].end_update([block])
+            stores[-1].resident.end_update([block])
         return stores[-1], device, blocks
 
     yield make

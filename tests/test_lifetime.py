@@ -277,7 +277,7 @@ def test_an_exception_leaves_the_engine_as_it_was(where: str, gradients: str, tm
                 model(**text_batch(7))
                 assert engine.memory() == before
             found += [train(model, optimizer, number) for number in range(3, 6)]
-            assert all(block.pins == 0 for unit in engine.units for block in unit.blocks.values())
+            assert all(block.copy.pins == 0 for unit in engine.units for block in unit.blocks.values())
         return found
 
     assert losses(tmp_path / "with", True) == losses(tmp_path / "without", False)

@@ -16,7 +16,7 @@ from models import text_batch, transformer
 import infinity
 from infinity.optim.pipeline import Pipeline
 from infinity.tiers.access import Fetch
-from infinity.tiers.store import Store
+from infinity.tiers.resident import Residency
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 
@@ -43,7 +43,7 @@ def test_the_model_is_in_no_reference_cycle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "owner, method", [(Fetch, "settle"), (Pipeline, "_retire"), (Store, "_start")], ids=["mover", "updater", "under the lock"]
+    "owner, method", [(Fetch, "settle"), (Pipeline, "_retire"), (Residency, "_load")], ids=["mover", "updater", "under the lock"]
 )
 def test_a_collection_on_a_thread_of_the_engine(
     owner: type, method: str, wrapped: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -70,7 +70,7 @@ def test_a_collection_on_a_thread_of_the_engine(
     gc.disable()
     try:
         monkeypatch.setattr(owner, method, collecting)
-        monkeypatch.setattr(Store, "renew", lambda *_: None)  # so that places are filled by fetches, which the updater starts
+        monkeypatch.setattr(Residency, "renew", lambda *_: None)  # so that places are filled by fetches, which the updater starts
         model.cycle = model
         gone = weakref.ref(model)
         optimizer.step()

@@ -26,8 +26,9 @@ from infinity.errors import BudgetError, EngineClosedError, NvmeError
 from infinity.observe import Recorder
 from infinity.placement.budget import CHUNK_ELEMENTS, STAGED_SETS, WIDEST_ELEMENT
 from infinity.placement.spec import BlockSpec, Format, Kind
-from infinity.tiers.block import Block, BlockState
+from infinity.tiers.block import Block, CopyState
 from infinity.tiers.drives import ALIGNMENT
+from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
 AVAILABLE, REASON = native.aio().io_uring_available()
@@ -59,20 +60,20 @@ def opened(store: Store, concurrent: int = 0, reserve: int = 0) -> Iterator[Stor
 
 
 def chunks(store: Store, block: Block) -> Sequence[int]:
-    return store.chunks(block)
+    return store.staging.chunks(block)
 
 
 def put(store: Store, block: Block, data: torch.Tensor) -> None:
     """Replace the whole content, as an update would."""
     if block.kind is Kind.PARAM:
-        store.begin_update(block)
+        store.resident.begin_update(block)
     write_chunks(store, block, data)
-    store.end_update([block])
+    store.resident.end_update([block])
 
 
 def write_chunks(store: Store, block: Block, data: torch.Tensor) -> None:
     for begin in chunks(store, block):
-        (chunk,) = store.check_out([(block, False)], begin)
+        (chunk,) = store.staging.check_out(ChunkRequest([block], begin))
         try:
             at = block.format.bytes_of(begin)
             chunk.tensor.copy_(data[at : at + chunk.tensor.numel()])
@@ -85,7 +86,7 @@ def get(store: Store, block: Block) -> torch.Tensor:
     """The whole content, as a checkpoint would read it."""
     parts = []
     for begin in chunks(store, block):
-        (chunk,) = store.check_out([(block, True)], begin)
+        (chunk,) = store.staging.check_out(ChunkRequest([block], begin, [block]))
         try:
             chunk.wait()
             parts.append(chunk.tensor.clone())
@@ -96,11 +97,11 @@ def get(store: Store, block: Block) -> torch.Tensor:
 
 def fetched(store: Store, block: Block) -> torch.Tensor:
     """The content by way of the compute device."""
-    store.start(block)
+    store.resident.start(block)
     try:
-        return store.wait(block)[block.spec.at : block.spec.at + block.nbytes].clone()
+        return store.resident.wait(block)[block.spec.at : block.spec.at + block.nbytes].clone()
     finally:
-        store.release(block)
+        store.resident.release(block)
 
 
 def content(nbytes: int, seed: int) -> torch.Tensor:
@@ -164,7 +165,7 @@ class Machine(RuleBasedStateMachine):
         assert kept == on_nvme if cache > on_nvme else cache - 6 * CHUNK_ELEMENTS < kept <= cache
         self.contents = {block: filled(block, 0) for block in self.params + self.states}
         self.uses: dict[int, float] = {}
-        store.next_use = lambda unit: self.uses.get(unit, float("inf"))
+        store.resident.next_use = lambda unit: self.uses.get(unit, float("inf"))
         self.pins = dict.fromkeys(self.params, 0)
         self.seen: dict[Block, torch.Tensor] = {}  # what `wait` gave for blocks that are still pinned
         self.updating: set[Block] = set()
@@ -184,17 +185,17 @@ class Machine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 5), beyond=st.integers(-1, 9))
     def prefetch(self, which: int, beyond: int) -> None:
         block = self.params[which]
-        came = self.store.prefetch(block, beyond)
-        assert came == self.store.has_copy(block)
+        came = self.store.resident.prefetch(block, beyond)
+        assert came == self.store.resident.has_copy(block)
 
     @rule(which=st.integers(0, 5))
     def start(self, which: int) -> None:
         self.pins[self.params[which]] += 1
-        self.store.start(self.params[which])
+        self.store.resident.start(self.params[which])
 
     def fits(self, block: Block) -> bool:
         """Whether a window for `block` is free of what may not move, from the definition."""
-        if block.lease is not None:
+        if block.copy.lease is not None:
             return True
         arena = self.store._arenas["gpu"]
         fixed = [run for owner, run in arena._slots.runs.items() if not (isinstance(owner, Block) and not self.pins[owner])]
@@ -211,18 +212,18 @@ class Machine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(self.pinned()))
         if not self.fits(block):
             with pytest.raises(BudgetError, match=f"param of u{block.unit} does not fit"):
-                self.store.wait(block)
+                self.store.resident.wait(block)
             return
-        span = self.store.wait(block)
-        assert span.numel() == block.spec.span and block.state is BlockState.RESIDENT
-        assert self.store.block_at(span.data_ptr() + block.spec.span - 1) == (block, block.spec.span - 1)
+        span = self.store.resident.wait(block)
+        assert span.numel() == block.spec.span and block.copy.state is CopyState.READY
+        assert self.store.resident.block_at(span.data_ptr() + block.spec.span - 1) == (block, block.spec.span - 1)
         assert self.seen.setdefault(block, span).data_ptr() == span.data_ptr()
 
     @precondition(lambda self: any(self.pins.values()))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from([block for block, pins in self.pins.items() if pins]))
-        self.store.release(block)
+        self.store.resident.release(block)
         self.pins[block] -= 1
         if not self.pins[block]:
             self.seen.pop(block, None)
@@ -232,9 +233,9 @@ class Machine(RuleBasedStateMachine):
         block = self.params[which]
         if self.pins[block]:
             with pytest.raises(RuntimeError, match="invariant I7"):
-                self.store.begin_update(block)
+                self.store.resident.begin_update(block)
         elif block not in self.updating:
-            self.store.begin_update(block)
+            self.store.resident.begin_update(block)
             self.updating.add(block)
 
     @precondition(lambda self: self.updating)
@@ -244,7 +245,7 @@ class Machine(RuleBasedStateMachine):
         self.seed += 1
         self.contents[block] = content(block.nbytes, self.seed)
         write_chunks(self.store, block, self.contents[block])
-        self.store.end_update([block])
+        self.store.resident.end_update([block])
         self.updating.remove(block)
 
     @rule(which=st.integers(0, 3))
@@ -265,7 +266,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def what_is_pinned_stays_and_is_right(self) -> None:
         for block, span in self.seen.items():
-            assert block.lease is not None and block.lease.address == span.data_ptr()
+            assert block.copy.lease is not None and block.copy.lease.address == span.data_ptr()
             assert torch.equal(span[block.spec.at : block.spec.at + block.nbytes], self.contents[block])
 
     @invariant()
@@ -313,9 +314,9 @@ def slow(tmp_path: Path) -> Iterator[tuple[Store, list[Block]]]:
 
 def test_a_demand_is_met_while_prefetches_fill_the_arena(slow):
     store, blocks = slow
-    store.next_use = lambda unit: 0
-    assert [store.prefetch(block, 0) for block in blocks] == [True] * 4 + [False] * 2
-    assert any(block.state is BlockState.FETCHING for block in blocks)
+    store.resident.next_use = lambda unit: 0
+    assert [store.resident.prefetch(block, 0) for block in blocks] == [True] * 4 + [False] * 2
+    assert any(block.copy.state is CopyState.LOADING for block in blocks)
     assert torch.equal(fetched(store, blocks[5]), filled(blocks[5], 6))
     for block in blocks:
         assert torch.equal(fetched(store, block), filled(block, block.unit + 1))
@@ -324,23 +325,23 @@ def test_a_demand_is_met_while_prefetches_fill_the_arena(slow):
 def test_a_demand_is_met_while_places_are_kept_for_blocks_that_are_updated(slow):
     store, blocks = slow
     for block in blocks[:4]:
-        store.begin_update(block)
-        assert store.prefetch(block, 0)
+        store.resident.begin_update(block)
+        assert store.resident.prefetch(block, 0)
     assert torch.equal(fetched(store, blocks[4]), filled(blocks[4], 5))
     for block in blocks[:4]:
         write_chunks(store, block, filled(block, 50 + block.unit))
-    store.end_update(blocks[:4])
+    store.resident.end_update(blocks[:4])
     for block in blocks[:4]:
         assert torch.equal(fetched(store, block), filled(block, 50 + block.unit))
 
 
 def test_a_place_kept_for_a_block_that_is_updated_is_filled_when_the_update_ends(slow):
     store, blocks = slow
-    store.begin_update(blocks[0])
-    assert store.prefetch(blocks[0], 0) and blocks[0].state is BlockState.UPDATING
+    store.resident.begin_update(blocks[0])
+    assert store.resident.prefetch(blocks[0], 0) and blocks[0].copy.state is CopyState.UPDATING
     write_chunks(store, blocks[0], filled(blocks[0], 77))
-    store.end_update([blocks[0]])
-    assert blocks[0].state in (BlockState.FETCHING, BlockState.RESIDENT)
+    store.resident.end_update([blocks[0]])
+    assert blocks[0].copy.state in (CopyState.LOADING, CopyState.READY)
     assert torch.equal(fetched(store, blocks[0]), filled(blocks[0], 77))
 
 
@@ -348,14 +349,14 @@ def test_a_prefetch_evicts_only_what_is_needed_later(slow):
     store, blocks = slow
     for block in blocks[:4]:
         fetched(store, block)
-    store.next_use = {0: 3.0, 1: 9.0, 2: 9.0, 3: 5.0, 4: 5.0, 5: 0.0}.__getitem__
-    store.start(blocks[1])
-    assert store.prefetch(blocks[4], 5.0), "what is needed at 9 and is not in use"
-    assert [store.has_copy(block) for block in blocks] == [True, True, False, True, True, False]
-    assert not store.prefetch(blocks[2], 9.0)
-    store.release(blocks[1])
-    assert store.prefetch(blocks[5], 5.0)
-    assert [store.has_copy(block) for block in blocks] == [True, False, False, True, True, True]
+    store.resident.next_use = {0: 3.0, 1: 9.0, 2: 9.0, 3: 5.0, 4: 5.0, 5: 0.0}.__getitem__
+    store.resident.start(blocks[1])
+    assert store.resident.prefetch(blocks[4], 5.0), "what is needed at 9 and is not in use"
+    assert [store.resident.has_copy(block) for block in blocks] == [True, True, False, True, True, False]
+    assert not store.resident.prefetch(blocks[2], 9.0)
+    store.resident.release(blocks[1])
+    assert store.resident.prefetch(blocks[5], 5.0)
+    assert [store.resident.has_copy(block) for block in blocks] == [True, False, False, True, True, True]
 
 
 def placements(seconds_per_block: float, directory: Path, accesses: Sequence[tuple[str, int, float]]) -> list[dict[int, int]]:
@@ -371,12 +372,12 @@ def placements(seconds_per_block: float, directory: Path, accesses: Sequence[tup
             store.io.set_faults(bytes_per_second=ALIGNMENT / seconds_per_block)
         for what, unit, number in accesses:
             block = blocks[unit]
-            store.next_use = lambda other, number=number: (other * 7 + number * 5) % 11
+            store.resident.next_use = lambda other, number=number: (other * 7 + number * 5) % 11
             if what == "fetch":
                 assert torch.equal(fetched(store, block), filled(block, unit))
             else:
-                store.prefetch(block, number % 4)
-            found.append({b.unit: b.lease.offset for b in blocks if b.lease is not None})
+                store.resident.prefetch(block, number % 4)
+            found.append({b.unit: b.copy.lease.offset for b in blocks if b.copy.lease is not None})
     return found
 
 
@@ -396,8 +397,8 @@ def test_a_block_that_cannot_fit_beside_what_is_in_use_is_refused_with_a_budget_
         blocks = [add_param(store, unit, 2) for unit in range(3)]
         with opened(store, concurrent=2 * ALIGNMENT):
             for block in blocks:
-                store.start(block)
-                store.wait(block)
+                store.resident.start(block)
+                store.resident.wait(block)
 
     with pytest.raises(BudgetError, match=r"param of u2 does not fit .*\(param of u0, param of u1\)") as caught:
         use_three(tmp_path / "a", 5 * ALIGNMENT)
@@ -418,15 +419,16 @@ def staged(directory: Path, sets: int, count: int = 3) -> tuple[Store, list[Bloc
 def test_check_outs_are_all_or_nothing(tmp_path):
     store, blocks = staged(tmp_path, 2)
     with opened(store):
-        wants = [(block, True) for block in blocks]
-        first, second = store.try_check_out(wants, 0), store.try_check_out(wants[:2], 0)
+        two = ChunkRequest(blocks[:2], 0, blocks[:2])
+        first = store.staging.try_check_out(ChunkRequest(blocks, 0, blocks))
+        second = store.staging.try_check_out(two)
         assert first is not None and second is not None
         arena = store._arenas["staging"]
         assert arena.free_slots == 1
-        assert store.try_check_out(wants[:2], 0) is None
+        assert store.staging.try_check_out(two) is None
         assert arena.free_slots == 1, "a check-out that fails holds nothing"
-        last = store.try_check_out(wants[:1], 0)
-        assert last is not None and store.try_check_out(wants[:1], 0) is None
+        last = store.staging.try_check_out(ChunkRequest(blocks[:1], 0, blocks[:1]))
+        assert last is not None and store.staging.try_check_out(ChunkRequest(blocks[:1], 0, blocks[:1])) is None
         for chunk in (*first, *second, *last):
             chunk.release()
             chunk.release()
@@ -463,18 +465,18 @@ def test_everybody_ends_when_many_want_the_only_slots(tmp_path, kind):
             for _ in range(rounds):
                 with turn:  # two updates of one block at a time are not allowed
                     for begin in (0, CHUNK_ELEMENTS):
-                        outs = store.check_out([(block, True) for block in blocks], begin)
+                        outs = store.staging.check_out(ChunkRequest(blocks, begin, blocks))
                         for out in outs:
                             out.wait()
                             out.tensor.add_(1)
                             out.commit()
                         for out in outs:
                             out.release()
-                    store.end_update(blocks)
+                    store.resident.end_update(blocks)
 
         def single() -> None:
             for _ in range(rounds):
-                store.check_out([(blocks[0], False)], 0)[0].release()
+                store.staging.check_out(ChunkRequest([blocks[0]], 0))[0].release()
 
         in_threads([whole_chunk, whole_chunk, single, single])
         for block in blocks:
@@ -497,7 +499,7 @@ def test_a_reader_sees_whole_versions_while_another_thread_updates(tmp_path, kin
             while (job := jobs.get()) is not None:
                 block, version = job
                 for begin in reversed(chunks(store, block)):
-                    (chunk,) = store.check_out([(block, True)], begin)
+                    (chunk,) = store.staging.check_out(ChunkRequest([block], begin, [block]))
                     try:
                         chunk.wait()
                         assert (chunk.tensor == version - 1).all(), "an update starts from the version before"
@@ -505,9 +507,9 @@ def test_a_reader_sees_whole_versions_while_another_thread_updates(tmp_path, kin
                         chunk.commit()
                     finally:
                         chunk.release()
-                store.end_update([block])
+                store.resident.end_update([block])
         except BaseException as error:
-            store.fail(error)
+            store.latch.fail(error)
             raise
 
     def fetch() -> None:
@@ -516,13 +518,13 @@ def test_a_reader_sees_whole_versions_while_another_thread_updates(tmp_path, kin
             for _ in range(400):
                 block = chance.choice(blocks)
                 now = chance.randrange(7)
-                store.next_use = lambda unit, now=now: (unit * 3 + now) % 7
-                if chance.random() < 0.5 and block.state is not BlockState.UPDATING:
-                    store.begin_update(block)
+                store.resident.next_use = lambda unit, now=now: (unit * 3 + now) % 7
+                if chance.random() < 0.5 and block.copy.state is not CopyState.UPDATING:
+                    store.resident.begin_update(block)
                     versions[block] += 1
                     jobs.put((block, versions[block]))
                 elif chance.random() < 0.5:
-                    store.prefetch(block, now)
+                    store.resident.prefetch(block, now)
                 else:
                     assert torch.equal(fetched(store, block), filled(block, versions[block]))
         finally:
@@ -541,28 +543,28 @@ def test_during_an_update_the_old_version_stays_on_the_drive(tmp_path):
 
     def on_drive(which: Block, version: int) -> torch.Tensor:
         target = torch.empty(which.nbytes, dtype=torch.uint8)
-        store._nvme.read(which.extents[version], 0, which.nbytes, target.data_ptr(), "check").wait()
+        store._nvme.read(which.home.extents[version], 0, which.nbytes, target.data_ptr(), "check").wait()
         return target
 
     with opened(store, concurrent=param.spec.span):
         for which in (block, param):
             put(store, which, filled(which, 1))
             put(store, which, filled(which, 2))
-            old, new = which.version, which.target
+            old, new = which.home.version, which.home.target
             assert old != new
             if which is param:
-                store.begin_update(param)
+                store.resident.begin_update(param)
             for begin in chunks(store, which):
-                (chunk,) = store.check_out([(which, True)], begin)
+                (chunk,) = store.staging.check_out(ChunkRequest([which], begin, [which]))
                 chunk.wait()
                 assert (chunk.tensor == 2).all()
                 chunk.tensor.fill_(3)
                 chunk.commit()
                 chunk.release()
                 assert torch.equal(on_drive(which, old), filled(which, 2)), "a kill now loses nothing (invariant I9)"
-            assert (which.version, which.target) == (old, new)
-            store.end_update([which])
-            assert which.version == new
+            assert (which.home.version, which.home.target) == (old, new)
+            store.resident.end_update([which])
+            assert which.home.version == new
             assert torch.equal(on_drive(which, new), filled(which, 3))
             assert torch.equal(get(store, which), filled(which, 3))
 
@@ -578,7 +580,7 @@ def renew(store: Store, block: Block, data: torch.Tensor) -> list[bool]:
 
 
 def renew_chunk(store: Store, block: Block, begin: int, data: torch.Tensor) -> bool:
-    placing = store.renew(block, begin, data[begin:][:CHUNK_ELEMENTS])
+    placing = store.resident.renew(block, begin, data[begin:][:CHUNK_ELEMENTS])
     if placing is not None:
         placing.finish()
     return placing is not None
@@ -591,18 +593,18 @@ def test_what_an_update_made_is_used_before_it_is_written(tmp_path):
         old, new = content(block.nbytes, 1), content(block.nbytes, 2)
         put(store, block, old)
         assert torch.equal(fetched(store, block), old)
-        store.begin_update(block, keep=True)
+        store.resident.begin_update(block, keep=True)
         assert renew_chunk(store, block, 0, new)
-        store.start(block)
+        store.resident.start(block)
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(store.wait, block)
+            waiting = pool.submit(store.resident.wait, block)
             assert renew_chunk(store, block, CHUNK_ELEMENTS, new)
             assert torch.equal(waiting.result(), new)
-        assert block.state is BlockState.UPDATING
-        store.release(block)
+        assert block.copy.state is CopyState.UPDATING
+        store.resident.release(block)
         write_chunks(store, block, new)
         read = store.meter.read
-        store.end_update([block])
+        store.resident.end_update([block])
         assert torch.equal(fetched(store, block), new)
         assert store.meter.read == read
 
@@ -613,30 +615,31 @@ def test_a_guess_lies_in_the_place_of_the_copy_until_somebody_uses_it(tmp_path):
     with opened(store, concurrent=block.spec.span):
         old, new = content(block.nbytes, 1), content(block.nbytes, 2)
         put(store, block, old)
-        store.start(block)
-        store.wait(block)
+        store.resident.start(block)
+        store.resident.wait(block)
         assert renew(store, block, new) == [False, False]  # somebody reads it
-        store.release(block)
+        store.resident.release(block)
 
         assert renew(store, block, new) == [True, True]
         assert torch.equal(get(store, block), old)
-        (chunk,) = store.check_out([(block, True)], 0, update=True)  # which may be a copy of what lies on the compute device
+        # Which may be a copy of what lies on the compute device.
+        (chunk,) = store.staging.check_out(ChunkRequest([block], 0, [block], updates=True))
         chunk.wait()
         assert torch.equal(chunk.tensor, old[:CHUNK_ELEMENTS])
         chunk.release()
         assert torch.equal(fetched(store, block), old)
 
         assert renew(store, block, new) == [True, True]
-        store.take_back(block)
-        assert store.has_copy(block) and not store.is_resident(block)
+        store.resident.take_back(block)
+        assert store.resident.has_copy(block) and not store.resident.is_ready(block)
         assert torch.equal(fetched(store, block), old)
 
         assert renew_chunk(store, block, 0, new)
-        store.begin_update(block, keep=True)
+        store.resident.begin_update(block, keep=True)
         assert renew_chunk(store, block, CHUNK_ELEMENTS, new)
         write_chunks(store, block, new)
         read = store.meter.read
-        store.end_update([block])
+        store.resident.end_update([block])
         assert torch.equal(fetched(store, block), new)
         assert store.meter.read == read
 
@@ -685,17 +688,17 @@ def test_a_failed_fetch_meets_whoever_needs_it_and_the_next_one_works(tmp_path, 
         put(store, block, filled(block, 1))
         for _ in range(5):
             store.io.set_faults(fail_read_at=0, fail_errno=5)
-            store.prefetch(block, 0)
-            store.start(block)
+            store.resident.prefetch(block, 0)
+            store.resident.start(block)
             try:
-                store.wait(block)
+                store.resident.wait(block)
             except NvmeError as error:
                 assert error.errno == 5 and error.path == str(tmp_path / "infinity-states.bin")
-            store.release(block)
+            store.resident.release(block)
             assert torch.equal(fetched(store, block), filled(block, 1))
-            store.begin_update(block)
+            store.resident.begin_update(block)
             write_chunks(store, block, filled(block, 1))
-            store.end_update([block])
+            store.resident.end_update([block])
 
 
 def test_a_fetch_that_keeps_failing_is_an_error_and_pins_nothing(tmp_path):
@@ -709,7 +712,7 @@ def test_a_fetch_that_keeps_failing_is_an_error_and_pins_nothing(tmp_path):
         with pytest.raises(NvmeError, match="the file ends before the asked bytes") as caught:
             fetched(store, block)
         assert (caught.value.errno, caught.value.asked) == (0, block.nbytes)
-        assert block.pins == 0 and block.lease is None and store.used()["gpu"] == 0
+        assert block.copy.pins == 0 and block.copy.lease is None and store.used()["gpu"] == 0
 
 
 def test_a_failed_write_is_an_error_and_the_slot_goes_back(tmp_path):
@@ -727,24 +730,24 @@ def test_after_a_failed_update_nobody_waits_for_ever(tmp_path):
     store = make_store(tmp_path)
     block = add_param(store, 0)
     with opened(store, concurrent=block.spec.span):
-        store.begin_update(block)
+        store.resident.begin_update(block)
         waiting = threading.Event()
 
         def wait() -> None:
-            store.start(block)
+            store.resident.start(block)
             waiting.set()
             with pytest.raises(EngineClosedError, match="the drive is gone") as caught:
-                store.wait(block)
+                store.resident.wait(block)
             assert isinstance(caught.value.__cause__, OSError)
 
         def fail() -> None:
             assert waiting.wait()
-            store.fail(OSError("the drive is gone"))
-            store.fail(OSError("a later one"))
+            store.latch.fail(OSError("the drive is gone"))
+            store.latch.fail(OSError("a later one"))
 
         in_threads([wait, fail])
         with pytest.raises(EngineClosedError, match="the drive is gone"):
-            store.check()
+            store.latch.check()
         with pytest.raises(EngineClosedError):
             fetched(store, block)
 
@@ -765,8 +768,8 @@ def test_a_budget_that_cannot_work_is_refused_with_the_smallest_that_does(tmp_pa
             for block in blocks:
                 assert torch.equal(get(store, block), content(block.nbytes, block.unit))
             for block in blocks[1:3]:
-                store.start(block)
-                store.wait(block)
+                store.resident.start(block)
+                store.resident.wait(block)
             assert store.peaks()[memory[:3]] <= budget
 
     with pytest.raises(BudgetError, match=f"{memory}=.* is too small.*I10") as caught:
@@ -790,7 +793,7 @@ def test_more_than_was_set_aside_cannot_be_reserved(tmp_path):
 def test_close_may_be_called_twice_and_while_fetches_are_under_way(slow, tmp_path):
     store, blocks = slow
     for block in blocks:
-        store.prefetch(block, 0)
+        store.resident.prefetch(block, 0)
     store.close()
     store.close()
     assert list(tmp_path.iterdir()) == []

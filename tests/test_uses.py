@@ -60,7 +60,7 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
         engine.drain()
         for unit in engine.units:
             assert unit.shown == 0, unit.name
-            assert all(block.pins == 0 for block in unit.blocks.values()), unit.name
+            assert all(block.copy.pins == 0 for block in unit.blocks.values()), unit.name
         engine.close()
 
 

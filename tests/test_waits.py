@@ -30,9 +30,10 @@ from infinity.placement.spec import Kind
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.tiers.access import Checkout, Fetch, Placing
 from infinity.tiers.activations import Saved
-from infinity.tiers.block import Block
+from infinity.tiers.block import DeviceCopy
 from infinity.tiers.drives import Transfer
-from infinity.tiers.store import Store
+from infinity.tiers.resident import Residency
+from infinity.tiers.staging import ChunkRequest, Staging
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(100, method="thread")]
 
@@ -74,7 +75,7 @@ RANKS = (
     "torch.distributed ends it with the group's timeout, and whoever waits has ended before",
     "test_exchange.py::test_ranks_that_are_stuck_are_told_why",
 )
-STORE = "`Store.fail`, `Store.close` and who brings it notify", "test_waits.py::test_a_wait_of_the_model_ends"
+STORE = "`Latch.fail`, `Latch.close` and who brings it notify", "test_waits.py::test_a_wait_of_the_model_ends"
 PIPELINE = (
     "the updater notifies whenever a chunk goes on, and when its thread has ended",
     "test_waits.py::test_a_wait_for_an_update_ends",
@@ -167,14 +168,14 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/drives.py NvmeTier._try_direct": DRIVE,
     "tiers/speed.py _move.finish": DRIVE,
     "tiers/speed.py _move": DRIVE,
-    "tiers/store.py Store.wait": STORE,
-    "tiers/store.py Store._bring": STORE,
-    "tiers/store.py Store._filling": DRIVE,
-    "tiers/store.py Store._fill_directly": DRIVE,
-    "tiers/store.py Store._fill_through_staging": DRIVE,
-    "tiers/store.py Store.bring_home": DRIVE,
-    "tiers/store.py Store._stage": STORE,
-    "tiers/store.py Store.take_back": STORE,
+    "tiers/resident.py Loader._fill": DRIVE,
+    "tiers/resident.py Loader._fill_directly": DRIVE,
+    "tiers/resident.py Loader._fill_through_staging": DRIVE,
+    "tiers/resident.py Residency.wait": STORE,
+    "tiers/resident.py Residency._acquire": STORE,
+    "tiers/resident.py Residency.take_back": STORE,
+    "tiers/staging.py Staging.bring_home": DRIVE,
+    "tiers/staging.py Staging._take_slots": STORE,
     "transfer.py Part.finish": DRIVE_OF_ALL,
 }
 """Where (but in `cli`, whose commands a signal ends), who ends it, and the test that shows that."""
@@ -353,7 +354,7 @@ def until_it_ends(run: Run, condition: Any, function: str, ending: str, call: Ca
     """`call` waits on `condition` in `function`, for ever; then comes what `ending` says."""
     reason = ZeroDivisionError("on purpose")
     acts: dict[str, Callable[[], object]] = {
-        "failure": lambda: run.store.fail(reason),
+        "failure": lambda: run.store.latch.fail(reason),
         "close": run.engine.close,
         "finalizer": lambda: run.engine._finalizer(),
         "interrupt": interrupt,
@@ -372,7 +373,7 @@ ENDINGS = ["failure", "close", "finalizer", "interrupt"]
 
 
 def wait_for_an_update_that_nobody_makes(run: Run) -> Callable[[], object]:
-    run.store.begin_update(run.engine.units[0].blocks[Kind.PARAM], keep=True)
+    run.store.resident.begin_update(run.engine.units[0].blocks[Kind.PARAM], keep=True)
     return run.forward
 
 
@@ -380,23 +381,24 @@ def take_back_while_it_is_copied(run: Run) -> Callable[[], object]:
     block = run.engine.units[0].blocks[Kind.PARAM]
     run.forward()
     run.model[0](torch.ones(2, run.width))
-    block.copying, block.renewed = 1, {0}
-    return functools.partial(run.store.take_back, block)
+    block.copy.copying, block.copy.renewed = 1, {0}
+    return functools.partial(run.store.resident.take_back, block)
 
 
 def evict_what_is_copied(run: Run) -> Callable[[], object]:
     run.forward()
-    there = [unit for unit in run.engine.units if run.store.has_copy(unit.blocks[Kind.PARAM])]
+    there = [unit for unit in run.engine.units if run.store.resident.has_copy(unit.blocks[Kind.PARAM])]
     for unit in there:
-        unit.blocks[Kind.PARAM].copying += 1
+        unit.blocks[Kind.PARAM].copy.copying += 1
     away = next(unit for unit in run.engine.units if unit not in there)
-    return functools.partial(run.store.start, away.blocks[Kind.PARAM])
+    return functools.partial(run.store.resident.start, away.blocks[Kind.PARAM])
 
 
 def wait_for_staging(run: Run) -> Callable[[], object]:
-    wants = [(block, True) for block in run.engine.units[0].blocks.values()]
+    blocks = list(run.engine.units[0].blocks.values())
+    request = ChunkRequest(blocks, 0, blocks)
     taken = []
-    while (found := run.store.try_check_out(wants, 0)) is not None:
+    while (found := run.store.staging.try_check_out(request)) is not None:
         taken += found
     run.taken = taken  # type: ignore[attr-defined] - the test has them for good
     return functools.partial(run.engine.units[1].read, Kind.PARAM)
@@ -408,8 +410,8 @@ def wait_for_staging(run: Run) -> Callable[[], object]:
     [
         ("wait", wait_for_an_update_that_nobody_makes),
         ("take_back", take_back_while_it_is_copied),
-        ("_bring", evict_what_is_copied),
-        ("_stage", wait_for_staging),
+        ("_acquire", evict_what_is_copied),
+        ("_take_slots", wait_for_staging),
     ],
 )
 def test_a_wait_of_the_model_ends(
@@ -600,22 +602,22 @@ AN_UPDATE = raising(Pipeline, "_apply", UPDATER)
 FAULTS: dict[str, tuple[dict[str, Any], Patch]] = {
     f"{name} on the updater": ({}, raising(owner, method, UPDATER))
     for name, owner, method in (
-        ("taking a chunk", Store, "try_check_out"),
+        ("taking a chunk", Staging, "try_check_out"),
         ("waiting for a chunk", Checkout, "wait"),
         ("an update", Pipeline, "_apply"),
-        ("placing", Store, "renew"),
+        ("placing", Residency, "renew"),
         ("ending a copy", Placing, "finish"),
         ("a commit", Checkout, "commit"),
         ("a release", Checkout, "release"),
-        ("ending an update", Store, "end_update"),
+        ("ending an update", Residency, "end_update"),
         ("a transfer", Transfer, "done"),
     )
 } | {
     "an update, and releases after it": ({}, broken(AN_UPDATE, raising(Checkout, "release", UPDATER))),
     "an update, and copies after it": ({}, broken(AN_UPDATE, raising(Placing, "finish", UPDATER))),
     "an update, and the end of jobs": ({}, broken(AN_UPDATE, raising(Pipeline, "_refuse_jobs", UPDATER))),
-    "landing on the mover": ({}, raising(Block, "to_resident", MOVER)),
-    "asking for another place on the mover": ({}, raising(Block, "_settle", MOVER)),
+    "landing on the mover": ({}, raising(DeviceCopy, "to_ready", MOVER)),
+    "asking for another place on the mover": ({}, raising(DeviceCopy, "_move_to", MOVER)),
     "settling on the mover": ({}, raising(Fetch, "settle", MOVER)),
     "joining on the exchange": ({"far": True}, raising(Exchange, "_join", EXCHANGE)),
     "ending on the exchange": ({"far": True}, raising(Collective, "end", EXCHANGE)),
@@ -676,7 +678,7 @@ def test_a_wait_for_a_collective_ends(ending: str, start: Start, monkeypatch: py
 def test_what_is_posted_when_nothing_is_joined_any_more_has_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", FarDevice)
     run = start(nn.Linear, gpu_memory="1MiB", gpu_cache=0)
-    run.store.fail(ZeroDivisionError("on purpose"))
+    run.store.latch.fail(ZeroDivisionError("on purpose"))
     with pytest.raises(EngineClosedError, match="on purpose"):
         run.engine._exchange.post("gather", "nobody", lambda: None).wait()
     run.engine.close()
@@ -767,15 +769,15 @@ def test_an_interrupt_in_the_middle_of_a_step_ends_the_engine(start: Start, monk
     run = start()
     run.step()
     run.forward().backward()
-    plain, left = Store.begin_update, [1, 0]
+    plain, left = Residency.begin_update, [1, 0]
 
-    def begin(store: Store, *args: Any, **kwargs: Any) -> None:
+    def begin(store: Residency, *args: Any, **kwargs: Any) -> None:
         if not left.pop():
             raise KeyboardInterrupt
         plain(store, *args, **kwargs)
 
     left.reverse()
-    monkeypatch.setattr(Store, "begin_update", begin)
+    monkeypatch.setattr(Residency, "begin_update", begin)
     with pytest.raises(KeyboardInterrupt):
         run.optimizer.step()
     with pytest.raises(EngineClosedError, match="a step failed and the engine cannot go on: "):

@@ -370,7 +370,7 @@ def test_gathering_more_than_fits(tmp_path: Path, smallest: Callable[..., dict[s
         optimizer = infinity.AdamW(model.parameters())
         with pytest.raises(infinity.BudgetError, match=rf"^param of blocks\.\d {fits} \(param of mo"), infinity.gathered(model):
             pass
-        assert all(block.pins == 0 for unit in engine.units for block in unit.blocks.values())
+        assert all(block.copy.pins == 0 for unit in engine.units for block in unit.blocks.values())
         with infinity.gathered(model.blocks[1]):
             assert model.blocks[1].up.weight.sum().isfinite()
         train(model, optimizer)

@@ -31,6 +31,7 @@ from infinity.config import Config
 from infinity.device import ComputeDevice, copy_alone
 from infinity.observe import Recorder
 from infinity.placement.spec import BF16, BlockSpec, Kind
+from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 from infinity.units import parse_bytes
 
@@ -65,27 +66,27 @@ class Units:
         """Give every unit content, so that it is read."""
         noise = torch.randint(0, 256, (PIECE_BYTES,), dtype=torch.uint8)
         for block in self.params:
-            self.store.begin_update(block)
-            for begin in self.store.chunks(block):
-                (chunk,) = self.store.check_out([(block, False)], begin)
+            self.store.resident.begin_update(block)
+            for begin in self.store.staging.chunks(block):
+                (chunk,) = self.store.staging.check_out(ChunkRequest([block], begin))
                 chunk.tensor.copy_(noise[: chunk.tensor.numel()])
                 chunk.commit()
                 chunk.release()
-            self.store.end_update([block])
+            self.store.resident.end_update([block])
 
     def fetch(self) -> None:
         """Bring all of them to the compute device, in order."""
         for number in range(len(self.params) + AHEAD):
             if number < len(self.params):
-                self.store.start(self.params[number])
+                self.store.resident.start(self.params[number])
             if number >= AHEAD:
-                self.store.wait(self.params[number - AHEAD])
-                self.store.release(self.params[number - AHEAD])
+                self.store.resident.wait(self.params[number - AHEAD])
+                self.store.resident.release(self.params[number - AHEAD])
 
     def bring_home(self) -> None:
         """Copy one unit's gradients home, for every unit."""
         for block in self.gradients:
-            for here, there in self.store.bring_home(block, self.content[: block.nbytes], add=False):
+            for here, there in self.store.staging.bring_home(block, self.content[: block.nbytes], add=False):
                 copy_alone(here, there)
 
 

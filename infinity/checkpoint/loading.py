@@ -56,7 +56,7 @@ def load(state: State, directory: Path) -> dict[str, Any]:
             load_state_dict({}, storage_reader=reader, planner=planner, process_group=state.group, no_dist=state.group is None)
     except BaseException as error:
         if planner.begun:
-            state.units[0].store.fail(error)
+            state.units[0].store.latch.fail(error)
         raise
     return planner.extra
 
@@ -184,7 +184,7 @@ class Loading(LoadPlanner):
         """Wait for updates."""
         with in_words(f"{self._where} cannot be loaded"):
             self._state.settle()
-            used = [unit.name for unit in self._state.units if unit.blocks[Kind.PARAM].pins]
+            used = [unit.name for unit in self._state.units if unit.blocks[Kind.PARAM].copy.pins]
             if used:
                 raise CheckpointError(f"{', '.join(used)} cannot be loaded inside of a forward or of infinity.gathered")
 

@@ -417,7 +417,7 @@ class Hooks:
     def _bring(self, saved: PackedView) -> torch.Tensor:
         """The tensor of a saved view, for the node that runs, or for whoever asks for what autograd saved."""
         unit = saved.unit
-        if saved.updates != unit.blocks[Kind.PARAM].updates:
+        if saved.updates != unit.blocks[Kind.PARAM].home.updates:
             raise RuntimeError(
                 f"the parameters of {unit.name} were updated after the forward whose backward needs them; "
                 "call backward() before optimizer.step(), or run the forward again"

@@ -125,7 +125,7 @@ class Packer:
         with torch._C.DisableTorchFunctionSubclass():
             size, stride, conjugate, negative = tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
             kind = nn.Parameter if isinstance(tensor, nn.Parameter) else type(tensor)
-            updates = unit.blocks[Kind.PARAM].updates
+            updates = unit.blocks[Kind.PARAM].home.updates
             return PackedView(unit, kind, tensor.dtype, size, stride, offset, conjugate, negative, updates, form)
 
     def unpack(self, saved: Any) -> torch.Tensor:

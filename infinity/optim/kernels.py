@@ -15,6 +15,7 @@ from infinity.placement.budget import CHUNK_ELEMENTS
 from infinity.placement.spec import Format, Kind
 from infinity.rates import DTYPES, threads_of
 from infinity.sharding.unit import Unit
+from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 from infinity.units import round_up
 
@@ -143,11 +144,11 @@ def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels, positions:
     counted = others = 0.0
     runs = _runs(unit, positions)
     gradient = unit.blocks[Kind.GRAD]
-    starts = store.chunks(gradient, near=True)
+    starts = store.staging.chunks(gradient, on_device=True)
     for begin, end in zip(starts, [*starts[1:], gradient.elements], strict=True):
         if not any(run.begin < end and run.end > begin for run in runs):
             continue
-        (chunk,) = store.check_out([(gradient, True)], begin, near=True)
+        (chunk,) = store.staging.check_out(ChunkRequest([gradient], begin, [gradient], on_device=True))
         try:
             chunk.wait()
             values = chunk.tensor.view(unit.gradient_dtype)

@@ -55,6 +55,7 @@ from infinity.placement.spec import Kind
 from infinity.sharding import codec
 from infinity.sharding.unit import Unit
 from infinity.tiers.access import Checkout, Placing
+from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")
@@ -220,7 +221,7 @@ class Pipeline:
         self._closed = self._failed = False
         self._ended = False  # the thread has, and nothing changes any more
         self._hurries = 0  # how many wait for all that is CONFIRMED
-        store.on_place = self.poke
+        store.resident.on_place = self.poke
         self._busy = Stopwatch()
         self._thread = threading.Thread(target=self._run, name="infinity-updater", daemon=True)
         self._thread.start()
@@ -352,7 +353,7 @@ class Pipeline:
                 for chunk in chunks:
                     stack.callback(self._let_go, chunk)
                 stack.callback(self._refuse_jobs)
-                stack.callback(self._store.fail, error)
+                stack.callback(self._store.latch.fail, error)
         except BaseException as later:
             log.error("an update failed (%s), and so did what its end takes: %s", error, later, exc_info=later)
 
@@ -444,16 +445,16 @@ class Pipeline:
         """Whether all that the update reads exists, and what it reads of the parameter is not on NVMe: in backward it is on the
         compute device."""
         block = job.unit.blocks[Kind.PARAM]
-        if self._store.is_updating(block):
+        if self._store.resident.is_updating(block):
             return False
-        return not block.moved_bytes or not _needed(job.unit, Kind.PARAM) or self._store.is_resident(block)
+        return not block.moved_bytes or not _needed(job.unit, Kind.PARAM) or self._store.resident.is_ready(block)
 
     def _has_place(self, job: Job) -> bool:
         """Whether what the update of `job` makes can be put where it is used, or need not wait for that."""
         block = job.unit.blocks[Kind.PARAM]
         hurried = job.hurried or self._hurries or self._closed
         waits = job.state is JobState.CONFIRMED and block.moved_bytes and not hurried
-        return not waits or self._store.has_copy(block)
+        return not waits or self._store.resident.has_copy(block)
 
     def _next_in_memory(self) -> Job | None:
         able = (job for job in self._jobs if job.in_memory and job.may_update(job.in_memory[0]))
@@ -496,9 +497,10 @@ class Pipeline:
         """Check out the chunk from `begin` on, or put it back into its `queue`."""
         blocks, outs = job.unit.blocks, None
         try:
-            wants = [(block, _needed(job.unit, kind)) for kind, block in blocks.items()]
-            check_out = self._store.check_out if wait else self._store.try_check_out
-            outs = check_out(wants, begin, job.meter, update=True, near=job.unit.near)
+            staging = self._store.staging
+            load = [block for kind, block in blocks.items() if _needed(job.unit, kind)]
+            request = ChunkRequest(list(blocks.values()), begin, load, updates=True, on_device=job.unit.near, meter=job.meter)
+            outs = staging.check_out(request) if wait else staging.try_check_out(request)
         finally:
             if outs is None:
                 with self._changed:
@@ -513,7 +515,7 @@ class Pipeline:
         if update is None or chunk.job.state is JobState.ENDED:
             return
         start, unit = time.perf_counter(), update.unit
-        near = self._store.updating(unit.blocks[Kind.PARAM]) if unit.near else contextlib.nullcontext()
+        near = self._store.resident.updating(unit.blocks[Kind.PARAM]) if unit.near else contextlib.nullcontext()
         with self._recorder.range("adam", unit.name), near as chunk.running:
             self._apply(update, chunk)
         self._recorder.add("adam", unit.name, start, time.perf_counter())
@@ -548,7 +550,8 @@ class Pipeline:
         """Put what an update made where the next forward looks for it, if its unit has a place there by now."""
         fixed = chunk.job.state in (JobState.AHEAD, JobState.CONFIRMED)
         if chunk.updated and chunk.placing is None and fixed and chunk.ran():
-            chunk.placing = self._store.renew(chunk.job.unit.blocks[Kind.PARAM], chunk.begin, chunk.outs[Kind.PARAM].tensor)
+            block, new = chunk.job.unit.blocks[Kind.PARAM], chunk.outs[Kind.PARAM].tensor
+            chunk.placing = self._store.resident.renew(block, chunk.begin, new)
 
     def _is_awaited(self, chunk: _Chunk) -> bool:
         """Whether the next forward waits for what is written: when it has to read it, or another chunk of the unit, again."""
@@ -581,7 +584,7 @@ class Pipeline:
         if job in self._jobs and job.state is JobState.CONFIRMED and job.written and not self._failed:
             job.state = JobState.ENDED
             self._jobs.remove(job)
-            self._store.end_update([block for kind, block in job.unit.blocks.items() if kind is not Kind.GRAD])
+            self._store.resident.end_update([block for kind, block in job.unit.blocks.items() if kind is not Kind.GRAD])
             self._changed.notify_all()
 
 

@@ -126,7 +126,7 @@ class Updater:
 
     def check_free(self, share: Share, optimizer: Optimizer) -> None:
         """Raise `ConfigError` when another optimizer updates one of these parameters."""
-        self._store.check()
+        self._store.latch.check()
         for index, owner in self._owners.get(share.unit, {}).items():
             if index in share.positions and owner() not in (None, optimizer):
                 raise ConfigError(
@@ -198,7 +198,7 @@ class Updater:
         return optimizer if len(found) == 1 and optimizer is not None and optimizer.by_kernels and not self._delayed else None
 
     def _expect(self, unit: Unit, place: int) -> None:
-        in_place = not self._store.needs_staging(unit.blocks[Kind.GRAD])
+        in_place = not self._store.staging.is_needed(unit.blocks[Kind.GRAD])
         is_spent = unit.gradients.state is GradientState.SPENT
         if in_place and unit not in self._early and unit not in self._final and not is_spent:
             job = self._early[unit] = Job(unit, place)
@@ -208,23 +208,23 @@ class Updater:
         """Return when no delayed update reads the gradients of `unit` any more; raises `EngineClosedError` when one failed."""
         if unit in self._delayed:
             self._pipeline.await_written(self._delayed[unit][0])
-            self._store.check()
+            self._store.latch.check()
 
     def await_update(self, unit: Unit) -> None:
         """Return when no update of `unit` is under way, for whoever does not bring its place: the update waits for none then.
         Raises `EngineClosedError` when it failed."""
-        if self._store.is_updating(unit.blocks[Kind.PARAM]):
+        if self._store.resident.is_updating(unit.blocks[Kind.PARAM]):
             self._pipeline.await_update(unit)
-            self._store.check()
+            self._store.latch.check()
 
     def land(self) -> None:
         """What was delayed becomes the content of its units, except of those that are in use; returns when it is."""
-        units = [unit for unit in self._delayed if not unit.blocks[Kind.PARAM].pins]
+        units = [unit for unit in self._delayed if not unit.blocks[Kind.PARAM].copy.pins]
         self._await_copies(units)
         with self._fixing():
             jobs = [self._delayed.pop(unit) for unit in units]
             for job, _ in jobs:
-                self._store.begin_update(job.unit.blocks[Kind.PARAM], keep=True)
+                self._store.resident.begin_update(job.unit.blocks[Kind.PARAM], keep=True)
                 job.unit.outdate()
             self._pipeline.confirm(jobs)
         if jobs:
@@ -235,7 +235,7 @@ class Updater:
         job = self._early.get(unit)
         if job is not None:
             self._pipeline.cancel(job)  # an interrupt leaves it where it is, to be waited for again
-            self._store.take_back(unit.blocks[Kind.PARAM])
+            self._store.resident.take_back(unit.blocks[Kind.PARAM])
             if self._early.pop(unit, None) is not None:  # else `close` did, on another thread
                 self._withdrawn.append(job)
 
@@ -276,7 +276,8 @@ class Updater:
         """What `norm` will ask of `unit`: read on the thread that brings gradients from a device with memory of its own, else the
         step would wait until all of host memory was read. None where the last step asked nothing, or that would move bytes."""
         gradient = unit.blocks[Kind.GRAD]
-        if not self.norms or not self._store.is_far or self._store.in_memory_until(gradient, near=True) < gradient.elements:
+        staged = self._store.staging.in_memory_until(gradient, on_device=True) < gradient.elements
+        if not self.norms or self._store.unified_memory or staged:
             return None
         try:
             return squared_gradient_norm(unit, self._store, self._kernels, unit.gradients.present())
@@ -362,7 +363,7 @@ class Updater:
         with self._fixing():
             for update in wanted:
                 if not delayed:
-                    self._store.begin_update(update.unit.blocks[Kind.PARAM], keep=True)
+                    self._store.resident.begin_update(update.unit.blocks[Kind.PARAM], keep=True)
             _spend([share for share, _ in updates], factor)
             self._surroundings.stepped()
             if delayed:
@@ -379,7 +380,7 @@ class Updater:
     def _await_copies(self, units: Iterable[Unit]) -> None:
         """Return when nothing is on its way to the places of `units`; an interrupt here has changed nothing."""
         for unit in units:
-            self._store.settle(unit.blocks[Kind.PARAM])
+            self._store.resident.settle(unit.blocks[Kind.PARAM])
 
     @contextmanager
     def _fixing(self) -> Iterator[None]:
@@ -388,7 +389,7 @@ class Updater:
         try:
             yield
         except BaseException as error:
-            self._store.fail(error, "a step")
+            self._store.latch.fail(error, "a step")
             raise
 
     def run(self, shares: Sequence[Share], update: Callable[[Unit], None], factor: float = 1.0) -> None:
@@ -406,7 +407,7 @@ class Updater:
                 update(unit)
             except BaseException as error:
                 if number > 0:
-                    self._store.fail(error)
+                    self._store.latch.fail(error)
                 raise
         _spend(shares, factor)
         self._surroundings.stepped()
@@ -432,7 +433,7 @@ class Updater:
 
     def _await_updates(self) -> None:
         self._pipeline.drain()
-        self._store.check()
+        self._store.latch.check()
 
     def drain(self) -> None:
         """Block until no update is under way, and take back what was begun early: then states may be read and written. What was
@@ -469,7 +470,7 @@ class Updater:
 
 
 def _refuse_used(units: Iterable[Unit]) -> None:
-    used = [unit.name for unit in units if unit.blocks[Kind.PARAM].pins]
+    used = [unit.name for unit in units if unit.blocks[Kind.PARAM].copy.pins]
     if used:
         raise RuntimeError(f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered (invariant I7)")
 

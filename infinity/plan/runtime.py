@@ -14,7 +14,7 @@ from infinity.placement.spec import Kind
 from infinity.plan.planner import look_ahead
 from infinity.plan.trace import Trace
 from infinity.sharding.unit import Unit
-from infinity.tiers.block import BlockState
+from infinity.tiers.block import CopyState
 from infinity.tiers.store import Store
 
 
@@ -33,7 +33,7 @@ class Runtime:
         self.waited = 0.0
         """Seconds that `enter` waited since the start."""
         self._cycles = 0
-        store.next_use = self.trace.next_use
+        store.resident.next_use = self.trace.next_use
 
     def training(self) -> bool:
         """Whether a training cycle has begun since the last step."""
@@ -41,7 +41,7 @@ class Runtime:
 
     def begin(self, training: bool) -> None:
         """A forward of the model starts."""
-        self._store.check_usable()
+        self._store.latch.check_usable()
         if not training:
             self.before_evaluation()
         self.stale = False
@@ -58,12 +58,12 @@ class Runtime:
         """`unit` is in use until `leave`: start bringing it and what comes next, then wait for it; returns its flat buffer."""
         new = self.trace.current != unit.index
         if new:
-            self.trace.use(unit.index, frozenset(u.index for u in self._units if u.blocks[Kind.PARAM].pins))
+            self.trace.use(unit.index, frozenset(u.index for u in self._units if u.blocks[Kind.PARAM].copy.pins))
         unit.start()
         try:
             if new:
                 self.look_ahead()
-            state, gathered, start = unit.blocks[Kind.PARAM].state, unit.gathered(), time.perf_counter()
+            state, gathered, start = unit.blocks[Kind.PARAM].copy.state, unit.gathered(), time.perf_counter()
             with self._recorder.range(_lane(state), unit.name) if self._waits(state, gathered) else nullcontext():
                 flat = unit.wait()
         except BaseException:
@@ -74,13 +74,13 @@ class Runtime:
         return flat
 
     @staticmethod
-    def _waits(state: BlockState, gathered: bool) -> bool:
-        return state is not BlockState.RESIDENT or not gathered
+    def _waits(state: CopyState, gathered: bool) -> bool:
+        return state is not CopyState.READY or not gathered
 
-    def _count_wait(self, unit: Unit, state: BlockState, start: float, end: float) -> None:
+    def _count_wait(self, unit: Unit, state: CopyState, start: float, end: float) -> None:
         """`enter` waited for `unit`, whose block was in `state`: until it was there, and then until it was gathered."""
         arrived = end if unit.gather_posted is None else min(max(unit.gather_posted.arrived, start), end)
-        if state is not BlockState.RESIDENT:
+        if state is not CopyState.READY:
             self._recorder.add(_lane(state), unit.name, start, arrived)
         if arrived < end:
             self._recorder.add("wait collective", unit.name, arrived, end)
@@ -107,13 +107,13 @@ class Runtime:
                 unit.gather_ahead()
 
     def _has_copy(self, unit: int) -> bool:
-        return self._store.has_copy(self._units[unit].blocks[Kind.PARAM])
+        return self._store.resident.has_copy(self._units[unit].blocks[Kind.PARAM])
 
     def _bring(self, unit: int, beyond: float) -> bool:
-        return self._store.prefetch(self._units[unit].blocks[Kind.PARAM], beyond)
+        return self._store.resident.prefetch(self._units[unit].blocks[Kind.PARAM], beyond)
 
 
-def _lane(state: BlockState) -> str:
+def _lane(state: CopyState) -> str:
     """What a wait for a unit whose block is in `state` is called; with several ranks its second part is "wait collective"."""
-    lanes = {BlockState.UPDATING: "wait adam", BlockState.RESIDENT: "wait collective"}
+    lanes = {CopyState.UPDATING: "wait adam", CopyState.READY: "wait collective"}
     return lanes.get(state, "wait nvme")

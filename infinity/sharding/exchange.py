@@ -16,9 +16,9 @@ may join collectives from another thread meanwhile, and which of two comes first
 
 [Note: a place that is being gathered into]
 A gather is posted when the unit has its place, ahead of its use. Until it has ended the place is neither given to another unit
-nor rewritten by an update: who wants to waits (`Block.gathering`). Not to evict it would be a choice that depends on time.
+nor rewritten by an update: who wants to waits (`DeviceCopy.gathering`). Not to evict it would be a choice that depends on time.
 An update whose gather is posted must be able to end without the thread that waits: it is posted after all that
-`Store.begin_update` may have to wait for.
+`Residency.begin_update` may have to wait for.
 
 [Note: ranks that are stuck]
 Who waits for a collective looks now and then at what the other ranks have noted (`infinity.sharding.watch`). It gives up when
@@ -241,7 +241,7 @@ class Exchange:
             )
         if reason:
             self._watch.write(mine._replace(failed=True))
-            self.fail(self._store.fail(InfinityError(reason), going.name))
+            self.fail(self._store.latch.fail(InfinityError(reason), going.name))
 
     def _in_vain(self, mine: Note, others: Mapping[int, Note | None]) -> str:
         return f"rank {self._watch.rank} waits in collective {mine.number} in vain; {state_of(others)}"
@@ -297,7 +297,7 @@ class Exchange:
         except BaseException as later:
             log.error("%s failed (%s), and so did asking the other ranks: %s", collective.name, error, later, exc_info=later)
         finally:
-            closed = told if isinstance(told, EngineClosedError) else self._store.fail(told, collective.name)
+            closed = told if isinstance(told, EngineClosedError) else self._store.latch.fail(told, collective.name)
             self.fail(closed)
             if not collective.ended():  # it was joined, and failed then
                 collective.end(error=closed)

@@ -31,6 +31,7 @@ from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.sharding.tensor_parallel import local_gradient
+from infinity.tiers.staging import ChunkRequest
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
@@ -189,7 +190,7 @@ class GradientBlock:
 
     def flat(self) -> torch.Tensor:
         """The home in memory: this rank's shard, or where gradients are reduced late the whole unit (numel,)."""
-        home = self._unit.blocks[Kind.GRAD].home
+        home = self._unit.blocks[Kind.GRAD].home.buffer
         if home is None:
             raise RuntimeError(f"the gradients of {self._unit.name} have no home in memory")
         return home.tensor.view(self._unit.gradient_dtype)
@@ -212,7 +213,7 @@ class GradientBlock:
             spans = {i: (low - begin, high - begin) for i, (low, high) in spans.items() if low < high}
             if not spans:
                 continue
-            (chunk,) = unit.store.check_out([(block, True)], begin)
+            (chunk,) = unit.store.staging.check_out(ChunkRequest([block], begin, [block]))
             try:
                 chunk.wait()
                 values = chunk.tensor.view(unit.gradient_dtype)
@@ -225,7 +226,7 @@ class GradientBlock:
                 chunk.commit()
             finally:
                 chunk.release()
-        unit.store.end_update([block])
+        unit.store.resident.end_update([block])
 
     def add_up(self, shard: torch.Tensor | None, first: bool, average: bool = False) -> None:
         """Add `shard` (shard_numel,) to the block, or replace that by it if it is the `first` of the step; then have the block
@@ -233,20 +234,20 @@ class GradientBlock:
         unit = self._unit
         block = unit.blocks[Kind.GRAD]
         if shard is not None:
-            with closing(unit.store.bring_home(block, shard.view(torch.uint8), add=not first)) as parts:
+            with closing(unit.store.staging.bring_home(block, shard.view(torch.uint8), add=not first)) as parts:
                 for home, part in parts:
                     (copy_alone if first else add_alone)(home.view(unit.gradient_dtype), part.view(unit.gradient_dtype))
-            unit.store.end_update([block])
+            unit.store.resident.end_update([block])
         if average:
             for begin in unit.chunks():
-                (chunk,) = unit.store.check_out([(block, True)], begin)
+                (chunk,) = unit.store.staging.check_out(ChunkRequest([block], begin, [block]))
                 try:
                     chunk.wait()
                     self._average(chunk.tensor.view(unit.gradient_dtype))
                     chunk.commit()
                 finally:
                     chunk.release()
-            unit.store.end_update([block])
+            unit.store.resident.end_update([block])
 
     def post(self, join: Callable[[], object], scatters: bool = True, averages: bool = True) -> Collective:
         """Have the exchange reduce gradients by `join`, among the shards, the replicas, or both."""

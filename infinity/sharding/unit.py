@@ -24,6 +24,7 @@ from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.tensor_parallel import attach, cut_along, local, part_of
 from infinity.sharding.use import GatheredParameter, Views, Window
 from infinity.tiers.block import Block
+from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
 _MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
@@ -206,17 +207,17 @@ class Unit:
     @property
     def copy_on_write(self) -> bool:
         """Whether all that an update rewrites has a second place, but what is kept in a cache, so that it may be taken back."""
-        return all(block.has_second_place for kind, block in self.blocks.items() if kind is not Kind.GRAD)
+        return all(block.home.has_second_place for kind, block in self.blocks.items() if kind is not Kind.GRAD)
 
     @property
     def in_memory_until(self) -> int:
         """The first element of this rank's shard of which something has to be copied for an update: what is before is not."""
-        return min(self.store.in_memory_until(block, self.near) for block in self.blocks.values())
+        return min(self.store.staging.in_memory_until(block, self.near) for block in self.blocks.values())
 
     @property
     def near(self) -> bool:
         """Whether all of it is at home where the kernels of the compute device update it."""
-        return all(self.store.is_near(block) for block in self.blocks.values())
+        return all(self.store.staging.is_near(block) for block in self.blocks.values())
 
     @property
     def rewritten_in_place_until(self) -> int:
@@ -243,46 +244,47 @@ class Unit:
 
     def start(self) -> None:
         """Pin the unit and start bringing it to the compute device; paired with a `release`."""
-        self.store.start(self.blocks[Kind.PARAM])
+        self.store.resident.start(self.blocks[Kind.PARAM])
         self.gather_ahead()
 
     def gather_ahead(self) -> None:
         """Have the unit gathered when its shard is there, if it has a place, and that has not been done."""
         block, exchange = self.blocks[Kind.PARAM], self.exchange
-        if exchange is None or not self.shared or block.lease is None or self._gathered_lease is block.lease:
+        if exchange is None or not self.shared or block.copy.lease is None or self._gathered_lease is block.copy.lease:
             return
-        flat = block.lease.tensor.view(self.dtype)
+        flat = block.copy.lease.tensor.view(self.dtype)
         shard = self.shard_of(flat)
 
         def join() -> None:
             collectives.all_gather(flat, shard, exchange.ranks.shards)
 
-        arrive = functools.partial(self.store.wait, block)
+        arrive = functools.partial(self.store.resident.wait, block)
         self.gather_posted = exchange.post("gather", self.name, join, self._sent(shard), arrive, everywhere=False)
-        self._gathered_lease = block.lease
-        self.store.gather(block, self.gather_posted)
+        self._gathered_lease = block.copy.lease
+        self.store.resident.gather(block, self.gather_posted)
 
     def gathered(self) -> bool:
         """Whether `wait`, after `start`, would not wait for other ranks."""
         if not self.shared or self.gather_posted is None:
             return not self.shared
-        return self._gathered_lease is self.blocks[Kind.PARAM].lease and self.gather_posted.ended()
+        return self._gathered_lease is self.blocks[Kind.PARAM].copy.lease and self.gather_posted.ended()
 
     def wait(self) -> torch.Tensor:
         """The whole unit on the compute device, after `start`: (numel,) in the unit's dtype."""
         block = self.blocks[Kind.PARAM]
         if not self.shared:
-            return self.store.wait(block).view(self.dtype)
-        self.store.place(block)
+            return self.store.resident.wait(block).view(self.dtype)
+        self.store.resident.place(block)
         self.gather_ahead()
-        if self.gather_posted is None or block.lease is None:
+        if self.gather_posted is None or block.copy.lease is None:
             raise RuntimeError(f"{self.name} has no place to be gathered into")
         self.gather_posted.wait()
-        return self.store.wait(block).view(self.dtype)  # this rank's part may have been fetched again since (`Store.take_back`)
+        # This rank's part may have been fetched again since (`Residency.take_back`).
+        return self.store.resident.wait(block).view(self.dtype)
 
     def release(self) -> None:
         """End one `start`: the unit may be evicted."""
-        self.store.release(self.blocks[Kind.PARAM])
+        self.store.resident.release(self.blocks[Kind.PARAM])
 
     def show(self, flat: torch.Tensor, writable: bool = False) -> None:
         """SHARDED -> UNSHARDED: the parameters point at their places in `flat` (numel,); paired with `hide`. See `Showing`."""
@@ -315,7 +317,7 @@ class Unit:
         names = [self.names[index] for index in self.views.changed()] if self.shown else []
         if names:
             self.outdate()
-            self.store.discard(self.blocks[Kind.PARAM])
+            self.store.resident.discard(self.blocks[Kind.PARAM])
         return names
 
     def guard(self) -> None:
@@ -380,11 +382,11 @@ class Unit:
 
     def chunks(self) -> Sequence[int]:
         """The first element of every chunk of this rank's shard."""
-        return self.store.chunks(self.blocks[Kind.PARAM])
+        return self.store.staging.chunks(self.blocks[Kind.PARAM])
 
     def update_chunks(self) -> Sequence[int]:
         """The first element of every chunk that an update takes at once."""
-        return self.store.chunks(self.blocks[Kind.PARAM], self.near)
+        return self.store.staging.chunks(self.blocks[Kind.PARAM], self.near)
 
     def _pieces(self, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """The first element of every chunk, and its part of `shard` (shard_numel,)."""
@@ -434,7 +436,7 @@ class Unit:
         form = self.blocks[kind].format
         self.withdraw()
         if Kind.PARAM in kinds:
-            self.store.begin_update(self.blocks[Kind.PARAM])
+            self.store.resident.begin_update(self.blocks[Kind.PARAM])
         try:
             starts = self.chunks()
             for begin, end in zip(starts, [*starts[1:], self.layout.shard_numel], strict=True):
@@ -447,9 +449,9 @@ class Unit:
                     else:
                         codec.encode_moment(form, kind, values, tensors[0])
         except BaseException as error:
-            self.store.fail(error)
+            self.store.latch.fail(error)
             raise
-        self.store.end_update([self.blocks[k] for k in kinds])
+        self.store.resident.end_update([self.blocks[k] for k in kinds])
 
     def restart(self, kind: Kind, positions: Sequence[int]) -> None:
         """Let the states of `kind` of these parameters begin anew: a moment is zeros, a master the parameter. The others stay."""
@@ -476,7 +478,8 @@ class Unit:
     @contextmanager
     def _checked_out(self, kinds: Sequence[Kind], begin: int, load: bool) -> Iterator[list[torch.Tensor]]:
         """The chunks from element `begin` on of these blocks, uint8; what the context leaves in them is written unless `load`."""
-        chunks = self.store.check_out([(self.blocks[kind], load) for kind in kinds], begin)
+        blocks = [self.blocks[kind] for kind in kinds]
+        chunks = self.store.staging.check_out(ChunkRequest(blocks, begin, blocks if load else ()))
         try:
             for chunk in chunks:
                 chunk.wait()

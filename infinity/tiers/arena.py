@@ -86,3 +86,7 @@ class Arena:
         self._slots.give_back(owner)
         if self._poison:
             lease.tensor.fill_(POISON)
+
+    def drop(self) -> None:
+        """Let go of the memory; there is nothing to lease any more."""
+        self.memory = self.memory.new_empty(0)

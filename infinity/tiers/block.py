@@ -1,4 +1,4 @@
-"""A block: aligned bytes with an identity and one state. What never changes of it is its `BlockSpec`."""
+"""A block: a frozen spec, a home, and a copy on the compute device in one of five states."""
 
 from __future__ import annotations
 
@@ -7,72 +7,168 @@ from typing import TYPE_CHECKING
 
 from infinity.config import Tier
 from infinity.placement.spec import BlockSpec, Format, Kind, Placed
+from infinity.tiers.home import Home
 
 if TYPE_CHECKING:
-    import torch
-
     from infinity.device import Mark
     from infinity.tiers.access import Fetch, Pending
     from infinity.tiers.arena import Lease
-    from infinity.tiers.drives import Extent
 
 
-class BlockState(enum.Enum):
-    """Where the content of a block is, and what that costs in memory.
+class CopyState(enum.Enum):
+    """What the compute device holds of a block.
 
-    HOME: on its home tier alone; a lease, if any, is the place that a failed fetch left for the next one.
-    FETCHING: a clean copy is under way to a leased run of the compute arena.
-    RESIDENT: a clean copy (or, for a block whose home is the compute device, the block itself) lies in its lease.
-    UPDATING: the optimizer replaces the content; a lease, if any, gets the new content as it is made.
+    ABSENT: nothing. Costs no memory there.
+    RESERVED: a place without the content. It was just leased, a fetch into it failed, or somebody
+    wrote to the copy.
+    LOADING: a place, and a fetch that brings the content.
+    READY: the content. A block at home on the compute device is always READY or UPDATING.
+    UPDATING: the optimizer replaces the content. A place, if there is one, gets the new content as
+    it is made.
     """
 
-    HOME = enum.auto()
-    FETCHING = enum.auto()
-    RESIDENT = enum.auto()
+    ABSENT = enum.auto()
+    RESERVED = enum.auto()
+    LOADING = enum.auto()
+    READY = enum.auto()
     UPDATING = enum.auto()
 
 
+class DeviceCopy:
+    """The copy of one block on the compute device. The store alone moves it, under its lock.
+
+                  reserve              to_loading            to_ready
+        ABSENT  ----------> RESERVED ------------> LOADING ------------> READY
+           ^                  ^  ^      to_failed     |                    |
+           |                  |  +--------------------+     to_outdated    |
+           |                  +--------------------------------------------+
+           +-- evict, from RESERVED and READY
+
+    `to_updating` leads from ABSENT, RESERVED and READY to UPDATING; `to_ready`, `to_loading` and
+    `to_absent` end it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.state = CopyState.ABSENT
+        self.lease: Lease | None = None
+        self.fetch: Fetch | None = None
+        """What brings the content, while LOADING."""
+        self.gathering: Pending | None = None
+        """What fills the rest of the span from other ranks, or has. Until it has ended, the lease
+        may neither end nor get other content."""
+        self.pins = 0
+        """Uses that need the copy where it is."""
+        self.used: Mark | None = None
+        """After what the lease may be filled: the model's last use of it, or of what had its place
+        before. None: at once."""
+        self.copying = 0
+        """Copies from or to the lease that are under way. It may not end meanwhile."""
+        self.holds_old = False
+        """Whether the lease of an UPDATING block holds its old content, where not `renewed`."""
+        self.renewed: set[int] = set()
+        """First elements of the chunks of which the lease holds what an update made. While UPDATING
+        that is the new content. While READY, and in no use, it is what the next update will make,
+        unless that is rolled back."""
+        self._is_home = False
+
+    @property
+    def pending(self) -> Pending | Fetch | None:
+        """What has to end before the lease may."""
+        return self.gathering if self.gathering is not None and not self.gathering.ended() else self.fetch
+
+    def be_home(self, lease: Lease) -> None:
+        """The compute device is the home of the block: `lease` is the block itself and never ends."""
+        self.lease = lease
+        self._is_home = True
+        self.state = CopyState.READY
+
+    def reserve(self, lease: Lease, used: Mark | None) -> None:
+        """ABSENT -> RESERVED; an UPDATING block stays so. `lease` may be filled after `used`."""
+        self._expect(CopyState.ABSENT, CopyState.UPDATING)
+        self.lease = lease
+        self.used = used
+        if self.state is CopyState.ABSENT:
+            self.state = CopyState.RESERVED
+
+    def to_loading(self, fetch: Fetch) -> None:
+        """RESERVED or UPDATING -> LOADING, with the lease that `fetch` fills."""
+        self._expect(CopyState.RESERVED, CopyState.UPDATING)
+        self._move_to(CopyState.LOADING)
+        self.fetch = fetch
+
+    def to_ready(self) -> None:
+        """LOADING or UPDATING -> READY."""
+        self._expect(CopyState.LOADING, CopyState.UPDATING)
+        self._move_to(CopyState.READY)
+
+    def to_failed(self) -> None:
+        """LOADING -> RESERVED. The lease stays: on other ranks the same fetch arrived (I6)."""
+        self._expect(CopyState.LOADING)
+        self._move_to(CopyState.RESERVED)
+
+    def to_outdated(self) -> None:
+        """READY -> RESERVED: what the lease holds is not the content. It stays, as in `to_failed`."""
+        self._expect(CopyState.READY)
+        self._move_to(CopyState.RESERVED)
+
+    def to_absent(self) -> None:
+        """Any state -> ABSENT. The lease, if any, ends."""
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+        self._move_to(CopyState.ABSENT)
+
+    def evict(self) -> None:
+        """RESERVED or READY -> ABSENT; an UPDATING block stays so, without a place."""
+        self._expect(CopyState.RESERVED, CopyState.READY, CopyState.UPDATING)
+        before = self.state
+        self.to_absent()
+        if before is CopyState.UPDATING:
+            self.state = before
+
+    def to_updating(self, keep: bool) -> None:
+        """ABSENT, RESERVED or READY -> UPDATING. A copy is dropped, or kept to be renewed."""
+        self._expect(CopyState.ABSENT, CopyState.RESERVED, CopyState.READY)
+        before = self.state
+        if not (keep or self._is_home):
+            self.to_absent()
+        self.holds_old = keep and before is CopyState.READY
+        self.state = CopyState.UPDATING
+
+    def drop(self) -> None:
+        """The store was closed: let go of the memory."""
+        self.lease = self.fetch = self.gathering = None
+
+    def _move_to(self, state: CopyState) -> None:
+        self.state = state
+        self.fetch = None
+        self.holds_old = False
+        self.renewed = set()
+
+    def _expect(self, *states: CopyState) -> None:
+        if self.state not in states:
+            expected = " or ".join(state.name for state in states)
+            raise RuntimeError(f"{self._name} is {self.state.name}, not {expected} (invariant I1)")
+
+
 class Block:
-    """The live side of one `BlockSpec`: what it holds now, and where.
+    """The live side of one `BlockSpec`: its home, and its copy on the compute device.
 
-    Owned by the store, which alone changes a block, under its lock. `placed` says where it is at home: on the tier that the
-    configuration wants until `Store.open`, and from then on for good where the layout puts it.
-
-    `written` is False until the first update ends: such a block reads as zeros without I/O (a zero extent). A block that is
-    rewritten copy-on-write has two extents, or two homes in memory, and `version` says which of them holds the current content;
-    `updates` is how often that was replaced. What is kept of a block on NVMe lies in `cached` (uint8) and is rewritten in place.
+    Owned by the store, which alone changes a block, under its lock.
     """
 
     def __init__(self, spec: BlockSpec) -> None:
-        self.placed = Placed(spec)
-        self.state = BlockState.HOME
-        self.written = False
-        self.updates = 0
-        self.homes: tuple[Lease, ...] = ()
-        self.cached: torch.Tensor | None = None
-        self.extents: tuple[Extent, ...] = ()
-        self.version = 0
-        self.lease: Lease | None = None
-        self.fetch: Fetch | None = None
-        self.gathering: Pending | None = None
-        """What fills the rest of the span from other ranks, or has; until then the lease may neither end nor get other
-        content."""
-        self.pins = 0
-        self.used: Mark | None = None
-        """After what the lease may be filled: the model's last use of it, or of what had its place before. None: at once."""
-        self.copying = 0
-        """Copies from or to the lease that are under way; it may not end meanwhile."""
-        self.outdated = False
-        """Whether the lease of a block that is UPDATING holds its old content, where not `renewed`."""
-        self.renewed: set[int] = set()
-        """First elements of the chunks of which the lease holds what an update made: the new content of a block that is UPDATING,
-        or of one that is RESIDENT, and that nobody uses, what its next update will make if that is not taken back."""
+        self.home = Home(Placed(spec))
+        self.copy = DeviceCopy(spec.name)
 
-    # What never changes
+    @property
+    def placed(self) -> Placed:
+        return self.home.placed
 
     @property
     def spec(self) -> BlockSpec:
-        return self.placed.spec
+        return self.home.placed.spec
 
     @property
     def unit(self) -> int:
@@ -117,92 +213,12 @@ class Block:
         """Bytes that cross to NVMe when the block is read or written whole."""
         return self.placed.moved_bytes
 
-    # Where its content is
-
     @property
-    def home(self) -> Lease | None:
-        """The memory that is the home of the current content, unless that is on NVMe."""
-        return self.homes[self.version] if self.homes else None
-
-    @property
-    def memory(self) -> torch.Tensor | None:
-        """The block, uint8, where it is at home in memory; None on NVMe."""
-        if self.home is None:
-            return None
-        spec = self.spec
-        return self.home.tensor[spec.at : spec.at + spec.nbytes] if spec.whole else self.home.tensor
-
-    @property
-    def has_second_place(self) -> bool:
-        """Whether an update writes beside the old content what it does not find kept in memory."""
-        return max(len(self.extents), len(self.homes)) == 2
-
-    @property
-    def target(self) -> int:
-        """Which of the extents or homes the next update writes."""
-        return (self.version + 1) % max(len(self.extents), len(self.homes), 1)
-
-    @property
-    def pending(self) -> Pending | Fetch | None:
-        """What has to end before the lease may."""
-        return self.gathering if self.gathering is not None and not self.gathering.ended() else self.fetch
-
-    def to_fetching(self, fetch: Fetch) -> None:
-        """HOME or UPDATING -> FETCHING, with the lease that `fetch` fills."""
-        self._expect(BlockState.HOME, BlockState.UPDATING)
-        self.state, self.fetch = BlockState.FETCHING, fetch
-        self._settle()
-
-    def to_resident(self) -> None:
-        """FETCHING or UPDATING -> RESIDENT."""
-        self._expect(BlockState.FETCHING, BlockState.UPDATING)
-        self.state, self.fetch = BlockState.RESIDENT, None
-        self._settle()
-
-    def to_home(self) -> None:
-        """Any state -> HOME; the lease on the compute device, if any, ends."""
-        if self.lease is not None and not self.permanent:
-            self.lease.release()
-            self.lease = None
-        self.state, self.fetch = BlockState.HOME, None
-        self._settle()
-
-    def _settle(self) -> None:
-        self.outdated, self.renewed = False, set()
-
-    def to_failed(self) -> None:
-        """FETCHING -> HOME; the lease stays: on other ranks the same fetch arrived, and places must not differ (I6)."""
-        self._expect(BlockState.FETCHING)
-        self.state, self.fetch = BlockState.HOME, None
-
-    def give_up_lease(self) -> None:
-        """HOME or RESIDENT -> HOME; a block that is UPDATING stays so, without the lease held ready for it."""
-        self._expect(BlockState.HOME, BlockState.RESIDENT, BlockState.UPDATING)
-        updating = self.state is BlockState.UPDATING
-        self.to_home()
-        if updating:
-            self.state = BlockState.UPDATING
-
-    def to_updating(self, keep: bool) -> None:
-        """HOME or RESIDENT -> UPDATING; a copy, outdated then, is dropped or kept to be renewed."""
-        self._expect(BlockState.HOME, BlockState.RESIDENT)
-        resident = self.state is BlockState.RESIDENT
-        if not (keep or self.permanent):
-            self.to_home()
-        self.state, self.outdated = BlockState.UPDATING, keep and resident
-        self.updates += 1
-
-    def to_outdated(self) -> None:
-        """RESIDENT -> HOME, for what the lease holds is not the content; the lease stays, as in `to_failed`."""
-        self._expect(BlockState.RESIDENT)
-        self.state = BlockState.HOME
-        self._settle()
+    def written(self) -> bool:
+        """Whether an update has ended; else the block reads as zeros."""
+        return self.home.written
 
     def drop(self) -> None:
         """The store was closed: somebody may keep the block, but not what it held."""
-        self.lease = self.fetch = self.gathering = self.cached = None
-        self.homes = ()
-
-    def _expect(self, *states: BlockState) -> None:
-        if self.state not in states:
-            raise RuntimeError(f"{self.name} is {self.state.name}, not {' or '.join(s.name for s in states)} (invariant I1)")
+        self.home.drop()
+        self.copy.drop()

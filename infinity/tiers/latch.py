@@ -33,8 +33,11 @@ class Latch:
         """Whether something failed for good."""
         return self._failure is not None
 
-    def fail(self, error: BaseException, what: str) -> EngineClosedError:
-        """Keep `error` of `what` unless something failed before; returns what all who wait, now or later, will get."""
+    def fail(self, error: BaseException, what: str = "an update") -> EngineClosedError:
+        """`what` failed: whoever waits, now or later, gets an error from `error`; returned is one like it.
+
+        Only the first failure is kept.
+        """
         with self._changed:
             is_first = self._failure is None
             if is_first:

@@ -13,6 +13,7 @@ from infinity.device import ComputeDevice
 from infinity.observe import Recorder
 from infinity.placement.spec import BlockSpec, Format, Kind
 from infinity.tiers.block import Block
+from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
 pytestmark = [
@@ -37,13 +38,13 @@ def store(tmp_path: Path) -> Iterator[tuple[Store, list[Block], list[torch.Tenso
     contents = [torch.randint(0, 256, (NBYTES,), dtype=torch.uint8) for _ in blocks]
     try:
         for block, content in zip(blocks, contents, strict=True):
-            store.begin_update(block)
-            for begin in store.chunks(block):
-                (chunk,) = store.check_out([(block, False)], begin)
+            store.resident.begin_update(block)
+            for begin in store.staging.chunks(block):
+                (chunk,) = store.staging.check_out(ChunkRequest([block], begin))
                 chunk.tensor.copy_(content[begin:][: chunk.tensor.numel()])
                 chunk.commit()
                 chunk.release()
-            store.end_update([block])
+            store.resident.end_update([block])
         yield store, blocks, contents
     finally:
         store.close()

@@ -16,7 +16,7 @@ from infinity.placement.spec import Kind
 from infinity.sharding import codec, gradients
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import Block
-from infinity.tiers.store import Store
+from infinity.tiers.resident import Residency
 
 
 class Mutation(NamedTuple):
@@ -104,8 +104,8 @@ def _low_bits_are_lost(real: Any) -> Any:
 def _old_copies_stay(real: Any) -> Any:
     def begin_update(self: Any, block: Any, keep: bool = False) -> None:
         real(self, block, keep)
-        if keep and block.lease is not None and block.outdated:
-            block.renewed.update(self.chunks(block))
+        if keep and block.copy.lease is not None and block.copy.holds_old:
+            block.copy.renewed.update(self._loader._staging.chunks(block))
 
     return begin_update
 
@@ -129,7 +129,7 @@ def _all_uses_end(real: Any) -> Any:
 
 def _pins_are_ignored(real: Any) -> Any:
     def next_use_of(self: Any, owner: Any) -> Any:
-        return self.next_use(owner.unit) if isinstance(owner, Block) and not owner.copying else None
+        return self.next_use(owner.unit) if isinstance(owner, Block) and not owner.copy.copying else None
 
     return next_use_of
 
@@ -138,18 +138,18 @@ MUTATIONS = (
     Mutation("zero_grad forgets nothing", gradients.Gradients, "clear", _nothing, 0),
     Mutation("the kernels do not see the clip factor, nor the loss scale", kernels.Kernels, "update", _unclipped, 3),
     Mutation("the first unit is not in the norm", step, "squared_gradient_norm", _norm_without_the_first_unit, 2),
-    Mutation("the first moment reads its old extent after an update", Store, "end_update", _one_moment_does_not_flip, 0),
+    Mutation("the first moment reads its old extent after an update", Residency, "end_update", _one_moment_does_not_flip, 0),
     Mutation("an early update is kept whatever the step asks for", pipeline.UnitUpdate, "__eq__", _always, 5),
     Mutation("an early update is not withdrawn by another gradient", Unit, "withdraw", _nothing, 2),
-    Mutation("what an early update put in place is not taken back", Store, "take_back", _nothing, 3),
+    Mutation("what an early update put in place is not taken back", Residency, "take_back", _nothing, 3),
     Mutation("a second gradient replaces the first one", gradients.Gradients, "add", _gradient_replaces, 2),
     Mutation("parameters without a gradient are updated, too", optimizer, "segments_of", _everything_is_updated, 3),
     Mutation("a load forgets the number of updates", optimizer.Optimizer, "load_header", _steps_are_forgotten, 6),
     Mutation("a saved view begins at the first parameter", packing.Packer, "locate", _views_begin_at_the_unit, 3),
     Mutation("the low bits of a master are lost when it is read", codec, "decode_master", _low_bits_are_lost, 17),
-    Mutation("copies stay as they were before an update", Store, "begin_update", _old_copies_stay, 0),
+    Mutation("copies stay as they were before an update", Residency, "begin_update", _old_copies_stay, 0),
     Mutation("an activation comes back from a neighbour's place", Packed, "unpack", _another_activation, 3),
     Mutation("what a checkpoint recomputes may leave at once", hooks.Hooks, "_sweep", _all_uses_end, 35),
-    Mutation("a copy that is in use is evicted", Store, "_next_use_of", _pins_are_ignored, 1),
+    Mutation("a copy that is in use is evicted", Residency, "_next_use_of", _pins_are_ignored, 1),
     Mutation("what gathered(write=True) leaves is not written", gathered, "_write_back", _nothing, 2),
 )

@@ -1,0 +1,88 @@
+"""Where a block lives: buffers in memory or extents on NVMe, and which of two holds its content."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from infinity.placement.spec import Placed
+
+if TYPE_CHECKING:
+    import torch
+
+    from infinity.tiers.arena import Lease
+    from infinity.tiers.drives import Extent
+
+
+class Home:
+    """The home of one block. The store alone changes it, under its lock.
+
+    A block in memory has `buffers`, a block on NVMe has `extents`. Where an update writes beside
+    the old content there are two of them: `version` is the current one, `target` the one that the
+    next update writes. The kept part of a block on NVMe lies in `cached` (uint8) and is rewritten
+    in place.
+
+    `written` is False until the first update ends: such a block reads as zeros, without I/O.
+    """
+
+    def __init__(self, placed: Placed) -> None:
+        self.placed = placed
+        """Where this is: where the configuration wants it, and from `Store.open` on as decided."""
+        self.buffers: tuple[Lease, ...] = ()
+        self.extents: tuple[Extent, ...] = ()
+        self.cached: torch.Tensor | None = None
+        self.version = 0
+        self.written = False
+        self.updates = 0
+        """How many updates have begun to replace the content."""
+
+    @property
+    def buffer(self) -> Lease | None:
+        """The memory that holds the current content; None on NVMe."""
+        return self.buffers[self.version] if self.buffers else None
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """The block (uint8) where it is at home in memory; None on NVMe."""
+        if self.buffer is None:
+            return None
+        spec, tensor = self.placed.spec, self.buffer.tensor
+        return tensor[spec.at : spec.at + spec.nbytes] if spec.whole else tensor
+
+    def memory_of(self, begin: int) -> torch.Tensor | None:
+        """The memory (uint8, from element 0 on) that is the home of element `begin`, if any."""
+        if self.buffers:
+            return self.memory
+        return self.cached if begin < self.placed.kept else None
+
+    @property
+    def extent(self) -> Extent:
+        """The place on NVMe of the current content, but for what is kept in memory."""
+        return self.extents[self.version]
+
+    @property
+    def has_second_place(self) -> bool:
+        """Whether an update writes beside the old content what is not kept in memory."""
+        return max(len(self.extents), len(self.buffers)) == 2
+
+    @property
+    def target(self) -> int:
+        """Which of the extents or buffers the next update writes."""
+        return (self.version + 1) % max(len(self.extents), len(self.buffers), 1)
+
+    def flip(self) -> None:
+        """An update has written all of the target: that is the content from now on."""
+        self.version = self.target
+        self.written = True
+
+    def forget(self) -> None:
+        """Read as zeros again, without I/O."""
+        self.written = False
+        for buffer in self.buffers:
+            buffer.tensor.zero_()
+        if self.cached is not None:
+            self.cached.zero_()
+
+    def drop(self) -> None:
+        """The store was closed: let go of the memory."""
+        self.buffers = ()
+        self.cached = None

@@ -1,0 +1,480 @@
+"""Copies of blocks on the compute device: who brings them, who evicts them, who renews them.
+
+The model needs a unit's parameters whole, on the compute device, ahead of use. A copy is clean, so
+evicting it moves no byte.
+
+[Note: who evicts]
+`Residency._acquire` alone, for a block that needs a place. Its numbered steps are the whole recipe;
+`SlotMap.place` chooses the window. A demand fetch (`start`, `wait`, `place`) may evict every copy that
+is not pinned. A prefetch may only evict what is needed later than what it brings.
+
+What is evicted follows from the uses alone, never from what happens to have landed. The ranks of a
+group gather a unit when they fetch it, so they must choose alike (invariant I6), and the planner
+states the reads of this choice. So a copy that is still on its way is not spared but waited for.
+
+[Note: the place of a copy outlives an update]
+The copy of a parameter block that is on the compute device when the step comes is what the update
+reads, if it reads the parameter at all. The new content goes to NVMe and into the same place. A
+place that the next forward takes while the update is still to come is filled the same way. So a
+parameter moves once for a forward, once for its backward and once for its update, and none of these
+twice. An update that begins before its step puts what it makes there, too, once backward has left
+the unit. Who uses the unit before the step is fixed, or takes the update back, fetches the old
+content again (`take_back`).
+
+[Note: what a place may be filled after]
+On a stream device the model's work is queued, and long after `release` a kernel may still read the
+copy. So each `release` marks where the model's stream is (`DeviceCopy.used`). What is copied into
+the place, for this block or for the one that gets the place next, comes after that mark, and waits
+for nothing that is queued later. A copy is queued behind the mark. A drive that writes to the device
+itself (`Config.gpu_direct`) is asked to when the mark has been reached.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+
+import torch
+
+from infinity.device import ComputeDevice, Copy, Mark
+from infinity.observe import Meter
+from infinity.placement.decide import Layout
+from infinity.tiers.access import Checkout, Fetch, Mover, Pending, Placing
+from infinity.tiers.arena import Arena
+from infinity.tiers.block import Block, CopyState
+from infinity.tiers.chunks import Chunks
+from infinity.tiers.drives import NvmeTier
+from infinity.tiers.latch import Latch
+from infinity.tiers.staging import ChunkRequest, Staging
+
+FILLING = 4
+"""Chunks on their way to a compute device that the drive cannot reach: one is copied, the others
+are read."""
+
+
+class Loader:
+    """Brings the content of a block from its home to its place on the compute device."""
+
+    def __init__(self, device: ComputeDevice, drives: NvmeTier, staging: Staging, chunks: Chunks, meter: Meter) -> None:
+        self._device = device
+        self._drives = drives
+        self._staging = staging
+        self._chunks = chunks
+        self._meter = meter
+
+    def missing(self, block: Block) -> list[tuple[int, int]]:
+        """Runs of elements [begin, end) that the place of `block` lacks."""
+        return self._chunks.runs(block.placed, without=block.copy.renewed)
+
+    def begin(self, block: Block) -> Callable[[], None]:
+        """Start filling what the place of `block` lacks; the result blocks until it is there.
+
+        NVMe reads are submitted here and now.
+        """
+        if block.copy.lease is None:
+            raise RuntimeError(f"{block.name} has no lease to be fetched into")
+        target = block.copy.lease.tensor[block.spec.at : block.spec.at + block.nbytes]
+        fills = [self._fill(block, target, begin, end) for begin, end in self.missing(block)]
+        return functools.partial(_finish, fills)
+
+    def _fill(self, block: Block, target: torch.Tensor, begin: int, end: int) -> Callable[[], None]:
+        """Start bringing elements [begin, end) of `block`, which are in host memory or on NVMe as a
+        whole; the result blocks until they are in `target`."""
+        at, nbytes = block.format.bytes_of(begin), block.format.bytes_of(end - begin)
+        part, memory, used = target[at : at + nbytes], block.home.memory_of(begin), block.copy.used
+        if memory is not None:
+            return functools.partial(self._device.upload, part, memory[at : at + nbytes], used)
+        direct = bool(self._drives.direct)
+        if not self._device.shares_host and not (direct and block.written):
+            return functools.partial(self._fill_through_staging, block, part, begin, end)
+        at -= block.placed.kept_bytes
+        if direct:
+            return functools.partial(self._fill_directly, block, at, part, used)
+        where = (at, nbytes, part.data_ptr(), block.name, self._meter)
+        return self._drives.read(block.home.extent, *where).wait
+
+    def _fill_directly(self, block: Block, at: int, part: torch.Tensor, used: Mark | None) -> None:
+        """The drive knows no streams: who finishes the fetch first waits until the model has left
+        the place."""
+        self._device.reach(used)
+        where = (at, part.numel(), part.data_ptr(), block.name, self._meter)
+        self._drives.read(block.home.extent, *where, direct=True).wait()
+
+    def _fill_through_staging(self, block: Block, part: torch.Tensor, begin: int, end: int) -> None:
+        """While one chunk is copied the next ones are read, as far as there are slots that nobody
+        else holds."""
+        coming = deque(first for first in self._staging.chunks(block) if begin <= first < end)
+        reading: deque[Checkout] = deque()
+        at = 0
+        try:
+            while coming or reading:
+                while coming and len(reading) < FILLING:
+                    request = ChunkRequest([block], coming[0], load=[block])
+                    staging = self._staging
+                    chunks = staging.try_check_out(request) if reading else staging.check_out(request)
+                    if chunks is None:
+                        break
+                    coming.popleft()
+                    reading += chunks
+                reading[0].wait()
+                content = reading[0].tensor
+                self._device.upload(part[at : at + content.numel()], content, block.copy.used)
+                at += content.numel()
+                reading.popleft().release()
+        finally:
+            with ExitStack() as stack:
+                for chunk in reading:
+                    stack.callback(chunk.release)
+
+
+class Residency:
+    """The copies in the compute arena. Any thread may call it; `changed` is the lock of the store.
+
+    `blocks` are those of the store, in the order in which they were declared.
+    """
+
+    def __init__(
+        self,
+        device: ComputeDevice,
+        arena: Arena,
+        blocks: Sequence[Block],
+        layout: Layout,
+        loader: Loader,
+        latch: Latch,
+        changed: threading.Condition,
+        poison: bool,
+    ) -> None:
+        self._device = device
+        self._arena = arena
+        self._blocks = blocks
+        self._layout = layout
+        self._loader = loader
+        self._latch = latch
+        self._changed = changed
+        self._poison = poison
+        self._left: Mark | None = None  # the last use of a place by a copy that lost it
+        self._mover = Mover(lambda error: latch.fail(error, "a fetch"))
+        self.next_use: Callable[[int], float] = lambda unit: math.inf
+        """How far away the next use of a unit's parameters is; set by whoever knows the trace."""
+        self.on_place: Callable[[], None] = lambda: None
+        """Called when a copy is on the compute device, or the place of one whose block is UPDATING;
+        set by whoever updates."""
+
+    # Questions
+
+    def has_copy(self, block: Block) -> bool:
+        """Whether a copy is on the compute device, or on its way, or has its place there already."""
+        with self._changed:
+            return block.copy.lease is not None
+
+    def is_ready(self, block: Block) -> bool:
+        """Whether the content of `block` is on the compute device."""
+        with self._changed:
+            return block.copy.state is CopyState.READY
+
+    def is_updating(self, block: Block) -> bool:
+        """Whether an update of `block` is under way."""
+        with self._changed:
+            return block.copy.state is CopyState.UPDATING
+
+    def block_at(self, address: int) -> tuple[Block, int] | None:
+        """The block whose compute copy holds `address`, and the byte offset in its span; None
+        outside of all copies, and once the store was closed, which may be by another thread."""
+        memory = self._arena.memory
+        offset = address - memory.data_ptr()
+        if not 0 <= offset < memory.numel():
+            return None
+        with self._changed:
+            owner = self._arena.owner_at(offset)
+            if isinstance(owner, Block) and owner.copy.lease is not None:
+                return owner, offset - owner.copy.lease.offset
+            for block in self._blocks:
+                buffer = block.home.buffer
+                if block.permanent and buffer is not None and buffer.holds(offset):
+                    return block, offset - buffer.offset
+            return None
+
+    # Uses
+
+    def prefetch(self, block: Block, beyond: float) -> bool:
+        """Start bringing `block` if that evicts only what is needed later than `beyond`.
+
+        Returns at once, unless what it evicts is itself still on its way; False when there is no
+        room. While the optimizer updates the block, its place is kept and the fetch starts when the
+        update ends.
+        """
+        return self._acquire(block, beyond)
+
+    def start(self, block: Block) -> None:
+        """Pin `block` and start bringing it, if there is room at once; paired with a `release`."""
+        self._latch.check_usable()
+        with self._changed:
+            self._latch.check()
+            block.copy.pins += 1
+        try:
+            self._acquire(block, beyond=-1)
+        except BaseException:
+            self.release(block)
+            raise
+
+    def wait(self, block: Block) -> torch.Tensor:
+        """The span of a pinned `block` on the compute device (uint8), whole and up to date; waits
+        for updates, I/O and room.
+
+        Raises `BudgetError` when the units in use leave no room, `NvmeError` when reading fails,
+        `EngineClosedError` after a failed update.
+        """
+        copy = block.copy
+        while True:
+            with self._changed:
+                if copy.state is CopyState.READY and copy.lease is not None:
+                    return copy.lease.tensor
+                fetch = copy.fetch
+                self._latch.check()
+                if fetch is None and copy.state is CopyState.UPDATING and copy.lease is not None:
+                    if not self._loader.missing(block) and not copy.copying:
+                        return copy.lease.tensor  # the update is there, and being written
+                    self._changed.wait()
+                    continue
+            if fetch is not None:
+                try:
+                    fetch.finish()
+                except BaseException:
+                    with self._changed:  # told to the caller: the place is not kept for a retry
+                        if copy.state is CopyState.RESERVED:
+                            copy.to_absent()
+                            self._leave(block)
+                            self._changed.notify_all()
+                    raise
+            else:
+                self.place(block)
+
+    def place(self, block: Block) -> None:
+        """Give a pinned `block` its place, for who waits for it elsewhere.
+
+        Raises `BudgetError` like `wait`.
+        """
+        if not self._acquire(block, beyond=-1):
+            others = (other for other in self._blocks if other.copy.pins and not other.permanent)
+            pinned = [other.spec for other in others if other.copy.lease is not None]
+            raise self._layout.shortage(block.spec, pinned)
+
+    def gather(self, block: Block, pending: Pending) -> None:
+        """`pending` will fill the rest of the span, when the content of `block`, which has its
+        place, is there."""
+        with self._changed:
+            block.copy.gathering = pending
+
+    def release(self, block: Block) -> None:
+        """Unpin: the copy stays until something needed sooner takes its place."""
+        with self._changed:
+            block.copy.pins -= 1
+            block.copy.used = self._device.mark()
+
+    def discard(self, block: Block) -> None:
+        """Somebody wrote to the copy of `block`, so it is not clean: the next use fetches the
+        content again, to the same place.
+
+        Where the compute device is the home of `block`, the copy is the content, and stays.
+        """
+        with self._changed:
+            if block.copy.state is CopyState.READY and not block.permanent:
+                block.copy.to_outdated()
+                self._changed.notify_all()
+
+    # Places
+
+    def _acquire(self, block: Block, beyond: float) -> bool:
+        """Give `block` a place in the arena and start filling it, unless it has one already.
+
+        False without room. `beyond`: only what is used later may be evicted; -1 for a demand fetch.
+        """
+        self.take_back(block)
+        copy = block.copy
+        while True:
+            with self._changed:
+                self._latch.check_open()
+                pending = None
+                if copy.lease is None:
+                    # 1. Choose the window whose soonest next use is farthest away. A pinned copy is
+                    #    in none, and without a window there is no room.
+                    found = self._arena.find(block.spec.span, self._next_use_of, beyond)
+                    if found is None:
+                        return False
+                    start, owners = found
+                    victims = [owner for owner in owners if isinstance(owner, Block)]
+                    # 2. An update copies from or to a victim: wait for that, then choose again.
+                    if any(victim.copy.copying for victim in victims):
+                        self._latch.check()
+                        self._changed.wait()
+                        continue
+                    # 3. A victim is on its way, or being gathered: wait for that below.
+                    waits = (victim.copy.pending for victim in victims)
+                    pending = next((one for one in waits if one is not None), None)
+                    if pending is None:
+                        # 4. Evict the victims. They are clean, so nothing is written.
+                        for victim in victims:
+                            victim.copy.evict()
+                            self._leave(victim)
+                        # 5. Lease the window, to be filled after its last use.
+                        lease = self._arena.lease(block, block.spec.span, start)
+                        if lease is None:
+                            raise RuntimeError(f"the window for {block.name} is not free")
+                        copy.reserve(lease, self._left)
+                # 6. Start filling. An UPDATING block is filled by its update.
+                if pending is None and copy.state is CopyState.RESERVED:
+                    self._load(block)
+                placed = pending is None and copy.state is CopyState.UPDATING
+            # 7. An update may wait for this place.
+            if placed:
+                self.on_place()
+            if pending is None:
+                return True
+            pending.settle()
+            self._latch.check()
+
+    def _next_use_of(self, owner: Hashable) -> float | None:
+        """How far away the next use of a copy is; None for what may not be evicted."""
+        return self.next_use(owner.unit) if isinstance(owner, Block) and not owner.copy.pins else None
+
+    def _leave(self, block: Block) -> None:
+        """`block` has lost its place: what comes there next is filled after what the model, or
+        poison, did there."""
+        used = self._device.mark() if self._poison else block.copy.used
+        if used is not None:
+            first = self._left is None
+            self._left = used if first else max(self._left, used, key=lambda mark: mark.number)
+
+    def _load(self, block: Block) -> None:
+        """Begin filling what the place of `block` lacks (under the lock)."""
+        work = self._loader.begin(block)
+        fetch = Fetch(work, lambda fetch, arrived: self._land(block, fetch, arrived))
+        block.copy.to_loading(fetch)
+        self._mover.post(fetch)
+
+    def _land(self, block: Block, fetch: Fetch, arrived: bool) -> None:
+        try:
+            with self._changed:
+                if block.copy.fetch is fetch:
+                    if arrived:
+                        block.copy.to_ready()
+                    else:
+                        block.copy.to_failed()
+                    self._changed.notify_all()
+            self.on_place()
+        except BaseException as error:  # the fetch is over all the same: tell whoever waits for it
+            self._latch.fail(error, f"bringing {block.name}")
+            raise
+
+    # Updates
+
+    def begin_update(self, block: Block, keep: bool = False) -> None:
+        """Announce new content: whoever fetches `block` waits until `end_update`.
+
+        With `keep` a copy stays, to be renewed.
+        """
+        while True:
+            self.settle(block)
+            with self._changed:
+                if block.copy.pending is None:
+                    if block.copy.pins:
+                        raise RuntimeError(f"{block.name} is in use and cannot be updated (invariant I7)")
+                    block.copy.to_updating(keep)
+                    block.home.updates += 1
+                    if not keep:
+                        self._leave(block)
+                    return
+
+    def settle(self, block: Block) -> None:
+        """Block until nothing is on its way to the place of `block`."""
+        while True:
+            with self._changed:
+                pending = block.copy.pending
+            if pending is None:
+                return
+            pending.settle()
+            self._latch.check()
+
+    def updating(self, block: Block) -> AbstractContextManager[Copy]:
+        """For an update, by kernels of the compute device, of a unit that is at home there and
+        whose parameters are `block`.
+
+        What is queued inside comes after what the model does with them, and has ended when the
+        result has.
+        """
+        return self._device.updating(block.copy.used)
+
+    def renew(self, block: Block, begin: int, content: torch.Tensor) -> Placing | None:
+        """`content` is what an update made of a chunk of `block`: start putting it where the block
+        has a place already. None where it has none; else `content` must stay as it is until the
+        result has ended.
+
+        So it is there for the next forward without being read. Before `begin_update` that is a
+        guess, and the place is free for it only while nobody uses the block; see `take_back`.
+        """
+        copy, at = block.copy, block.spec.at + block.format.bytes_of(begin)
+        with self._changed:
+            unused = not copy.pins and (copy.gathering is None or copy.gathering.ended())
+            free = copy.state is CopyState.UPDATING or (copy.state is CopyState.READY and unused)
+            if not free or copy.lease is None or block.permanent:
+                return None
+            copy.copying += 1
+            copy.renewed.add(begin)
+            target = copy.lease.tensor[at : at + content.numel()]
+        try:
+            upload = self._device.begin_upload(target, content, copy.used)
+        except BaseException:
+            self._copied(block)
+            raise
+        return Placing(upload, functools.partial(self._copied, block))
+
+    def _copied(self, block: Block) -> None:
+        with self._changed:
+            block.copy.copying -= 1
+            self._changed.notify_all()
+
+    def take_back(self, block: Block) -> None:
+        """The copy of `block` is not to be what `renew` made of it before an update began: whoever
+        uses it next fetches it."""
+        copy = block.copy
+        with self._changed:
+            while copy.state is CopyState.READY and copy.renewed:
+                if not copy.copying:
+                    copy.to_outdated()
+                else:
+                    self._latch.check()
+                    self._changed.wait()
+
+    def end_update(self, blocks: Sequence[Block]) -> None:
+        """All chunks of `blocks` are committed and released: from now on they read as what was
+        written."""
+        with self._changed:
+            for block in blocks:
+                block.home.flip()
+                copy = block.copy
+                if copy.state is not CopyState.UPDATING:
+                    continue
+                if block.permanent:
+                    copy.to_ready()
+                elif copy.lease is None:
+                    copy.to_absent()
+                elif self._loader.missing(block):
+                    self._load(block)
+                else:
+                    copy.to_ready()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the thread that finishes fetches."""
+        self._mover.close()
+
+
+def _finish(fills: Sequence[Callable[[], object]]) -> None:
+    """Wait for all of them, whatever they raise."""
+    with ExitStack() as stack:
+        for fill in fills:
+            stack.callback(fill)

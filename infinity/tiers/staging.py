@@ -1,0 +1,253 @@
+"""Chunks of blocks on the host: checked out, changed, committed, released.
+
+The optimizer needs every block of a unit in pieces, on the host, and writes them back. A chunk of
+a block at home in host memory is handed out in place, and so is one of the part of a block on
+NVMe that is kept there (`infinity.placement.cache`). The rest passes through staging slots. Chunks
+do not cross the border between the two.
+
+[Note: nobody starves]
+Slots are taken all at once for a request or not at all, and only by threads that can give back
+what they hold. So there is always one that can go on.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from infinity.device import ComputeDevice, Copy, Mark, zero_alone
+from infinity.observe import Meter
+from infinity.tiers.access import Checkout
+from infinity.tiers.arena import Arena, Lease
+from infinity.tiers.block import Block, CopyState
+from infinity.tiers.chunks import Chunks
+from infinity.tiers.drives import NvmeTier, Transfer
+from infinity.tiers.latch import Latch
+
+
+@dataclass(frozen=True)
+class ChunkRequest:
+    """The chunk from element `begin` on of every block in `blocks`."""
+
+    blocks: Sequence[Block]
+    begin: int
+    load: Collection[Block] = ()
+    """The blocks whose content is wanted. What a chunk of another one holds is undefined."""
+    updates: bool = False
+    """Whether an update will rewrite the chunks. What lies on the compute device is then copied
+    from there and not read from NVMe: for who knows that nobody wrote to it."""
+    on_device: bool = False
+    """Whether who asks has kernels for memory of the compute device: a block that is at home there
+    is then one chunk, and stays there."""
+    spare: int = 0
+    """If not 0, one chunk more comes last, of so many bytes that belong to no block."""
+    meter: Meter | None = None
+    """Counts what is moved; None for the meter of the store."""
+
+
+class Staging:
+    """Checks chunks out and back in. Any thread may call it; `changed` is the lock of the store."""
+
+    def __init__(
+        self,
+        device: ComputeDevice,
+        drives: NvmeTier,
+        arena: Arena,
+        chunks: Chunks,
+        latch: Latch,
+        changed: threading.Condition,
+        meter: Meter,
+    ) -> None:
+        self._device = device
+        self._drives = drives
+        self._arena = arena
+        self._chunks = chunks
+        self._latch = latch
+        self._changed = changed
+        self._meter = meter
+        self._tokens = itertools.count()
+
+    # What passes through slots
+
+    def chunks(self, block: Block, on_device: bool = False) -> Sequence[int]:
+        """The first element of every chunk of `block`; the same for all blocks of a unit."""
+        if on_device and self.is_near(block):
+            return (0,)
+        return self._chunks.starts(block.placed)
+
+    def _bytes_of(self, block: Block, request: ChunkRequest) -> tuple[int, int]:
+        """The first byte of the chunk of `block` that is wanted, and how many bytes it has."""
+        if request.on_device and self.is_near(block):
+            return 0, block.nbytes
+        return self._chunks.bytes_of(block.placed, request.begin)
+
+    def in_memory_until(self, block: Block, on_device: bool = False) -> int:
+        """The first element of which a chunk is a copy in a slot. Chunks before it are a part of
+        the home itself."""
+        if block.tier == "nvme":
+            return block.kept
+        if block.tier == "gpu" and not self._device.shares_host:
+            return block.elements if on_device and self.is_near(block) else 0
+        return block.elements
+
+    def is_near(self, block: Block) -> bool:
+        """Whether `block` is at home on a compute device with memory and kernels of its own."""
+        own_memory = not self._device.shares_host
+        return block.tier == "gpu" and own_memory and self._device.has_kernels
+
+    def is_needed(self, block: Block) -> bool:
+        """Whether a chunk of `block` may be a copy in a slot."""
+        return self.in_memory_until(block) < block.elements
+
+    # Check-outs
+
+    def check_out(self, request: ChunkRequest) -> list[Checkout]:
+        """The chunks that `request` wants; waits for slots.
+
+        Only for threads that hold no check-out.
+        """
+        chunks = self._stage(request, wait=True)
+        if chunks is None:
+            raise RuntimeError("a check-out that waits came back without its chunks")
+        return chunks
+
+    def try_check_out(self, request: ChunkRequest) -> list[Checkout] | None:
+        """Like `check_out`, but None when there are not enough free slots for all of it."""
+        return self._stage(request, wait=False)
+
+    def bring_home(
+        self, block: Block, content: torch.Tensor, add: bool
+    ) -> Generator[tuple[torch.Tensor, torch.Tensor], None, None]:
+        """Parts of `block`, and beside them those of `content` (uint8, of its size, on the compute
+        device), for the caller to put the second into the first, or with `add` to add it. Parts
+        that hold `content` already are left out. To be iterated to its end, or closed.
+        """
+        far = not self._device.shares_host and block.tier != "gpu"
+        memory = block.home.memory
+        if memory is not None and not (far and add):
+            if far:
+                self._device.download(memory, content, self._device.mark())
+            else:
+                yield memory, content
+            return
+        for begin in self.chunks(block):
+            at, nbytes = self._chunks.bytes_of(block.placed, begin)
+            part, spare = content[at : at + nbytes], nbytes if far and add else 0
+            chunks = self.check_out(ChunkRequest([block], begin, [block] if add else (), spare=spare))
+            with ExitStack() as stack:
+                for chunk in chunks:
+                    stack.callback(chunk.release)
+                chunks[0].wait()
+                if far:
+                    self._device.download(chunks[-1].tensor, part, self._device.mark())
+                if add or not far:
+                    yield chunks[0].tensor, chunks[-1].tensor if far else part
+                chunks[0].commit()
+
+    def _stage(self, request: ChunkRequest, wait: bool) -> list[Checkout] | None:
+        slots = self._take_slots(request, wait)
+        if slots is None:
+            return None
+        chunks: list[Checkout] = []
+        try:
+            for block, slot in zip(request.blocks, slots[: len(request.blocks)], strict=True):
+                if slot is None:
+                    chunks.append(self._in_place(block, request))
+                else:
+                    chunks.append(self._in_slot(block, request, slot))
+            if request.spare and slots[-1] is not None:
+                end = functools.partial(self._end_slot, slots[-1])
+                chunks.append(Checkout(slots[-1].tensor[: request.spare], end=end))
+        except BaseException:
+            for chunk in chunks:
+                chunk.release()
+            for slot in slots[len(chunks) :]:
+                if slot is not None:
+                    self._end_slot(slot)
+            raise
+        return chunks
+
+    def _take_slots(self, request: ChunkRequest, wait: bool) -> list[Lease | None] | None:
+        """A slot for each chunk, and for the spare one; None for a chunk that needs none. All of
+        them, or None."""
+        self._latch.check_usable()
+        begin, on_device = request.begin, request.on_device
+        staged = [begin >= self.in_memory_until(block, on_device) for block in request.blocks]
+        staged += [True] * (request.spare > 0)
+        arena = self._arena
+        with self._changed:
+            self._latch.check_open()
+            while arena.free_slots < sum(staged):
+                if not wait:
+                    return None
+                self._changed.wait()
+                self._latch.check_open()
+                self._latch.check()
+            return [arena.lease(next(self._tokens), arena.slot_bytes) if s else None for s in staged]
+
+    def _in_place(self, block: Block, request: ChunkRequest) -> Checkout:
+        """A chunk that is a part of the home itself."""
+        at, nbytes = self._bytes_of(block, request)
+        home, load = block.home, block in request.load
+        memory = home.memory_of(request.begin)
+        if memory is None:
+            raise RuntimeError(f"{block.name} has no home in memory")
+        if len(home.buffers) < 2 or (load and not request.updates):
+            return Checkout(memory[at : at + nbytes])
+        new = home.buffers[home.target].tensor[at : at + nbytes]
+        return Checkout(new, source=memory[at : at + nbytes] if load else None)
+
+    def _in_slot(self, block: Block, request: ChunkRequest, slot: Lease) -> Checkout:
+        """A chunk that is a copy in `slot`: its bytes are under way."""
+        at, nbytes = self._bytes_of(block, request)
+        tensor, home, load = slot.tensor[:nbytes], block.home, block in request.load
+        arrive: Transfer | Copy | Callable[[], object] | None = None
+        write: Callable[[bool], Transfer | Copy]
+        if home.memory is not None:  # at home on a device that the host cannot address
+            there = home.memory[at : at + nbytes]
+            if load:
+                arrive = self._device.begin_download(tensor, there)
+            write = functools.partial(self._write_home, there, tensor, block.copy.used)
+        else:
+            place, meter = at - block.placed.kept_bytes, request.meter or self._meter
+            where = (place, nbytes, slot.address, block.name, meter)
+            if load and request.updates and self._copy_back(block, request.begin, tensor):
+                arrive = None
+            elif load and home.written:
+                arrive = self._drives.read(home.extent, *where)
+            elif load:
+                arrive = functools.partial(zero_alone, tensor)
+            write = functools.partial(self._drives.write, home.extents[home.target], *where)
+        return Checkout(tensor, arrive, write, functools.partial(self._end_slot, slot))
+
+    def _copy_back(self, block: Block, begin: int, tensor: torch.Tensor) -> bool:
+        """Fill `tensor` with the current bytes of the chunk of `block` from `begin` on, if they are
+        on the compute device."""
+        copy, at = block.copy, block.spec.at + block.format.bytes_of(begin)
+        with self._changed:
+            there = copy.holds_old or copy.state is CopyState.READY
+            if copy.lease is None or not there or begin in copy.renewed:
+                return False
+            copy.copying += 1
+            source = copy.lease.tensor[at : at + tensor.numel()]
+        try:
+            self._device.download(tensor, source)
+        finally:
+            with self._changed:
+                copy.copying -= 1
+                self._changed.notify_all()
+        return True
+
+    def _write_home(self, home: torch.Tensor, tensor: torch.Tensor, used: Mark | None, background: bool) -> Copy:
+        return self._device.begin_upload(home, tensor, used)
+
+    def _end_slot(self, slot: Lease) -> None:
+        with self._changed:
+            slot.release()
+            self._changed.notify_all()
