@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, kind: str) -> list[Row]:
         "save_on_cpu": None,
         "gpu": {},
         "cpu": {"activations": "cpu"},
-        "nvme": {"activations": "nvme", "activation_memory": options.room * largest},
+        "nvme": {"activations": "nvme", "tuning": {"activation_memory": options.room * largest}},
     }
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
         steps = {name: make(options, checkpointed, Path(folder), name, config) for name, config in ways.items()}

@@ -38,13 +38,9 @@ from infinity.placement.spec import Kind
 
 QUESTION = "Does a state format of fewer bytes change what training ends at?"
 LIMIT = "the validation loss of fp32 states with the same seed"
-FORMATS: dict[str, dict[str, Any]] = {
-    "fp32": {"split_master": False},
-    "nudged": {"split_master": False},
-    "split": {},
-    "bf16": {"moment_precision": "bf16"},
-    "int8": {"moment_precision": "int8"},
-}
+FORMATS: dict[str, Any] = {"fp32": "fp32", "nudged": "fp32", "split": "fp32", "bf16": "bf16", "int8": "int8"}
+"""How each run keeps its moments."""
+WHOLE_MASTERS = ("fp32", "nudged")
 SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
 AT_REST = (Kind.PARAM, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 Result = dict[str, Any]
@@ -65,7 +61,8 @@ def train(name: str, seed: int, options: argparse.Namespace) -> Result:
     windows = load_windows(None, ByteTokenizer(), options.length, seed=0)
     batches = dataclasses.replace(windows, seed=seed).batches(options.batch)
     memory = {"gpu_memory": "2GiB", "cpu_memory": "2GiB", "parameters": "gpu", "gradients": "gpu", "optimizer": "cpu"}
-    config = infinity.Config(**memory, precision="bf16", threads=options.threads, **FORMATS[name])
+    tuning = infinity.Tuning(threads=options.threads, split_master=name not in WHOLE_MASTERS)
+    config = infinity.Config(**memory, precision="bf16", moment_precision=FORMATS[name], tuning=tuning)
     model = infinity.wrap(build(seed), config)
     with infinity.engine(model) as engine:
         lr = options.lr * (1 + 1e-6 * (name == "nudged"))

@@ -53,11 +53,12 @@ class Run:
         model = nn.Sequential(*(Block(options.width) for _ in range(options.depth)))
         states = sum(p.numel() for p in model.parameters()) * 20
         budgets: dict[str, int | str] = {"gpu_memory": states, "cpu_memory": states + (64 << 20)}
+        tuning: dict[str, int | str] = {"threads": options.threads}
         if not placement:
             kept = int(cache * sum(p.numel() for p in model.parameters()) * 12)
             budgets = {"gpu_memory": options.gpu_memory, "cpu_memory": parse_bytes(options.cpu_memory) + kept}
-            budgets |= {"update": options.update, "cache": kept}
-        config = infinity.Config(nvme=folder, threads=options.threads, precision="fp32", **budgets, **placement)
+            tuning |= {"update": options.update, "cache": kept}
+        config = infinity.Config(nvme=folder, precision="fp32", tuning=tuning, **budgets, **placement)
         self.model = infinity.wrap(model, config)
         self.engine = infinity.engine(self.model)
         self.optimizer = infinity.AdamW(self.model.parameters(), lr=1e-4, max_grad_norm=max_grad_norm)

@@ -45,7 +45,11 @@ class Run:
         memory = (options.units + 2) * unit + (8 << 20) if options.units else 8 * numel + (64 << 20)
         where = {"parameters": "cpu", "gradients": "cpu", "optimizer": "cpu"}
         config = infinity.Config(
-            gpu_memory=memory, cpu_memory=20 * numel + (64 << 20), threads=1, precision="fp32", device="cpu", **where
+            gpu_memory=memory,
+            cpu_memory=20 * numel + (64 << 20),
+            precision="fp32",
+            tuning=infinity.Tuning(threads=1, device="cpu"),
+            **where,
         )
         self.model = infinity.wrap(model, config, group=dist.group.WORLD)
         self.engine = infinity.engine(self.model)

@@ -220,13 +220,8 @@ class Infinity:
         budgets = {"gpu_memory": gpu, "cpu_memory": cpu if options.child == "infinity-nvme" else WHOLE.get(options.model, "8GiB")}
         with infinity.init():
             model = LlamaForCausalLM(config_of(options.model))
-        common: dict[str, Any] = {
-            "precision": "bf16",
-            "device": options.device,
-            "threads": options.threads,
-            "update": options.update,
-        }
-        config = infinity.Config(**(common | budgets | placement))
+        tuning = infinity.Tuning(device=options.device, threads=options.threads, update=options.update)
+        config = infinity.Config(precision="bf16", tuning=tuning, **(budgets | placement))
         self._model = infinity.wrap(model, config, weights=options.weights, group=getattr(options, "group", None))
         self._engine = infinity.engine(self._model)
         self._optimizer = infinity.AdamW(self._model.parameters(), max_grad_norm=CLIP, **ADAM)

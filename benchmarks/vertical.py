@@ -55,9 +55,14 @@ class Run:
         unit = 4 * round_up(sum(p.numel() for p in model.blocks[0].parameters()), 4096)
         tiers = dict.fromkeys(("parameters", "optimizer"), options.tier)
         config = infinity.Config(
-            nvme=folder, threads=options.threads, precision="fp32", update="exact", cache=0, gradients="cpu",
-            gpu_memory=options.units * unit, cpu_memory=16 * self.parameters + (192 << 20), **tiers,
-        )  # fmt: skip
+            nvme=folder,
+            precision="fp32",
+            gradients="cpu",
+            gpu_memory=options.units * unit,
+            cpu_memory=16 * self.parameters + (192 << 20),
+            tuning=infinity.Tuning(threads=options.threads, update="exact", cache=0),
+            **tiers,
+        )
         self.model, self.order = infinity.wrap(model, config), order
         self.engine = infinity.engine(self.model)
         self.optimizer = infinity.AdamW(self.model.parameters(), lr=1e-4)

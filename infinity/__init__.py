@@ -2,7 +2,7 @@
 
 from infinity import nvme
 from infinity.accumulation import accumulate, no_sync
-from infinity.config import Config
+from infinity.config import Config, Tuning
 from infinity.engine import Engine, engine, wrap
 from infinity.errors import (
     BudgetError,
@@ -43,6 +43,7 @@ __all__ = [
     "NvmeError",
     "PathInUseError",
     "ShardedParameterError",
+    "Tuning",
     "WeightsError",
     "accumulate",
     "adapt",

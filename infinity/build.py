@@ -104,13 +104,13 @@ class Build:
 
     def together(self) -> AbstractContextManager[list[float]]:
         """A block that ends well on all ranks or on none."""
-        return together(self.ranks, self._config.collective_timeout)
+        return together(self.ranks, self._config.tuning.collective_timeout)
 
     # What changes nothing
 
     def check(self) -> None:
         """Refuse what cannot be wrapped."""
-        self.device = ComputeDevice(self._config.device)
+        self.device = ComputeDevice(self._config.tuning.device)
         self.undo.callback(self.device.close)
         check_reach(self.ranks, self.device.torch.type)
         for name, module in self._model.named_modules():
@@ -143,7 +143,7 @@ class Build:
     def size(self) -> None:
         """Declare what every unit needs on which tier."""
         config = self._config
-        self.kernels = Kernels(config.instruction_set, config.threads)
+        self.kernels = Kernels(config.tuning.instruction_set, config.tuning.threads)
         self.undo.callback(self.kernels.close)
         self.store = Store(config, self.device, self._recorder, self.ranks.own)
         self.undo.callback(self.store.close)
@@ -175,7 +175,7 @@ class Build:
         if not elements:
             return ()
         dtype, count = elements.most_common(1)[0]
-        links = copies(ComputeDevice(config.device), min(PROBE_BYTES, config.gpu_memory), PROBE_ROUNDS)
+        links = copies(ComputeDevice(config.tuning.device), min(PROBE_BYTES, config.gpu_memory), PROBE_ROUNDS)
         few = min(PROBE_PARAMETERS, count)
         update = updates(
             formats_of(config, dtype), few, self.kernels.threads, PROBE_ROUNDS, algorithm=config.algorithm, isa=self.kernels.isa
@@ -208,7 +208,7 @@ class Build:
     def meet(self) -> None:
         """Make groups of our own with the other ranks, and let the units know all that moves their gradients."""
         if self.brings_aside or self.ranks.groups():
-            timeout = self._config.collective_timeout
+            timeout = self._config.tuning.collective_timeout
             self.exchange = Exchange(self.ranks, self.device, self.store, self._recorder, timeout)
             self.undo.callback(self.exchange.close)
         for unit in self.units:

@@ -1,4 +1,12 @@
-"""What the user decides: budgets, paths and a tier per state. Everything about speed is measured or planned instead."""
+"""The knobs of one engine: `Config` holds what the user decides, `Tuning` what the engine chooses
+where nothing is set.
+
+`Config` has the budgets, paths, places and formats that a user sizes a run by. Everything about
+speed, checks and the machine is in `Tuning`. A test freezes both lists.
+
+The docstring below a field is its documentation. Its first paragraph is also the help of the option
+in `infinity.cli`.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +19,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from infinity.errors import ConfigError
 from infinity.units import parse_bytes
-
-Tier = Literal["gpu", "cpu", "nvme"]
-Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
 def _as_cache(value: Any) -> Any:
@@ -40,155 +45,292 @@ def _as_paths(value: Any) -> Any:
 def _as_shares(value: Any) -> Any:
     if isinstance(value, str) and value in ("measured", "equal"):
         return value
-    if not isinstance(value, (list, tuple)) or not all(type(share) in (int, float) and 0 < share < math.inf for share in value):
+    numbers = value if isinstance(value, (list, tuple)) else [math.nan]
+    if not all(type(share) in (int, float) and 0 < share < math.inf for share in numbers):
         raise ValueError(f"{value!r} is neither 'measured' nor 'equal' nor a positive number for each directory")
     return value
 
 
-class Config(BaseModel):
-    """Placement and budgets of one engine.
+def _as_tuning(value: Any) -> Any:
+    odd = [key for key in value if not isinstance(key, str)] if isinstance(value, dict) else []
+    if odd:
+        raise ValueError(f"unknown tuning key {odd[0]!r}")
+    return value
 
-    `gpu_memory` and `cpu_memory` are upper limits, in bytes, on what the engine holds on the compute device and in host
-    memory ("20GiB" or an integer). With no GPU the compute device is the CPU and `gpu_memory` is its budget in RAM.
-    `nvme_memory` limits the bytes preallocated over all `nvme` directories (default: what they have free).
 
-    Raises `ConfigError` (a `ValueError`) that names the key, what is wrong with it and what is allowed.
-    """
+Tier = Literal["gpu", "cpu", "nvme"]
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+BytesOrAuto = Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)]
+ActivationBytes = Annotated[Literal["auto"] | int, BeforeValidator(_as_activation_memory)]
+Paths = Annotated[tuple[Path, ...], BeforeValidator(_as_paths)]
+Shares = Annotated[Literal["measured", "equal"] | tuple[float, ...], BeforeValidator(_as_shares)]
 
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    nvme: Annotated[tuple[Path, ...], BeforeValidator(_as_paths)] = ()
-    gpu_memory: Bytes
-    cpu_memory: Bytes
-    nvme_memory: Bytes | None = None
-    nvme_shares: Annotated[Literal["measured", "equal"] | tuple[float, ...], BeforeValidator(_as_shares)] = "measured"
-    """What part of the states each of several `nvme` directories holds, as far as it has room: "measured" for its speed beside
-    the others, found when the engine starts; "equal"; or a number each, such as the GB/s that `infinity bench io` prints."""
-    cache: Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)] = "auto"
-    """Bytes of `cpu_memory` that may keep a part of what is on nvme, which then never moves: "auto" for what homes and staging
-    leave, 0 for none."""
+class _Knobs(BaseModel):
+    """A frozen model that refuses what it does not understand with one `ConfigError`."""
 
-    gpu_cache: Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)] = "auto"
-    """Bytes of `gpu_memory` in which units keep all their states, parameters, gradients, masters and moments, wherever the others
-    have theirs: the first units of the model, whose gradients come last and whose parameters the next forward needs first. They
-    move nothing and are updated where they are, on a GPU by its own kernels beside those of the CPU. "auto": on a GPU all units
-    if they fit; else so many that what has most to do in a step has least, of both ways of the link, the drives and the CPU's
-    updates, which are measured when the model is wrapped (less than a second; at most 64 MiB on each drive, for each rank); the
-    others' parameters pass through what is left, at least twice what is in use at once. It is 0 on the CPU, where `cache` does
-    the same, and with update="delayed" and algorithm="other", which the GPU's kernels cannot do."""
-
-    parameters: Tier = "nvme"
-    optimizer: Tier = "nvme"
-    gradients: Tier = "cpu"
-    activations: Tier = "gpu"
-    """Where what autograd saves in a forward waits for its backward. "gpu": on the compute device, as in plain PyTorch. "cpu": in
-    host memory; what does not fit there stays on the device, and where the device is the CPU it is there already, so nothing
-    moves. "nvme": in host memory, and on from there to the drives."""
-    activation_memory: Annotated[Literal["auto"] | int, BeforeValidator(_as_activation_memory)] = "auto"
-    """Bytes of `cpu_memory` for activations on cpu or nvme: "auto" for half of what homes leave, and for what staging and
-    cache do not use. With "nvme" they all pass through it, so that it should hold a few of the largest, of which one comes
-    while another is written; a tensor that is larger than all of it stays on the device."""
-
-    stage: Literal[0, 1, 2, 3] = 3
-    """What several ranks share among them, each holding 1/N of it (ZeRO, section 5): nothing with 0, optimizer states from 1 on,
-    gradients from 2 on, parameters with 3. With 1 and 2 all parameters are in the memory of every rank's device, with 1 all
-    gradients, too, which then are reduced once per step and not once per backward."""
-
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """dtype that floating-point parameters are stored and computed in; "auto" keeps the dtypes of the model."""
-    algorithm: Literal["adam", "adagrad", "lion", "momentum", "sgd", "other"] = "adam"
-    """What the parameters are trained by, which says what states there are: two moments for "adam" (`infinity.Adam`, `AdamW`),
-    one for "adagrad", "lion" and "momentum" (`infinity.SGD`), none for "sgd" and "other" (`infinity.adapt`)."""
-    gradient_precision: Literal["auto", "fp32"] = "auto"
-    """dtype that gradients are kept, accumulated over micro-batches and reduced over ranks in; "auto" is the parameter's."""
-    split_master: bool = True
-    """Keep of an fp32 master only the 16 bits that its bf16 parameter lacks: 2 bytes less at rest, and the same numbers."""
-    moment_precision: Literal["fp32", "bf16", "int8"] = "fp32"
-    """How the optimizer's moments are stored: 8, 4 or 2.25 bytes per parameter. Below fp32 they are rounded stochastically."""
-    copy_on_write: bool = True
-    """Write an updated state beside its old value and flip, so that what a failed step leaves there is whole, and an update may
-    begin before its step: on nvme, where it takes twice the space, and in host memory for as many units as `cpu_memory` has room
-    for twice, where all of a model is in memory and `update` says early."""
-    update: Literal["auto", "speculative", "exact", "plain", "delayed"] = "auto"
-    """When optimizer updates run; the numbers are the same. "exact": beside the next forward, once the clip factor is known.
-    "speculative": from backward on, on the guess that nothing is clipped, and again where the guess was wrong (needs
-    copy_on_write, and no parameters on the gpu, where they are rewritten in place). "plain": step() waits for them. "auto"
-    chooses: between the first two where there is I/O or a GPU to run beside, else "plain", for update and forward on the same
-    CPUs only disturb each other.
-    "delayed" changes the numbers: the forward after a step still uses the parameters of before that step, and so the update has
-    a whole forward and backward to run beside, clipped or not (ZeRO-Offload, section 5.2). Evaluation, `state_dict` and whatever
-    else reads states see that step, and training goes on from there. Needs parameters on cpu or nvme, and twice the memory or
-    space for them; what `infinity.adapt` made is never late."""
-    delayed_after: Annotated[int, Field(ge=0)] = 40
-    """With update="delayed": how many steps come first that are not delayed, for while training begins a delay costs most.
-    Steps are counted from the beginning of the training, also where a checkpoint was loaded."""
-    collective_timeout: Annotated[float, Field(gt=0, lt=1e6)] = 600.0
-    """With several ranks: seconds that a rank waits for the others in a gather or a reduction before it raises an error that says
-    what each of them is at. More than a rank may compute between two units while others wait."""
-    poison: bool = False
-    """Debug: fill a slot with NaN when its lease ends, so that a use after release is seen at once."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    io_engine: Literal["auto", "io_uring", "posix"] = "auto"
-    gpu_direct: Literal["auto", "on", "off"] = "auto"
-    """Whether a drive writes parameters on nvme straight into the memory of the GPU (GPUDirect Storage, through cuFile): "auto"
-    where every directory can, and a block that was read so has the right bytes; "on" refuses where one cannot. Else they pass
-    host memory."""
-    instruction_set: Literal["auto", "scalar", "avx2", "avx512"] = "auto"
-    threads: int | None = None
-    """Threads of the CPU optimizer; None takes every CPU this process may run on, divided by the LOCAL_WORLD_SIZE that torchrun
-    sets, whatever OMP_NUM_THREADS says."""
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        arbitrary_types_allowed=True,
+        use_attribute_docstrings=True,
+    )
 
     def __init__(self, **values: Any) -> None:
         for key in values:
             if key not in type(self).model_fields:
-                near = difflib.get_close_matches(key, type(self).model_fields, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else "."
-                allowed = ", ".join(type(self).model_fields)
-                raise ConfigError(f"unknown config key {key!r}{hint} The keys are: {allowed}")
+                raise ConfigError(_unknown(key, in_tuning=isinstance(self, Tuning)))
         try:
             super().__init__(**values)
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(str(part) for part in e['loc']) or 'config'}: {e['msg'].removeprefix('Value error, ')}"
-                + (f", not {e['input']!r}" if e["type"] not in ("value_error", "missing") else "")
-                for e in error.errors()
-            )
-            raise ConfigError(problems) from None
+            raise ConfigError("; ".join(map(_problem, error.errors()))) from None
+
+
+def _problem(error: Any) -> str:
+    """One of pydantic's errors in the words of this project."""
+    inner = error.get("ctx", {}).get("error")
+    if isinstance(inner, ConfigError):
+        return str(inner)  # from a Tuning that was given as a dict, which names its key itself
+    where = ".".join(map(str, error["loc"])) or "config"
+    found = "" if error["type"] in ("value_error", "missing") else f", not {error['input']!r}"
+    return f"{where}: {error['msg'].removeprefix('Value error, ')}{found}"
+
+
+def _unknown(key: str, *, in_tuning: bool) -> str:
+    """What is wrong with a `key` that is not in the list where it was given."""
+    if not in_tuning and key in Tuning.model_fields:
+        return f"{key} is now in tuning: Config(tuning=Tuning({key}=...))"
+    if in_tuning and key in Config.model_fields:
+        return f"{key} is not in tuning: Config({key}=...)"
+    near = difflib.get_close_matches(key, [*Config.model_fields, *Tuning.model_fields], n=1)
+    place = " in tuning" if near and near[0] in Tuning.model_fields else ""
+    hint = f"; did you mean {near[0]!r}{place}?" if near else "."
+    return (
+        f"unknown {'tuning' if in_tuning else 'config'} key {key!r}{hint} The keys are: "
+        f"{', '.join(Config.model_fields)}; and in tuning: {', '.join(Tuning.model_fields)}"
+    )
+
+
+class Tuning(_Knobs):
+    """What the engine measures or plans where nothing is set, and what only a special machine or a
+    search for a fault needs.
+
+    `Config(tuning=...)` takes it, as an object or as a dict with the same keys.
+
+    Raises `ConfigError` (a `ValueError`) that names the key, what is wrong with it and what is
+    allowed.
+    """
+
+    nvme_memory: Bytes | None = None
+    """Budget on NVMe, over all directories; by default what they have free."""
+    nvme_shares: Shares = "measured"
+    """What part of the states each `nvme` directory holds: "measured" for its speed, "equal", or a
+    number for each.
+
+    The engine measures the speeds when it starts. Numbers may be the GB/s that `infinity bench io`
+    prints. A directory never gets more than it has room for.
+    """
+    cache: BytesOrAuto = "auto"
+    """How much of `cpu_memory` may keep a part of what is on NVMe; "auto" is what homes and staging
+    leave, 0 is none.
+
+    What is kept never moves.
+    """
+    gpu_cache: BytesOrAuto = "auto"
+    """How much of `gpu_memory` keeps all states of the first units; "auto" is what pays on a GPU, 0
+    is none.
+
+    These units keep parameters, gradients, masters and moments there, wherever the others have
+    theirs. They are the first of the model: their gradients come last, and the next forward needs
+    their parameters first. They move nothing. A GPU updates them with its own kernels, beside those
+    of the CPU.
+
+    "auto" takes all units if they fit. Else it takes so many that the busiest part of a step has
+    least to do. The parts are both directions of the link, the drives, and the updates on the CPU.
+    `wrap` measures them in less than a second, with at most 64 MiB on each drive for each rank.
+    Parameters of the other units pass through what is left, which is at least twice what is in use
+    at once.
+
+    It is 0 on the CPU, where `cache` does the same. It is also 0 with `update="delayed"` and
+    `algorithm="other"`, which the GPU's kernels cannot do.
+    """
+    activation_memory: ActivationBytes = "auto"
+    """How much of `cpu_memory` is for offloaded activations; "auto" is half of what homes leave.
+
+    "auto" also takes what staging and cache do not use. With `activations="nvme"` all activations
+    pass through it. So it should hold a few of the largest: one comes while another is written. A
+    tensor that is larger than all of it stays on the device.
+    """
+    gradient_precision: Literal["auto", "fp32"] = "auto"
+    """dtype that gradients are accumulated and reduced in; "auto" is that of the parameters."""
+    split_master: bool = True
+    """Keep of an fp32 master only the 16 bits that its bf16 parameter lacks.
+
+    It saves 2 bytes per parameter and changes no number.
+    """
+    copy_on_write: bool = True
+    """Write an updated state beside its old value, which takes twice the space on NVMe.
+
+    What a failed step leaves there is whole, and an update may begin before its step. Host memory
+    keeps both values of as many units as `cpu_memory` has room for, where all of a model is in
+    memory and `update` says early.
+    """
+    update: Literal["auto", "speculative", "exact", "plain", "delayed"] = "auto"
+    """When optimizer updates run: "exact" beside the next forward, "speculative" from backward on,
+    "plain" before the step returns. The numbers are the same. With "delayed" each forward uses the
+    parameters of before the last step.
+
+    "exact" starts once the clip factor is known. "speculative" assumes that nothing is clipped, and
+    runs again where something was. It needs `copy_on_write`, and parameters that are not on the
+    gpu, where they are rewritten in place. "auto" chooses one of these two where there is I/O or a
+    GPU to run beside. Else it chooses "plain", because update and forward on the same CPUs only
+    disturb each other.
+
+    "delayed" changes the numbers (ZeRO-Offload, section 5.2). An update has a whole forward and
+    backward to run beside, clipped or not. Evaluation, `state_dict` and everything else that reads
+    states see the last step, and training goes on from there. It needs parameters on cpu or nvme,
+    and twice the memory or space for them. What `infinity.adapt` made is never late.
+    """
+    delayed_after: Annotated[int, Field(ge=0)] = 40
+    """With `update="delayed"`: the steps that come before the first late one.
+
+    A delay costs most while training begins. Steps are counted from the beginning of the training,
+    also after a checkpoint was loaded.
+    """
+    collective_timeout: Annotated[float, Field(gt=0, lt=1e6)] = 600.0
+    """With several ranks: seconds that a rank waits for the others before it raises an error.
+
+    The error says what each rank is at. Set more than a rank may compute between two units while
+    others wait.
+    """
+    poison: bool = False
+    """Debug: fill a slot with NaN when its lease ends, so that a use after release is seen at
+    once."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; "auto" is a GPU if there is one."""
+    io_engine: Literal["auto", "io_uring", "posix"] = "auto"
+    """How NVMe is read and written."""
+    gpu_direct: Literal["auto", "on", "off"] = "auto"
+    """Whether drives write parameters straight to the GPU; "auto" where they can.
+
+    That is GPUDirect Storage, through cuFile. "auto" asks that every directory can, and that a
+    block that was read so has the right bytes. "on" refuses where one cannot. Else parameters pass
+    through host memory.
+    """
+    instruction_set: Literal["auto", "scalar", "avx2", "avx512"] = "auto"
+    """Instructions of the optimizer kernels on the CPU; "auto" is the best that it has."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """Threads of the optimizer on the CPU; by default every CPU that this process may use.
+
+    The default is divided by the LOCAL_WORLD_SIZE that torchrun sets. OMP_NUM_THREADS does not
+    count.
+    """
+
+
+class Config(_Knobs):
+    """Budgets, places and formats of one engine.
+
+    `gpu_memory` and `cpu_memory` are upper limits, in bytes, on what the engine holds on the
+    compute device and in host memory ("20GiB" or an integer). Without a GPU the compute device is
+    the CPU, and `gpu_memory` is its budget in RAM.
+
+    Raises `ConfigError` (a `ValueError`) that names the key, what is wrong with it and what is
+    allowed.
+    """
+
+    nvme: Paths = ()
+    """A directory on NVMe, or several to stripe over drives."""
+    gpu_memory: Bytes
+    """Budget on the compute device of each rank (RAM where there is no GPU)."""
+    cpu_memory: Bytes
+    """Budget in host memory."""
+
+    parameters: Tier = "nvme"
+    """Home of the parameters."""
+    gradients: Tier = "cpu"
+    """Home of the gradients."""
+    optimizer: Tier = "nvme"
+    """Home of the optimizer states."""
+    activations: Tier = "gpu"
+    """Where what a forward saves waits for its backward.
+
+    "gpu": on the compute device, as in plain PyTorch. "cpu": in host memory. What does not fit
+    there stays on the device. Where the device is the CPU nothing moves. "nvme": in host memory,
+    and on from there to the drives.
+    """
+
+    stage: Literal[0, 1, 2, 3] = 3
+    """What several ranks share among them (ZeRO, section 5); each rank holds 1/N of it.
+
+    They share nothing with 0, optimizer states from 1 on, gradients from 2 on, parameters with 3.
+    With 1 and 2 every rank has all parameters in the memory of its device. With 1 it has all
+    gradients there, too, which are then reduced once per step and not once per backward.
+    """
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """dtype of parameters and compute; "auto" is the model's own."""
+    moment_precision: Literal["fp32", "bf16", "int8"] = "fp32"
+    """How the optimizer's moments are kept: 8, 4 or 2.25 bytes per parameter.
+
+    Below fp32 they are rounded stochastically.
+    """
+    algorithm: Literal["adam", "adagrad", "lion", "momentum", "sgd", "other"] = "adam"
+    """What trains the parameters, which says what states there are.
+
+    There are two moments for "adam" (`infinity.Adam`, `AdamW`), and one for "adagrad", "lion" and
+    "momentum" (`infinity.SGD`). There are none for "sgd" and "other" (`infinity.adapt`).
+    """
+
+    tuning: Annotated[Tuning, BeforeValidator(_as_tuning)] = Tuning()
+    """What the engine chooses where nothing is set, as a `Tuning` or a dict."""
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        states = [s for s in ("parameters", "gradients", "optimizer", "activations") if getattr(self, s) == "nvme"]
-        if states and not self.nvme:
-            raise ValueError(f"{' and '.join(states)} on nvme, but no directory is given: set nvme=[...]")
-        if self.gpu_direct == "on" and self.parameters != "nvme":
-            raise ValueError(f"gpu_direct='on' needs parameters='nvme', not {self.parameters!r}: only those are read to the GPU")
-        if self.activation_memory != "auto" and self.activations == "gpu":
-            raise ValueError(
-                "activation_memory is for activations that are offloaded; set activations='cpu' or 'nvme', or leave it out"
-            )
+        for problem in (self._wrong_places(), self._wrong_update(), self._wrong_shares()):
+            if problem:
+                raise ValueError(problem)
+        return self
+
+    def _wrong_places(self) -> str:
+        states = ("parameters", "gradients", "optimizer", "activations")
+        on_nvme = [state for state in states if getattr(self, state) == "nvme"]
+        if on_nvme and not self.nvme:
+            return f"{' and '.join(on_nvme)} on nvme, but no directory is given: set nvme=[...]"
+        if self.tuning.gpu_direct == "on" and self.parameters != "nvme":
+            return f"gpu_direct='on' needs parameters='nvme', not {self.parameters!r}: only those are read to the GPU"
+        if self.tuning.activation_memory != "auto" and self.activations == "gpu":
+            return "activation_memory is for activations that are offloaded; set activations='cpu' or 'nvme', or leave it out"
         if len(set(self.nvme)) < len(self.nvme):
-            raise ValueError(f"nvme names a directory twice: {', '.join(map(str, self.nvme))}")
-        if self.update == "delayed" and (self.parameters == "gpu" or not self.copy_on_write):
-            wrong = "parameters on gpu" if self.parameters == "gpu" else "copy_on_write=False"
-            raise ValueError(
-                f"update='delayed' keeps the old parameters beside the new ones, which cannot be with {wrong}; put the "
-                "parameters on cpu or nvme and leave copy_on_write=True, or choose another update"
-            )
-        if self.update == "delayed" and self.gpu_cache not in ("auto", 0):
-            raise ValueError("update='delayed' keeps old parameters beside the new ones, which gpu_cache does not; set it to 0")
-        whole = [s for s, least in (("parameters", 3), ("gradients", 2)) if self.stage < least and getattr(self, s) != "gpu"]
+            return f"nvme names a directory twice: {', '.join(map(str, self.nvme))}"
+        whole = [
+            state
+            for state, least in (("parameters", 3), ("gradients", 2))
+            if self.stage < least and getattr(self, state) != "gpu"
+        ]
         if whole and self.stage > 0:
             wanted = ", ".join(f"{state}='gpu'" for state in whole)
-            raise ValueError(
-                f"stage={self.stage} keeps all {' and '.join(whole)} on the device of every rank; set {wanted}, or stage=3"
+            return f"stage={self.stage} keeps all {' and '.join(whole)} on the device of every rank; set {wanted}, or stage=3"
+        return ""
+
+    def _wrong_update(self) -> str:
+        if self.tuning.update != "delayed":
+            return ""
+        if self.parameters == "gpu" or not self.tuning.copy_on_write:
+            wrong = "parameters on gpu" if self.parameters == "gpu" else "copy_on_write=False"
+            return (
+                "update='delayed' keeps the old parameters beside the new ones, "
+                f"which cannot be with {wrong}; put the parameters on cpu or nvme "
+                "and leave copy_on_write=True, or choose another update"
             )
-        if not isinstance(self.nvme_shares, str) and len(self.nvme_shares) != len(self.nvme):
-            numbers, directories = len(self.nvme_shares), len(self.nvme)
-            raise ValueError(
-                f"nvme_shares has {numbers} number{'s' * (numbers != 1)}, "
-                f"but nvme has {directories} director{'y' if directories == 1 else 'ies'}"
-            )
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads must be at least 1, not {self.threads}")
-        return self
+        if self.tuning.gpu_cache not in ("auto", 0):
+            return "update='delayed' keeps old parameters beside the new ones, which gpu_cache does not; set it to 0"
+        return ""
+
+    def _wrong_shares(self) -> str:
+        shares = self.tuning.nvme_shares
+        if isinstance(shares, str) or len(shares) == len(self.nvme):
+            return ""
+        numbers, directories = len(shares), len(self.nvme)
+        return (
+            f"nvme_shares has {numbers} number{'s' * (numbers != 1)}, "
+            f"but nvme has {directories} director{'y' if directories == 1 else 'ies'}"
+        )

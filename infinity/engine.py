@@ -86,10 +86,10 @@ class Engine:
         order = self._runtime.trace.first_uses
         surroundings = Surroundings(order, self._settled, self._stepped, self._runtime.training, self._forward_seconds)
         foresight = Foresight(self._update_mode())
-        delay = config.delayed_after if config.update == "delayed" else math.inf
+        delay = config.tuning.delayed_after if config.tuning.update == "delayed" else math.inf
         self._updater = Updater(self._store, self._units, build.kernels, foresight, surroundings, self.recorder, delay)
         build.undo.callback(self._updater.close)
-        self._runtime.before_evaluation = self._updater.look if config.update == "delayed" else lambda: None
+        self._runtime.before_evaluation = self._updater.look if config.tuning.update == "delayed" else lambda: None
         keeper = Keeper(self._store.activations, model, self._device.torch)
         self._hooks = Hooks(
             model, build.users, self._units, self._runtime, self._locate, self._after_backward, self.recorder, keeper
@@ -103,7 +103,7 @@ class Engine:
     def _update_mode(self) -> str:
         """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and one set of CPUs for all."""
         alone = self._store.io is None and self._device.shares_host
-        return "plain" if self.config.update == "auto" and alone else self.config.update
+        return "plain" if self.config.tuning.update == "auto" and alone else self.config.tuning.update
 
     def _locate(self, address: int) -> tuple[Unit, int] | None:
         found = self._store.resident.block_at(address)
@@ -238,7 +238,7 @@ class Engine:
         `load_checkpoint` gives `extra` back on every rank: dicts, lists, tuples, numbers, texts and tensors, for example the
         state of a scheduler or of random generators. Gradients are not saved. All ranks call it, each writes its part;
         `infinity.checkpoint.state` tells of format and memory. A checkpoint that is in `directory` is replaced when the new one
-        is whole, and not before. With `Config.update="delayed"` the last update is seen from a save on, in this run and in those
+        is whole, and not before. With `Tuning.update="delayed"` the last update is seen from a save on, in this run and in those
         that load it: they go on with the same bits if they save at the same steps.
 
         Raises `CheckpointError` when it cannot be written; what was there is as it was, and training can go on.
@@ -337,7 +337,7 @@ class Engine:
             read = states + gradient * (cycles + self._updater.norms)
             costs.append(UnitCost(slots, param, old, read, states + param + gradient * cycles, unit.trains))
         cycle = self._runtime.trace.train_cycle()
-        mode = self.config.update
+        mode = self.config.tuning.update
         return predict(
             cycle.order, costs, self._store.copy_slots, cycles, cycle.held, waits=mode == "plain", delayed=mode == "delayed"
         )
@@ -396,7 +396,7 @@ class Engine:
             budgets={
                 "gpu": config.gpu_memory,
                 "cpu": config.cpu_memory,
-                "nvme": config.nvme_memory or self._store.used()["nvme"],
+                "nvme": config.tuning.nvme_memory or self._store.used()["nvme"],
             },
         )
 

@@ -172,7 +172,7 @@ class Report:
     memory, what moved between a home there and the engine's place for the model."""
     copied_from_device: int = 0
     near: int = 0
-    """Bytes of the states that `Config.gpu_cache` keeps on the compute device, whatever tier the others are on."""
+    """Bytes of the states that `Tuning.gpu_cache` keeps on the compute device, whatever tier the others are on."""
     gpu_direct: bool = False
     """Whether drives write parameters on nvme straight into the memory of the GPU; those bytes are not among the copied ones."""
     updated: int = 0

@@ -1,6 +1,6 @@
 """How fast this machine copies to and from the compute device, and updates states, in the engine's own memory and formats.
 
-Measured where placement depends on it (`Config.gpu_cache`), and by `infinity bench`. Every function gives one figure per round,
+Measured where placement depends on it (`Tuning.gpu_cache`), and by `infinity bench`. Every function gives one figure per round,
 in units per second.
 """
 
@@ -78,8 +78,8 @@ class Formats:
 def formats_of(config: Config, dtype: torch.dtype) -> Formats:
     """What the kernels read and write of parameters of `dtype`."""
     param = next(name for name, each in DTYPES.items() if each is dtype)
-    master = "none" if param == "fp32" else "split" if param == "bf16" and config.split_master else "fp32"
-    grad = "fp32" if config.gradient_precision == "fp32" else param
+    master = "none" if param == "fp32" else "split" if param == "bf16" and config.tuning.split_master else "fp32"
+    grad = "fp32" if config.tuning.gradient_precision == "fp32" else param
     return Formats("", grad, param, master, config.moment_precision)
 
 

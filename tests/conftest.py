@@ -14,6 +14,7 @@ from typing import Any
 import elsewhere
 import pytest
 import torch
+from configs import config_of
 from hypothesis import settings
 from torch import nn
 
@@ -97,7 +98,7 @@ def smallest() -> Callable[..., dict[str, int]]:
         budgets = {}
         for key in BUDGETS:
             with pytest.raises(infinity.BudgetError, match=f"{key}=0 B is too small") as refusal:
-                infinity.wrap(model, infinity.Config(**(config | ROOMY | {key: 0})))
+                infinity.wrap(model, config_of(**(config | ROOMY | {key: 0})))
             found = re.search(rf"the smallest {key} that works is (\d+)", str(refusal.value))
             assert found is not None
             budgets[key] = int(found[1])

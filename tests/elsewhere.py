@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.config import Config
+from infinity.config import Config, Tuning
 
 KIND = os.environ.get("INFINITY_TEST_DEVICE", "")
 FILES = (
@@ -53,7 +53,9 @@ def _configure(**always: Any) -> None:
     make = Config.__init__
 
     def config(self: Config, **values: Any) -> None:
-        make(self, **{"gpu_cache": 0, **values, **always})
+        given = values.pop("tuning", {})
+        tuning = given.model_dump(exclude_unset=True) if isinstance(given, Tuning) else given
+        make(self, **values, tuning={"gpu_cache": 0, **tuning, **always})
 
     Config.__init__ = config  # type: ignore[method-assign]
 

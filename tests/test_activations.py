@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from far import FarDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -428,9 +429,7 @@ def wrapped(model: nn.Module, far: bool = False, **config: Any) -> Iterator[infi
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if far:
             patch.setattr(sys.modules["infinity.build"], "ComputeDevice", FarDevice)
-        with infinity.engine(
-            infinity.wrap(model, infinity.Config(**LEAST | {"nvme": folder, "device": "cpu"} | config))
-        ) as engine:
+        with infinity.engine(infinity.wrap(model, config_of(**LEAST | {"nvme": folder, "device": "cpu"} | config))) as engine:
             yield engine
 
 
@@ -763,7 +762,7 @@ def test_a_closed_engine_says_what_became_of_a_forward(place: str) -> None:
 
 def test_an_engine_that_is_collected_takes_its_activations_along() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        config = infinity.Config(**LEAST, nvme=folder, device="cpu", activations="nvme", activation_memory="24KiB")
+        config = config_of(**LEAST, nvme=folder, device="cpu", activations="nvme", activation_memory="24KiB")
         model = infinity.wrap(transformer(), config)
         engine = weakref.ref(infinity.engine(model))
         loss = model(**text_batch(0)).loss

@@ -48,6 +48,7 @@ PUBLIC = [
     "PathInUseError",
     "SGD",
     "ShardedParameterError",
+    "Tuning",
     "WeightsError",
     "accumulate",
     "adapt",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from models import Transformer, text_batch, transformer
 from test_parity import SETTINGS, SpecifiedAdamW
 from torch import nn
@@ -23,7 +24,7 @@ PLACEMENTS = [{"parameters": "nvme", "gpu_memory": 190_000}, {"parameters": "cpu
 
 def wrapped(model: nn.Module, directory: Path, **settings: Any) -> nn.Module:
     settings = {"gpu_memory": 1 << 20, "cpu_memory": 1 << 26, "cache": 0, "precision": "fp32", "poison": True} | settings
-    return infinity.wrap(model, infinity.Config(nvme=directory, **settings))
+    return infinity.wrap(model, config_of(nvme=directory, **settings))
 
 
 def mixed(cache: bool = True) -> torch.autocast:

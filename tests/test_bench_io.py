@@ -546,7 +546,9 @@ def test_a_whole_run_on_two_paths(tmp_path: Path) -> None:
         path: statistics.harmonic_mean([row["median_gb_per_second"] for row in facts["rows"] if row["paths"] == [str(path)]])
         for path in paths
     }
-    assert facts["config"]["infinity"]["nvme_shares"] == [float(f"{speed:.3g}") for speed in levelled(list(alone.values()))]
+    assert facts["config"]["infinity"]["tuning"]["nvme_shares"] == [
+        float(f"{speed:.3g}") for speed in levelled(list(alone.values()))
+    ]
     for shown in ("GB/s", "p99.9", "many-tensor read", "beside CPU Adam", "Reads are limited by", '"aio"', "sustained"):
         assert shown in result.stdout
     page = Page(out["page.html"].read_text())
@@ -633,8 +635,8 @@ def test_infinity_parses_the_block(setting: Setting, tmp_path: Path) -> None:
     block = json.loads(json.dumps(config_block([tmp_path], setting)))
     config = infinity.Config(**block["infinity"], gpu_memory="1GiB", cpu_memory="1GiB")
     assert config.nvme == (tmp_path,)
-    assert config.io_engine == setting.engine
-    assert config.nvme_shares == "measured", "with one path there is nothing to share"
+    assert config.tuning.io_engine == setting.engine
+    assert config.tuning.nvme_shares == "measured", "with one path there is nothing to share"
 
 
 def test_the_block_says_how_fast_each_path_is(tmp_path: Path) -> None:
@@ -643,7 +645,7 @@ def test_the_block_says_how_fast_each_path_is(tmp_path: Path) -> None:
     block = config_block(paths, SETTINGS[0], [3.2104, 1.0, 2.9])
     config = infinity.Config(**json.loads(json.dumps(block))["infinity"], gpu_memory="1GiB", cpu_memory="1GiB")
     assert config.nvme == tuple(paths)
-    assert config.nvme_shares == (3.06, 1.0, 3.06)
+    assert config.tuning.nvme_shares == (3.06, 1.0, 3.06)
 
 
 DEEPSPEED = {"block_size": int, "queue_depth": int, "intra_op_parallelism": int, "single_submit": bool, "overlap_events": bool}

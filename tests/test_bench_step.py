@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from far import FarDevice
 from typer.testing import CliRunner
 
@@ -20,7 +21,7 @@ from infinity.bench.step.flops import Shape, count
 from infinity.bench.step.limits import extrapolated
 from infinity.bench.step.measure import bounds, parts_updated
 from infinity.cli.main import app
-from infinity.config import Config
+from infinity.config import Config, Tuning
 from infinity.observe import Report
 from infinity.rates import formats_of, updates
 
@@ -131,7 +132,7 @@ def test_depth_is_extrapolated_from_rounds_of_one_and_two_blocks() -> None:
     ],
 )
 def test_the_kernels_are_measured_in_the_formats_of_the_states(options: Any, dtype: torch.dtype, expected: Any) -> None:
-    config = Config(nvme="/", gpu_memory=1, cpu_memory=1, **options)
+    config = config_of(nvme="/", gpu_memory=1, cpu_memory=1, **options)
     found = formats_of(config, dtype)
     assert (found.grad, found.param, found.master, found.moments) == expected
     assert all(rate > 0 for rate in updates(found, 1 << 16, 1, rounds=2))
@@ -192,7 +193,9 @@ def test_the_report_says_what_was_copied_in_the_last_step_and_what_is_updated(tm
     source = train.find_source(str(model), "bf16")
     with infinity.init():
         built = source.build()
-    config = Config(gpu_memory="1MiB", cpu_memory="8MiB", parameters="cpu", optimizer="cpu", precision="bf16", device="cpu")
+    config = Config(
+        gpu_memory="1MiB", cpu_memory="8MiB", parameters="cpu", optimizer="cpu", precision="bf16", tuning=Tuning(device="cpu")
+    )
     wrapped = infinity.wrap(built, config)
     ids = torch.zeros(1, 8, dtype=torch.long)
     with infinity.engine(wrapped) as engine:
@@ -216,7 +219,9 @@ def test_random_weights_fill_every_parameter_and_differ_by_seed(model: Path) -> 
         with infinity.init():
             built = train.find_source(str(model), "bf16").build()
         train.fill_randomly(built, seed, 0.02)
-        config = Config(gpu_memory="8MiB", cpu_memory="8MiB", parameters="cpu", optimizer="cpu", precision="bf16", device="cpu")
+        config = Config(
+            gpu_memory="8MiB", cpu_memory="8MiB", parameters="cpu", optimizer="cpu", precision="bf16", tuning=Tuning(device="cpu")
+        )
         wrapped = infinity.wrap(built, config)
         with infinity.engine(wrapped) as engine:
             return engine.state_dict()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from conftest import come_to_rest
 from far import FarDevice
 from hypothesis import HealthCheck, given, settings
@@ -46,7 +47,7 @@ def wrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wrap]:
 
     def make(cache: Any = "auto", depth: int = 4, **options: Any) -> infinity.Engine:
         known = {"gpu_memory": "4MiB", "cpu_memory": "64MiB", "poison": True, "nvme": tmp_path_factory.mktemp("nvme")}
-        model = infinity.wrap(build(depth), infinity.Config(**(known | {"cache": cache} | options)))
+        model = infinity.wrap(build(depth), config_of(**(known | {"cache": cache} | options)))
         made.append((model, infinity.engine(model)))
         return made[-1][1]
 
@@ -470,7 +471,7 @@ def test_the_cache_takes_what_is_left_and_no_more(precision: str, room: int, sma
     options: dict[str, Any] = {"nvme": tmp_path, "precision": precision}
     budgets = smallest(build(), **options)
     budgets["cpu_memory"] += room * MIB
-    model = infinity.wrap(build(), infinity.Config(**options, **budgets))
+    model = infinity.wrap(build(), config_of(**options, **budgets))
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters())
         for number in range(3):
@@ -542,7 +543,7 @@ def test_staging_grows_with_what_is_left_for_it(wrap: Wrap) -> None:
 def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_path: Path) -> None:
     elements = 2 * CHUNK_ELEMENTS + 2048
     cache = 1 << 30 if kept == 3 else kept * CHUNK_ELEMENTS * 2
-    config = infinity.Config(nvme=tmp_path, gpu_memory=MIB, cpu_memory=2 * MIB, cache=cache, poison=True)
+    config = infinity.Config(nvme=tmp_path, gpu_memory=MIB, cpu_memory=2 * MIB, tuning=infinity.Tuning(cache=cache, poison=True))
     device = FarDevice()
     store = Store(config, device, Recorder())
     block = store.add(BlockSpec(0, Kind.PARAM, elements, BF16, "nvme", 2 * elements, 0, "param"))

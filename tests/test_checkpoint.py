@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import Transformer, rounded, text_batch, transformer
@@ -59,7 +60,7 @@ class Training:
         self, directory: Path, model: nn.Module | None = None, make: Callable[..., Any] | None = None, **config: Any
     ) -> None:
         directory.mkdir()
-        self.model: Any = infinity.wrap(model or transformer(), infinity.Config(nvme=[directory], **(ROOMY | config)))
+        self.model: Any = infinity.wrap(model or transformer(), config_of(nvme=[directory], **(ROOMY | config)))
         self.engine = infinity.engine(self.model)
         make = make or (lambda parameters: infinity.AdamW(parameters, lr=1e-2, max_grad_norm=0.5))
         self.optimizer: Any = make(self.model.parameters())

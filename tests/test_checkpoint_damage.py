@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from models import text_batch, transformer
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata
@@ -37,7 +38,7 @@ class Training:
     """A small model with an optimizer, which can be begun anew."""
 
     def __init__(self, directory: Path, seed: int = 0) -> None:
-        self.model: Any = infinity.wrap(transformer(seed, width=8, depth=1), infinity.Config(nvme=[directory], **CONFIG))
+        self.model: Any = infinity.wrap(transformer(seed, width=8, depth=1), config_of(nvme=[directory], **CONFIG))
         self.engine = infinity.engine(self.model)
         self.optimizer = infinity.AdamW(self.model.parameters(), lr=1e-2)
 

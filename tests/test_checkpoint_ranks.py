@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 
 import infinity
 from infinity.checkpoint import state
@@ -59,7 +60,7 @@ def work(task: Task, rank: int, group: dist.ProcessGroup | None) -> dict[str, An
     nvme.mkdir(exist_ok=True)
     model = infinity.wrap(
         transformer(7 if task.source else 0),
-        infinity.Config(nvme=[nvme], **ROOMY, **FORMATS[task.form], **task.config),
+        config_of(nvme=[nvme], **ROOMY, **FORMATS[task.form], **task.config),
         group=group,
     )
     with infinity.engine(model) as engine:

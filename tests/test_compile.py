@@ -36,7 +36,9 @@ def _fresh() -> Iterator[None]:
 
 
 def wrapped(model: nn.Module, directory: Path, precision: str = "fp32", **options: Any) -> nn.Module:
-    config = infinity.Config(nvme=directory, gpu_memory=LITTLE, cpu_memory=1 << 26, cache=0, precision=precision, poison=True)
+    config = infinity.Config(
+        nvme=directory, gpu_memory=LITTLE, cpu_memory=1 << 26, precision=precision, tuning=infinity.Tuning(cache=0, poison=True)
+    )
     return infinity.wrap(model, config, **options)
 
 

@@ -7,39 +7,44 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from configs import config_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.config import Config
+from infinity.config import Config, Tuning
 from infinity.errors import ConfigError
 from infinity.units import format_bytes, parse_bytes, round_up
 
 KEYS = (
-    "nvme, gpu_memory, cpu_memory, nvme_memory, nvme_shares, cache, gpu_cache, parameters, optimizer, gradients, "
-    "activations, activation_memory, stage, precision, "
-    "algorithm, gradient_precision, split_master, moment_precision, copy_on_write, update, delayed_after, "
-    "collective_timeout, poison, device, "
-    "io_engine, gpu_direct, instruction_set, threads"
+    "nvme, gpu_memory, cpu_memory, parameters, gradients, optimizer, activations, stage, precision, moment_precision, "
+    "algorithm, tuning; and in tuning: nvme_memory, nvme_shares, cache, gpu_cache, activation_memory, gradient_precision, "
+    "split_master, copy_on_write, update, delayed_after, collective_timeout, poison, device, io_engine, gpu_direct, "
+    "instruction_set, threads"
 )
+LEAST = {"nvme": "/mnt/nvme0", "gpu_memory": "1GiB", "cpu_memory": "4GiB"}
 NOT_SHARES = "is neither 'measured' nor 'equal' nor a positive number for each directory"
 NOT_BYTES = "is not a number of bytes; write for example 512MiB, 2GiB or 2000000000"
 
 
 def make(**changes: Any) -> Config:
-    return Config(**({"nvme": "/mnt/nvme0", "gpu_memory": "1GiB", "cpu_memory": "4GiB"} | changes))
+    return config_of(**(LEAST | changes))
+
+
+def tuning(**changes: Any) -> Tuning:
+    return make(**changes).tuning
 
 
 def test_defaults_and_quantities() -> None:
     config = make(gpu_memory="1.5GiB", nvme_memory="2TB")
-    assert (config.gpu_memory, config.cpu_memory, config.nvme_memory) == (3 << 29, 4 << 30, 2 * 10**12)
+    assert (config.gpu_memory, config.cpu_memory, config.tuning.nvme_memory) == (3 << 29, 4 << 30, 2 * 10**12)
     assert (config.parameters, config.gradients, config.optimizer) == ("nvme", "cpu", "nvme")
     assert config.nvme == (Path("/mnt/nvme0"),)
-    assert make().nvme_memory is None
-    assert make().nvme_shares == "measured"
-    assert make(nvme=["a", "b"], nvme_shares=[3, 0.5]).nvme_shares == (3, 0.5)
-    assert (make().cache, make(cache="auto").cache, make(cache="2MiB").cache, make(cache=0).cache) == ("auto", "auto", 2 << 20, 0)
-    assert (make().activations, make().activation_memory) == ("gpu", "auto")
-    assert make(activations="cpu", activation_memory="1MiB").activation_memory == 1 << 20
+    assert tuning().nvme_memory is None
+    assert tuning().nvme_shares == "measured"
+    assert tuning(nvme=["a", "b"], nvme_shares=[3, 0.5]).nvme_shares == (3, 0.5)
+    assert [tuning(cache=size).cache for size in ("auto", "2MiB", 0)] == ["auto", 2 << 20, 0]
+    assert (make().activations, tuning().cache, tuning().activation_memory) == ("gpu", "auto", "auto")
+    assert tuning(activations="cpu", activation_memory="1MiB").activation_memory == 1 << 20
 
 
 @pytest.mark.parametrize("nvme", ["a", Path("a"), ["a"], ("a",)])
@@ -88,7 +93,8 @@ def test_without_nvme_everything_may_live_in_memory() -> None:
             {"nvme": [], "parameters": "gpu", "optimizer": "cpu", "activations": "nvme"},
             "config: activations on nvme, but no directory is given: set nvme=[...]",
         ),
-        ({"threads": 0}, "config: threads must be at least 1, not 0"),
+        ({"cahce": 1}, f"unknown config key 'cahce'; did you mean 'cache' in tuning? The keys are: {KEYS}"),
+        ({"threads": 0}, "threads: Input should be greater than or equal to 1, not 0"),
         ({"nvme": 3}, "nvme: Input should be a valid tuple, not 3"),
         ({"nvme": ""}, "nvme: a directory is empty text; write '.' for the current one"),
         ({"nvme": ["a", "b", "a"]}, "config: nvme names a directory twice: a, b, a"),
@@ -116,7 +122,46 @@ def test_missing_budgets_are_named() -> None:
 
 def test_a_config_does_not_change_after_it_was_checked() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        make().threads = 3  # type: ignore[misc]
+        make().gpu_memory = 3  # type: ignore[misc]
+    with pytest.raises(ValueError, match="frozen"):
+        make().tuning.threads = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", Tuning.model_fields)
+def test_a_key_of_tuning_among_those_of_config_is_told_its_place(name: str) -> None:
+    message = f"{name} is now in tuning: Config(tuning=Tuning({name}=...))"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        Config(**LEAST, **{name: "auto"})
+
+
+@pytest.mark.parametrize("name", Config.model_fields)
+def test_a_key_of_config_among_those_of_tuning_is_told_its_place(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{name} is not in tuning: Config({name}=...)')}$"):
+        Tuning(**{name: "auto"})
+
+
+def test_tuning_may_be_a_dict() -> None:
+    given = {"cache": "2MiB", "update": "exact"}
+    config = Config(**LEAST, tuning=given)
+    assert config.tuning == Tuning(**given)
+    assert Config(**config.model_dump()) == config
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"cache": "much"}, f"cache: 'much' {NOT_BYTES}, or 'auto'"),
+        ({"cahce": 1}, f"unknown tuning key 'cahce'; did you mean 'cache' in tuning? The keys are: {KEYS}"),
+        ({"gpu_memroy": 1}, f"unknown tuning key 'gpu_memroy'; did you mean 'gpu_memory'? The keys are: {KEYS}"),
+        ({1: 2}, "tuning: unknown tuning key 1"),
+        ({"update": "delayed", "gpu_cache": 1}, "config: update='delayed' keeps old parameters beside the new ones"),
+        (3, "tuning: Input should be a valid dictionary or instance of Tuning, not 3"),
+    ],
+)
+def test_a_dict_for_tuning_is_refused_like_keys_of_config(wrong: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        Config(**LEAST, tuning=wrong)
 
 
 @given(st.integers(min_value=0, max_value=1 << 80))

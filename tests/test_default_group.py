@@ -33,7 +33,9 @@ def build() -> nn.Sequential:
 
 def train(directory: Path, batches: list[list[torch.Tensor]], **group: Any) -> dict[str, torch.Tensor]:
     """One step for each of `batches`, on the mean of its parts; the weights after that."""
-    config = infinity.Config(nvme=directory, gpu_memory="4MiB", cpu_memory="8MiB", algorithm="sgd", device="cpu", threads=1)
+    config = infinity.Config(
+        nvme=directory, gpu_memory="4MiB", cpu_memory="8MiB", algorithm="sgd", tuning=infinity.Tuning(device="cpu", threads=1)
+    )
     model = infinity.wrap(build(), config, **group)
     with infinity.engine(model) as engine:
         optimizer = infinity.SGD(model.parameters(), lr=0.1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from conftest import come_to_rest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,7 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
     def make(update: str = "delayed", after: int = 0, **options: Any) -> infinity.Engine:
         folder = tmp_path / str(len(models))
         folder.mkdir()
-        config = infinity.Config(**(SMALL | {"nvme": folder, "update": update, "delayed_after": after} | options))
+        config = config_of(**(SMALL | {"nvme": folder, "update": update, "delayed_after": after} | options))
         models.append(infinity.wrap(transformer(), config))
         return infinity.engine(models[-1])
 
@@ -285,7 +286,7 @@ def test_bytes_that_move(wrap: Wrap) -> None:
 def test_old_parameters_in_memory_take_part_in_the_budget(tmp_path: Path, smallest: Callable[..., dict[str, int]]) -> None:
     config = {"nvme": tmp_path, "parameters": "cpu", "precision": "bf16"}
     least = {update: smallest(transformer(), update=update, **config)["cpu_memory"] for update in ("exact", "delayed")}
-    with infinity.engine(infinity.wrap(transformer(), infinity.Config(gpu_memory="4MiB", cpu_memory="8MiB", **config))) as engine:
+    with infinity.engine(infinity.wrap(transformer(), config_of(gpu_memory="4MiB", cpu_memory="8MiB", **config))) as engine:
         homes = sum(-(-unit.blocks[Kind.PARAM].nbytes // 4096) * 4096 for unit in engine.units)
     assert least["delayed"] - least["exact"] == homes
 
@@ -308,7 +309,7 @@ def test_where_the_old_parameters_cannot_be_kept(wrong: dict[str, Any], tmp_path
     with pytest.raises(
         infinity.ConfigError, match=rf"update='delayed' keeps the old parameters .* with {name}; put the parameters"
     ):
-        infinity.Config(update="delayed", nvme=tmp_path, gpu_memory="1GiB", cpu_memory="1GiB", **wrong)
+        config_of(update="delayed", nvme=tmp_path, gpu_memory="1GiB", cpu_memory="1GiB", **wrong)
 
 
 def test_a_step_that_is_skipped_is_late_for_nobody(wrap: Wrap) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from conftest import CHILD
 from far import FarDevice
 from test_stages import CASES, flat, same, train
@@ -94,7 +95,9 @@ def look(directory: Path, rank: int) -> bool:
         with how or pytest.MonkeyPatch.context():
             nvme = directory / f"look {len(found)} {rank}"
             nvme.mkdir()
-            config = infinity.Config(nvme=nvme, gpu_memory="8MiB", cpu_memory="8MiB", precision="fp32", device="cpu", threads=1)
+            config = infinity.Config(
+                nvme=nvme, gpu_memory="8MiB", cpu_memory="8MiB", precision="fp32", tuning=infinity.Tuning(device="cpu", threads=1)
+            )
             torch.manual_seed(0)
             model = infinity.wrap(torch.nn.Linear(70, 50), config, group=dist.group.WORLD)
             with infinity.engine(model) as engine:
@@ -120,7 +123,7 @@ def agree(directory: Path, rank: int) -> bool:
             nvme.mkdir()
             states = dict.fromkeys(("parameters", "optimizer"), "cpu")
             memory = {"gpu_memory": "640KiB", "cpu_memory": "16MiB"}
-            config = infinity.Config(nvme=nvme, **memory, **states, precision="bf16", device="cpu", threads=1)
+            config = config_of(nvme=nvme, **memory, **states, precision="bf16", device="cpu", threads=1)
             layers = [torch.nn.Linear(64, 64) for _ in range(40)]
             model = infinity.wrap(torch.nn.Sequential(*layers), config, units=[torch.nn.Linear], group=dist.group.WORLD)
             with infinity.engine(model) as wrapped:

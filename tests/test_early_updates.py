@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import text_batch, transformer
@@ -38,7 +39,7 @@ def wrap(tmp_path: Path) -> Iterator[Callable[..., infinity.Engine]]:
     def make(update: str, build: Callable[[], nn.Module] = transformer, **options: Any) -> infinity.Engine:
         folder = tmp_path / str(len(models))
         folder.mkdir()
-        config = infinity.Config(**(BUDGETS | {"nvme": folder, "update": update} | options))
+        config = config_of(**(BUDGETS | {"nvme": folder, "update": update} | options))
         models.append(infinity.wrap(build(), config))
         return infinity.engine(models[-1])
 
@@ -238,7 +239,7 @@ def test_any_schedule(
     outcomes = []
     for mode in ("plain", "speculative", "auto"):
         options = {"nvme": tmp_path_factory.mktemp("nvme"), "precision": precision, "gradients": gradients, "update": mode}
-        model = infinity.wrap(transformer(), infinity.Config(**(BUDGETS | options | WHERE[where])))
+        model = infinity.wrap(transformer(), config_of(**(BUDGETS | options | WHERE[where])))
         with infinity.engine(model) as engine:
             outcomes.append((run(engine, schedule, max_grad_norm), engine.state_dict()))
     for norms, weights in outcomes[1:]:

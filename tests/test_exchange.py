@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from test_ranks import PATIENCE, RANKS, Group, serve
 from torch import nn
 
@@ -56,7 +57,7 @@ def wrap(directory: Path, rank: int, **config: Any) -> tuple[nn.Module, infinity
     values |= {"gpu_memory": 4 << 20, "cpu_memory": 8 << 20} | config
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(number) for number in range(DEPTH)))
-    infinity.wrap(model, infinity.Config(**values), units=list(model), group=dist.group.WORLD)
+    infinity.wrap(model, config_of(**values), units=list(model), group=dist.group.WORLD)
     return model, infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
 
 
@@ -361,7 +362,7 @@ def a_rank_sleeps(directory: Path, rank: int) -> None:
             r"(gather|reduce|sum) .* failed and the engine cannot go on: rank 0 waited \d+ s .*collective \d+; ", text
         )
         assert "; rank 1 waits for no collective: it computes" in text
-        assert "Config(collective_timeout=3)" in text
+        assert "Config(tuning=Tuning(collective_timeout=3))" in text
     else:
         assert "rank 0 gave up in collective" in text
     infinity.engine(model).close()
@@ -455,7 +456,9 @@ def test_ranks_that_are_stuck_are_told_why(work: Callable[[Path, int], None], at
 
 def test_one_rank_has_no_thread_for_collectives(tmp_path: Path) -> None:
     model = nn.Sequential(*(Block(number) for number in range(2)))
-    infinity.wrap(model, infinity.Config(nvme=tmp_path, gpu_memory="4MiB", cpu_memory="8MiB", cache=0, device="cpu"))
+    infinity.wrap(
+        model, infinity.Config(nvme=tmp_path, gpu_memory="4MiB", cpu_memory="8MiB", tuning=infinity.Tuning(cache=0, device="cpu"))
+    )
     with infinity.engine(model) as engine:
         assert engine._exchange is None
         assert "infinity-exchange" not in [thread.name for thread in threading.enumerate()]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from far import FarDevice
 from models import text_batch, transformer
 
@@ -101,7 +102,7 @@ def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
                 patch.setattr(sys.modules["infinity.build"], "ComputeDevice", FarDevice)
             while True:
                 try:
-                    model = infinity.wrap(transformer() if model is None else model, infinity.Config(**config))
+                    model = infinity.wrap(transformer() if model is None else model, config_of(**config))
                     break
                 except infinity.BudgetError as error:  # where there is none, the least memory that works
                     ((key, least),) = re.findall(r"smallest (\w+) that works is (\d+)", str(error))
@@ -225,7 +226,7 @@ def test_a_step_does_not_wait_until_host_memory_was_read_for_the_norm(wrap: Wrap
 def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> None:
     """And the update goes on meanwhile."""
     nbytes = 2 * CHUNK_ELEMENTS
-    config = infinity.Config(nvme=tmp_path, gpu_memory="1MiB", cpu_memory="2MiB", cache=0, poison=True)
+    config = infinity.Config(nvme=tmp_path, gpu_memory="1MiB", cpu_memory="2MiB", tuning=infinity.Tuning(cache=0, poison=True))
     store = Store(config, FarDevice(), Recorder())
     block = store.add(BlockSpec(0, Kind.PARAM, nbytes, Format("byte", 1, 1), "nvme", nbytes, 0, "param"))
     store.open(store.placement.layout(block.spec.span))

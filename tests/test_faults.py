@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from models import Transformer, text_batch, transformer
 
 import infinity
@@ -37,7 +38,7 @@ class Run:
     def __init__(self, directory: Path, smallest: Callable[..., dict[str, int]], **config: Any) -> None:
         config = {"nvme": [directory], "precision": "bf16", "poison": True} | config
         config |= smallest(transformer(width=48), **config)
-        self.model: Transformer = infinity.wrap(transformer(width=48), infinity.Config(**config))
+        self.model: Transformer = infinity.wrap(transformer(width=48), config_of(**config))
         self.engine = infinity.engine(self.model)
         self.optimizer = infinity.AdamW(self.model.parameters(), lr=1e-2, max_grad_norm=0.5)
 

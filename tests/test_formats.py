@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from configs import config_of
 from conftest import ROOMY, come_to_rest, is_what_the_kernel_counts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -65,7 +66,7 @@ class Training:
         if weights is not None:
             model.load_state_dict(weights)
         config = {"precision": "bf16", "poison": True} | ROOMY | config
-        self.model: Transformer = infinity.wrap(model, infinity.Config(**config))
+        self.model: Transformer = infinity.wrap(model, config_of(**config))
         self.engine = infinity.engine(self.model)
         decayed, others = ([p for p in self.model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False))
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 2e-3}]
@@ -417,7 +418,7 @@ def test_bytes_per_parameter_and_step_by_the_kernels_count(
     config: dict[str, Any] = {"nvme": [tmp_path], "precision": "bf16", "update": "exact", "cache": 0, **FORMATS[name]}
     config |= smallest(wide(), **config)
     config["cpu_memory"] += 8 << 20
-    model = infinity.wrap(wide(), infinity.Config(**config))
+    model = infinity.wrap(wide(), config_of(**config))
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters())
 
@@ -447,7 +448,7 @@ def test_bytes_per_parameter_and_step_by_the_kernels_count(
 
 @pytest.mark.parametrize("name", BYTES)
 def test_bytes_per_parameter_at_rest(name: str, tmp_path: Path) -> None:
-    config = infinity.Config(nvme=tmp_path, precision="bf16", copy_on_write=False, **FORMATS[name], **ROOMY)
+    config = config_of(nvme=tmp_path, precision="bf16", copy_on_write=False, **FORMATS[name], **ROOMY)
     model = infinity.wrap(wide(), config)
     with infinity.engine(model) as engine:
         elements, states = padded_states(engine, name)

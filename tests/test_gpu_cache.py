@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from far import FarDevice
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,7 +48,7 @@ def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 def wrap(directory: Path, **options: Any) -> infinity.Engine:
     values = {"gpu_memory": "64MiB", "cpu_memory": "64MiB", "cache": 0, "gpu_cache": 0, "precision": "bf16", "poison": True}
-    config = infinity.Config(**(values | {"nvme": directory, "device": "cpu"} | options))
+    config = config_of(**(values | {"nvme": directory, "device": "cpu"} | options))
     MODELS.append(infinity.wrap(transformer(), config))
     return infinity.engine(MODELS[-1])
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from far import FarDevice
 from models import text_batch
 from test_far_device import LEAST, Places, Wrap, assert_equal, train, wrap
@@ -105,7 +106,7 @@ def store(tmp_path: Path, fake: Fake) -> Iterator[Callable[..., tuple[Store, Far
     def make(units: int = 2, nbytes: int = UNIT, **options: Any) -> tuple[Store, FarDevice, list[Block]]:
         settings = {"gpu_memory": nbytes, "cpu_memory": "8MiB", "cache": 0, "nvme_shares": "equal"} | options
         device = FarDevice()
-        stores.append(Store(infinity.Config(nvme=with_folders, **settings), device, Recorder()))
+        stores.append(Store(config_of(nvme=with_folders, **settings), device, Recorder()))
         specs = [BlockSpec(n, Kind.PARAM, nbytes, BYTES, "nvme", nbytes, 0, f"unit {n}") for n in range(units)]
         blocks = [stores[-1].add(spec) for spec in specs]
         stores[-1].open(stores[-1].placement.layout(nbytes))
@@ -284,7 +285,7 @@ def test_where_it_cannot_be_the_reason_is_said_and_host_memory_is_used(
 
 def test_when_it_must_be_had_it_is_refused_in_a_sentence(fake: Fake, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(infinity.ConfigError, match="needs parameters='nvme', not 'cpu'"):
-        infinity.Config(**LEAST | {"nvme": "x", "parameters": "cpu", "gpu_direct": "on"})
+        config_of(**LEAST | {"nvme": "x", "parameters": "cpu", "gpu_direct": "on"})
     with pytest.raises(infinity.ConfigError, match="the compute device is the CPU"):
         wrap(far=False, gpu_direct="on")
     monkeypatch.setattr(native, "cufile_libraries", lambda: ["libinfinity-none.so.0"])

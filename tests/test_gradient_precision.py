@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from models import rounded, text_batch, transformer
 from test_parity import SpecifiedAdamW, convert
 from torch import nn
@@ -56,7 +57,7 @@ class Reference:
 @pytest.mark.parametrize("precision", DTYPES)
 def test_training_is_bitwise_that_of_a_reference(precision: str, config: dict[str, Any], tmp_path: Path) -> None:
     settings = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "poison": True, "gradient_precision": "fp32"} | config
-    model = infinity.wrap(transformer(), infinity.Config(nvme=tmp_path, precision=precision, **settings))
+    model = infinity.wrap(transformer(), config_of(nvme=tmp_path, precision=precision, **settings))
     reference = Reference(DTYPES[precision], max_grad_norm=1.0)
     with infinity.engine(model) as engine:
         unscaled = infinity.LossScaler(1.0, window=None)
@@ -85,9 +86,13 @@ def test_training_is_bitwise_that_of_a_reference(precision: str, config: dict[st
 @pytest.mark.parametrize("gradients", ["cpu", "nvme"])
 def test_the_planner_states_what_they_move(gradients: str, tmp_path: Path) -> None:
     config = infinity.Config(
-        nvme=tmp_path, gpu_memory="4MiB", cpu_memory="8MiB", cache=0, precision="bf16", gradient_precision="fp32",
-        gradients=gradients, update="exact",
-    )  # fmt: skip
+        nvme=tmp_path,
+        gpu_memory="4MiB",
+        cpu_memory="8MiB",
+        precision="bf16",
+        gradients=gradients,
+        tuning=infinity.Tuning(cache=0, gradient_precision="fp32", update="exact"),
+    )
     model = infinity.wrap(transformer(), config)
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters(), max_grad_norm=1.0)
@@ -108,7 +113,11 @@ def test_the_sum_of_many_small_gradients_is_kept(tmp_path: Path) -> None:
         folder = tmp_path / precision
         folder.mkdir()
         config = infinity.Config(
-            nvme=folder, gpu_memory="1MiB", cpu_memory="4MiB", precision="bf16", gradient_precision=precision
+            nvme=folder,
+            gpu_memory="1MiB",
+            cpu_memory="4MiB",
+            precision="bf16",
+            tuning=infinity.Tuning(gradient_precision=precision),
         )
         model = infinity.wrap(nn.Linear(8, 1, bias=False), config)
         with infinity.engine(model) as engine:
@@ -125,9 +134,9 @@ def test_budgets_count_them(tmp_path: Path) -> None:
     for precision in ("auto", "fp32"):
         config: dict[str, Any] = {"nvme": tmp_path, "gpu_memory": "4MiB", "precision": "bf16", "gradient_precision": precision}
         with pytest.raises(infinity.BudgetError) as refusal:
-            infinity.wrap(transformer(), infinity.Config(**config, cpu_memory=0))
+            infinity.wrap(transformer(), config_of(**config, cpu_memory=0))
         smallest.append(int(re.findall(r"that works is (\d+)", str(refusal.value))[0]))
-        model = infinity.wrap(transformer(), infinity.Config(**config, cpu_memory=smallest[-1]))
+        model = infinity.wrap(transformer(), config_of(**config, cpu_memory=smallest[-1]))
         with infinity.engine(model) as engine:
             sizes.append(sum(unit.blocks[Kind.GRAD].nbytes for unit in engine.units))
     assert sizes[1] == 2 * sizes[0]

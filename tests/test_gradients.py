@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from far import FarDevice
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -68,7 +69,7 @@ def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
             if device is not None:
                 patch.setattr(sys.modules["infinity.build"], "ComputeDevice", device)
                 values["gpu_direct"] = "off"
-            wrapped = infinity.wrap(model, infinity.Config(nvme=directory, **(values | options)), units=[Block], group=None)
+            wrapped = infinity.wrap(model, config_of(nvme=directory, **(values | options)), units=[Block], group=None)
         models.append(wrapped)
         return infinity.engine(wrapped)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from configs import config_of
 from torch import nn
 
 import infinity
@@ -229,7 +230,7 @@ def test_the_hooks_bring_all_that_a_forward_and_its_backward_use(tmp_path: Path,
     torch.manual_seed(0)
     model = Shared()
     budgets = {"gpu_memory": "2MiB", "cpu_memory": "4MiB", "cache": 0}
-    infinity.wrap(model, infinity.Config(nvme=[tmp_path], precision="fp32", poison=True, device="cpu", **budgets), units=units)
+    infinity.wrap(model, config_of(nvme=[tmp_path], precision="fp32", poison=True, device="cpu", **budgets), units=units)
     ids = torch.arange(10)
     with infinity.engine(model) as engine:
         for _ in range(2):
@@ -407,9 +408,9 @@ def test_units_that_are_given_stay_and_joining_changes_no_number_and_no_budget(t
         model = build()
         units = list(model) if given else None
         with pytest.raises(infinity.BudgetError) as refusal:
-            infinity.wrap(model, infinity.Config(gpu_memory=0, **common), units=units)
+            infinity.wrap(model, config_of(gpu_memory=0, **common), units=units)
         budget = int(re.findall(r"that works is (\d+)", str(refusal.value))[0])
-        infinity.wrap(model, infinity.Config(gpu_memory=budget, **common), units=units)
+        infinity.wrap(model, config_of(gpu_memory=budget, **common), units=units)
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
         with infinity.engine(model) as engine:
             losses = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from models import text_batch, transformer
 from torch import nn
 
@@ -34,7 +35,7 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
         budgets = {"gpu_memory": 1, "cpu_memory": 1}
         while True:
             try:
-                infinity.wrap(model, infinity.Config(**{"nvme": [directory], "poison": True} | budgets | config))
+                infinity.wrap(model, config_of(**{"nvme": [directory], "poison": True} | budgets | config))
                 break
             except infinity.BudgetError as error:
                 name, smallest = re.search(r"smallest (\w+) that works is (\d+)", str(error)).groups()  # type: ignore[union-attr]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from conftest import CHILD
 from models import text_batch, transformer
 from torch import nn
@@ -32,7 +33,7 @@ BUDGETS = {"gpu_memory": 2 * MIB, "cpu_memory": 8 * MIB, "cache": 0}
 
 
 def open_engine(directory: Path | str, model: nn.Module | None = None, **config: Any) -> tuple[nn.Module, infinity.AdamW]:
-    model = infinity.wrap(model or transformer(), infinity.Config(**({"nvme": [directory], "poison": True} | BUDGETS | config)))
+    model = infinity.wrap(model or transformer(), config_of(**({"nvme": [directory], "poison": True} | BUDGETS | config)))
     return model, infinity.AdamW(model.parameters(), max_grad_norm=1.0)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import text_batch, transformer
@@ -30,7 +31,7 @@ def wrap(tmp_path: Path) -> Iterator[Callable[..., infinity.Engine]]:
         folder = tmp_path / str(len(models))
         folder.mkdir()
         values = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "poison": True} | options
-        models.append(infinity.wrap(model, infinity.Config(nvme=folder, **values)))
+        models.append(infinity.wrap(model, config_of(nvme=folder, **values)))
         return infinity.engine(model)
 
     yield make
@@ -273,7 +274,7 @@ def test_any_parameter_in_any_micro_batch_of_any_step(data: st.DataObject, tmp_p
         model = transformer()
         spoiler = Spoiler(model, name, value)
         mine = options if spoils else {"update": "plain"}
-        config = infinity.Config(
+        config = config_of(
             nvme=tmp_path_factory.mktemp("nvme"), gpu_memory="4MiB", cpu_memory="8MiB", precision="bf16", poison=True, **mine
         )
         with infinity.engine(infinity.wrap(model, config)) as engine:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from safetensors.torch import save_file
 from torch import nn
 
@@ -102,9 +103,7 @@ def test_a_master_is_the_value_that_was_wrapped(form: str, home: str, source: st
             model = Transformer(width=88, depth=2)
         model.norm.requires_grad_(False)
     (tmp_path / "nvme").mkdir()
-    model = infinity.wrap(
-        model, infinity.Config(nvme=[tmp_path / "nvme"], **ROOMY, **FORMS[form], **HOMES[home]), weights=weights
-    )
+    model = infinity.wrap(model, config_of(nvme=[tmp_path / "nvme"], **ROOMY, **FORMS[form], **HOMES[home]), weights=weights)
     with infinity.engine(model):
         check(model, FORMS[form]["precision"], expected)
 
@@ -124,7 +123,7 @@ def test_any_type_that_the_stored_one_cannot_hold(source: torch.dtype, precision
     with torch.no_grad():
         model[1].weight *= 2.0**-20  # where fp16 has fewer bits than bf16
     expected = {name: value.float() for name, value in values_of(model).items()}
-    with infinity.engine(infinity.wrap(model, infinity.Config(nvme=[tmp_path], precision=precision, **ROOMY))) as engine:
+    with infinity.engine(infinity.wrap(model, config_of(nvme=[tmp_path], precision=precision, **ROOMY))) as engine:
         for unit in engine.units:
             flat = unit.gather(Kind.MASTER)
             for name, place in zip(unit.names, unit.layout.places, strict=True):
@@ -142,7 +141,7 @@ def test_parameters_are_initialised_in_their_own_dtype_and_then_rounded(form: st
             model = nn.Sequential(nn.Linear(60, 60), nn.Tanh(), nn.Linear(60, 9))
         model[2].requires_grad_(False)
         config = ROOMY | FORMS[form] | {"precision": stored, "nvme": [tmp_path]}
-        with infinity.engine(infinity.wrap(model, infinity.Config(**config), seed=3)) as engine:
+        with infinity.engine(infinity.wrap(model, config_of(**config), seed=3)) as engine:
             found[stored] = engine.state_dict()
             if stored != "fp32":
                 optimizer = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0)
@@ -175,7 +174,7 @@ def test_wrap_writes_the_parameters_and_the_low_bits_and_nothing_else(
     source: torch.dtype, config: dict[str, Any], frozen: bool, extra: int, tmp_path: Path
 ) -> None:
     model = narrow(source).requires_grad_(not frozen)
-    with infinity.engine(infinity.wrap(model, infinity.Config(nvme=[tmp_path], **ROOMY, **HOMES["nvme"], **config))) as engine:
+    with infinity.engine(infinity.wrap(model, config_of(nvme=[tmp_path], **ROOMY, **HOMES["nvme"], **config))) as engine:
         elements = sum(unit.layout.numel for unit in engine.units)
         itemsize = engine.units[0].dtype.itemsize
         assert engine.io.counters()["bytes_written"] == (itemsize + extra) * elements
@@ -184,7 +183,7 @@ def test_wrap_writes_the_parameters_and_the_low_bits_and_nothing_else(
 @each_form
 def test_a_checkpoint_of_what_was_never_updated_has_all_bits(form: str, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
-    config = infinity.Config(nvme=[tmp_path / "nvme"], **ROOMY, **FORMS[form])
+    config = config_of(nvme=[tmp_path / "nvme"], **ROOMY, **FORMS[form])
     model = build()
     expected = values_of(model)
     with infinity.engine(infinity.wrap(model, config)) as engine:
@@ -205,7 +204,7 @@ def test_states_of_torch_leave_masters_as_they_are(tmp_path: Path) -> None:
     theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0)
     plain(**text_batch(0)).loss.backward()
     theirs.step()
-    with infinity.engine(infinity.wrap(model, infinity.Config(nvme=[tmp_path], **ROOMY, precision="bf16"))):
+    with infinity.engine(infinity.wrap(model, config_of(nvme=[tmp_path], **ROOMY, precision="bf16"))):
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         optimizer = infinity.AdamW([p for _, p in trained], lr=0.0, weight_decay=0.0)
         optimizer.load_state_dict(theirs.state_dict())
@@ -217,7 +216,7 @@ def test_states_of_torch_leave_masters_as_they_are(tmp_path: Path) -> None:
 
 def test_a_state_dict_of_what_was_never_updated_has_all_bits(tmp_path: Path) -> None:
     """And none of them among the states, where an optimizer of torch would look for moments beside them."""
-    config = infinity.Config(nvme=[tmp_path], **ROOMY, precision="bf16")
+    config = config_of(nvme=[tmp_path], **ROOMY, precision="bf16")
     model = build()
     expected = values_of(model)
     with infinity.engine(infinity.wrap(model, config)) as engine:
@@ -247,7 +246,7 @@ def test_a_wrap_that_fails_gives_all_bits_back(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Unit, "write", write)
     with pytest.raises(OSError, match="the drive is gone"):
-        infinity.wrap(model, infinity.Config(nvme=[tmp_path], **ROOMY, precision="bf16"))
+        infinity.wrap(model, config_of(nvme=[tmp_path], **ROOMY, precision="bf16"))
     assert calls[:2] == [Kind.MASTER, Kind.MASTER]
     for name, parameter in model.named_parameters():
         assert parameter.dtype is torch.float32 and torch.equal(parameter, expected[name]), name
@@ -263,7 +262,7 @@ def work(task: dict[str, Any], where: Path, rank: int) -> None:
     for form in FORMS.values():
         model = build()
         expected = values_of(model)
-        config = infinity.Config(**ROOMY | {"nvme": [nvme], "stage": task["stage"]} | form | HOMES[task["home"]])
+        config = config_of(**ROOMY | {"nvme": [nvme], "stage": task["stage"]} | form | HOMES[task["home"]])
         model = infinity.wrap(model, config, group=dist.group.WORLD)
         with infinity.engine(model):
             check(model, form["precision"], expected)

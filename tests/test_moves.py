@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from far import FarDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,7 +43,7 @@ FAST = 1e15
 def placed(sizes: list[int], memory: int, tier: Any, master: Format = SPLIT, **options: Any) -> Placement:
     """A model of units of `sizes` thousand parameters in bf16, with `memory` bytes on a device that has kernels."""
     values = {"parameters": tier, "optimizer": tier, "cpu_memory": 1 << 40, "cache": 0} | options
-    config = infinity.Config(nvme="/", gpu_memory=memory, **values)
+    config = config_of(nvme="/", gpu_memory=memory, **values)
     specs: list[BlockSpec] = []
     for unit, size in enumerate(sizes):
         for kind, form in (STATES | {Kind.MASTER: master}).items():
@@ -107,7 +108,7 @@ def test_from_nvme_the_format_says_what_stays() -> None:
     st.tuples(*[st.floats(10.0, 1000.0)] * 4),
 )
 def test_no_other_number_of_units_takes_less_time(sizes: list[int], part: float, tier: str, rates: Any) -> None:
-    """Against every number of them, given as `Config.gpu_cache`."""
+    """Against every number of them, given as `Tuning.gpu_cache`."""
     whole = [14 * size * PAGE for size in sizes]
     concurrent = room_for_two(sizes)
     memory = int(part * sum(whole)) // PAGE * PAGE + 2 * concurrent
@@ -158,7 +159,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def configured(directory: Path, **options: Any) -> infinity.Config:
     values = {"gpu_memory": "64MiB", "cpu_memory": "64MiB", "cache": 0, "gpu_cache": 0, "precision": "bf16", "update": "exact"}
-    return infinity.Config(**(values | {"nvme": directory, "device": "cpu"} | options))
+    return config_of(**(values | {"nvme": directory, "device": "cpu"} | options))
 
 
 @pytest.mark.usefixtures("far")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from conftest import ROOMY, come_to_rest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -398,7 +399,7 @@ def test_a_step_moves_what_is_planned_over_several_drives(tmp_path: Path, small:
     paths = [tmp_path / name for name in "abc"]
     for path in paths:
         path.mkdir()
-    config = infinity.Config(nvme=paths, nvme_shares=(2, 5, 1), precision="bf16", update="exact", **ROOMY)
+    config = config_of(nvme=paths, nvme_shares=(2, 5, 1), precision="bf16", update="exact", **ROOMY)
     model = infinity.wrap(transformer(width=48, depth=5), config)
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters())

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -109,7 +110,7 @@ def test_bits_of_many_chunks_survive(dtype: torch.dtype, home: str, tmp_path: Pa
 
 def check_bits(shapes: list[tuple[int, ...]], dtype: torch.dtype, config: dict[str, Any], seed: int) -> None:
     expected = [bits(code) for code in Frozen(shapes, dtype, seed).codes]
-    model = infinity.wrap(Frozen(shapes, dtype, seed), infinity.Config(**ROOMY | config))
+    model = infinity.wrap(Frozen(shapes, dtype, seed), config_of(**ROOMY | config))
     with infinity.engine(model) as engine:
         for unit in engine.units:
             for block in unit.blocks.values():
@@ -128,7 +129,7 @@ def check_bits(shapes: list[tuple[int, ...]], dtype: torch.dtype, config: dict[s
 
 @pytest.mark.parametrize("dtype", ONE_BYTE, ids=str)
 def test_a_write_inside_of_gathered_stays(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = infinity.wrap(Frozen([(100,), (70, 70)], dtype), infinity.Config(nvme=[tmp_path], **ROOMY | HOMES["nvme"]))
+    model = infinity.wrap(Frozen([(100,), (70, 70)], dtype), config_of(nvme=[tmp_path], **ROOMY | HOMES["nvme"]))
     value = random_bits((70, 70), dtype, seed=7)
     with infinity.engine(model) as engine:
         with infinity.gathered(model, write=True):
@@ -144,7 +145,7 @@ def test_precision_does_not_widen_a_frozen_float8(dtype: torch.dtype, precision:
     """It is the code of something quantized; a frozen fp32 parameter does take the precision."""
     model = Frozen([(100,)], dtype)
     model.gain.requires_grad_(False)
-    model = infinity.wrap(model, infinity.Config(nvme=[tmp_path], precision=precision, **ROOMY))
+    model = infinity.wrap(model, config_of(nvme=[tmp_path], precision=precision, **ROOMY))
     with infinity.engine(model) as engine:
         assert engine.state_dict()["codes.0"].dtype is dtype
         assert (
@@ -158,7 +159,7 @@ def test_a_checkpoint_has_them_in_their_own_dtype(dtype: torch.dtype, tmp_path: 
     elements = 300 * 333 + 7
     saved = Frozen(shapes, dtype, seed=1)
     expected = [bits(code) for code in saved.codes]
-    config = infinity.Config(nvme=[tmp_path / "nvme"], **ROOMY)
+    config = config_of(nvme=[tmp_path / "nvme"], **ROOMY)
     (tmp_path / "nvme").mkdir()
     model = infinity.wrap(saved, config)
     with infinity.engine(model) as engine:
@@ -227,7 +228,7 @@ def plain(dtype: torch.dtype, precision: str) -> Trained:
 
 
 def managed(dtype: torch.dtype, precision: str, config: dict[str, Any]) -> Trained:
-    model = infinity.wrap(quantized(dtype), infinity.Config(precision=precision, algorithm="sgd", **ROOMY | config))
+    model = infinity.wrap(quantized(dtype), config_of(precision=precision, algorithm="sgd", **ROOMY | config))
     with infinity.engine(model) as engine:
         optimizer = infinity.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
         losses = []
@@ -274,7 +275,7 @@ def work(task: dict[str, Any], where: Path, rank: int) -> None:
     for dtype in ONE_BYTE:
         shapes: list[tuple[int, ...]] = [(3001,), (50, 99)]
         expected = [bits(code) for code in Frozen(shapes, dtype, seed=1).codes]
-        model = infinity.wrap(Frozen(shapes, dtype, seed=1), infinity.Config(**config), group=dist.group.WORLD)
+        model = infinity.wrap(Frozen(shapes, dtype, seed=1), config_of(**config), group=dist.group.WORLD)
         checkpoint = where / f"checkpoint {dtype}"
         with infinity.engine(model) as engine:
             assert all(map(torch.equal, model(), expected)), dtype
@@ -282,11 +283,11 @@ def work(task: dict[str, Any], where: Path, rank: int) -> None:
             for unit in engine.units:
                 assert unit.blocks[Kind.PARAM].nbytes % PAGE == 0
             engine.save_checkpoint(checkpoint)
-        model = infinity.wrap(Frozen(shapes, dtype, seed=2), infinity.Config(**config), group=dist.group.WORLD)
+        model = infinity.wrap(Frozen(shapes, dtype, seed=2), config_of(**config), group=dist.group.WORLD)
         with infinity.engine(model) as engine:
             engine.load_checkpoint(checkpoint)
             assert all(map(torch.equal, model(), expected)), dtype
-    model = infinity.wrap(quantized(torch.int8), infinity.Config(algorithm="sgd", **config), group=dist.group.WORLD)
+    model = infinity.wrap(quantized(torch.int8), config_of(algorithm="sgd", **config), group=dist.group.WORLD)
     with infinity.engine(model) as engine:
         optimizer = infinity.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
         for step in range(STEPS):

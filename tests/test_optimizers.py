@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from configs import config_of
 from models import text_batch, transformer
 from torch import nn
 
@@ -29,7 +30,7 @@ def wrap(tmp_path: Path) -> Iterator[Callable[..., infinity.Engine]]:
         folder = tmp_path / str(len(models))
         folder.mkdir()
         settings = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "poison": True} | options
-        models.append(infinity.wrap(model, infinity.Config(nvme=folder, **settings)))
+        models.append(infinity.wrap(model, config_of(nvme=folder, **settings)))
         return infinity.engine(model)
 
     yield make

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from models import FAMILIES, Transformer, text_batch, transformer
 from torch import nn
 from torch.func import functional_call
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def wrap(model: nn.Module, directory: Path, **settings: Any) -> nn.Module:
     settings = {"gpu_memory": 1 << 20, "cpu_memory": 1 << 26, "cache": 0, "precision": "fp32", "poison": True} | settings
-    return infinity.wrap(model, infinity.Config(nvme=directory, **settings))
+    return infinity.wrap(model, config_of(nvme=directory, **settings))
 
 
 def goes_on(model: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import models
 import pytest
 import torch
+from configs import config_of
 from models import FAMILIES, Block, Output, Transformer, rounded, text_batch, transformer
 from torch import nn
 from torch.nn import functional
@@ -98,7 +99,7 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
         while True:
             wanted: dict[str, Any] = {"nvme": [directory], "precision": precision, "poison": True, "device": "cpu", "threads": 2}
             try:
-                infinity.wrap(model, infinity.Config(**wanted | budgets), **options)
+                infinity.wrap(model, config_of(**wanted | budgets), **options)
                 break
             except infinity.BudgetError as error:
                 name, smallest = re.search(r"smallest (\w+) that works is (\d+)", str(error)).groups()  # type: ignore[union-attr]

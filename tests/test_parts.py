@@ -47,11 +47,8 @@ def wrap(directory: Path) -> tuple[nn.Sequential, infinity.Engine]:
         nvme=[directory],
         gpu_memory=3 * 20480,
         cpu_memory="16MiB",
-        cache=0,
-        device="cpu",
-        threads=1,
-        update="exact",
         algorithm="sgd",
+        tuning=infinity.Tuning(cache=0, device="cpu", threads=1, update="exact"),
     )
     model = infinity.wrap(build(), config, units=[nn.Linear])
     return model, infinity.engine(model)

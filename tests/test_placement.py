@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from configs import config_of
 from conftest import ROOMY
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -49,7 +50,7 @@ def build() -> Transformer:
 def train(
     after_step: Callable[[Transformer], object] = lambda model: None, build: Callable[[], Transformer] = build, **config: Any
 ) -> Outcome:
-    model = infinity.wrap(build(), infinity.Config(**({"poison": True} | ROOMY | config)))
+    model = infinity.wrap(build(), config_of(**({"poison": True} | ROOMY | config)))
     with infinity.engine(model) as engine:
         decayed = [p for p in model.parameters() if p.ndim > 1]
         others = [p for p in model.parameters() if p.ndim < 2]

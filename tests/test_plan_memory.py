@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from configs import config_of
 
 import infinity
 from infinity.placement.memory import StateBytes, bytes_on_tiers, bytes_per_parameter
@@ -44,12 +45,12 @@ def test_the_published_table(billions: float) -> None:
     ],
 )
 def test_bytes_of_one_parameter(values: dict[str, Any], expected: tuple[float, ...]) -> None:
-    assert bytes_per_parameter(infinity.Config(gpu_memory=0, cpu_memory=0, nvme="x", **values)) == expected
+    assert bytes_per_parameter(config_of(gpu_memory=0, cpu_memory=0, nvme="x", **values)) == expected
 
 
 def test_where_they_lie() -> None:
     def on_tiers(**values: Any) -> dict[str, float]:
-        config = infinity.Config(gpu_memory=0, cpu_memory=0, nvme="x", precision="bf16", **values)
+        config = config_of(gpu_memory=0, cpu_memory=0, nvme="x", precision="bf16", **values)
         return bytes_on_tiers(1000, config, ranks=4)
 
     assert on_tiers() == {"gpu": 0, "cpu": 500, "nvme": 2 * (500 + 2500)}

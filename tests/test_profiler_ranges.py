@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from conftest import ROOMY, come_to_rest
 from models import text_batch, transformer
 
@@ -65,7 +66,7 @@ def step(model: Any, optimizer: Any, number: int, micro_batches: int) -> None:
 @pytest.mark.parametrize("update", ["speculative", "exact", "delayed"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_every_span_is_a_range(tmp_path: Path, profiler: Profiler, update: str, micro_batches: int) -> None:
-    config = infinity.Config(nvme=tmp_path, device="cpu", update=update, delayed_after=0, **ROOMY)
+    config = config_of(nvme=tmp_path, device="cpu", update=update, delayed_after=0, **ROOMY)
     model = infinity.wrap(transformer(), config)
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters(), max_grad_norm=1e9)
@@ -82,7 +83,7 @@ def test_every_span_is_a_range(tmp_path: Path, profiler: Profiler, update: str, 
 
 def test_a_range_ends_where_a_forward_or_a_backward_fails(tmp_path: Path, profiler: Profiler, smallest: Any) -> None:
     budgets = smallest(transformer(), nvme=tmp_path, device="cpu") | {"cache": 0}
-    model = infinity.wrap(transformer(), infinity.Config(nvme=tmp_path, device="cpu", **budgets))
+    model = infinity.wrap(transformer(), config_of(nvme=tmp_path, device="cpu", **budgets))
     with infinity.engine(model) as engine:
         block = model.get_submodule("blocks.1.up")
 

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from test_ranks import PATIENCE, RANKS, Group, serve
 from torch import nn
 
@@ -33,7 +34,7 @@ from infinity.sharding.unit import Unit
 WIDTH, DEPTH, STEPS = 256, 4, 5
 ROOM = 1 << 20  # of a file, where there is too little: less than a rank's states, and than its part of a checkpoint
 SOON = 300.0
-"""Seconds in which all ranks are told on the slowest machine; by `Config.collective_timeout` alone they are after 600."""
+"""Seconds in which all ranks are told on the slowest machine; by `Tuning.collective_timeout` alone they are after 600."""
 
 
 def build() -> nn.Module:
@@ -46,7 +47,7 @@ def wrap(directory: Path, plain: nn.Module | None = None, **config: Any) -> tupl
     nvme.mkdir(exist_ok=True)
     values: dict[str, Any] = {"nvme": nvme, "precision": "fp32", "device": "cpu", "threads": 1, "poison": True, "cache": 0}
     values |= {"gpu_memory": "16MiB", "cpu_memory": "16MiB", "update": "exact"} | config
-    model = infinity.wrap(plain or build(), infinity.Config(**values), group=dist.group.WORLD)
+    model = infinity.wrap(plain or build(), config_of(**values), group=dist.group.WORLD)
     return model, infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from conftest import CHILD
 from torch import nn
 from torch.nn import functional
@@ -195,7 +196,7 @@ def reduce_alone(rank: int, ranks: int) -> dict[str, dict[str, Any]]:
 
 def smallest_gpu_memory(config: dict[str, Any], group: dist.ProcessGroup | None) -> int:
     with pytest.raises(infinity.BudgetError) as refusal:
-        infinity.wrap(Model(), infinity.Config(**config), group=group)
+        infinity.wrap(Model(), config_of(**config), group=group)
     return int(re.findall(r"that works is (\d+)", str(refusal.value))[0])
 
 
@@ -206,7 +207,7 @@ def train(case: dict[str, Any], directory: Path, rank: int, group: dist.ProcessG
     config |= {"threads": 1, "copy_on_write": False, "update": "exact"} | case
     if config["gpu_memory"] == 0:
         config["gpu_memory"] = smallest_gpu_memory(config, group)
-    model = infinity.wrap(Model(), infinity.Config(**config), group=group)
+    model = infinity.wrap(Model(), config_of(**config), group=group)
     with infinity.engine(model) as engine, pytest.MonkeyPatch.context() as monkeypatch:
         optimizer = infinity.AdamW(model.parameters(), lr=3e-3, eps=1e-6, max_grad_norm=MAX_GRAD_NORM)
         assert [unit.nbytes for unit in engine.units] == SIZES

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -115,7 +116,7 @@ def least_memory(config: dict[str, Any], group: dist.ProcessGroup | None) -> dic
     found = {}
     for key in ("gpu_memory", "cpu_memory"):
         try:
-            infinity.wrap(build(), infinity.Config(**(config | {key: 0})), group=group)
+            infinity.wrap(build(), config_of(**(config | {key: 0})), group=group)
         except infinity.BudgetError as error:
             found[key] = int(re.findall(r"that works is (\d+)", str(error))[0])
     return found
@@ -129,7 +130,7 @@ def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGrou
     config |= ROOMY | task.config
     if task.least:
         config |= least_memory(config, group)
-    model = infinity.wrap(build(), infinity.Config(**config), group=group)
+    model = infinity.wrap(build(), config_of(**config), group=group)
     losses: list[float] = []
     norms: list[float] = []
     settings: dict[str, Any] = {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": task.max_grad_norm}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from test_ranks import RANKS, Group, serve
 from torch import nn
 
@@ -62,7 +63,7 @@ def train(directory: Path, rank: int | None, group: dist.ProcessGroup | None, **
     directory.mkdir(exist_ok=True)
     values = {"nvme": directory, "precision": "fp32", "device": "cpu", "threads": 1, "cache": 0, "poison": True}
     values |= {"gpu_memory": "256KiB", "cpu_memory": "8MiB"} | config
-    model = infinity.wrap(Model(), infinity.Config(**values), group=group, units=[Experts])
+    model = infinity.wrap(Model(), config_of(**values), group=group, units=[Experts])
     losses, used = [], []
     with infinity.engine(model) as engine:
         assert [unit.name for unit in engine.units] == ["blocks.0", "blocks.1", "blocks.2", "out"]

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from torch import nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors, disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -48,7 +49,7 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
         values: dict[str, Any] = {"nvme": [directory], "gpu_memory": 1, "cpu_memory": 1, "threads": 1} | placement
         while True:
             try:
-                made.append(infinity.wrap(model, infinity.Config(**values)))
+                made.append(infinity.wrap(model, config_of(**values)))
                 return model
             except infinity.BudgetError as error:
                 name, smallest = re.search(r"smallest (\w+) that works is (\d+)", str(error)).groups()  # type: ignore[union-attr]

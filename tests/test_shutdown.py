@@ -24,7 +24,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread")]
 @pytest.fixture
 def wrapped(tmp_path: Path) -> list[Any]:
     model = infinity.wrap(
-        transformer(), infinity.Config(nvme=[tmp_path], gpu_memory="2MiB", cpu_memory="8MiB", cache=0, threads=2)
+        transformer(),
+        infinity.Config(nvme=[tmp_path], gpu_memory="2MiB", cpu_memory="8MiB", tuning=infinity.Tuning(cache=0, threads=2)),
     )
     return [model, infinity.AdamW(model.parameters())]
 
@@ -88,7 +89,8 @@ def test_a_collection_on_a_thread_of_the_engine(
 
 FORKING = """
 import os, sys, torch, infinity
-model = infinity.wrap(torch.nn.Linear(8, 8), infinity.Config(nvme=sys.argv[1], gpu_memory="1MiB", cpu_memory="4MiB", cache=0))
+config = infinity.Config(nvme=sys.argv[1], gpu_memory="1MiB", cpu_memory="4MiB", tuning={"cache": 0})
+model = infinity.wrap(torch.nn.Linear(8, 8), config)
 child = os.fork()
 if child == 0:
     sys.exit(0)  # runs the finalizers that the child inherited

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from conftest import CHILD
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -91,7 +92,7 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
     values = {"nvme": directory, "gpu_memory": "8MiB", "cpu_memory": "8MiB", "cache": 0, "precision": "fp32", "poison": True}
     values |= {"gpu_cache": 0, "device": "cpu", "threads": 1, "copy_on_write": case.get("update") == "speculative"}
     parts, apart = case.get("parts", 2), case.get("apart", 0)
-    config = infinity.Config(**(values | {key: value for key, value in case.items() if key not in ("parts", "apart")}))
+    config = config_of(**(values | {key: value for key, value in case.items() if key not in ("parts", "apart")}))
     model = infinity.wrap(Model(), config, group=ranks)
     calls: Counter[str] = Counter()
     with infinity.engine(model) as engine, pytest.MonkeyPatch.context() as monkeypatch:
@@ -240,7 +241,7 @@ def test_checkpoints_of_every_stage_are_read_by_one_rank(results: list[dict[str,
     """Replicas save once; every rank waits until all is there."""
     where = Path(results[0]["ZeRO-3"]["saved"]).parent
     for name, found in results[0].items():
-        model = infinity.wrap(Model(), infinity.Config(gpu_memory="8MiB", cpu_memory="8MiB", precision="fp32", **GPU))
+        model = infinity.wrap(Model(), config_of(gpu_memory="8MiB", cpu_memory="8MiB", precision="fp32", **GPU))
         with infinity.engine(model) as engine:
             optimizer = infinity.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
             engine.load_checkpoint(where / f"saved {name}", optimizer)
@@ -265,9 +266,7 @@ def test_a_mesh_that_cannot_be(stage: int, tmp_path: Path) -> None:
         with pytest.raises(
             infinity.ConfigError, match=rf"a mesh of shape \(1, 1.*\) with stage={stage}: give one of one dimension"
         ):
-            infinity.wrap(
-                Model(), infinity.Config(nvme=tmp_path, gpu_memory="8MiB", cpu_memory="8MiB", stage=stage, **GPU), group=mesh
-            )
+            infinity.wrap(Model(), config_of(nvme=tmp_path, gpu_memory="8MiB", cpu_memory="8MiB", stage=stage, **GPU), group=mesh)
     finally:
         dist.destroy_process_group()
 

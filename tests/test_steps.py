@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from torch import nn
 
 import infinity
@@ -54,7 +55,7 @@ def wrap(tmp_path: Path) -> Iterator[Callable[..., infinity.Engine]]:
         folder = tmp_path / str(len(engines))
         folder.mkdir()
         settings = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "cache": 0, "poison": True} | options
-        engines.append(infinity.engine(infinity.wrap(model, infinity.Config(nvme=folder, **settings))))
+        engines.append(infinity.engine(infinity.wrap(model, config_of(nvme=folder, **settings))))
         return engines[-1]
 
     yield make

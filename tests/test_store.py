@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from infinity import native
-from infinity.config import Config, Tier
+from infinity.config import Tier
 from infinity.device import ComputeDevice
 from infinity.errors import BudgetError, EngineClosedError, NvmeError
 from infinity.observe import Recorder
@@ -47,7 +48,7 @@ def make_store(directory: Path, **values: Any) -> Store:
         "poison": True,
         "device": "cpu",
     }
-    return Store(Config(**(known | values)), ComputeDevice("cpu"), Recorder())
+    return Store(config_of(**(known | values)), ComputeDevice("cpu"), Recorder())
 
 
 @contextmanager

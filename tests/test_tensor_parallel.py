@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from conftest import CHILD
 from hypothesis import given
 from hypothesis import strategies as st
@@ -179,7 +180,8 @@ def batch(step: int) -> torch.Tensor:
 def configure(directory: Path, case: dict[str, Any]) -> infinity.Config:
     values = {"nvme": directory, "gpu_memory": "8MiB", "cpu_memory": "8MiB", "cache": 0, "precision": "fp32", "poison": True}
     values |= {"device": "cpu", "threads": 1} | case
-    return infinity.Config(**{key: value for key, value in values.items() if key in infinity.Config.model_fields})
+    known = infinity.Config.model_fields.keys() | infinity.Tuning.model_fields.keys()
+    return config_of(**{key: value for key, value in values.items() if key in known})
 
 
 def settings(**more: Any) -> dict[str, Any]:
@@ -846,7 +848,11 @@ def test_a_touch_outside_of_the_forward_is_told(results: list[dict[str, Any]]) -
         ),
         ("buffer", r"the buffer table is a DTensor placed as .*; buffers must be Replicate\(\)"),
         ("fully_shard", r"the model was given to fully_shard; infinity shards over the data parallel ranks itself"),
-        ("device", r"words\.weight is a DTensor on a mesh of cpu, and the model will run on cuda; set Config\(device='cpu'\)"),
+        (
+            "device",
+            r"words\.weight is a DTensor on a mesh of cpu, and the model will run on cuda; "
+            r"set Config\(tuning=Tuning\(device='cpu'\)\)",
+        ),
         ("unknown", r"unknown \(Module\) was built inside infinity\.init\(\) and has no reset_parameters\(\)"),
         ("adapt", r"RMSprop would see of a DTensor what this rank has of it, and not the whole; .* infinity\.AdamW"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from torch import nn
 
 import infinity
@@ -69,7 +70,7 @@ def wrapped(kind: type[nn.Module], **config: Any) -> nn.Module:
     budgets = {"gpu_memory": 0, "cpu_memory": 0}
     while True:
         try:
-            return infinity.wrap(build(kind), infinity.Config(**budgets | config), units=[kind])
+            return infinity.wrap(build(kind), config_of(**budgets | config), units=[kind])
         except infinity.BudgetError as refusal:
             found = re.search(r"smallest (\w+) that works is (\d+)", str(refusal))
             assert found is not None

@@ -43,7 +43,9 @@ before, ours = tasks(), threading.active_count()
 model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
 states = dict.fromkeys(("parameters", "optimizer", "gradients"), "cpu")
 budgets = {"gpu_memory": 1 << 20, "cpu_memory": 1 << 26}
-model = infinity.wrap(model, infinity.Config(precision="bf16", device="cpu", threads=1, **states, **budgets))
+tuning = infinity.Tuning(device="cpu", threads=1)
+config = infinity.Config(precision="bf16", tuning=tuning, **states, **budgets)
+model = infinity.wrap(model, config)
 optimizer = infinity.AdamW(model.parameters())
 for _ in range(2):
     model(torch.ones(512, 256, dtype=torch.bfloat16)).sum().backward()

@@ -361,9 +361,9 @@ def test_budgets_are_those_of_a_node(tmp_path: Path) -> None:
     values = {field.name: defaults[field.name] for field in dataclasses.fields(Job)}
     job = Job(**values | {"nvme": (tmp_path / "a", tmp_path / "b"), "cpu_memory": 100, "nvme_memory": 51, "gpu_memory": 30})
     config = job.config(World(rank=3, size=4, local_rank=1, local_size=2))
-    assert (config.gpu_memory, config.cpu_memory, config.nvme_memory) == (30, 50, 25)
+    assert (config.gpu_memory, config.cpu_memory, config.tuning.nvme_memory) == (30, 50, 25)
     config = job.config()
-    assert (config.gpu_memory, config.cpu_memory, config.nvme_memory) == (30, 100, 51)
+    assert (config.gpu_memory, config.cpu_memory, config.tuning.nvme_memory) == (30, 100, 51)
     job = Job(**values | {"nvme": (tmp_path,), "activations": "nvme", "activation_memory": 4 << 20})
     assert job.config(World(rank=3, size=4, local_rank=1, local_size=2)).activation_memory == 2 << 20
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from conftest import CHILD, ROOMY, come_to_rest, is_what_the_kernel_counts
 from models import text_batch, transformer
 from torch import nn
@@ -64,7 +65,7 @@ def test_states_that_are_read_ahead_wait_for_the_copy_of_their_parameter(
 
     config: dict[str, Any] = {"nvme": tmp_path, "precision": "fp32", "update": "exact"}
     budgets = smallest(build(), **config) | {"cpu_memory": 256 * MIB, "cache": 0}
-    model = infinity.wrap(build(), infinity.Config(**config, **budgets))
+    model = infinity.wrap(build(), config_of(**config, **budgets))
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters())
         assert engine._store.staged_sets > STAGED_SETS
@@ -85,7 +86,7 @@ def test_traffic_is_what_the_planner_states(
     config: dict[str, Any] = {"nvme": [tmp_path], "precision": precision, "update": update}
     config |= smallest(build(), **config)
     config["gpu_memory"] += extra * PAGE
-    model = infinity.wrap(build(), infinity.Config(**config))
+    model = infinity.wrap(build(), config_of(**config))
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters())
         for number in range(STEADY + 3):
@@ -102,7 +103,7 @@ def test_traffic_is_what_the_planner_states(
 def test_traffic_of_other_placements(
     where: dict[str, str], max_grad_norm: float | None, accumulation: int, tmp_path: Path
 ) -> None:
-    config = infinity.Config(nvme=[tmp_path], precision="bf16", update="exact", **ROOMY, **where)  # nothing is done twice
+    config = config_of(nvme=[tmp_path], precision="bf16", update="exact", **ROOMY, **where)  # nothing is done twice
     model = infinity.wrap(build(), config)
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters(), max_grad_norm=max_grad_norm)
@@ -113,7 +114,7 @@ def test_traffic_of_other_placements(
 
 
 def test_nothing_on_nvme_moves_nothing(tmp_path: Path) -> None:
-    model = infinity.wrap(build(), infinity.Config(**ROOMY, parameters="cpu", optimizer="cpu"))
+    model = infinity.wrap(build(), config_of(**ROOMY, parameters="cpu", optimizer="cpu"))
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters())
         for number in range(STEADY):
@@ -145,7 +146,7 @@ def test_bytes_per_parameter_by_our_count_and_by_the_kernels(
     config |= smallest(transformer(width=width, depth=depth), **config)
     config["cpu_memory"] += 8 * MIB
     config["gpu_memory"] += extra_blocks * 12 * width * width * 2
-    model = infinity.wrap(transformer(width=width, depth=depth), infinity.Config(**config))
+    model = infinity.wrap(transformer(width=width, depth=depth), config_of(**config))
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters())
         for number in range(STEADY):
@@ -191,9 +192,9 @@ def test_the_smallest_budget_works_and_a_byte_less_is_refused(
     budgets = smallest(build(), **config)
     for key, value in budgets.items():
         with pytest.raises(infinity.BudgetError, match=rf"the smallest {key} that works is {value} \("):
-            infinity.wrap(build(), infinity.Config(**(config | budgets | {key: value - 1})))
+            infinity.wrap(build(), config_of(**(config | budgets | {key: value - 1})))
     assert list(tmp_path.iterdir()) == []
-    model = infinity.wrap(build(), infinity.Config(**config, **budgets))
+    model = infinity.wrap(build(), config_of(**config, **budgets))
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters())
         for number in range(STEADY):
@@ -207,12 +208,12 @@ def test_the_smallest_budget_works_and_a_byte_less_is_refused(
 def test_the_smallest_nvme_memory_works_and_a_byte_less_is_refused(tmp_path: Path) -> None:
     config: dict[str, Any] = {"nvme": [tmp_path], "precision": "bf16"} | ROOMY
     with pytest.raises(infinity.BudgetError, match=r"the smallest nvme_memory that works is \d+") as refusal:
-        infinity.wrap(build(), infinity.Config(**config, nvme_memory=0))
+        infinity.wrap(build(), config_of(**config, nvme_memory=0))
     least = int(str(refusal.value).split("that works is ")[1].split()[0])
     with pytest.raises(infinity.BudgetError, match=f"the smallest nvme_memory that works is {least}"):
-        infinity.wrap(build(), infinity.Config(**config, nvme_memory=least - 1))
+        infinity.wrap(build(), config_of(**config, nvme_memory=least - 1))
     assert list(tmp_path.iterdir()) == []
-    model = infinity.wrap(build(), infinity.Config(**config, nvme_memory=least))
+    model = infinity.wrap(build(), config_of(**config, nvme_memory=least))
     with infinity.engine(model) as engine:
         (states,) = [path for path in tmp_path.iterdir() if path.suffix == ".bin"]
         assert states.stat().st_size == least
@@ -297,7 +298,7 @@ def test_resident_memory_stays_under_the_budgets(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("formats", "states"), LEDGER, ids=["fp32", "split", "bf16"])
 def test_states_on_nvme_take_what_the_ledger_says(formats: dict[str, Any], states: int, tmp_path: Path) -> None:
-    config = infinity.Config(nvme=[tmp_path], precision="bf16", copy_on_write=False, **formats, **ROOMY)
+    config = config_of(nvme=[tmp_path], precision="bf16", copy_on_write=False, **formats, **ROOMY)
     model = infinity.wrap(build(), config)
     with infinity.engine(model) as engine:
         padded = sum(unit.layout.numel for unit in engine.units)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -48,7 +49,7 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
         units = options.pop("units", None)
         while True:
             try:
-                made.append(infinity.wrap(model, infinity.Config(**(values | options)), units=units))
+                made.append(infinity.wrap(model, config_of(**(values | options)), units=units))
                 return model
             except infinity.BudgetError as error:
                 name, smallest = re.search(r"smallest (\w+) that works is (\d+)", str(error)).groups()  # type: ignore[union-attr]

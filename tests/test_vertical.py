@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from configs import config_of
 from conftest import CHILD
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,7 +50,7 @@ def wrap(model: nn.Module, folder: Path, room: int = 1, **config: Any) -> nn.Mod
     budgets = {"gpu_memory": 1, "cpu_memory": 1}
     while True:
         try:
-            return infinity.wrap(model, infinity.Config(**{"nvme": [folder], "poison": True} | budgets | config))
+            return infinity.wrap(model, config_of(**{"nvme": [folder], "poison": True} | budgets | config))
         except infinity.BudgetError as error:
             name, smallest = re.search(r"smallest (\w+) that works is (\d+)", str(error)).groups()  # type: ignore[union-attr]
             budgets[name] = int(smallest) * (room if name == "gpu_memory" else 1)
@@ -584,7 +585,7 @@ def serve(rank: int, folder: Path) -> None:
     place.mkdir()
     for order in ("vertical", "horizontal"):
         budgets = {"gpu_memory": 4 << 20, "cpu_memory": 8 << 20, "cache": 0}
-        config = infinity.Config(nvme=[place], precision="fp32", gradients="nvme", **budgets)
+        config = config_of(nvme=[place], precision="fp32", gradients="nvme", **budgets)
         model = infinity.wrap(transformer(), config, group=dist.group.WORLD)
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
         with infinity.engine(model) as engine:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from far import FarDevice
 from torch import nn
 
@@ -281,7 +282,7 @@ class Run:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) if kind is nn.Linear else kind() for _ in range(DEPTH)))
         budgets = {"gpu_memory": 3 * 20480, "cpu_memory": "16MiB", "cache": 0, "gpu_direct": "off"}
         values = {"nvme": [directory], "device": "cpu", "threads": 1, "algorithm": "sgd", "update": "exact"} | budgets | config
-        self.model = infinity.wrap(model, infinity.Config(**values), units=[kind])
+        self.model = infinity.wrap(model, config_of(**values), units=[kind])
         self.engine = infinity.engine(self.model)
         self.optimizer = infinity.SGD(self.model.parameters(), lr=0.1)
         self.store, self.pipeline = self.engine._store, self.engine._updater._pipeline

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from safetensors.torch import save_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -117,7 +118,7 @@ class Seen:
 
 def config(directory: Path, **changes: Any) -> infinity.Config:
     values = {"gpu_memory": "2MiB", "cpu_memory": "8MiB", "cache": 0, "threads": 1, "precision": "bf16", "device": "cpu"}
-    return infinity.Config(**({"nvme": directory} | values | changes))
+    return config_of(**({"nvme": directory} | values | changes))
 
 
 # Every step fails in turn

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from conftest import CHILD, ROOMY
 from models import Transformer, text_batch, transformer
 from safetensors.torch import save_file
@@ -38,7 +39,7 @@ PAGE = 4096
 
 
 def config(directory: Path | list[Path], **changes: Any) -> infinity.Config:
-    return infinity.Config(**({"nvme": directory} | ROOMY | changes))
+    return config_of(**({"nvme": directory} | ROOMY | changes))
 
 
 def files(directory: Path) -> dict[str, int]:
@@ -132,7 +133,7 @@ def test_budgets_are_checked_before_meta_parameters_are_touched(tmp_path: Path, 
 def test_a_directory_that_is_not_there_is_refused_although_nothing_would_lie_in_it(tmp_path: Path) -> None:
     """All states fit into the cache, or are placed elsewhere: a wrong path is to be seen now, not with a larger model."""
     for where in ({"cache": "auto"}, {"parameters": "cpu", "optimizer": "cpu"}):
-        wrong = infinity.Config(nvme=tmp_path / "gone", gpu_memory="64MiB", cpu_memory="64MiB", **where)
+        wrong = config_of(nvme=tmp_path / "gone", gpu_memory="64MiB", cpu_memory="64MiB", **where)
         with pytest.raises(infinity.ConfigError, match=r"nvme directory .*gone does not exist; create it on the drive"):
             infinity.wrap(nn.Linear(8, 8), wrong)
 
@@ -304,7 +305,7 @@ def test_a_parameter_may_be_asked_what_it_is(wrapped: Transformer) -> None:
     assert "Embedding(64, 32)" in repr(wrapped)
 
 
-MOVED = "the engine moves the model: Config\\(device="
+MOVED = "the engine moves the model: Config\\(precision="
 SAVED = r"infinity\.engine\(model\) saves it"
 COPIED = "for a copy build the model again"
 READ = r"use infinity\.engine\(model\)\.state_dict\(\)"
@@ -386,7 +387,7 @@ def test_the_memory_that_is_named_is_enough(gradients: str, tmp_path: Path) -> N
 
     def wrapped() -> nn.Module:
         options: dict[str, Any] = {"nvme": [tmp_path], "gradients": gradients, "cpu_memory": 1 << 26}
-        return infinity.wrap(build(), infinity.Config(gpu_memory=memory, **options), units=[nn.Linear])
+        return infinity.wrap(build(), config_of(gpu_memory=memory, **options), units=[nn.Linear])
 
     with pytest.raises(infinity.BudgetError) as refusal:
         wrapped()

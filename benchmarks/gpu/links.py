@@ -27,7 +27,7 @@ import torch
 
 from infinity import nvme
 from infinity.bench.summary import Row, Spread, Summary
-from infinity.config import Config
+from infinity.config import Config, Tuning
 from infinity.device import ComputeDevice, copy_alone
 from infinity.observe import Recorder
 from infinity.placement.spec import BF16, BlockSpec, Kind
@@ -48,10 +48,11 @@ class Units:
         self.device = ComputeDevice(kind)
         places = AHEAD + 2
         config = Config(
-            nvme=folder, gpu_memory=places * nbytes + (nbytes if tier == "cpu" else 0), cache=0, device=kind,
-            gpu_direct=gpu_direct,
+            nvme=folder,
+            gpu_memory=places * nbytes + (nbytes if tier == "cpu" else 0),
             cpu_memory=(count + 1) * nbytes * (2 if tier == "cpu" else 0) + (256 << 20),
-        )  # fmt: skip
+            tuning=Tuning(cache=0, device=kind, gpu_direct=gpu_direct),
+        )
         self.store = Store(config, self.device, Recorder())
         self.gradients, self.params = [], []
         for number in range(count):

@@ -17,7 +17,7 @@ from infinity.cli.options import refuse_missing_directory
 from infinity.cli.output import prepare_output, save_model
 from infinity.cli.ranks import ALONE, World
 from infinity.cli.training import Engine, Schedule, Trainer, Watcher
-from infinity.config import Config, Tier
+from infinity.config import Config, Tier, Tuning
 from infinity.errors import BudgetError
 from infinity.models.data import load_windows
 from infinity.models.reading import open_regular
@@ -96,22 +96,24 @@ class Job:
             nvme=self.nvme,
             gpu_memory=self.gpu_memory,
             cpu_memory=world.share(self.cpu_memory),
-            nvme_memory=None if self.nvme_memory is None else world.share(self.nvme_memory),
-            nvme_shares=self.nvme_shares,
-            cache=self.cache,
-            gpu_cache=self.gpu_cache,
             parameters=self.parameters,
             optimizer=self.optimizer,
             gradients=self.gradients,
             activations=self.activations,
-            activation_memory=memory if memory == "auto" else world.share(memory),
             precision=self.precision,
-            gradient_precision=self.gradient_precision,
             moment_precision=self.moment_precision,
-            update=self.update,
-            delayed_after=self.delayed_after,
-            io_engine=self.io_engine,
-            gpu_direct=self.gpu_direct,
+            tuning=Tuning(
+                nvme_memory=None if self.nvme_memory is None else world.share(self.nvme_memory),
+                nvme_shares=self.nvme_shares,
+                cache=self.cache,
+                gpu_cache=self.gpu_cache,
+                activation_memory=memory if memory == "auto" else world.share(memory),
+                gradient_precision=self.gradient_precision,
+                update=self.update,
+                delayed_after=self.delayed_after,
+                io_engine=self.io_engine,
+                gpu_direct=self.gpu_direct,
+            ),
         )
 
     def schedule(self) -> Schedule:

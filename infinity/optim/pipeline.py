@@ -248,7 +248,7 @@ class Pipeline:
                 self._set(job, update, JobState.AHEAD)
 
     def delay(self, jobs: Sequence[tuple[Job, UnitUpdate]]) -> None:
-        """AWAITED -> DELAYED, until they are confirmed. The parameters have a second place each (see `Config.update`)."""
+        """AWAITED -> DELAYED, until they are confirmed. The parameters have a second place each (see `Tuning.update`)."""
         with self._changed:
             for job, update in jobs:
                 self._set(job, update, JobState.DELAYED)

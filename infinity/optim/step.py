@@ -11,7 +11,7 @@ will be clipped and that the hyper-parameters stay. `post` keeps it if it is, te
 and begins anew if not. So the update hides behind the backward, too, and the numbers are those of an update that waited.
 
 [Note: one step late]
-With `Config.update="delayed"` a step is fixed like any other, but what its updates make is seen only when the next step is
+With `Tuning.update="delayed"` a step is fixed like any other, but what its updates make is seen only when the next step is
 fixed, or when something else than training looks before the next forward: evaluation, `state_dict`, a checkpoint. By then a
 forward and a backward have passed. The updates read the gradients first that the backward will overwrite first; one that was
 not read yet is waited for.

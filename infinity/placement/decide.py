@@ -101,12 +101,12 @@ class Placement:
         return self._may_choose() and some_fit and not self._all_fit(concurrent, reserve)
 
     def with_gpu_cache(self, concurrent: int, reserve: int, rates: Rates | None = None) -> Placement:
-        """All states of some units at home on the compute device, as `Config.gpu_cache` says.
+        """All states of some units at home on the compute device, as `Tuning.gpu_cache` says.
 
         `concurrent` and `reserve` bytes there are for others. With "auto" so many units that a step takes least time by
         `rates`; none without these, unless all can stay.
         """
-        units, wanted = self._units(), self.config.gpu_cache
+        units, wanted = self._units(), self.config.tuning.gpu_cache
         everything = [spec for unit in units for spec in unit]
         if wanted != "auto":
             return self._with(_those_that_fit(units, wanted))
@@ -133,11 +133,11 @@ class Placement:
 
     def _may_choose(self) -> bool:
         can_update = self.machine.has_kernels and self.config.algorithm != "other" and not self._twice
-        return self.config.gpu_cache == "auto" and can_update
+        return self.config.tuning.gpu_cache == "auto" and can_update
 
     def fixed(self) -> str:
         """What to say beside another `gpu_memory`, so that as much stays on the compute device as now; "" where that is fixed."""
-        return f", with gpu_cache={self.gpu_cache_bytes}" if self._may_choose() else ""
+        return f", with Tuning(gpu_cache={self.gpu_cache_bytes})" if self._may_choose() else ""
 
     def _all_fit(self, concurrent: int, reserve: int) -> bool:
         return self._with([spec for unit in self._units() for spec in unit]).fits(concurrent, reserve)
@@ -194,11 +194,11 @@ class Placement:
     def _twice(self) -> set[Kind]:
         """A delayed update writes new parameters while the old ones are in use: they have two places each, not one in the
         cache."""
-        return {Kind.PARAM} if self.config.update == "delayed" else set()
+        return {Kind.PARAM} if self.config.tuning.update == "delayed" else set()
 
     def _copies(self, spec: BlockSpec) -> int:
         """How many homes in memory, or extents on NVMe, a block has. What a failed step leaves of gradients is of no use: one."""
-        on_nvme = self.config.copy_on_write and spec.kind is not Kind.GRAD
+        on_nvme = self.config.tuning.copy_on_write and spec.kind is not Kind.GRAD
         doubled = on_nvme if spec.tier == "nvme" else spec.kind in self._twice
         return 2 if doubled and not spec.frozen else 1
 
@@ -217,14 +217,14 @@ class Placement:
                 f"gpu_memory={format_bytes(budget.gpu_memory)} is too small: states at home there take "
                 f"{format_bytes(home)}, the units in use at once and the next one {format_bytes(least)}; the smallest "
                 f"gpu_memory that works is {home + least} ({format_bytes(home + least)})"
-                f"{', or set a smaller gpu_cache' if budget.gpu_cache not in ('auto', 0) else ''} (invariant I10)"
+                f"{', or set a smaller gpu_cache' if budget.tuning.gpu_cache not in ('auto', 0) else ''} (invariant I10)"
             )
         useful = sum(spec.span for spec in travelling) + reserve
         device = min(budget.gpu_memory // PAGE * PAGE, home + max(useful, least))
         homes = self.home_bytes("cpu")
         plan, saved = self._divide_host(budget.cpu_memory - homes, homes)
         free = budget.cpu_memory - homes - plan.slots * plan.chunk_elements * WIDEST_ELEMENT - plan.cache - saved
-        doubled = self._doubled(free + (saved // 2 if budget.activation_memory == "auto" else 0))
+        doubled = self._doubled(free + (saved // 2 if budget.tuning.activation_memory == "auto" else 0))
         more = _home_bytes(doubled)
         kept = self._choose(plan.cache, resident=min(1.0, (device - home - reserve) / max(useful - reserve, 1)))
         blocks = self._place(set(doubled), kept)
@@ -251,7 +251,7 @@ class Placement:
         elements = sum(spec.elements for spec in self.specs if spec.kind is Kind.PARAM)
         all_of_it = sum(spec.nbytes for spec in on_nvme)
         staged = Staged(len(kinds) + spare, len(others) + spare, self._granule, longest, elements, all_of_it)
-        wanted = self.config.activation_memory if self.moves_activations() else 0
+        wanted = self.config.tuning.activation_memory if self.moves_activations() else 0
         fixed = 0 if wanted == "auto" else wanted
         least = home + fixed + staged.least
         if available < least - home:
@@ -261,7 +261,7 @@ class Placement:
                 f"{format_bytes(home)}{also} and staging at least {format_bytes(staged.least)}; the smallest cpu_memory that "
                 f"works is {least} ({format_bytes(least)}) (invariant I10)"
             )
-        cache = None if self.config.cache == "auto" else self.config.cache
+        cache = None if self.config.tuning.cache == "auto" else self.config.tuning.cache
         return divide_with_activations(available, staged, cache, wanted)
 
     @property
@@ -284,15 +284,17 @@ class Placement:
 
     def _choose(self, cache_bytes: int, resident: float) -> dict[BlockSpec, int]:
         """What of the blocks on NVMe is at home in host memory; `resident` of the parameters fit on the compute device."""
-        early = self.config.copy_on_write and self.config.update in ("auto", "speculative")
+        early = self.config.tuning.copy_on_write and self.config.tuning.update in ("auto", "speculative")
         return choose(self.specs, cache_bytes, self._granule, early, resident, never=self._twice)
 
     def _doubled(self, room: int) -> list[BlockSpec]:
         """The blocks in host memory that get second homes in `room` bytes of it, by units: first those that come last in the
         model, whose gradients come first. What is on NVMe is better cached instead."""
-        early = self.config.update == "speculative" or (self.config.update == "auto" and not self.machine.unified_memory)
+        early = self.config.tuning.update == "speculative" or (
+            self.config.tuning.update == "auto" and not self.machine.unified_memory
+        )
         rewritten = [spec for spec in self.specs if spec.kind is not Kind.GRAD and not spec.frozen]
-        if not early or not self.config.copy_on_write or any(spec.tier == "nvme" for spec in rewritten):
+        if not early or not self.config.tuning.copy_on_write or any(spec.tier == "nvme" for spec in rewritten):
             return []
         units = [list(unit.values()) for unit in units_of(reversed(rewritten)).values()]
         return _those_that_fit([unit for unit in units if all(spec.tier == "cpu" for spec in unit)], room)

@@ -34,8 +34,8 @@ def bytes_per_parameter(config: Config) -> StateBytes:
     Example: bf16 takes 2 + 2 + 10 with a split master and fp32 moments. With precision "auto" parameters are taken to be fp32.
     """
     parameter = _DTYPE_BYTES.get(config.precision, 4)
-    gradient = 4 if config.gradient_precision == "fp32" else parameter
-    master = 0 if parameter == 4 else 2 if config.split_master and config.precision == "bf16" else 4
+    gradient = 4 if config.tuning.gradient_precision == "fp32" else parameter
+    master = 0 if parameter == 4 else 2 if config.tuning.split_master and config.precision == "bf16" else 4
     return StateBytes(parameter, gradient, master + _MOMENTS[config.algorithm] * _MOMENT_BYTES[config.moment_precision])
 
 
@@ -54,11 +54,11 @@ def bytes_on_tiers(trainable: int, config: Config, ranks: int = 1, frozen: int =
     tiers = dict.fromkeys(("gpu", "cpu", "nvme"), 0.0)
     places = {"parameters": config.parameters, "gradients": config.gradients, "optimizer": config.optimizer}
     may_stay = sum(getattr(states, name) for name, tier in places.items() if tier != "gpu")
-    stays = 0.0 if config.gpu_cache == "auto" or not may_stay else min(1.0, config.gpu_cache / may_stay)
+    stays = 0.0 if config.tuning.gpu_cache == "auto" or not may_stay else min(1.0, config.tuning.gpu_cache / may_stay)
     tiers["gpu"] += stays * may_stay
     for name, tier in places.items():
-        doubled = tier == "nvme" and config.copy_on_write and name != "gradients"
-        late = tier == "cpu" and config.update == "delayed" and name == "parameters"
+        doubled = tier == "nvme" and config.tuning.copy_on_write and name != "gradients"
+        late = tier == "cpu" and config.tuning.update == "delayed" and name == "parameters"
         leaves = 1.0 if tier == "gpu" else 1.0 - stays
         tiers[tier] += leaves * getattr(states, name) * (2 if doubled or late else 1) + getattr(kept, name)
     return tiers

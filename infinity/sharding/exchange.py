@@ -22,7 +22,7 @@ An update whose gather is posted must be able to end without the thread that wai
 
 [Note: ranks that are stuck]
 Who waits for a collective looks now and then at what the other ranks have noted (`infinity.sharding.watch`). It gives up when
-the first one in the queue has waited for the others for `Config.collective_timeout`, when another rank gave up or failed, and
+the first one in the queue has waited for the others for `Tuning.collective_timeout`, when another rank gave up or failed, and
 when the orders differ. A rank where anything fails for good, an update in the background above all, notes that at once: the
 others need not wait for that very thing. torch's own call goes on in this thread meanwhile, and ends by its own timeout, which
 is a little longer.
@@ -106,7 +106,7 @@ class Collective:
 
 class Exchange:
     """The collectives among `ranks`, which are copied: every rank must make one. Methods are for the thread that runs the model.
-    `timeout` is `Config.collective_timeout`, in seconds.
+    `timeout` is `Tuning.collective_timeout`, in seconds.
 
     An error is told to the store, so that it reaches the user's next call, and nothing is joined any more.
     """
@@ -237,7 +237,7 @@ class Exchange:
             reason = (
                 f"rank {self._watch.rank} waited {waited:.0f} s for the others in collective {mine.number}; {state_of(others)}. "
                 "See what they do (py-spy dump --pid ...); if a rank may compute for longer than that, raise "
-                f"Config(collective_timeout={self._watch.timeout:g})"
+                f"Config(tuning=Tuning(collective_timeout={self._watch.timeout:g}))"
             )
         if reason:
             self._watch.write(mine._replace(failed=True))

@@ -23,7 +23,7 @@ _METADATA = {
 }  # fmt: skip
 
 _BEFORE = "do that before infinity.wrap, which then manages what it makes of the parameters"
-_MOVED = "the engine moves the model: Config(device=..., precision=...) say where it runs and in what dtype"
+_MOVED = "the engine moves the model: Config(precision=..., tuning=Tuning(device=...)) say its dtype and where it runs"
 _SAVED = (
     "engine = infinity.engine(model) saves it: engine.save_checkpoint(directory, optimizer), or torch.save(engine.state_dict())"
 )

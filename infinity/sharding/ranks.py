@@ -124,7 +124,8 @@ def check_reach(ranks: Ranks, device: str) -> None:
             wanted = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
             raise ConfigError(
                 f"the model runs on {device}, but its process group has no backend for that ({offered}); give "
-                f"torch.distributed.init_process_group({wanted!r}, ...), set Config(device=...), or give group=None for one rank"
+                f"torch.distributed.init_process_group({wanted!r}, ...), set "
+                "Config(tuning=Tuning(device=...)), or give group=None for one rank"
             )
 
 

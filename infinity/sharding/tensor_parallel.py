@@ -189,7 +189,7 @@ def _check(name: str, parameter: DTensor, first: str, mesh: DeviceMesh, device: 
     if mesh.device_type != device.type:
         raise ConfigError(
             f"{name} is a DTensor on a mesh of {mesh.device_type}, and the model will run on {device.type}; set "
-            f"Config(device={mesh.device_type!r}), or make the mesh for {device.type}"
+            f"Config(tuning=Tuning(device={mesh.device_type!r})), or make the mesh for {device.type}"
         )
     if not all(type(placement) in (Shard, Replicate) for placement in parameter.placements):
         raise ConfigError(f"{name} is a DTensor placed as {parameter.placements}; parameters may be Shard(...) or Replicate()")

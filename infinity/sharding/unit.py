@@ -169,7 +169,7 @@ class Unit:
         """Add this unit's blocks to the store: parameters, and for a trainable unit gradients, master and moments."""
         shard = self.layout.shard_numel
         self.store, self.algorithm = store, config.algorithm
-        self.views = Views(self.parameters, self._tensors, self.layout.places, config.poison, self._assign_gradient)
+        self.views = Views(self.parameters, self._tensors, self.layout.places, config.tuning.poison, self._assign_gradient)
         """The parameters, as they point at the bytes of the unit while that is shown."""
         self.spill = config.nvme if config.optimizer == "nvme" else ()  # directories for states that have no block
 
@@ -184,11 +184,11 @@ class Unit:
         self.reduces_late = self.shared and config.stage == 1
         add(Kind.PARAM, _plain(self.dtype), config.parameters, self.nbytes, whole=self.shared and config.stage < 3)
         if self.trainable:
-            self.gradient_dtype = torch.float32 if config.gradient_precision == "fp32" else self.dtype
+            self.gradient_dtype = torch.float32 if config.tuning.gradient_precision == "fp32" else self.dtype
             form = _plain(self.gradient_dtype)
             add(Kind.GRAD, form, config.gradients, form.bytes_of(self.layout.numel) * self.reduces_late, self.reduces_late)
             if self.dtype != torch.float32:
-                split = config.split_master and self.dtype == torch.bfloat16
+                split = config.tuning.split_master and self.dtype == torch.bfloat16
                 add(Kind.MASTER, SPLIT if split else FP32, config.optimizer)
             for kind in MOMENTS[config.algorithm]:
                 add(kind, _MOMENT_FORMATS[config.moment_precision], config.optimizer)

@@ -7,7 +7,7 @@ assumed. Each parameter points at a storage of its own: a slice of the arena's s
 references than the parameter's are views that somebody keeps: an output, an attribute of a module, a tensor saved by hooks of the
 model's own. A write shows in the parameter's version counter, or in its data pointer when `.data` was assigned. The alias that
 `.data` returns shares memory without the counter. So a read of `.data` makes the unit note a digest of the content, which is
-compared at the end (`GatheredParameter`). With `Config.poison` there is a digest of everything.
+compared at the end (`GatheredParameter`). With `Tuning.poison` there is a digest of everything.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def _hear(notes: distributed_c10d.Store, members: Sequence[int], timeout: float,
     for rank in members:
         while not notes.check([str(rank)]):
             if time.monotonic() > until:
-                return f"rank {rank} did not come in {timeout:.0f} s (Config.collective_timeout): it is elsewhere, or gone"
+                return f"rank {rank} did not come in {timeout:.0f} s (Tuning.collective_timeout): it is elsewhere, or gone"
             time.sleep(_GLANCE)
         said = json.loads(notes.get(str(rank)))
         if isinstance(said, str):

@@ -301,7 +301,7 @@ class NvmeTier:
         return BudgetError(
             f"{names} {'has' if alone else 'together have'} {format_bytes(room)} free, but the states on nvme need "
             f"{format_bytes(need)} there; free {format_bytes(max(need - room, 0))}, add {'a second' if alone else 'another'} "
-            "directory, or set copy_on_write=False (halves what is updated, but a failed step then loses the state)"
+            "directory, or set Tuning(copy_on_write=False) (halves what is updated, but a failed step then loses the state)"
         )
 
     def grow(self, nbytes: int) -> Extent | None:

@@ -26,7 +26,7 @@ On a stream device the model's work is queued, and long after `release` a kernel
 copy. So each `release` marks where the model's stream is (`DeviceCopy.used`). What is copied into
 the place, for this block or for the one that gets the place next, comes after that mark, and waits
 for nothing that is queued later. A copy is queued behind the mark. A drive that writes to the device
-itself (`Config.gpu_direct`) is asked to when the mark has been reached.
+itself (`Tuning.gpu_direct`) is asked to when the mark has been reached.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ class Store:
         self._config = config
         self._device = device
         self._recorder = recorder
-        self._nvme = NvmeTier(config.nvme, config.io_engine, config.nvme_memory, recorder, config.nvme_shares, own)
+        self._nvme = NvmeTier(
+            config.nvme, config.tuning.io_engine, config.tuning.nvme_memory, recorder, config.tuning.nvme_shares, own
+        )
         self._changed = threading.Condition()
         self._blocks: list[Block] = []
         self._arenas: dict[str, Arena] = {}
@@ -115,7 +117,7 @@ class Store:
             parts = self._device, self._nvme
             self.staging = Staging(*parts, self._arenas["staging"], chunks, self.latch, self._changed, self.meter)
             loader = Loader(*parts, self.staging, chunks, self.meter)
-            poison = self._config.poison
+            poison = self._config.tuning.poison
             self.resident = Residency(self._device, gpu, self._blocks, layout, loader, self.latch, self._changed, poison)
             self._closing.callback(self.resident.close)
         except BaseException:
@@ -135,7 +137,7 @@ class Store:
 
     def _allocate(self) -> None:
         """Make the arenas, and let the drives know what they read and write."""
-        rooms, host, poison = self.layout.rooms, self._device.host_memory, self._config.poison
+        rooms, host, poison = self.layout.rooms, self._device.host_memory, self._config.tuning.poison
         gpu = Arena("gpu", self._device.compute_memory(rooms.device), ALIGNMENT, poison)
         self._arenas["gpu"] = gpu
         self._arenas["cpu"] = Arena("cpu", host(rooms.homes + rooms.cache), ALIGNMENT, poison)
@@ -154,7 +156,7 @@ class Store:
 
     def _attach(self, gpu: Arena) -> None:
         """Let the drives write parameters into the compute arena themselves, if that is wanted and works, and say which it is."""
-        wanted, problem = self._config.gpu_direct, "the compute device is the CPU"
+        wanted, problem = self._config.tuning.gpu_direct, "the compute device is the CPU"
         if wanted == "off" or not any(b.moved_bytes for b in self._blocks if b.kind is Kind.PARAM and not b.permanent):
             return
         if not self._device.shares_host:

@@ -26,7 +26,9 @@ NBYTES, UNITS = 24 << 20, 4
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[tuple[Store, list[Block], list[torch.Tensor]]]:
     """Units on NVMe with random content, and room for one of them on the GPU."""
-    config = infinity.Config(nvme=tmp_path, gpu_memory=NBYTES, cpu_memory="32MiB", cache=0, device="cuda", gpu_direct="on")
+    config = infinity.Config(
+        nvme=tmp_path, gpu_memory=NBYTES, cpu_memory="32MiB", tuning=infinity.Tuning(cache=0, device="cuda", gpu_direct="on")
+    )
     store = Store(config, ComputeDevice("cuda"), Recorder())
     blocks = [
         store.add(BlockSpec(n, Kind.PARAM, NBYTES, Format("byte", 1, 1), "nvme", NBYTES, 0, f"unit {n}")) for n in range(UNITS)

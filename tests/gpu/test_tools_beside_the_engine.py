@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from configs import config_of
 from models import Transformer, text_batch, transformer
 from torch import nn
 from torch.nn import functional
@@ -42,7 +43,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 def wrapped(model: nn.Module, directory: Path, **settings: Any) -> nn.Module:
     settings = {"gpu_memory": 1 << 22, "cpu_memory": 1 << 26, "cache": 0, "precision": "fp32", "device": "cuda"} | settings
-    return infinity.wrap(model, infinity.Config(nvme=directory, **settings))
+    return infinity.wrap(model, config_of(nvme=directory, **settings))
 
 
 def train(model: nn.Module, optimizer: Any, steps: int = 4, compiled: bool = False) -> list[float]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from configs import config_of
 from far import FarDevice
 
 import infinity
@@ -65,7 +66,7 @@ def wrap(model: modules.Net, name: str, directory: Path, algorithm: str, moments
     with _device(placement):
         while True:
             try:
-                infinity.wrap(model, infinity.Config(**(always | budgets | placement.options)), units=modules.units_of(model))
+                infinity.wrap(model, config_of(**(always | budgets | placement.options)), units=modules.units_of(model))
                 return infinity.engine(model)
             except infinity.BudgetError as error:
                 found = re.search(r"smallest (\w+) that works is (\d+)", str(error))

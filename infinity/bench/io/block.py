@@ -19,9 +19,11 @@ def config_block(paths: Sequence[Path], setting: Setting, speeds: Sequence[float
     request each become that many threads with a queue of one.
     """
     posix = setting.engine == "posix"
-    shares = {"nvme_shares": [float(f"{speed:.3g}") for speed in levelled(speeds)]} if speeds else {}
+    tuning: dict[str, Any] = {"io_engine": setting.engine}
+    if speeds:
+        tuning["nvme_shares"] = [float(f"{speed:.3g}") for speed in levelled(speeds)]
     return {
-        "infinity": {"nvme": [str(path.resolve()) for path in paths], "io_engine": setting.engine} | shares,
+        "infinity": {"nvme": [str(path.resolve()) for path in paths], "tuning": tuning},
         "aio": {
             "block_size": setting.request_bytes,
             "queue_depth": 1 if posix else setting.depth,

@@ -65,13 +65,13 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
     `probe_bytes` is the size of a copy that a link is measured with. Raises what `infinity.wrap` raises, before anything long.
     """
     config = work.config
-    device = ComputeDevice(config.device)
+    device = ComputeDevice(config.tuning.device)
     on_nvme = "nvme" in (config.parameters, config.optimizer, config.gradients)
 
     def links() -> dict[str, list[float]]:
         say("measuring the links")
-        rates = copies(ComputeDevice(config.device), probe_bytes, ROUNDS)
-        return rates | (limits.drives(config.nvme, config.io_engine, probe_bytes, ROUNDS) if on_nvme else {})
+        rates = copies(ComputeDevice(config.tuning.device), probe_bytes, ROUNDS)
+        return rates | (limits.drives(config.nvme, config.tuning.io_engine, probe_bytes, ROUNDS) if on_nvme else {})
 
     try:
         before = links()
@@ -90,7 +90,7 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
         few = max(1 << 16, probe_bytes // 8)
         for where in parts_updated(trained.report):
             near = device if where == "adam_near" else None
-            rates[where] = updates(formats, few, threads_of(config.threads), 2 * ROUNDS, near)
+            rates[where] = updates(formats, few, threads_of(config.tuning.threads), 2 * ROUNDS, near)
         found = summary(work, trained, rates, (one, two), formats, on_cpu=device.shares_host)
         return {"device": device.name, **found, "peak_device_bytes": peak}
     finally:
@@ -134,8 +134,12 @@ def summary(
         "layers_count": shape.layers,
         "dtype": formats.param,
         "placement": {
-            name: getattr(work.config, name)
-            for name in ("parameters", "gradients", "optimizer", "moment_precision", "copy_on_write", "update")
+            "parameters": work.config.parameters,
+            "gradients": work.config.gradients,
+            "optimizer": work.config.optimizer,
+            "moment_precision": work.config.moment_precision,
+            "copy_on_write": work.config.tuning.copy_on_write,
+            "update": work.config.tuning.update,
         },
         "gpu_direct": report.gpu_direct,
         "sequence_length_tokens": work.length,

@@ -83,7 +83,7 @@ def step(
         from infinity.bench.step.measure import measure
         from infinity.bench.step.train import Workload, find_source
         from infinity.cli.bench.step.show import print_table, render
-        from infinity.config import Config
+        from infinity.config import Config, Tuning
 
         delivery = Delivery(as_json, report)
         tiers: dict[str, Any] = {
@@ -94,12 +94,27 @@ def step(
         }
         o.refuse_missing_directory(nvme, **tiers)
         config = Config(
-            nvme=tuple(nvme or ()), gpu_memory=gpu_memory, cpu_memory=cpu_memory, nvme_memory=nvme_memory,
-            nvme_shares=nvme_shares, cache=cache, gpu_cache=gpu_cache, activation_memory=activation_memory, **tiers,
-            precision=precision, gradient_precision=gradient_precision, moment_precision=moment_precision,
-            copy_on_write=copy_on_write, update=update, delayed_after=delayed_after, io_engine=io_engine, gpu_direct=gpu_direct,
-            device=device,
-        )  # fmt: skip
+            nvme=tuple(nvme or ()),
+            gpu_memory=gpu_memory,
+            cpu_memory=cpu_memory,
+            **tiers,
+            precision=precision,
+            moment_precision=moment_precision,
+            tuning=Tuning(
+                nvme_memory=nvme_memory,
+                nvme_shares=nvme_shares,
+                cache=cache,
+                gpu_cache=gpu_cache,
+                activation_memory=activation_memory,
+                gradient_precision=gradient_precision,
+                copy_on_write=copy_on_write,
+                update=update,
+                delayed_after=delayed_after,
+                device=device,
+                io_engine=io_engine,
+                gpu_direct=gpu_direct,
+            ),
+        )
         source = find_source(model, precision)
         source.check_length(sequence_length)
         work = Workload(
