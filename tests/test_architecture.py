@@ -16,18 +16,19 @@ LAYERS = """\
 0 infinity: config errors units
 1 infinity: backward device files native observe
 1 placement
-2 infinity: nvme rates safetensors transfer
-2 tiers
-3 sharding
-4 plan
-5 optim
-6 checkpoint
-6 modules
-7 infinity: __init__ accumulation build engine
-7 models
-8 bench
-9 cli
-10 infinity: __main__
+2 nvme
+3 infinity: rates
+3 tiers
+4 sharding
+5 plan
+6 optim
+7 checkpoint
+7 modules
+8 infinity: __init__ accumulation build engine
+8 models
+9 bench
+10 cli
+11 infinity: __main__
 """
 
 PUBLIC = [

@@ -19,10 +19,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save
 
 import infinity
-from infinity import native, nvme, safetensors
+from infinity import native, nvme
 from infinity.errors import ConfigError, InfinityError, WeightsError
 from infinity.modules.load import open_weights
-from infinity.safetensors import DTYPES, Entry
+from infinity.nvme import safetensors
+from infinity.nvme.safetensors import DTYPES, Entry
 
 # The compiled modules
 

@@ -29,9 +29,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import infinity
-from infinity import native, nvme, transfer
+from infinity import native, nvme
 from infinity.cli.gc import collect
-from infinity.nvme import Io
+from infinity.nvme import Io, open_files, submit, tensor_file
+from infinity.nvme import io as io_module
 
 BLOCK = 4096
 SLOW = 1 << 20  # bytes per second
@@ -173,7 +174,7 @@ def test_whole_blocks_move_without_a_copy(io: Io, tmp_path: Path) -> None:
 
 def test_a_file_that_grows_gets_its_blocks_and_a_sparse_one_stays_sparse(io: Io, tmp_path: Path) -> None:
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
-    tensor = noise(transfer.RESERVE_BYTES + 5)
+    tensor = noise(open_files.RESERVE_BYTES + 5)
     io.engine.set_faults(fail_write_at=0)
     with pytest.raises(infinity.NvmeError):
         io.write(tensor, dense)
@@ -360,7 +361,7 @@ def small_file_system(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.root
 def test_no_room(io: Io, small_file_system: Path) -> None:
-    for size in (transfer.RESERVE_BYTES - 1, 10 << 20):
+    for size in (open_files.RESERVE_BYTES - 1, 10 << 20):
         with pytest.raises(OSError) as failure:
             io.write_many([(noise(size), small_file_system / "data", i * size) for i in range(3)])
         assert failure.value.errno == errno.ENOSPC
@@ -537,17 +538,17 @@ def test_descriptors_are_bounded_and_none_is_left(tmp_path: Path, footprint: Cal
         for i, tensor in enumerate(tensors):
             yield tensor, tmp_path / str(i)
 
-    class Counting(transfer.Files):
+    class Counting(open_files.Files):
         def get(self, path: bytes, direct: bool = True) -> Any:
             nonlocal most
             most = max(most, len(list(Path("/proc/self/fd").iterdir())))
             return super().get(path, direct)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nvme, "Files", Counting)
+        patch.setattr(io_module, "Files", Counting)
         io.write_many(watched())
     assert footprint() == left
-    assert transfer.OPEN_FILES / 2 < most <= transfer.OPEN_FILES + 2 * 4 + len(left.descriptors) + 2
+    assert open_files.OPEN_FILES / 2 < most <= open_files.OPEN_FILES + 2 * 4 + len(left.descriptors) + 2
     assert all((tmp_path / str(i)).read_bytes() == raw(tensor) for i, tensor in enumerate(tensors))
     io.close()
 
@@ -744,8 +745,8 @@ def test_what_we_save_safetensors_loads_and_the_other_way_round(
     kind: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, Io(kind) as io, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nvme, "SLOT_BYTES", 4 * BLOCK)
-        patch.setattr(nvme, "DIRECT_BYTES", 2 * BLOCK)
+        patch.setattr(submit, "SLOT_BYTES", 4 * BLOCK)
+        patch.setattr(tensor_file, "DIRECT_BYTES", 2 * BLOCK)
         ours, theirs = Path(folder, "ours"), Path(folder, "theirs")
         io.save(tensors, ours, metadata)
         assert same(load_file(ours), tensors)
@@ -794,7 +795,7 @@ def test_staging_scatters_what_it_reads(pieces: list[tuple[int, int]], gap: int)
     """As for tensors on a GPU, here into host memory."""
     file, position = noise(70 * BLOCK), 0
     with tempfile.TemporaryDirectory() as folder, Io("posix") as io, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nvme, "SLOT_BYTES", 2 * BLOCK)
+        patch.setattr(submit, "SLOT_BYTES", 2 * BLOCK)
         path = Path(folder, "data")
         path.write_bytes(raw(file))
         targets = []
@@ -802,8 +803,8 @@ def test_staging_scatters_what_it_reads(pieces: list[tuple[int, int]], gap: int)
             position += skip
             targets.append((position, torch.zeros(size, dtype=torch.uint8)))
             position += size
-        with transfer.Files() as files:
-            io._stage("read", files, os.fsencode(path), targets, gap)
+        with open_files.Files() as files:
+            io._submitter.stage("read", files, os.fsencode(path), targets, gap)
         assert all(torch.equal(target, file[at : at + target.numel()]) for at, target in targets)
 
 
@@ -811,7 +812,7 @@ def test_staging_scatters_what_it_reads(pieces: list[tuple[int, int]], gap: int)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_on_a_gpu(io: Io, tmp_path: Path) -> None:
     """In several runs of the slots, after what is queued on the caller's stream, and in one file with others."""
-    path, count = tmp_path / "data", 5 * nvme.SLOT_BYTES // 4 + 3
+    path, count = tmp_path / "data", 5 * submit.SLOT_BYTES // 4 + 3
     with torch.cuda.stream(torch.cuda.Stream()):
         tensor = torch.zeros(count, device="cuda")
         for _ in range(50):
@@ -1014,7 +1015,7 @@ def test_any_damage_is_either_seen_or_harmless(data: st.DataObject) -> None:
 
 def test_a_file_that_shrinks_under_the_reader(io: Io, tmp_path: Path) -> None:
     io.save({"a": noise(1 << 20)}, tmp_path / "model")
-    entries = io._entries
+    entries = tensor_file._entries
 
     def shrinking(*arguments: Any) -> Any:
         found = entries(*arguments)
@@ -1022,5 +1023,5 @@ def test_a_file_that_shrinks_under_the_reader(io: Io, tmp_path: Path) -> None:
         return found
 
     with contextlib.closing(io), pytest.MonkeyPatch.context() as patch, pytest.raises(infinity.NvmeError, match="the file ends"):
-        patch.setattr(io, "_entries", shrinking)
+        patch.setattr(tensor_file, "_entries", shrinking)
         io.load(tmp_path / "model")

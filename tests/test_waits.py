@@ -110,13 +110,13 @@ WAITS: dict[str, tuple[str, str]] = {
     "modules/vertical.py Weave._live": TURN,
     "modules/vertical.py Weave.cross": TURN,
     "modules/vertical.py _closed": NEVER,  # the lock is new
-    "nvme.py Io.write": DRIVE_OF_ALL,
-    "nvme.py Io.read": DRIVE_OF_ALL,
-    "nvme.py Io.write_many": DRIVE_OF_ALL,
-    "nvme.py Io.read_many": DRIVE_OF_ALL,
-    "nvme.py Io.drain": DRIVE_OF_ALL,
-    "nvme.py Io.save": DRIVE_OF_ALL,
-    "nvme.py Io._fetch": DRIVE_OF_ALL,
+    "nvme/io.py Io.write": DRIVE_OF_ALL,
+    "nvme/io.py Io.read": DRIVE_OF_ALL,
+    "nvme/io.py Io.write_many": DRIVE_OF_ALL,
+    "nvme/io.py Io.read_many": DRIVE_OF_ALL,
+    "nvme/submit.py Submitter.drain": DRIVE_OF_ALL,
+    "nvme/tensor_file.py save": DRIVE_OF_ALL,
+    "nvme/tensor_file.py _fetch": DRIVE_OF_ALL,
     "optim/kernels.py squared_gradient_norm": DRIVE,
     "optim/pipeline.py _Chunk.wait": DRIVE,
     "optim/pipeline.py _Chunk.settle": DEVICE,
@@ -177,7 +177,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/resident.py Residency.take_back": STORE,
     "tiers/staging.py Staging.bring_home": DRIVE,
     "tiers/staging.py Staging._take_slots": STORE,
-    "transfer.py Part.finish": DRIVE_OF_ALL,
+    "nvme/ticket.py Part.finish": DRIVE_OF_ALL,
 }
 """Where (but in `cli`, whose commands a signal ends), who ends it, and the test that shows that."""
 
@@ -185,8 +185,8 @@ LOCKS: dict[str, str] = {
     "files.py _Held.guard": "taken where nobody can have it",
     "modules/hooks.py Hooks._claiming": "for a few lines",
     "modules/vertical.py _closed.lock": "a turn, not a lock: see WAITS",
-    "nvme.py Io._staging": "held while what is in flight of one call ends: DRIVE",
-    "nvme.py _Shared._lock": "for a few lines",
+    "nvme/submit.py Submitter._staging": "held while what is in flight of one call ends: DRIVE",
+    "nvme/functions.py _Shared._lock": "for a few lines",
     "observe.py Meter._lock": "for a few lines",
     "observe.py Recorder._lock": "for a few lines",
     "optim/pipeline.py Pipeline._changed": "for a few lines; who waits on it lets go of it",
@@ -196,8 +196,8 @@ LOCKS: dict[str, str] = {
     "tiers/activations.py Activations._lock": "held while what is in flight ends: DRIVE or DEVICE",
     "tiers/drives.py Transfer._lock": "for a few lines",
     "tiers/store.py Store._changed": "for a few lines and the submission of reads; who waits on it lets go of it",
-    "transfer.py InFlight.lock": "for a few lines",
-    "transfer.py Ticket._lock": "for a few lines",
+    "nvme/ticket.py InFlight.lock": "for a few lines",
+    "nvme/ticket.py Ticket._lock": "for a few lines",
 }
 """What is made from threading's Lock, RLock and Condition, and how long one who has it keeps others waiting."""
 

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity import safetensors
 from infinity.files import Directory, Drafts
 from infinity.models.tokenizer import Tokenizer
 from infinity.modules.load import INDEX, SINGLE
+from infinity.nvme import safetensors
 
 if TYPE_CHECKING:
     import torch

@@ -24,8 +24,8 @@ from torch import nn
 from infinity.errors import ConfigError, WeightsError
 from infinity.modules.init import check_initialisable, initialise
 from infinity.modules.origins import forget
+from infinity.nvme.safetensors import DTYPES
 from infinity.placement.spec import Kind
-from infinity.safetensors import DTYPES
 from infinity.sharding.tensor_parallel import bounds_of, local
 from infinity.sharding.unit import Unit
 

@@ -1,0 +1,215 @@
+"""Turns ranges of files into native requests: straight from and to the memory of a tensor, or through staging slots."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from infinity.device import HostMemory
+from infinity.errors import NvmeError
+from infinity.nvme.open_files import Files
+from infinity.nvme.safetensors import BLOCK
+from infinity.nvme.ticket import InFlight, Part, Ticket
+from infinity.units import round_up
+
+log = logging.getLogger("infinity")
+
+SLOTS = 4
+SLOT_BYTES = 4 << 20  # staging, made when it is first needed
+
+Piece = tuple[int, torch.Tensor]  # a position in the file, and the bytes (uint8, one dimension) that belong there
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Between bytes of the host, or of the host and a device; returns when it is done."""
+    if target.is_cpu and source.is_cpu:
+        # Not copy_: on a thread that has used no other torch operation it would start a team of OpenMP threads.
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+    else:
+        target.copy_(source)
+
+
+def _runs(pieces: Iterable[Piece], gap: int = 0) -> Iterator[list[Piece]]:
+    """Cut `pieces`, in the order of the file, into runs that fit a slot whose first byte is that of a block.
+
+    Inside a run there are at most `gap` bytes between two pieces.
+    """
+    run: list[Piece] = []
+    base = end = 0
+    for start, data in pieces:
+        position = start
+        while position < start + data.numel():
+            if not run or position > end + gap or position >= base + SLOT_BYTES:
+                if run:
+                    yield run
+                run, base = [], position // BLOCK * BLOCK
+            end = min(start + data.numel(), base + SLOT_BYTES)
+            run.append((position, data[position - start : end - start]))
+            position = end
+    if run:
+        yield run
+
+
+def _placed(run: list[Piece], slot: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The bytes of each piece, and those of the slot that stand for them."""
+    base = run[0][0] // BLOCK * BLOCK
+    for position, data in run:
+        yield data, slot[position - base :][: data.numel()]
+
+
+class Submitter:
+    """A native engine, what is in flight on it, and staging memory for what cannot move straight. Any thread may use it.
+
+    Ends with `close`, which waits for what is in flight.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self.in_flight = InFlight()
+        self._engine = engine
+        self._closed = False
+        self._staging = threading.Lock()  # whoever holds it has the slots
+        self._memory: dict[bool, HostMemory] = {}  # by whether it is pinned
+        self._kept: list[torch.Tensor] = []  # their memory is pinned for the native engine
+
+    @property
+    def engine(self) -> Any:
+        """The native engine. Raises `ValueError` when it is closed, or another process made it."""
+        self.check_open()
+        return self._engine
+
+    def check_open(self) -> None:
+        """Raise `ValueError` when it is closed, or another process made it."""
+        self.in_flight.check_process()
+        if self._closed:
+            raise ValueError("this infinity.nvme.Io is closed")
+
+    def pin(self, tensor: torch.Tensor, address: int, nbytes: int) -> bool:
+        """Pin the memory of `tensor`, and keep it, until `close`; false where the kernel refuses."""
+        try:
+            self.engine.register_memory(address, nbytes)
+        except OSError as error:
+            log.debug("%d bytes are not registered with the I/O engine: %s", nbytes, error)
+            return False
+        self._kept.append(tensor)
+        return True
+
+    def drain(self) -> None:
+        """Wait for every ticket; raises the `NvmeError` of the first that failed without having been waited for."""
+        self.in_flight.check_process()
+        lost = self.in_flight.drain()
+        if lost is not None:
+            lost.wait()
+
+    def close(self) -> None:
+        """Wait for every ticket and end the threads; then raises as `drain` does. May be called twice."""
+        if os.getpid() != self.in_flight.process:
+            return
+        self._closed = True
+        try:
+            self.drain()
+        finally:
+            self._engine.close()
+            self._kept.clear()
+            with self._staging:
+                for memory in self._memory.values():
+                    memory.close()
+                self._memory.clear()
+
+    def __del__(self) -> None:
+        try:
+            self.close()
+        except NvmeError as error:
+            log.error("%s (an infinity.nvme ticket that nobody waited for)", error)
+
+    @contextmanager
+    def finishing(self, ticket: Ticket) -> Iterator[None]:
+        """What is started inside is in flight afterwards, or, when it ends with an exception, over."""
+        engine = self.engine
+        try:
+            yield
+            self.in_flight.add(ticket)
+        except BaseException as error:
+            ticket.finish()
+            if not isinstance(error, Exception):
+                engine.drain()  # an interrupt may have come between a submission and its note in the ticket
+            raise
+
+    def move(self, operation: str, part: Part, files: Files, address: int, offset: int, nbytes: int) -> None:
+        """Start moving bytes at `address`.
+
+        A block that is written in part goes through a descriptor without O_DIRECT. With it the block would be read, patched
+        and written back: a neighbour's bytes that arrive meanwhile would be lost, and the file would end with the block.
+        """
+        if nbytes == 0:
+            return
+        submit, file, end = getattr(self.engine, operation), files.get(part.path), offset + nbytes
+        if operation == "read" or not file.direct or (offset % BLOCK == 0 and nbytes % BLOCK == 0):
+            part.tickets.append(submit(file, offset, address, nbytes))
+            return
+        first = min(round_up(offset, BLOCK), end)
+        last = max(end // BLOCK * BLOCK, first)
+        for begin, until, direct in ((offset, first, False), (first, last, True), (last, end, False)):
+            if begin < until:
+                part.tickets.append(submit(files.get(part.path, direct), begin, address + begin - offset, until - begin))
+
+    def stage(self, operation: str, files: Files, path: bytes, pieces: Sequence[Piece], gap: int = 0) -> None:
+        """Move `pieces`, in order of the file, through the slots; raises the `NvmeError` of a run. Blocks.
+
+        A piece lies in its slot as far from the start of a block as it does in the file, so that whole blocks are not copied
+        once more.
+        """
+        with self._staging:
+            slots = self._slots(pinned=not all(data.is_cpu for _, data in pieces))
+            free = deque(slots.split(SLOT_BYTES))
+            busy: deque[tuple[Part, torch.Tensor, list[Piece]]] = deque()
+
+            def retire() -> None:
+                part, slot, run = busy[0]
+                part.finish()
+                busy.popleft()
+                failed = part.failure(operation)
+                if failed is not None:
+                    raise NvmeError(*failed)
+                if operation == "read":
+                    for target, at in _placed(run, slot):
+                        _copy(target, at)
+                free.append(slot)
+
+            try:
+                for run in _runs(pieces, gap):
+                    if not free:
+                        retire()
+                    slot = free.popleft()
+                    if operation == "write":
+                        for source, at in _placed(run, slot):
+                            _copy(at, source)
+                    begin, end = run[0][0], run[-1][0] + run[-1][1].numel()
+                    part = Part(path, begin, end - begin, slot)
+                    busy.append((part, slot, run))
+                    self.move(operation, part, files, slot.data_ptr() + begin % BLOCK, begin, end - begin)
+                while busy:
+                    retire()
+            except BaseException as error:
+                for part, _, _ in busy:
+                    part.finish()
+                if not isinstance(error, Exception):
+                    self.engine.drain()
+                raise
+
+    def _slots(self, pinned: bool) -> torch.Tensor:
+        """The staging memory, for the one who holds the lock."""
+        if pinned not in self._memory:
+            self._memory[pinned] = HostMemory(SLOTS * SLOT_BYTES, pin=pinned)
+        return self._memory[pinned].tensor

@@ -1,0 +1,185 @@
+"""Named tensors as one safetensors file: saved whole or not at all, and loaded without a copy."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import torch
+
+from infinity import native
+from infinity.device import HUGE_PAGE, huge_pages
+from infinity.errors import ConfigError, NvmeError, WeightsError
+from infinity.files import Directory
+from infinity.nvme import safetensors
+from infinity.nvme.open_files import Files, allocate
+from infinity.nvme.requests import memory_of
+from infinity.nvme.safetensors import BLOCK, Entry
+from infinity.nvme.submit import Piece, Submitter, bytes_of
+from infinity.nvme.ticket import Ticket
+from infinity.units import round_up
+
+HEADER_BYTES = 64 << 10  # of a file that is loaded are read first: most headers end there
+FETCH_BYTES = 32 << 20
+LOAD_GAP = 64 << 10  # bytes that nobody asked for are read rather than left out, up to here
+DIRECT_BYTES = 256 << 10  # runs of whole blocks from here on are saved without passing the staging slots
+
+
+def save(
+    io: Submitter,
+    tensors: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """`Io.save`."""
+    io.check_open()
+    addresses = {name: memory_of("write", tensor, f"save of tensor {name!r}")[0] for name, tensor in tensors.items()}
+    head, entries = safetensors.pack({name: (t.dtype, t.shape) for name, t in tensors.items()}, metadata)
+    target = Path(os.path.realpath(os.fsdecode(path)))
+    with _replacing(target) as name:
+        size = entries[-1].end if entries else len(head)
+        with closing(native.aio().File(name)) as file:
+            allocate(file, size)
+            ticket = Ticket("write", io.in_flight)
+            edges: list[Piece] = [(0, torch.frombuffer(bytearray(head), dtype=torch.uint8))]
+            with Files() as files, io.finishing(ticket):
+                for entry in entries:
+                    tensor, address = tensors[entry.name], addresses[entry.name]
+                    first = min(round_up(entry.begin, BLOCK), entry.end)
+                    last = max(entry.end // BLOCK * BLOCK, first)
+                    data = bytes_of(tensor)
+                    if not tensor.is_cpu or last - first < DIRECT_BYTES:
+                        edges.append((entry.begin, data))
+                        continue
+                    part = ticket.start(name, first, last - first, tensor)
+                    io.move("write", part, files, address + first - entry.begin, first, last - first)
+                    edges.append((entry.begin, data[: first - entry.begin]))
+                    edges.append((last, data[last - entry.begin :]))
+                io.stage("write", files, name, edges)
+            ticket.wait()
+            file.sync()
+
+
+def load(
+    io: Submitter,
+    path: str | os.PathLike[str],
+    names: Iterable[str] | None = None,
+    device: str | torch.device = "cpu",
+) -> dict[str, torch.Tensor]:
+    """`Io.load`."""
+    io.check_open()
+    name, shown, where = os.fsencode(path), os.fsdecode(path), torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"load of {shown}: device must be cpu or cuda, not {where}")
+    with Files() as files:
+        entries = _entries(io, files, name, shown)
+        shift = entries[0].begin % 8 if entries else 0  # not 0: written by one who does not align the data
+        if names is not None:
+            wanted, there = dict.fromkeys(names), {entry.name for entry in entries}
+            missing = ", ".join(repr(name) for name in wanted if name not in there)
+            if missing:
+                raise WeightsError(f"{shown} has no tensor {missing}; it has {_some(there)}")
+            entries = [entry for entry in entries if entry.name in wanted]
+        if where.type == "cpu":
+            return _load_host(io, files, name, entries, shift)
+        found = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device=where) for entry in entries}
+        io.stage("read", files, name, [(entry.begin, bytes_of(found[entry.name])) for entry in entries], gap=LOAD_GAP)
+        return found
+
+
+def _entries(io: Submitter, files: Files, name: bytes, shown: str) -> list[Entry]:
+    """What the file says that it holds, checked."""
+    size = files.get(name).size()
+    first = huge_pages(min(size, HEADER_BYTES))
+    _fetch(io, files, name, [(first, 0)])
+    start = safetensors.data_start(first[:8].numpy().tobytes(), size, shown)
+    rest = torch.empty(max(start - first.numel(), 0), dtype=torch.uint8)
+    _fetch(io, files, name, [(rest, first.numel())])
+    return safetensors.parse(first[8:start].numpy().tobytes() + rest.numpy().tobytes(), size, shown)
+
+
+def _fetch(io: Submitter, files: Files, name: bytes, targets: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Fill new host memory from its offsets of the file; blocks.
+
+    The memory is touched piece by piece while what was touched before is read: an engine may not read straight into pages
+    that are not there yet.
+    """
+    ticket = Ticket("read", io.in_flight)
+    with io.finishing(ticket):
+        for target, offset in targets:
+            at = 0
+            while at < target.numel():
+                piece = target[at:][: FETCH_BYTES - (offset + at) % BLOCK]
+                piece[::HUGE_PAGE] = 0
+                part = ticket.start(name, offset + at, piece.numel(), piece)
+                io.move("read", part, files, piece.data_ptr(), offset + at, piece.numel())
+                at += piece.numel()
+    ticket.wait()
+
+
+def _load_host(io: Submitter, files: Files, name: bytes, entries: Sequence[Entry], shift: int) -> dict[str, torch.Tensor]:
+    """Every range of entries without a gap gets memory of its own, as far from a block's start as the file has it."""
+    ranges: list[list[Entry]] = []
+    for entry in entries:
+        if not ranges or ranges[-1][-1].end != entry.begin:
+            ranges.append([])
+        ranges[-1].append(entry)
+    places = [(huge_pages(run[-1].end - run[0].begin, (run[0].begin - shift) % BLOCK), run[0].begin) for run in ranges]
+    _fetch(io, files, name, places)
+    found = {}
+    for run, (memory, begin) in zip(ranges, places, strict=True):
+        for entry in run:
+            found[entry.name] = _tensor_at(memory, entry.begin - begin, entry)
+    return found
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[bytes]:
+    """A name for a new file that takes the place of `target` when the block ends well, and goes when it does not."""
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    try:
+        with Directory(target.parent) as directory, directory.drafting() as drafts:
+            descriptor = drafts.folder.create(target.name, 0o666)
+            try:
+                status = directory.status(target.name)
+                if status is not None:
+                    os.fchmod(descriptor, stat.S_IMODE(status.st_mode))
+                yield f"/proc/self/fd/{descriptor}".encode()  # no link can come between
+            except OSError as error:
+                raise _renamed(error, f"/proc/self/fd/{descriptor}", str(target)) from None
+            finally:
+                os.close(descriptor)
+            drafts.publish(target.name)
+    except ConfigError as error:  # what the system said
+        raise error.__cause__ or error from None
+
+
+def _renamed(error: OSError, name: str, shown: str) -> OSError:
+    """`error`, with `shown` for the file `name`."""
+    if error.filename not in (name, name.encode()):
+        return error
+    if isinstance(error, NvmeError):
+        return NvmeError(error.operation, shown, error.offset, error.errno or 0, error.asked, error.done)
+    return OSError(error.errno, error.strerror, shown)
+
+
+def _tensor_at(memory: torch.Tensor, at: int, entry: Entry) -> torch.Tensor:
+    """The tensor whose bytes begin at byte `at` of `memory`, with a storage of its own size."""
+    if entry.nbytes == 0:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    data = memory.numpy()
+    if (memory.data_ptr() + at) % entry.dtype.itemsize != 0:
+        data, at = data[at : at + entry.nbytes].copy(), 0
+    return torch.frombuffer(data, dtype=entry.dtype, count=math.prod(entry.shape), offset=at).reshape(entry.shape)
+
+
+def _some(names: Iterable[str]) -> str:
+    """A few of many names."""
+    ordered = sorted(names)
+    return ", ".join(map(repr, ordered[:5])) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
