@@ -101,9 +101,7 @@ class Ours:
         start = cpu = count = 0.0
         while True:
             slot, ticket = tickets.popleft()
-            error, _, _ = ticket.wait()
-            if error:
-                raise OSError(error, os.strerror(error))
+            ticket.wait()
             now = time.perf_counter()
             count += requests
             if not start and now - begin >= WARM_UP:

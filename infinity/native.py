@@ -7,10 +7,7 @@ import importlib
 import importlib.util
 import logging
 import os
-import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -68,51 +65,30 @@ def file_at(descriptor: int, path: str) -> Any:
 @cache
 def _named_file() -> type[Any]:
     class NamedFile(aio().File):  # type: ignore[misc]
-        """A native file with a path of its own. Reserves space also where the file system cannot, as far as it goes."""
+        """A native file that also reserves space where the file system cannot, as far as it goes."""
 
         def __init__(self, descriptor: int, path: str) -> None:
-            self._path, self._warned = path, False
-            with self._named():
-                super().__init__(f"/proc/self/fd/{descriptor}")
+            self._warned = False
+            super().__init__(f"/proc/self/fd/{descriptor}", name=os.fsencode(path))
             self._descriptor = descriptor
 
-        @contextmanager
-        def _named(self) -> Iterator[None]:
-            try:
-                yield
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, self._path) from None
-
-        @property
-        def path(self) -> str:
-            return self._path
-
-        def truncate(self, nbytes: int) -> None:
-            with self._named():
-                super().truncate(nbytes)
-
-        def sync(self) -> None:
-            with self._named():
-                super().sync()
-
         def allocate(self, nbytes: int) -> None:
-            with self._named():
-                try:
-                    super().allocate(nbytes)
-                except OSError as error:
-                    if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
-                        raise
-                    self._allocate_unreserved(nbytes)
+            try:
+                super().allocate(nbytes)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
+                self._allocate_unreserved(nbytes)
 
         def _allocate_unreserved(self, nbytes: int) -> None:
             """Make the file longer if there is room now; others may take it before it is written."""
             status, space = os.fstat(self._descriptor), os.fstatvfs(self._descriptor)
             if nbytes - status.st_blocks * 512 > space.f_bavail * space.f_frsize:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
             if nbytes > status.st_size:
                 super().truncate(nbytes)
             if not self._warned:
-                log.warning("the file system of %s cannot reserve space: keep enough of it free", self._path)
+                log.warning("the file system of %s cannot reserve space: keep enough of it free", self.path)
             self._warned = True
 
         def close(self) -> None:
@@ -169,14 +145,6 @@ def _cufile_log() -> str:
         log.debug("cuFile writes no log: %s", error)
         ours = False
     return str(folder / name) if ours else os.devnull
-
-
-def direct_engine(library: Any, file: Any, **options: Any) -> Any:
-    """An engine of `library` (from `cufile`) that reads `file` straight to the GPU. Raises `RuntimeError` that names the file."""
-    try:
-        return library.engine(file, **options)
-    except RuntimeError as error:
-        raise RuntimeError(re.sub(r"/proc/self/fd/\d+", lambda _: str(file.path), str(error))) from None
 
 
 def cufile_libraries() -> list[str]:

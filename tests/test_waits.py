@@ -25,6 +25,7 @@ import infinity
 from infinity.device import ComputeDevice
 from infinity.errors import EngineClosedError
 from infinity.modules.vertical import Weave
+from infinity.nvme.ticket import Ticket
 from infinity.optim.pipeline import Pipeline
 from infinity.optim.step import Updater
 from infinity.placement.spec import Kind
@@ -32,7 +33,6 @@ from infinity.sharding.exchange import Collective, Exchange
 from infinity.tiers.access import Checkout, Fetch, Placing
 from infinity.tiers.activations import Saved
 from infinity.tiers.block import DeviceCopy
-from infinity.tiers.drives import Transfer
 from infinity.tiers.resident import Residency
 from infinity.tiers.staging import ChunkRequest, Staging
 
@@ -116,7 +116,10 @@ WAITS: dict[str, tuple[str, str]] = {
     "nvme/io.py Io.read_many": DRIVE_OF_ALL,
     "nvme/submit.py Submitter.drain": DRIVE_OF_ALL,
     "nvme/tensor_file.py save": DRIVE_OF_ALL,
+    "nvme/submit.py Submitter.stage.retire": DRIVE_OF_ALL,
     "nvme/tensor_file.py _fetch": DRIVE_OF_ALL,
+    "nvme/ticket.py Ticket.finish": DRIVE_OF_ALL,
+    "nvme/ticket.py Ticket.wait": DRIVE_OF_ALL,
     "optim/kernels.py squared_gradient_norm": DRIVE,
     "optim/pipeline.py _Chunk.wait": DRIVE,
     "optim/pipeline.py _Chunk.settle": DEVICE,
@@ -165,9 +168,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/activations.py Activations._finish_reading": DRIVE,
     "tiers/activations.py Activations._let_go": NEVER,
     "tiers/activations.py Activations._sweep": NEVER,  # blocking=False
-    "tiers/drives.py Transfer._finish": DRIVE,
     "tiers/drives.py NvmeTier._try_direct": DRIVE,
-    "tiers/speed.py _move.finish": DRIVE,
     "tiers/speed.py _move": DRIVE,
     "tiers/resident.py Loader._fill": DRIVE,
     "tiers/resident.py Loader._fill_directly": DRIVE,
@@ -177,7 +178,6 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/resident.py Residency.take_back": STORE,
     "tiers/staging.py Staging.bring_home": DRIVE,
     "tiers/staging.py Staging._take_slots": STORE,
-    "nvme/ticket.py Part.finish": DRIVE_OF_ALL,
 }
 """Where (but in `cli` and `bench`, whose commands a signal ends), who ends it, and the test that shows that."""
 
@@ -194,9 +194,8 @@ LOCKS: dict[str, str] = {
     "sharding/watch.py Watch._lock": "held while torch.distributed's store takes a note, or raises after its timeout",
     "tiers/access.py Fetch._lock": "held while a fetch ends: DRIVE or DEVICE, or STORE for staging",
     "tiers/activations.py Activations._lock": "held while what is in flight ends: DRIVE or DEVICE",
-    "tiers/drives.py Transfer._lock": "for a few lines",
     "tiers/store.py Store._changed": "for a few lines and the submission of reads; who waits on it lets go of it",
-    "nvme/ticket.py InFlight.lock": "for a few lines",
+    "nvme/ticket.py Tickets.lock": "for a few lines",
     "nvme/ticket.py Ticket._lock": "for a few lines",
 }
 """What is made from threading's Lock, RLock and Condition, and how long one who has it keeps others waiting."""
@@ -611,7 +610,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Patch]] = {
         ("a commit", Checkout, "commit"),
         ("a release", Checkout, "release"),
         ("ending an update", Residency, "end_update"),
-        ("a transfer", Transfer, "done"),
+        ("a ticket", Ticket, "done"),
     )
 } | {
     "an update, and releases after it": ({}, broken(AN_UPDATE, raising(Checkout, "release", UPDATER))),

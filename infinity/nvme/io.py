@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -137,19 +138,16 @@ class Io:
     def _start(self, operation: str, items: Iterable[Item]) -> Ticket:
         requests = [check(operation, *item) for item in items]
         submitter = self._submitter
-        ticket = Ticket(operation, submitter.in_flight)
-        with Files(requests if operation == "write" else ()) as files, submitter.finishing(ticket):
+        with Files(requests if operation == "write" else ()) as files, submitter.ticket() as ticket:
             for request in requests:
                 files.get(request.path)  # also for a tensor of no bytes
-                part = ticket.start(request.path, request.offset, request.nbytes, request.tensor)
                 if request.tensor.is_cpu:
-                    submitter.move(operation, part, files, request.address, request.offset, request.nbytes)
+                    submitter.move(ticket, operation, files, request)
                 else:
-                    try:
-                        pieces = [(request.offset, bytes_of(request.tensor))]
-                        submitter.stage(operation, files, request.path, pieces)
-                    except NvmeError as error:
-                        part.failed = error.errno or 0, error.offset + error.done - request.offset
+                    pieces = [(request.offset, bytes_of(request.tensor))]
+                    whole = request.offset, request.nbytes
+                    with suppress(NvmeError):  # the ticket says so
+                        submitter.stage(operation, files, request.path, pieces, ticket=ticket, whole=whole)
                 if operation == "read" and not request.tensor.is_inference():
                     torch.autograd.graph.increment_version(request.tensor)
         return ticket

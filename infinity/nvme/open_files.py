@@ -23,7 +23,9 @@ class Files:
     is replaced or removed is never mistaken for its successor, and opening one costs microseconds.
     """
 
-    def __init__(self, writes: Iterable[Request] = ()) -> None:
+    def __init__(self, writes: Iterable[Request] = (), name: bytes = b"") -> None:
+        """`name` is what errors call a file whose path is a descriptor."""
+        self._name = name
         self._open: OrderedDict[tuple[bytes, bool], Any] = OrderedDict()
         self._writes: dict[bytes, tuple[int, int]] = {}  # for each file that is to be made: bytes to come, and their end
         for request in writes:
@@ -36,7 +38,7 @@ class Files:
         if file is not None:
             self._open.move_to_end((path, direct))
             return file
-        file = native.aio().File(path, create=path in self._writes, mode=0o666, direct=direct)
+        file = native.aio().File(path, create=path in self._writes, mode=0o666, direct=direct, name=self._name)
         self._open[path, direct] = file
         if len(self._open) > OPEN_FILES:
             self._open.popitem(last=False)[1].close()

@@ -16,8 +16,9 @@ import torch
 from infinity.device import HostMemory
 from infinity.errors import NvmeError
 from infinity.nvme.open_files import Files
+from infinity.nvme.requests import Request
 from infinity.nvme.safetensors import BLOCK
-from infinity.nvme.ticket import InFlight, Part, Ticket
+from infinity.nvme.ticket import Ticket, Tickets, check_process
 from infinity.units import round_up
 
 log = logging.getLogger("infinity")
@@ -26,6 +27,7 @@ SLOTS = 4
 SLOT_BYTES = 4 << 20  # staging, made when it is first needed
 
 Piece = tuple[int, torch.Tensor]  # a position in the file, and the bytes (uint8, one dimension) that belong there
+Range = tuple[int, int]  # an offset in the file, and bytes
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +78,7 @@ class Submitter:
     """
 
     def __init__(self, engine: Any) -> None:
-        self.in_flight = InFlight()
+        self.tickets = Tickets()
         self._engine = engine
         self._closed = False
         self._staging = threading.Lock()  # whoever holds it has the slots
@@ -91,7 +93,7 @@ class Submitter:
 
     def check_open(self) -> None:
         """Raise `ValueError` when it is closed, or another process made it."""
-        self.in_flight.check_process()
+        check_process(self.tickets.process)
         if self._closed:
             raise ValueError("this infinity.nvme.Io is closed")
 
@@ -107,14 +109,14 @@ class Submitter:
 
     def drain(self) -> None:
         """Wait for every ticket; raises the `NvmeError` of the first that failed without having been waited for."""
-        self.in_flight.check_process()
-        lost = self.in_flight.drain()
+        check_process(self.tickets.process)
+        lost = self.tickets.drain()
         if lost is not None:
             lost.wait()
 
     def close(self) -> None:
         """Wait for every ticket and end the threads; then raises as `drain` does. May be called twice."""
-        if os.getpid() != self.in_flight.process:
+        if os.getpid() != self.tickets.process:
             return
         self._closed = True
         try:
@@ -134,54 +136,66 @@ class Submitter:
             log.error("%s (an infinity.nvme ticket that nobody waited for)", error)
 
     @contextmanager
-    def finishing(self, ticket: Ticket) -> Iterator[None]:
-        """What is started inside is in flight afterwards, or, when it ends with an exception, over."""
-        engine = self.engine
+    def ticket(self) -> Iterator[Ticket]:
+        """A ticket for what is started inside. When the block raises, all of it is over before the exception goes on."""
+        self.check_open()
+        ticket = Ticket(ended=self.tickets.ended)
         try:
-            yield
-            self.in_flight.add(ticket)
-        except BaseException as error:
+            yield ticket
+            self.tickets.add(ticket)
+        except BaseException:
+            ticket.reported = True
             ticket.finish()
-            if not isinstance(error, Exception):
-                engine.drain()  # an interrupt may have come between a submission and its note in the ticket
             raise
 
-    def move(self, operation: str, part: Part, files: Files, address: int, offset: int, nbytes: int) -> None:
-        """Start moving bytes at `address`.
+    def move(self, ticket: Ticket, operation: str, files: Files, request: Request, whole: Range | None = None) -> None:
+        """Start moving the bytes of `request`, which is a part of `whole`, straight from or to the memory of its tensor.
 
         A block that is written in part goes through a descriptor without O_DIRECT. With it the block would be read, patched
         and written back: a neighbour's bytes that arrive meanwhile would be lost, and the file would end with the block.
         """
+        tensor, address, nbytes, path, offset = request
         if nbytes == 0:
             return
-        submit, file, end = getattr(self.engine, operation), files.get(part.path), offset + nbytes
+        submit = getattr(self.engine, operation)
+        whole = whole or (offset, nbytes)
+        file = files.get(path)
         if operation == "read" or not file.direct or (offset % BLOCK == 0 and nbytes % BLOCK == 0):
-            part.tickets.append(submit(file, offset, address, nbytes))
+            ticket.add(submit(file, offset, address, nbytes, owner=tensor, whole=whole))
             return
+        end = offset + nbytes
         first = min(round_up(offset, BLOCK), end)
         last = max(end // BLOCK * BLOCK, first)
         for begin, until, direct in ((offset, first, False), (first, last, True), (last, end, False)):
             if begin < until:
-                part.tickets.append(submit(files.get(part.path, direct), begin, address + begin - offset, until - begin))
+                file = files.get(path, direct)
+                ticket.add(submit(file, begin, address + begin - offset, until - begin, owner=tensor, whole=whole))
 
-    def stage(self, operation: str, files: Files, path: bytes, pieces: Sequence[Piece], gap: int = 0) -> None:
+    def stage(
+        self,
+        operation: str,
+        files: Files,
+        path: bytes,
+        pieces: Sequence[Piece],
+        gap: int = 0,
+        ticket: Ticket | None = None,
+        whole: Range | None = None,
+    ) -> None:
         """Move `pieces`, in order of the file, through the slots; raises the `NvmeError` of a run. Blocks.
 
         A piece lies in its slot as far from the start of a block as it does in the file, so that whole blocks are not copied
-        once more.
+        once more. With `ticket` the runs are among its requests, so that it raises the same error.
         """
         with self._staging:
             slots = self._slots(pinned=not all(data.is_cpu for _, data in pieces))
             free = deque(slots.split(SLOT_BYTES))
-            busy: deque[tuple[Part, torch.Tensor, list[Piece]]] = deque()
+            busy: deque[tuple[Ticket, torch.Tensor, list[Piece]]] = deque()
 
             def retire() -> None:
-                part, slot, run = busy[0]
-                part.finish()
+                moving, slot, run = busy[0]
+                moving.finish()
                 busy.popleft()
-                failed = part.failure(operation)
-                if failed is not None:
-                    raise NvmeError(*failed)
+                moving.wait()
                 if operation == "read":
                     for target, at in _placed(run, slot):
                         _copy(target, at)
@@ -196,16 +210,17 @@ class Submitter:
                         for source, at in _placed(run, slot):
                             _copy(at, source)
                     begin, end = run[0][0], run[-1][0] + run[-1][1].numel()
-                    part = Part(path, begin, end - begin, slot)
-                    busy.append((part, slot, run))
-                    self.move(operation, part, files, slot.data_ptr() + begin % BLOCK, begin, end - begin)
+                    moving = Ticket()
+                    busy.append((moving, slot, run))
+                    if ticket is not None:
+                        ticket.add(moving)
+                    request = Request(slot, slot.data_ptr() + begin % BLOCK, end - begin, path, begin)
+                    self.move(moving, operation, files, request, whole)
                 while busy:
                     retire()
-            except BaseException as error:
-                for part, _, _ in busy:
-                    part.finish()
-                if not isinstance(error, Exception):
-                    self.engine.drain()
+            except BaseException:
+                for moving, _, _ in busy:
+                    moving.finish()
                 raise
 
     def _slots(self, pinned: bool) -> torch.Tensor:

@@ -7,21 +7,19 @@ import math
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from infinity import native
 from infinity.device import HUGE_PAGE, huge_pages
-from infinity.errors import ConfigError, NvmeError, WeightsError
+from infinity.errors import ConfigError, WeightsError
 from infinity.files import Directory
 from infinity.nvme import safetensors
 from infinity.nvme.open_files import Files, allocate
-from infinity.nvme.requests import memory_of
+from infinity.nvme.requests import Request, memory_of
 from infinity.nvme.safetensors import BLOCK, Entry
 from infinity.nvme.submit import Piece, Submitter, bytes_of
-from infinity.nvme.ticket import Ticket
 from infinity.units import round_up
 
 HEADER_BYTES = 64 << 10  # of a file that is loaded are read first: most headers end there
@@ -43,11 +41,11 @@ def save(
     target = Path(os.path.realpath(os.fsdecode(path)))
     with _replacing(target) as name:
         size = entries[-1].end if entries else len(head)
-        with closing(native.aio().File(name)) as file:
+        with Files(name=os.fsencode(target)) as files:
+            file = files.get(name)
             allocate(file, size)
-            ticket = Ticket("write", io.in_flight)
             edges: list[Piece] = [(0, torch.frombuffer(bytearray(head), dtype=torch.uint8))]
-            with Files() as files, io.finishing(ticket):
+            with io.ticket() as ticket:
                 for entry in entries:
                     tensor, address = tensors[entry.name], addresses[entry.name]
                     first = min(round_up(entry.begin, BLOCK), entry.end)
@@ -56,8 +54,8 @@ def save(
                     if not tensor.is_cpu or last - first < DIRECT_BYTES:
                         edges.append((entry.begin, data))
                         continue
-                    part = ticket.start(name, first, last - first, tensor)
-                    io.move("write", part, files, address + first - entry.begin, first, last - first)
+                    request = Request(tensor, address + first - entry.begin, last - first, name, first)
+                    io.move(ticket, "write", files, request)
                     edges.append((entry.begin, data[: first - entry.begin]))
                     edges.append((last, data[last - entry.begin :]))
                 io.stage("write", files, name, edges)
@@ -109,15 +107,13 @@ def _fetch(io: Submitter, files: Files, name: bytes, targets: Sequence[tuple[tor
     The memory is touched piece by piece while what was touched before is read: an engine may not read straight into pages
     that are not there yet.
     """
-    ticket = Ticket("read", io.in_flight)
-    with io.finishing(ticket):
+    with io.ticket() as ticket:
         for target, offset in targets:
             at = 0
             while at < target.numel():
                 piece = target[at:][: FETCH_BYTES - (offset + at) % BLOCK]
                 piece[::HUGE_PAGE] = 0
-                part = ticket.start(name, offset + at, piece.numel(), piece)
-                io.move("read", part, files, piece.data_ptr(), offset + at, piece.numel())
+                io.move(ticket, "read", files, Request(piece, piece.data_ptr(), piece.numel(), name, offset + at))
                 at += piece.numel()
     ticket.wait()
 
@@ -151,22 +147,11 @@ def _replacing(target: Path) -> Iterator[bytes]:
                 if status is not None:
                     os.fchmod(descriptor, stat.S_IMODE(status.st_mode))
                 yield f"/proc/self/fd/{descriptor}".encode()  # no link can come between
-            except OSError as error:
-                raise _renamed(error, f"/proc/self/fd/{descriptor}", str(target)) from None
             finally:
                 os.close(descriptor)
             drafts.publish(target.name)
     except ConfigError as error:  # what the system said
         raise error.__cause__ or error from None
-
-
-def _renamed(error: OSError, name: str, shown: str) -> OSError:
-    """`error`, with `shown` for the file `name`."""
-    if error.filename not in (name, name.encode()):
-        return error
-    if isinstance(error, NvmeError):
-        return NvmeError(error.operation, shown, error.offset, error.errno or 0, error.asked, error.done)
-    return OSError(error.errno, error.strerror, shown)
 
 
 def _tensor_at(memory: torch.Tensor, at: int, entry: Entry) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from infinity.device import Copy
-from infinity.tiers.drives import Transfer
+from infinity.nvme.ticket import Ticket
 
 log = logging.getLogger("infinity")
 
@@ -118,18 +118,18 @@ class Checkout:
     def __init__(
         self,
         tensor: torch.Tensor,
-        arrive: Transfer | Copy | Callable[[], object] | None = None,
-        write: Callable[[bool], Transfer | Copy] | None = None,
+        arrive: Ticket | Copy | Callable[[], object] | None = None,
+        write: Callable[[bool], Ticket | Copy] | None = None,
         end: Callable[[], None] | None = None,
         source: torch.Tensor | None = None,
     ) -> None:
         self.tensor, self.source = tensor, source
         self._arrive, self._write, self._end = arrive, write, end
-        self._writing: Transfer | Copy | None = None
+        self._writing: Ticket | Copy | None = None
 
     def wait(self) -> None:
         """Block until the content is there."""
-        if isinstance(self._arrive, Transfer | Copy):
+        if isinstance(self._arrive, Ticket | Copy):
             self._arrive.wait()
         elif self._arrive is not None:
             self._arrive()
@@ -137,7 +137,7 @@ class Checkout:
 
     def arrived(self) -> bool:
         """Whether `wait` would not wait for I/O."""
-        return not isinstance(self._arrive, Transfer | Copy) or self._arrive.done()
+        return not isinstance(self._arrive, Ticket | Copy) or self._arrive.done()
 
     def fill(self, copy: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Let `copy(target, source)` take to `tensor` what only `source` has."""
@@ -152,7 +152,7 @@ class Checkout:
 
     def promote(self) -> None:
         """Somebody waits for what is being written."""
-        if isinstance(self._writing, Transfer):
+        if isinstance(self._writing, Ticket):
             self._writing.promote()
 
     def committed(self) -> bool:

@@ -36,9 +36,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from infinity.device import ComputeDevice, Copy, huge_pages
 from infinity.errors import EngineClosedError, NvmeError
+from infinity.nvme.ticket import Ticket
 from infinity.observe import Meter, Recorder
 from infinity.tiers.arena import POISON
-from infinity.tiers.drives import ALIGNMENT, Extent, NvmeTier, Transfer
+from infinity.tiers.drives import ALIGNMENT, Extent, NvmeTier
 from infinity.units import round_up
 
 log = logging.getLogger("infinity")
@@ -125,7 +126,7 @@ class Saved:
         self.address = storage.data_ptr()
         self.source: torch.Tensor | None = source  # keeps the origin while it is copied
         self.leaving: Copy | None = leaving
-        self.transfer: Transfer | None = None
+        self.ticket: Ticket | None = None
         self.memory: torch.Tensor | None = None  # a copy on the compute device
         self.coming: Copy | None = None  # into it
         self.saves = 1
@@ -145,21 +146,21 @@ class Saved:
 
     def in_flight(self) -> bool:
         """Whether something is still being read from its places, or written to them."""
-        return any(each is not None and not each.done() for each in (self.leaving, self.coming, self.transfer))
+        return any(each is not None and not each.done() for each in (self.leaving, self.coming, self.ticket))
 
     def settle(self) -> None:
         """Block until nothing is in flight, and let go of it, also of a copy that fails."""
         with ExitStack() as stack:
             stack.callback(self._let_go)
-            for each in (self.transfer, self.coming, self.leaving):
+            for each in (self.ticket, self.coming, self.leaving):
                 if each is not None:
                     stack.callback(_end, each)
 
     def _let_go(self) -> None:
-        self.source = self.leaving = self.coming = self.transfer = self.memory = None
+        self.source = self.leaving = self.coming = self.ticket = self.memory = None
 
 
-def _end(going: Copy | Transfer) -> None:
+def _end(going: Copy | Ticket) -> None:
     with suppress(NvmeError):  # nobody needs the bytes
         going.wait()
 
@@ -356,12 +357,12 @@ class Activations:
                 self._finish_reading(saved)
         if saved.state is State.HELD and not self._write(saved):
             return False
-        if saved.state is State.WRITING and saved.transfer is not None:
-            saved.transfer.promote()
+        if saved.state is State.WRITING and saved.ticket is not None:
+            saved.ticket.promote()
             try:
                 with self._recorder.span("wait nvme", "activations"):
-                    saved.transfer.wait()
-                saved.state, saved.transfer = State.CLEAN, None
+                    saved.ticket.wait()
+                saved.state, saved.ticket = State.CLEAN, None
             except NvmeError:
                 saved.state = State.LOST
         self._free_slot(saved)
@@ -400,7 +401,7 @@ class Activations:
         if saved.extent is None:
             return False
         address = saved.slot.data_ptr()
-        saved.transfer = self._nvme.write(saved.extent, 0, nbytes, address, "activations", self.meter, background=True)
+        saved.ticket = self._nvme.write(saved.extent, 0, nbytes, address, "activations", self.meter, background=True)
         self._forget_unwritten(saved)
         saved.state = State.WRITING
         return True
@@ -456,14 +457,14 @@ class Activations:
 
     def _poll(self) -> None:
         self._land()
-        for saved in [each for each in self._reading if each.transfer is not None and each.transfer.done()]:
+        for saved in [each for each in self._reading if each.ticket is not None and each.ticket.done()]:
             with suppress(NvmeError):  # who asks for it reads it again, and is told
                 self._finish_reading(saved)
 
     def _bring_to_slot(self, saved: Saved) -> None:
         self._await_landing(saved)
-        if saved.state is State.LOST and saved.transfer is not None:
-            saved.transfer.wait()  # raises again why
+        if saved.state is State.LOST and saved.ticket is not None:
+            saved.ticket.wait()  # raises again why
         if saved.state is State.AWAY:
             self._read(saved, wanted=True)
         if saved.state is State.READING:
@@ -484,16 +485,16 @@ class Activations:
         if start is not None:
             self._in_memory[saved] = None
         address = saved.slot.data_ptr()
-        saved.transfer = self._nvme.read(saved.extent, 0, nbytes, address, "activations", self.meter)
+        saved.ticket = self._nvme.read(saved.extent, 0, nbytes, address, "activations", self.meter)
         saved.state = State.READING
         self._reading.append(saved)
         return True
 
     def _finish_reading(self, saved: Saved) -> None:
-        if saved.transfer is None:
+        if saved.ticket is None:
             raise RuntimeError("nothing is being read")
         try:
-            saved.transfer.wait()
+            saved.ticket.wait()
         except NvmeError:
             self._free_slot(saved)
             saved.state = State.AWAY
@@ -504,7 +505,7 @@ class Activations:
             saved.state = State.CLEAN
         finally:
             if saved.state is not State.READING:
-                saved.transfer = None
+                saved.ticket = None
                 self._reading.remove(saved)
 
     def _upload(self, saved: Saved) -> None:

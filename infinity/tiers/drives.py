@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,6 +16,7 @@ from infinity import native
 from infinity.errors import BudgetError, ConfigError, NvmeError
 from infinity.files import Directory
 from infinity.native import make_engine
+from infinity.nvme.ticket import Ticket
 from infinity.observe import Meter, Recorder
 from infinity.placement.calibrate import levelled
 from infinity.tiers import speed
@@ -38,58 +38,6 @@ class Extent(NamedTuple):
 
     start: int
     nbytes: int
-
-
-class Request(NamedTuple):
-    """One native request: its ticket, whose it is, and what an error message needs."""
-
-    engine: Any
-    ticket: Any
-    path: str
-    offset: int
-
-
-class Transfer:
-    """The I/O of one contiguous range, in flight. Any thread may wait, several times."""
-
-    def __init__(self, operation: str, name: str, requests: Sequence[Request], recorder: Recorder) -> None:
-        self._operation, self._name, self._recorder = operation, name, recorder
-        self._requests: Sequence[Request] = requests
-        self._failed: tuple[str, int, int, int, int] | None = None
-        self._start, self._shown = time.perf_counter(), recorder.show(f"nvme {operation}", name)
-        self._lock = threading.Lock()
-        self._seen = False
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return all(request.ticket.done() for request in self._requests)
-
-    def promote(self) -> None:
-        """Somebody waits for it now: what was submitted in the background goes on in the foreground."""
-        for request in self._requests:
-            request.engine.promote(request.ticket)
-
-    def wait(self) -> None:
-        """Block until every byte has moved; raises `NvmeError` with path, offset, errno, asked and done."""
-        self._finish()
-        if self._failed is not None:
-            raise NvmeError(self._operation, *self._failed, self._name)
-
-    def _finish(self) -> None:
-        """Wait for every request, for the memory may be reused after that, and let go of the tickets: they keep files open."""
-        failed = None
-        for _, ticket, path, offset in self._requests:
-            code, asked, done = ticket.wait()
-            if code != 0 and failed is None:
-                failed = path, offset, max(code, 0), asked, done
-        with self._lock:
-            first, self._seen = not self._seen, True
-            if first:
-                self._failed, self._requests = failed, ()
-        if first:
-            self._recorder.hide(self._shown)
-        if first and failed is None:
-            self._recorder.add(f"nvme {self._operation}", self._name, self._start, time.perf_counter())
 
 
 class NvmeTier:
@@ -349,7 +297,7 @@ class NvmeTier:
             cufile.register_memory(memory.data_ptr(), memory.numel())
             direct = []
             for number, file in enumerate(self._files):
-                direct.append(native.direct_engine(cufile, file, threads=DIRECT_THREADS, request_bytes=REQUEST_BYTES))
+                direct.append(cufile.engine(file, threads=DIRECT_THREADS, request_bytes=REQUEST_BYTES))
                 undo.callback(direct[-1].close)
                 if file.size() > 0:
                     self._try_direct(number, direct[-1], memory[:ALIGNMENT])
@@ -363,11 +311,11 @@ class NvmeTier:
         block = (torch.arange(ALIGNMENT) * (number + 3) // 7).to(torch.uint8)
         try:
             for word, io, address in (("write", self.engines[number], block.data_ptr()), ("read", engine, place.data_ptr())):
-                code, _, done = getattr(io, word)(file, 0, address, ALIGNMENT).wait()
-                if code != 0:
-                    raise RuntimeError(str(NvmeError(word, file.path, 0, max(code, 0), ALIGNMENT, done)))
+                getattr(io, word)(file, 0, address, ALIGNMENT).wait()
             if not torch.equal(place.cpu(), block):
                 raise RuntimeError(f"a block of {file.path} did not arrive on the GPU")
+        except NvmeError as error:
+            raise RuntimeError(str(error)) from None
         finally:
             place.copy_(before)
 
@@ -380,7 +328,7 @@ class NvmeTier:
         name: str,
         meter: Meter | None = None,
         direct: bool = False,
-    ) -> Transfer:
+    ) -> Ticket:
         """Start reading bytes [begin, begin + nbytes) of `extent` into `address`, with `direct` in the memory that was attached;
         `name` labels the span, `meter` counts."""
         if meter is not None:
@@ -397,7 +345,7 @@ class NvmeTier:
         name: str,
         meter: Meter | None = None,
         background: bool = False,
-    ) -> Transfer:
+    ) -> Ticket:
         """Start writing `nbytes` from `address` to bytes [begin, begin + nbytes) of `extent`; in the `background` when nobody
         waits for it: reads then go first."""
         if meter is not None:
@@ -415,16 +363,27 @@ class NvmeTier:
         address: int,
         name: str,
         background: bool = False,
-    ) -> Transfer:
+    ) -> Ticket:
         if begin < 0 or begin + nbytes > extent.nbytes:
             raise ValueError(f"bytes {begin}..{begin + nbytes} are not in an extent of {extent.nbytes}")
         requests = []
         for number, offset, length in self._stripes.pieces(extent.start + begin, nbytes):
-            engine, file = engines[number], self._files[number]
-            ticket = getattr(engine, operation)(file, offset, address, length, background)
-            requests.append(Request(engine, ticket, file.path, offset))
+            submit = getattr(engines[number], operation)
+            requests.append(submit(self._files[number], offset, address, length, background, what=name))
             address += length
-        return Transfer(operation, name, requests, self._recorder)
+        return Ticket(requests, self._spanning(f"nvme {operation}", name))
+
+    def _spanning(self, lane: str, name: str) -> Callable[[Ticket], None]:
+        """Begin a span that ends with a ticket; what fails is not recorded."""
+        start = time.perf_counter()
+        shown = self._recorder.show(lane, name)
+
+        def ended(ticket: Ticket) -> None:
+            self._recorder.hide(shown)
+            if not ticket.failed:
+                self._recorder.add(lane, name, start, time.perf_counter())
+
+        return ended
 
     def close(self) -> None:
         """Wait for what is in flight, then remove the files and the locks, all of it whatever fails. May be called twice."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity.device import HostMemory
-from infinity.errors import NvmeError
+from infinity.nvme.ticket import Ticket
 
 PROBE_BYTES = 64 << 20
 """What is written to each drive once, and read back."""
@@ -54,26 +54,18 @@ def measure(probes: Sequence[Probe]) -> list[float]:
 
 def _move(operation: str, probe: Probe, nbytes: int, address: int) -> tuple[int, float]:
     """Move the first `nbytes`, or what there is time for; returns bytes and seconds."""
-    submit, in_flight = getattr(probe.engine, operation), deque[tuple[int, Any]]()
-
-    def finish() -> None:
-        offset, ticket = in_flight.popleft()
-        code, asked, done = ticket.wait()
-        if code != 0:
-            raise NvmeError(operation, probe.file.path, offset, max(code, 0), asked, done)
-
+    submit, in_flight = getattr(probe.engine, operation), deque[Any]()
     end, start = 0, time.perf_counter()
     try:
         while end < nbytes and (end == 0 or time.perf_counter() - start < PROBE_SECONDS):
             if len(in_flight) == _IN_FLIGHT:
-                finish()
+                in_flight.popleft().wait()
             length = min(_REQUEST_BYTES, nbytes - end)
             slot = address + end // _REQUEST_BYTES % _IN_FLIGHT * _REQUEST_BYTES
-            in_flight.append((end, submit(probe.file, end, slot, length)))
+            in_flight.append(submit(probe.file, end, slot, length))
             end += length
         while in_flight:
-            finish()
+            in_flight.popleft().wait()
         return end, max(time.perf_counter() - start, 1e-9)
     finally:
-        for _, ticket in in_flight:  # after a failure: the memory goes when they are done
-            ticket.wait()
+        Ticket(in_flight).finish()  # after a failure: the memory goes when they are done

@@ -22,12 +22,13 @@ from dataclasses import dataclass
 import torch
 
 from infinity.device import ComputeDevice, Copy, Mark, zero_alone
+from infinity.nvme.ticket import Ticket
 from infinity.observe import Meter
 from infinity.tiers.access import Checkout
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block, CopyState
 from infinity.tiers.chunks import Chunks
-from infinity.tiers.drives import NvmeTier, Transfer
+from infinity.tiers.drives import NvmeTier
 from infinity.tiers.latch import Latch
 
 
@@ -207,8 +208,8 @@ class Staging:
         """A chunk that is a copy in `slot`: its bytes are under way."""
         at, nbytes = self._bytes_of(block, request)
         tensor, home, load = slot.tensor[:nbytes], block.home, block in request.load
-        arrive: Transfer | Copy | Callable[[], object] | None = None
-        write: Callable[[bool], Transfer | Copy]
+        arrive: Ticket | Copy | Callable[[], object] | None = None
+        write: Callable[[bool], Ticket | Copy]
         if home.memory is not None:  # at home on a device that the host cannot address
             there = home.memory[at : at + nbytes]
             if load:

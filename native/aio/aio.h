@@ -98,8 +98,9 @@ class Descriptor;  // internal: an open descriptor, shared by the File and its r
 class File {
  public:
   // Opens for reading and writing, creating with `mode` (octal permissions) when `create`; without `create`, a file that may
-  // only be read is opened for reading, and writes give EBADF. Throws std::system_error.
-  File(const std::string& path, bool create, unsigned mode, bool want_direct = true);
+  // only be read is opened for reading, and writes give EBADF. `name`: what path() and errors say instead of `path`. Throws
+  // std::system_error.
+  File(const std::string& path, bool create, unsigned mode, bool want_direct = true, const std::string& name = "");
   File(const File&) = delete;
   File& operator=(const File&) = delete;
   const std::shared_ptr<const Descriptor>& descriptor() const { return descriptor_; }

@@ -49,7 +49,8 @@ bool Descriptor::ends_at(std::uint64_t position) const {
          position >= static_cast<std::uint64_t>(status.st_size);
 }
 
-File::File(const std::string& path, bool create, unsigned mode, bool want_direct) : path_(path) {
+File::File(const std::string& path, bool create, unsigned mode, bool want_direct, const std::string& name)
+    : path_(name.empty() ? path : name) {
   const auto open_for = [&](int access) {
     const int flags = access | O_CLOEXEC | (create ? O_CREAT : 0);
     int number = want_direct ? ::open(path.c_str(), flags | O_DIRECT, mode) : -1;
@@ -61,7 +62,7 @@ File::File(const std::string& path, bool create, unsigned mode, bool want_direct
   int number = open_for(O_RDWR);
   if (number < 0 && !create && (errno == EACCES || errno == EPERM || errno == EROFS || errno == ETXTBSY))
     number = open_for(O_RDONLY);
-  check(number, path);
+  check(number, path_);
   descriptor_ = std::make_shared<const Descriptor>(number, direct_ && on_virtual_disk(number));
 }
 

@@ -1,4 +1,5 @@
-// infinity._aio: the engines for Python. Everything that may block runs without the GIL.
+// infinity._aio: the engines for Python. Everything that may block runs without the GIL. A Result is read here alone:
+// what failed is an infinity.errors.NvmeError.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -6,9 +7,12 @@
 
 #include <cerrno>
 #include <memory>
+#include <optional>
 #include <string>
 #include <system_error>
 #include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "aio.h"
 
@@ -30,6 +34,49 @@ auto blocking(const std::string& path, Work work) {
   }
   errno = code;
   PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.empty() ? nullptr : path.c_str());
+  throw py::error_already_set();
+}
+
+// As os.fsdecode() does: a path need not be UTF-8.
+py::object decoded(const std::string& path) {
+  auto text = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size())));
+  if (!text) throw py::error_already_set();
+  return text;
+}
+
+struct Range {
+  std::uint64_t offset = 0, bytes = 0;
+};
+
+// What a request asks for, as its error says it.
+struct Asked {
+  Operation operation;
+  std::string path, what;
+  std::vector<Range> parts;    // of the file, one after the other
+  std::optional<Range> whole;  // the range that a request of one part is a part of
+
+  // The one reader of a failed completion: an infinity.errors.NvmeError.
+  [[noreturn]] void raise(const Result& result) const;
+};
+
+void Asked::raise(const Result& result) const {
+  Range range;
+  std::uint64_t done = result.done;
+  for (const Range& part : parts) {
+    range = part;
+    if (done < part.bytes) break;  // there is one: an error never goes with all bytes done
+    done -= part.bytes;
+  }
+  if (whole) {
+    done += range.offset - whole->offset;
+    range = *whole;
+  }
+  const py::object type = py::module_::import("infinity.errors").attr("NvmeError");
+  const int code = result.error == kEndOfFile ? 0 : result.error;
+  const py::object error =
+      type(operation == Operation::read ? "read" : "write", decoded(path), range.offset, code, range.bytes, done, what);
+  PyErr_SetObject(type.ptr(), error.ptr());
   throw py::error_already_set();
 }
 
@@ -72,9 +119,10 @@ using PyFile = Closable<File>;
 using PyEngine = Closable<Engine>;
 using PyCuFile = Closable<CuFile>;
 
-std::unique_ptr<PyFile> open_file(const std::string& path, bool create, unsigned mode, bool direct) {
-  return std::make_unique<PyFile>(
-      blocking(path, [&] { return std::make_shared<File>(path, create, mode, direct); }));
+std::unique_ptr<PyFile> open_file(const std::string& path, bool create, unsigned mode, bool direct,
+                                  const std::string& name) {
+  return std::make_unique<PyFile>(blocking(
+      name.empty() ? path : name, [&] { return std::make_shared<File>(path, create, mode, direct, name); }));
 }
 
 std::unique_ptr<PyEngine> make_engine(const std::string& kind, unsigned depth, unsigned threads,
@@ -98,24 +146,34 @@ std::unique_ptr<PyEngine> cufile_engine(const PyCuFile& self, const PyFile& file
 }
 
 // A ticket and, when the caller wishes, the object that owns the memory: it lives until the request is complete, so
-// whoever drops such a ticket waits for that.
+// whoever drops such a ticket waits for that. Once it is seen to be complete it keeps the outcome alone, so neither the memory
+// nor the descriptor of the file. The GIL guards the fields.
 class PyTicket {
  public:
-  PyTicket(Ticket ticket, py::object owner) : ticket_(std::move(ticket)), owner_(std::move(owner)), process_(::getpid()) {}
+  PyTicket(Ticket ticket, std::weak_ptr<Engine> engine, Asked asked, py::object owner)
+      : ticket_(std::move(ticket)), engine_(std::move(engine)), asked_(std::move(asked)), owner_(std::move(owner)),
+        process_(::getpid()) {}
   PyTicket(PyTicket&&) = default;
   // In a forked child nothing completes; the parent's engine is the parent's.
   ~PyTicket() {
     if (owner_ && !owner_.is_none() && process_ == ::getpid()) settle();
   }
 
-  const Ticket& native() const { return ticket_; }
-  bool done() const { return ticket_.done(); }
-  py::tuple wait() {
+  bool done() {
+    if (!ticket_.done()) return false;
+    take();
+    return true;
+  }
+  std::uint64_t wait() {
     if (process_ != ::getpid() && !ticket_.done()) throw py::value_error(kForked);
     settle();
-    owner_ = py::none();
-    const Result result = ticket_.wait();
-    return py::make_tuple(result.error, result.asked, result.done);
+    take();
+    if (outcome_->error != 0) asked_.raise(*outcome_);
+    return outcome_->done;
+  }
+  void promote() {
+    if (process_ != ::getpid()) throw py::value_error(kForked);
+    if (const auto engine = engine_.lock()) engine->promote(ticket_);
   }
 
  private:
@@ -125,8 +183,16 @@ class PyTicket {
     py::gil_scoped_release release;
     ticket.wait();
   }
+  void take() {
+    if (!outcome_) outcome_ = ticket_.wait();
+    ticket_ = {};
+    const py::object last = std::exchange(owner_, py::none());  // its end may run whatever code, with all of this done
+  }
 
-  Ticket ticket_;
+  Ticket ticket_;  // empty once there is an outcome
+  std::optional<Result> outcome_;
+  std::weak_ptr<Engine> engine_;
+  Asked asked_;
   py::object owner_;
   pid_t process_;
 };
@@ -135,7 +201,8 @@ Priority priority(bool background) { return background ? Priority::background : 
 
 template <Operation operation>
 PyTicket submit(PyEngine& self, const PyFile& file, std::uint64_t offset, std::uintptr_t address, std::size_t bytes,
-                bool background, py::object owner) {
+                bool background, py::object owner, std::string what,
+                const std::optional<std::pair<std::uint64_t, std::uint64_t>>& whole) {
   const auto engine = self.get();
   const auto target = file.get();
   Ticket ticket;
@@ -143,7 +210,9 @@ PyTicket submit(PyEngine& self, const PyFile& file, std::uint64_t offset, std::u
     py::gil_scoped_release release;
     ticket = engine->submit(operation, *target, offset, reinterpret_cast<void*>(address), bytes, priority(background));
   }
-  return PyTicket(std::move(ticket), std::move(owner));
+  Asked asked{operation, target->path(), std::move(what), {{offset, bytes}}, {}};
+  if (whole) asked.whole = Range{whole->first, whole->second};
+  return PyTicket(std::move(ticket), engine, std::move(asked), std::move(owner));
 }
 
 using Numbers = py::array_t<std::uint64_t, py::array::c_style | py::array::forcecast>;
@@ -157,14 +226,17 @@ PyTicket submit_batch(PyEngine& self, const PyFile& file, const Numbers& offsets
       sizes.size() != offsets.size())
     throw py::value_error("offsets, addresses and sizes must have one dimension and the same length");
   std::vector<Part> parts(static_cast<std::size_t>(offsets.size()));
-  for (std::size_t i = 0; i < parts.size(); ++i)
+  Asked asked{operation, target->path(), {}, std::vector<Range>(parts.size()), {}};
+  for (std::size_t i = 0; i < parts.size(); ++i) {
     parts[i] = {offsets.data()[i], reinterpret_cast<void*>(addresses.data()[i]), sizes.data()[i]};
+    asked.parts[i] = {parts[i].offset, parts[i].bytes};
+  }
   Ticket ticket;
   {
     py::gil_scoped_release release;
     ticket = engine->submit(operation, *target, std::move(parts), priority(background));
   }
-  return PyTicket(std::move(ticket), std::move(owner));
+  return PyTicket(std::move(ticket), engine, std::move(asked), std::move(owner));
 }
 
 py::dict counters(const PyEngine& self) {
@@ -181,7 +253,6 @@ PYBIND11_MODULE(_aio, module) {
   using namespace py::literals;
   module.doc() = "Asynchronous file I/O: one contract, an io_uring and a POSIX engine (see native/aio/aio.h).";
   module.attr("ALIGNMENT") = kAlignment;
-  module.attr("END_OF_FILE") = kEndOfFile;
   module.def(
       "io_uring_available",
       [] {
@@ -192,8 +263,9 @@ PYBIND11_MODULE(_aio, module) {
       "(True, \"\"), or (False, why io_uring cannot be had here).");
 
   py::class_<PyFile>(module, "File", "An open file. Every failure is an OSError with errno and filename.")
-      .def(py::init(&open_file), "path"_a, "create"_a = false, "mode"_a = 0600, "direct"_a = true)
-      .def_property_readonly("path", [](const PyFile& self) { return self.get()->path(); })
+      .def(py::init(&open_file), "path"_a, "create"_a = false, "mode"_a = 0600, "direct"_a = true, "name"_a = "",
+           "`name`: what `path` and errors say; for a path that is a descriptor.")
+      .def_property_readonly("path", [](const PyFile& self) { return decoded(self.get()->path()); })
       .def_property_readonly("direct", [](const PyFile& self) { return self.get()->direct(); },
                              "Whether O_DIRECT is in force.")
       .def("size", [](const PyFile& self) { const auto file = self.get(); return file->size(); }, "Bytes.")
@@ -219,10 +291,12 @@ PYBIND11_MODULE(_aio, module) {
 
   py::class_<PyTicket>(module, "Ticket",
                        "One request in flight. The memory must stay valid until it is done; `owner` sees to that.")
-      .def("done", &PyTicket::done)
+      .def("done", &PyTicket::done, "Whether wait() would return, or raise, at once.")
       .def("wait", &PyTicket::wait,
-           "Block until complete; (error, asked, done): 0, an errno or END_OF_FILE; then bytes. error is 0 if and only "
-           "if done == asked. For a batch: its first failure in the order of its parts, and the bytes before that.");
+           "Block until complete; the bytes moved, which are all that were asked for. Otherwise NvmeError with path, offset, "
+           "errno, asked and done: of the request, of the first part of a batch that failed, or of `whole`. May be called again.")
+      .def("promote", &PyTicket::promote,
+           "A background request goes on as a foreground one, after those that are queued; does nothing for any other.");
 
   const Faults none;
   py::class_<PyEngine>(module, "Engine", "Any thread may use it.")
@@ -230,22 +304,19 @@ PYBIND11_MODULE(_aio, module) {
            "request_bytes"_a = Options{}.request_bytes)
       .def_property_readonly("kind", [](const PyEngine& self) { return self.get()->kind(); })
       .def("read", &submit<Operation::read>, "file"_a, "offset"_a, "address"_a, "nbytes"_a, "background"_a = false,
-           "owner"_a = py::none(),
+           "owner"_a = py::none(), "what"_a = "", "whole"_a = py::none(),
            "Read bytes [offset, offset + nbytes) to `address`; blocks only while the queue is full. `background`: after "
-           "what is not. `owner`: kept alive until the ticket is done; dropping such a ticket earlier waits for it.")
+           "what is not. `owner`: kept alive until the ticket is done; dropping such a ticket earlier waits for it. An error is "
+           "of `what`, and, where this is a part of something, of that `whole`: its (offset, nbytes).")
       .def("write", &submit<Operation::write>, "file"_a, "offset"_a, "address"_a, "nbytes"_a, "background"_a = false,
-           "owner"_a = py::none(), "Write `nbytes` at `address` to the file at `offset`; the rest is as for read().")
+           "owner"_a = py::none(), "what"_a = "", "whole"_a = py::none(),
+           "Write `nbytes` at `address` to the file at `offset`; the rest is as for read().")
       .def("read_batch", &submit_batch<Operation::read>, "file"_a, "offsets"_a, "addresses"_a, "sizes"_a,
            "background"_a = false, "owner"_a = py::none(),
            "Many reads as one request with one ticket. Three sequences of one length, best as NumPy arrays of uint64. "
-           "Asked and done count the parts one after the other; what is left after a failure is not started.")
+           "What is left after a failure is not started.")
       .def("write_batch", &submit_batch<Operation::write>, "file"_a, "offsets"_a, "addresses"_a, "sizes"_a,
            "background"_a = false, "owner"_a = py::none(), "Many writes as one request; the rest is as for read_batch().")
-      .def("promote",
-           [](const PyEngine& self, const PyTicket& ticket) { self.get()->promote(ticket.native()); },
-           "ticket"_a,
-           "A background request of this engine goes on as a foreground one, after those that are queued; does nothing for "
-           "any other.")
       .def("register_memory",
            [](const PyEngine& self, std::uintptr_t address, std::size_t bytes) {
              const auto engine = self.get();

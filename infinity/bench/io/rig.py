@@ -85,20 +85,11 @@ class Drive:
 
 class _Submitted(NamedTuple):
     pieces: Sequence[Piece]  # several: a batch, with one ticket
-    path: str
     ticket: Any
 
     @property
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.pieces)
-
-    def finish(self) -> None:
-        """Wait; raises `NvmeError` unless every byte arrived, with the place of the first that did not."""
-        code, asked, done = self.ticket.wait()
-        if code != 0:
-            ends = itertools.accumulate(piece.nbytes for piece in self.pieces)
-            piece = next(piece for piece, end in zip(self.pieces, ends, strict=True) if done < end)
-            raise NvmeError(piece.operation, self.path, piece.offset, max(code, 0), asked, done)
 
 
 class Rig:
@@ -187,12 +178,12 @@ class Rig:
         if others:
             submit = engine.read_batch if reading else engine.write_batch
             sizes = [piece.nbytes for piece in pieces]
-            return _Submitted(pieces, file.path, submit(file, [piece.offset for piece in pieces], addresses, sizes))
+            return _Submitted(pieces, submit(file, [piece.offset for piece in pieces], addresses, sizes))
         submit = engine.read if reading else engine.write
-        return _Submitted(pieces, file.path, submit(file, first.offset, addresses[0], first.nbytes))
+        return _Submitted(pieces, submit(file, first.offset, addresses[0], first.nbytes))
 
     def _finished(self, submitted: _Submitted) -> None:
-        submitted.finish()
+        submitted.ticket.wait()
         with self._lock:
             self.moved[submitted.pieces[0].operation] += submitted.nbytes
 
