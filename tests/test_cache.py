@@ -452,7 +452,7 @@ def test_a_fetch_that_fails_in_the_rest_of_a_kept_parameter_is_an_error_and_the_
         expected = unit.wait().clone()
     unit.store.resident.begin_update(unit.blocks[Kind.PARAM])  # drops the copy
     unit.store.resident.end_update([])
-    unit.blocks[Kind.PARAM].to_home()
+    unit.blocks[Kind.PARAM].copy.to_absent()
     engine.io.set_faults(fail_read_at=0)
     unit.start()
     with pytest.raises(infinity.NvmeError):

@@ -160,9 +160,9 @@ def test_a_fetch_moves_exactly_its_bytes_and_uses_no_staging(store: Any, fake: F
     staging, read, metered = one._arenas["staging"], fake.bytes_read, one.meter.read
     held = [staging.lease(object(), staging.slot_bytes) for _ in range(staging.free_slots)]  # there is none to be had
     for block in blocks:
-        one.start(block)
-        assert torch.equal(one.wait(block), content(block))
-        one.release(block)
+        one.resident.start(block)
+        assert torch.equal(one.resident.wait(block), content(block))
+        one.resident.release(block)
     assert fake.bytes_read - read == one.meter.read - metered == len(blocks) * UNIT - kept
     assert sum(target.numel() for target in uploads) == kept
     for lease in held:
@@ -173,24 +173,24 @@ def test_a_fetch_moves_exactly_its_bytes_and_uses_no_staging(store: Any, fake: F
 def test_short_reads_and_interruptions_are_the_ordinary_path(store: Any, fake: Fake) -> None:
     one, _, (block, _) = store()
     fake.short_every, fake.fail_read_at, fake.fail_reads, fake.fail_errno = 3, fake.reads + 4, 5, 4  # EINTR
-    one.start(block)
-    assert torch.equal(one.wait(block), content(block))
-    one.release(block)
+    one.resident.start(block)
+    assert torch.equal(one.resident.wait(block), content(block))
+    one.resident.release(block)
 
 
 @pytest.mark.parametrize(("result", "code", "reason"), [(-1, 5, "Input/output error"), (-5036, 5036, "cuFile error 5036")])
 def test_what_fails_is_told_with_path_offset_and_bytes(store: Any, fake: Fake, result: int, code: int, reason: str) -> None:
     one, _, (block, _) = store()
     fake.fail_read_at, fake.fail_reads, fake.fail_result, fake.fail_errno = fake.reads, 1 << 30, result, 5
-    one.start(block)
+    one.resident.start(block)
     with pytest.raises(infinity.NvmeError, match=reason) as caught:
-        one.wait(block)
+        one.resident.wait(block)
     error = caught.value
     assert (error.errno, error.operation) == (code, "read")
     assert error.filename.endswith(tier.STATES_NAME) and error.done < error.asked and "for unit 0" in str(error)
     fake.fail_read_at = -1
-    assert torch.equal(one.wait(block), content(block)), "and it can be read again"
-    one.release(block)
+    assert torch.equal(one.resident.wait(block), content(block)), "and it can be read again"
+    one.resident.release(block)
 
 
 def test_an_error_reaches_the_forward_of_the_user(fake: Fake, wrap: Wrap, tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_no_read_overtakes_the_model(fake: Fake, wrap: Wrap, tmp_path: Path, mon
 
 def test_a_place_is_filled_when_the_model_has_left_it_and_not_on_its_thread(store: Any, fake: Fake) -> None:
     one, device, (first, second) = store()
-    one.start(first)
-    place = one.wait(first)
+    one.resident.start(first)
+    place = one.resident.wait(first)
     asked, reached = threading.Event(), threading.Event()
     who: list[tuple[str, Mark | None]] = []
 
@@ -236,19 +236,19 @@ def test_a_place_is_filled_when_the_model_has_left_it_and_not_on_its_thread(stor
         asked.set()
         assert reached.wait()
 
-    one.release(first)
-    left, read = first.used, fake.reads
+    one.resident.release(first)
+    left, read = first.copy.used, fake.reads
     device.on_reach = reach
-    assert one.prefetch(second, beyond=0), "and it returns at once"
+    assert one.resident.prefetch(second, beyond=0), "and it returns at once"
     assert asked.wait()
     assert who == [("infinity-mover", left)]
     assert fake.reads == read and torch.equal(place, content(first)), "the model may still use it"
-    one.start(second)
+    one.resident.start(second)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(one.wait, second)
+        waiting = pool.submit(one.resident.wait, second)
         reached.set()
         assert torch.equal(waiting.result(60), content(second))
-    one.release(second)
+    one.resident.release(second)
 
 
 FAILURES = [
@@ -273,9 +273,9 @@ def test_where_it_cannot_be_the_reason_is_said_and_host_memory_is_used(
     (said,) = [record.message for record in caplog.records if "on their way to the GPU" in record.message]
     assert reason in said and not one.gpu_direct
     assert fake.open() == (0, 0, 0)
-    one.start(block)
-    assert torch.equal(one.wait(block), content(block))
-    one.release(block)
+    one.resident.start(block)
+    assert torch.equal(one.resident.wait(block), content(block))
+    one.resident.release(block)
     one.close()
     fake.reads = 0
     with pytest.raises(infinity.ConfigError, match=r"gpu_direct='on', but no drive can write") as caught:

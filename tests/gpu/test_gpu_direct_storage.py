@@ -59,10 +59,10 @@ def test_a_unit_arrives_as_it_was_written_and_after_the_model_has_left_its_place
     seen = []
     for turn in range(3 * UNITS):
         block = blocks[turn % UNITS]
-        one.start(block)
-        place = one.wait(block)
+        one.resident.start(block)
+        place = one.resident.wait(block)
         torch.cuda._sleep(20_000_000)  # the model is slow, and reads the place late
         seen.append((turn % UNITS, place.clone()))
-        one.release(block)
+        one.resident.release(block)
     for number, found in seen:
         assert torch.equal(found.cpu(), contents[number])
