@@ -161,6 +161,13 @@ def test_the_files_that_pages_name_exist(name: str) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"])
+def test_the_links_outside_of_docs_lead_somewhere(name: str) -> None:
+    """Those inside of docs/ are checked by mkdocs."""
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / name).read_text())
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
 def texts_of_the_code() -> set[str]:
     """Every string of the library; what is filled in is `…`."""
     found = set()
