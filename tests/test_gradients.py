@@ -62,14 +62,14 @@ def loss_of(model: nn.Module, seed: int, skipped: int | None = None) -> torch.Te
 def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., infinity.Engine]]:
     models: list[nn.Module] = []
 
-    def make(model: nn.Module, device: Any = None, **options: Any) -> infinity.Engine:
+    def make(model: nn.Module, device: Any = None, units: Any = (Block,), **options: Any) -> infinity.Engine:
         directory = tempfile.mkdtemp(dir=tmp_path)
         values = {"gpu_memory": "1MiB", "cpu_memory": "8MiB", "cache": 0, "poison": True, "algorithm": "sgd", "device": "cpu"}
         with monkeypatch.context() as patch:
             if device is not None:
                 patch.setattr(sys.modules["infinity.build"], "ComputeDevice", device)
                 values["gpu_direct"] = "off"
-            wrapped = infinity.wrap(model, config_of(nvme=directory, **(values | options)), units=[Block], group=None)
+            wrapped = infinity.wrap(model, config_of(nvme=directory, **(values | options)), units=list(units), group=None)
         models.append(wrapped)
         return infinity.engine(wrapped)
 
@@ -219,6 +219,44 @@ def test_a_gradient_that_was_forgotten_counts_for_nothing(engine: infinity.Engin
         loss_of(model, 2).backward()
     for mine, theirs in zip(engine.model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(engine.gradient(mine), theirs.grad)
+
+
+class Skipping(nn.Module):
+    """The blocks, of which one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = build().bfloat16()
+        self.skipped: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            x = x if number == self.skipped else block(x)
+        return x
+
+
+@pytest.mark.parametrize("units", [[Block], [Skipping]], ids=["units of blocks", "one unit"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_backward_rounds_clipped_gradients_that_it_adds_nothing_to(
+    placement: str, units: list[type[nn.Module]], wrap: Callable[..., infinity.Engine]
+) -> None:
+    """torch rounds them when it clips. The engine keeps a factor for the next step, and rounds before the one after."""
+    plain = nn.Sequential(Skipping())
+    engine = wrap(nn.Sequential(Skipping()), units=units, **PLACEMENTS[placement])
+    norms: dict[nn.Module, list[float]] = {engine.model: [], plain: []}
+    for model in norms:
+        for skipped in (None, 0):
+            model[0].skipped = skipped
+            model(torch.ones(4, WIDTH, dtype=torch.bfloat16)).square().mean().backward()
+            if model is plain:
+                gradients = [p.grad for p in plain.parameters()]
+                norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
+                for gradient in gradients:
+                    gradient.mul_(0.01 / (norm + 1e-6))
+            else:
+                norm = engine.clip_grad_norm_(0.01)
+            norms[model].append(norm)
+    assert norms[engine.model] == pytest.approx(norms[plain], rel=1e-12)
 
 
 def spoil(model: nn.Module, value: float) -> Any:

@@ -240,18 +240,28 @@ class Updater:
                 self._withdrawn.append(job)
 
     def settle(self, units: Sequence[Unit]) -> None:
-        """Make the gradients of these units final, as all ranks agree."""
+        """Make the gradients of these units final, as all ranks agree.
+
+        After a backward, all clip factors from before it are multiplied into the gradients: torch does that when it clips, and
+        a unit that the backward added to did it then. So which parameters share a unit changes no number.
+        """
         self._await_updates()
         self._surroundings.settled()
+        added = any(unit.gradients.state is GradientState.COLLECTING for unit in self._units)
         exchange = self._units[0].exchange
         if exchange is not None and units:
             mine = [unit.gradients.summary() for unit in units]
-            agreed = iter(exchange.sum([value for summary in mine for value in summary], "of gradients that there are"))
+            values = [float(added), *(value for summary in mine for value in summary)]
+            agreed = iter(exchange.sum(values, "of gradients that there are"))
+            added = next(agreed) > 0
             for unit, summary in zip(units, mine, strict=True):
                 unit.gradients.settle([next(agreed) for _ in summary])
         else:
             for unit in units:
                 unit.gradients.settle()
+        for unit in units if added else ():
+            if present := unit.gradients.present():
+                unit.gradients.apply_clips(present)
 
     def norm(self, shares: Sequence[Share], further: float = 1.0) -> float:
         """The common L2 norm of the settled gradients of `shares` as an update would take them: unscaled, as far as they are
