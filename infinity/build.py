@@ -35,7 +35,7 @@ from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Placement, describe_choice
 from infinity.rates import DTYPES, copies, formats_of, updates
 from infinity.sharding.exchange import Exchange
-from infinity.sharding.gradients import GradientBuffer
+from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
 from infinity.sharding.tensor_parallel import with_tensor_parallel
 from infinity.sharding.unit import Unit

@@ -31,10 +31,13 @@ from infinity.modules.hooks import Hooks
 from infinity.modules.load import persistent_buffers
 from infinity.modules.vertical import Weave
 from infinity.observe import Recorder, Report
+from infinity.optim.norm import clip, clip_factor
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.step import Share, Surroundings, Updater, clip_factor
+from infinity.optim.speculation import Policy
+from infinity.optim.step import Share
+from infinity.optim.updater import StepListeners, Updater
 from infinity.placement.spec import Kind
-from infinity.plan.planner import Foresight, Traffic, UnitCost, predict
+from infinity.plan.planner import Traffic, UnitCost, predict
 from infinity.plan.runtime import Runtime
 from infinity.sharding import collectives
 from infinity.sharding.ranks import GivenGroup, whole_group
@@ -72,7 +75,6 @@ class Engine:
         self._model = weakref.ref(model)
         self._fetched_before = (0, 0)
         self._traffic_last = (0, 0)  # bytes read and written
-        self._forward_before = 0.0
         with building(model, config, self.recorder, weights, units, group, seed) as build:
             self._device, self._store, self._units, self._unit_of = build.device, build.store, build.units, build.unit_of
             self._buffer, self._exchange = build.buffer, build.exchange
@@ -83,11 +85,9 @@ class Engine:
         """The last step of building: what runs the model and updates its units, and whoever calls that."""
         config = self.config
         self._runtime = Runtime(self._store, self._units, self.recorder)
-        order = self._runtime.trace.first_uses
-        surroundings = Surroundings(order, self._settled, self._stepped, self._runtime.training, self._forward_seconds)
-        foresight = Foresight(self._update_mode())
+        policy, listeners = Policy(self._update_mode()), StepListeners(self._settled, self._stepped)
         delay = config.tuning.delayed_after if config.tuning.update == "delayed" else math.inf
-        self._updater = Updater(self._store, self._units, build.kernels, foresight, surroundings, self.recorder, delay)
+        self._updater = Updater(self._store, self._units, build.kernels, self._runtime, policy, listeners, self.recorder, delay)
         build.undo.callback(self._updater.close)
         self._runtime.before_evaluation = self._updater.look if config.tuning.update == "delayed" else lambda: None
         keeper = Keeper(self._store.activations, model, self._device.torch)
@@ -120,7 +120,7 @@ class Engine:
     def _stepped(self) -> None:
         meter = self._store.meter
         fetched, before = (meter.read, meter.written), self._fetched_before
-        updates = self._updater.meters  # of the step before: they ran between that step and this one
+        updates = self._updater.last.meters  # of the step before: they ran between that step and this one
         read, written = sum(m.read for m in updates), sum(m.written for m in updates)
         self._traffic_last = fetched[0] - before[0] + read, fetched[1] - before[1] + written
         self._fetched_before = fetched
@@ -133,11 +133,6 @@ class Engine:
     def _copied(self) -> tuple[int, int]:
         """Bytes copied to the compute device and from it so far."""
         return self._device.copied.written, self._device.copied.read
-
-    def _forward_seconds(self) -> float:
-        """How long a forward took since this was asked last, without waits."""
-        since, self._forward_before = self._hooks.forward_seconds - self._forward_before, self._hooks.forward_seconds
-        return since / max(self._runtime.accumulation, 1)
 
     # Gradients
 
@@ -153,10 +148,10 @@ class Engine:
         """
         shares = self._all_shares()
         self._updater.settle([share.unit for share in shares])
-        norm = self._updater.norm(shares)
+        norm = self._updater.norm.of(shares)
         if not math.isfinite(norm):
-            self._updater.take_nonfinite(norm, shares, error_if_nonfinite)
-        self._updater.clip(shares, clip_factor(norm, max_norm))
+            self._updater.norm.take_nonfinite(norm, shares, self._updater.next_number, error_if_nonfinite)
+        clip(shares, clip_factor(norm, max_norm))
         return norm
 
     def _all_shares(self) -> list[Share]:
@@ -258,7 +253,7 @@ class Engine:
         the middle of the load, the engine cannot go on. No code of the checkpoint runs.
         """
         state = self._state(optimizer)
-        shared = self._updater.shared({u: None for each in state.optimizers for u in each.units}, state.optimizers)
+        shared = self._updater.owners.beside({u: None for each in state.optimizers for u in each.units}, state.optimizers)
         others = [name for _, names in shared for name in names]
         if others:
             raise ConfigError(
@@ -267,7 +262,9 @@ class Engine:
             )
         extra = load(state, Path(directory).absolute())
         for share, _ in shared:  # of these the checkpoint may have some, of an optimizer that was not saved
-            self._updater.forget_states(share, [kind for kind in MOMENTS[share.unit.algorithm] if kind in share.unit.blocks])
+            self._updater.owners.forget_states(
+                share, [kind for kind in MOMENTS[share.unit.algorithm] if kind in share.unit.blocks]
+            )
         return extra
 
     def _state(self, optimizer: Optimizer | Sequence[Optimizer]) -> State:
@@ -334,7 +331,7 @@ class Engine:
             slots = 0 if unit.blocks[Kind.PARAM].permanent else -(-unit.nbytes // ALIGNMENT)
             old = 0 if unit.is_rounded else param
             # A gradient is written by every backward, and read by all but the first, by each norm and by the update.
-            read = states + gradient * (cycles + self._updater.norms)
+            read = states + gradient * (cycles + self._updater.norm.asked)
             costs.append(UnitCost(slots, param, old, read, states + param + gradient * cycles, unit.trains))
         cycle = self._runtime.trace.train_cycle()
         mode = self.config.tuning.update

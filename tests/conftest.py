@@ -62,8 +62,11 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 def come_to_rest(engine: infinity.Engine) -> None:
     """Wait for all I/O that the engine does without the next forward; `drain` would make it do more."""
     pipeline = engine._updater._pipeline
-    with pipeline._changed:
-        assert pipeline._changed.wait_for(lambda: not pipeline._has_work(()) and not any(j.in_flight for j in pipeline._jobs))
+    queue = pipeline.jobs
+    with queue.changed:
+        assert queue.changed.wait_for(
+            lambda: not queue.has_work(pipeline._may_hold()) and not any(job.in_flight for job in queue.jobs)
+        )
     for unit in engine.units:
         fetch = unit.blocks[Kind.PARAM].copy.fetch
         if fetch is not None:

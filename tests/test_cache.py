@@ -357,7 +357,7 @@ def test_an_update_taken_back_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
     for number in range(2):
         step(engine, optimizer, number)
     before = everything(engine, optimizer)
-    pipeline, early = engine._updater._pipeline, engine._updater._early
+    queue, early = engine._updater._pipeline.jobs, engine._updater.speculation.jobs
     engine.model(**text_batch(2)).loss.backward()
 
     def waiting() -> bool:
@@ -367,8 +367,8 @@ def test_an_update_taken_back_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
     begun = {unit.name for unit in engine.units if unit.copy_on_write}
     assert {job.unit.name for job in early.values() if job.update is not None} == begun
     assert 0 < len(begun) < len(engine.units)
-    with pipeline._changed:
-        assert pipeline._changed.wait_for(waiting)
+    with queue.changed:
+        assert queue.changed.wait_for(waiting)
     assert any(job.in_memory for job in early.values()) and any(job.meter.written for job in early.values())
     optimizer.zero_grad()  # takes them back
     assert_equal(everything(engine, optimizer), before)
@@ -381,10 +381,10 @@ def test_once_confirmed_what_is_kept_costs_no_io(wrap: Wrap) -> None:
     for number in range(2):
         step(engine, optimizer, number)
     engine.drain()
-    pipeline, early = engine._updater._pipeline, engine._updater._early
+    queue, early = engine._updater._pipeline.jobs, engine._updater.speculation.jobs
     engine.model(**text_batch(2)).loss.backward()
-    with pipeline._changed:
-        assert pipeline._changed.wait_for(lambda: all(not j.chunks and j.in_flight == 0 for j in early.values()))
+    with queue.changed:
+        assert queue.changed.wait_for(lambda: all(not j.chunks and j.in_flight == 0 for j in early.values()))
     kept_whole = [u for u in engine.units if not u.copy_on_write]
     before = everything_kept(engine)
     written = engine.recorder.counters()["nvme bytes written"]

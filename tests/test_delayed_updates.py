@@ -19,6 +19,7 @@ from torch import nn
 
 import infinity
 from infinity.optim.pipeline import Pipeline
+from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -157,16 +158,16 @@ def test_a_backward_waits_for_the_update_that_reads_its_gradients(wrap: Wrap, mo
     """No update goes on before the backward asks for it: so the forward does not wait, and no gradient is lost."""
     expected = train(wrap())
     go_on, waited = threading.Event(), []
-    update, await_delayed = Pipeline._update, infinity.optim.step.Updater.await_delayed
+    update, await_readers = Pipeline._update, Updater.await_readers
     monkeypatch.setattr(Pipeline, "_update", lambda *args: (go_on.wait(60), update(*args)))
 
     def watched(updater: Any, unit: Any) -> None:
         if unit in updater._delayed:
-            waited.append(updater._delayed[unit][0].written)
+            waited.append(updater._delayed[unit].written)
             go_on.set()
-        await_delayed(updater, unit)
+        await_readers(updater, unit)
 
-    monkeypatch.setattr(infinity.optim.step.Updater, "await_delayed", watched)
+    monkeypatch.setattr(Updater, "await_readers", watched)
     engine = wrap()
     step = infinity.AdamW.step
 
@@ -253,9 +254,9 @@ def test_updates_come_in_the_order_of_the_backward(wrap: Wrap, monkeypatch: pyte
     order: list[int] = []
     update = Pipeline._update
 
-    def noted(pipeline: Pipeline, chunk: Any) -> None:
+    def noted(pipeline: Pipeline, chunk: Any, phase: Any) -> None:
         order.append(chunk.job.unit.index)
-        update(pipeline, chunk)
+        update(pipeline, chunk, phase)
 
     monkeypatch.setattr(Pipeline, "_update", noted)
     engine = wrap()

@@ -17,8 +17,8 @@ from torch import nn
 
 import infinity
 from infinity.optim.kernels import Kernels
+from infinity.optim.speculation import Policy
 from infinity.placement.spec import Kind
-from infinity.plan.planner import Foresight
 from infinity.tiers.block import Block
 from infinity.tiers.resident import Residency
 from infinity.tiers.staging import ChunkRequest
@@ -249,7 +249,7 @@ def test_any_schedule(
 
 def until(engine: infinity.Engine, condition: Callable[[], bool]) -> None:
     """Wait for what the updater is about to do."""
-    changed = engine._updater._pipeline._changed
+    changed = engine._updater._pipeline.jobs.changed
     with changed:
         assert changed.wait_for(condition)
 
@@ -266,7 +266,7 @@ def test_nothing_is_seen_of_an_update_before_its_step(where: str, wrap: Callable
     with torch.no_grad():
         loss = engine.model(**text_batch(50)).loss
     backward(engine.model, 2)
-    early = engine._updater._early
+    early = engine._updater.speculation.jobs
     assert set(early) == set(engine.units)
     until(engine, lambda: all(job.written for job in early.values()))
     with torch.no_grad():
@@ -297,7 +297,7 @@ def test_what_the_next_forward_needs_first_is_updated_first(wrap: Callable[..., 
     backward(engine.model, 2)
     for one in taken:
         one.release()
-    early = engine._updater._early
+    early = engine._updater.speculation.jobs
     until(engine, lambda: all(job.written for job in early.values()))
     updated = [span.name for span in engine.recorder.spans()[seen:] if span.lane == "adam"]
     first_uses = [engine.units[index].name for index in engine._runtime.trace.first_uses()]
@@ -385,7 +385,7 @@ def test_replayed_updates_are_counted_twice(wrap: Callable[..., infinity.Engine]
     optimizer = infinity.AdamW(engine.model.parameters(), max_grad_norm=1e-3)
     for number in range(5):
         backward(engine.model, number)
-        until(engine, lambda: all(job.written for job in engine._updater._early.values()))
+        until(engine, lambda: all(job.written for job in engine._updater.speculation.jobs.values()))
         optimizer.step()
         optimizer.zero_grad()
     engine.drain()
@@ -412,7 +412,7 @@ def test_what_is_ahead_goes_to_the_copy_that_the_next_forward_uses(
     for number in range(4):
         placed.append({})
         backward(engine.model, number)
-        until(engine, lambda: all(job.written for job in engine._updater._early.values()))
+        until(engine, lambda: all(job.written for job in engine._updater.speculation.jobs.values()))
         optimizer.step()
         optimizer.zero_grad()
     plan = engine.plan()
@@ -432,13 +432,13 @@ def test_states_are_read_ahead_for_what_backward_comes_to_first(wrap: Callable[.
         optimizer.step()
         optimizer.zero_grad()
     loss = engine.model(**text_batch(2)).loss
-    expected = engine._updater._early
-    assert list(expected) and set(expected) == set(engine._updater._order[:2])
+    expected = engine._updater.speculation.jobs
+    assert list(expected) and set(expected) == set(engine._updater.speculation._order[:2])
     jobs = dict(expected)
     while not all(job.in_flight > 0 for job in jobs.values()):
         pass
     loss.backward()
-    assert all(engine._updater._early[unit] is job for unit, job in jobs.items())
+    assert all(engine._updater.speculation.jobs[unit] is job for unit, job in jobs.items())
     optimizer.step()
     assert counts(engine) == (2 * len(engine.units), 0)
 
@@ -460,7 +460,7 @@ def test_writes_that_the_next_forward_does_not_wait_for_let_reads_go_first(
     for number in range(2):
         priorities.append([])
         backward(engine.model, number)
-        until(engine, lambda: all(job.written for job in engine._updater._early.values()))
+        until(engine, lambda: all(job.written for job in engine._updater.speculation.jobs.values()))
         optimizer.step()
         optimizer.zero_grad()
         engine.drain()
@@ -478,47 +478,49 @@ def test_the_updater_of_a_collected_optimizer_guesses_nothing(wrap: Callable[...
         optimizer.zero_grad()
     del optimizer
     backward(engine.model, 2)
-    assert not engine._updater._early
+    assert not engine._updater.speculation.jobs
 
 
 @settings(max_examples=200, deadline=None)
 @given(steps=st.lists(st.booleans(), min_size=1, max_size=400))
 def test_a_guess_is_rarely_wrong_for_long(steps: list[bool]) -> None:
     """Whatever is clipped: what is begun in vain stays a small part, unless guesses pay in between."""
-    foresight = Foresight("auto")
+    policy = Policy("auto")
     right = wrong = 0
     for unclipped in steps:
-        if foresight.early:
+        if policy.speculates:
             right, wrong = right + unclipped, wrong + (not unclipped)
-        foresight.learn(update_seconds=2.0, forward_seconds=1.0, held=unclipped)
+        policy.learn(update_seconds=2.0, forward_seconds=1.0, held=unclipped)
     assert wrong <= right + len(steps).bit_length() + 1
 
 
 def test_when_early_updates_pay() -> None:
-    foresight = Foresight("auto")
-    assert not foresight.early
-    foresight.learn(1.0, 2.0, held=True)  # hides behind the forward anyway
-    assert not foresight.early
-    foresight.learn(2.0, 1.0, held=True)
-    assert foresight.early
-    foresight.learn(2.0, 1.0, held=False)
-    assert not foresight.early
-    foresight.learn(2.0, 1.0, held=False)  # an exact step that was clipped
-    assert not foresight.early
-    foresight.learn(2.0, 1.0, held=True)
-    assert foresight.early
+    policy = Policy("auto")
+    assert not policy.speculates
+    policy.learn(1.0, 2.0, held=True)  # hides behind the forward anyway
+    assert not policy.speculates
+    policy.learn(2.0, 1.0, held=True)
+    assert policy.speculates
+    policy.learn(2.0, 1.0, held=False)
+    assert not policy.speculates
+    policy.learn(2.0, 1.0, held=False)  # an exact step that was clipped
+    assert not policy.speculates
+    policy.learn(2.0, 1.0, held=True)
+    assert policy.speculates
     for mode, early, waits in (("exact", False, False), ("speculative", True, False), ("plain", False, True)):
-        forced = Foresight(mode)
+        forced = Policy(mode)
         for held in (False, True, False):
             forced.learn(2.0, 1.0, held)
-            assert (forced.early, forced.waits) == (early, waits)
+            assert (forced.speculates, forced.waits) == (early, waits)
 
 
 def test_how_long_updates_took_is_told_as_of_the_step(wrap: Callable[..., infinity.Engine], monkeypatch: Any) -> None:
     """Also where the updater goes on from one step to the next without a pause."""
     engine = wrap("speculative")
     told: list[tuple[float, float]] = []
-    monkeypatch.setattr(engine._updater._foresight, "learn", lambda busy, *_, **__: told.append((busy, time.perf_counter())))
+    monkeypatch.setattr(
+        engine._updater.speculation.policy, "learn", lambda busy, *_, **__: told.append((busy, time.perf_counter()))
+    )
     optimizer = infinity.AdamW(engine.model.parameters())
     begun = time.perf_counter()
     for number in range(8):

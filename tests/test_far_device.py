@@ -208,7 +208,7 @@ def test_a_step_does_not_wait_until_host_memory_was_read_for_the_norm(wrap: Wrap
         threads.append(threading.current_thread().name)
         return squared_gradient_norm(*values)
 
-    monkeypatch.setattr("infinity.optim.step.squared_gradient_norm", spy)
+    monkeypatch.setattr("infinity.optim.norm.squared_gradient_norm", spy)
     optimizer = infinity.AdamW(engine.model.parameters(), max_grad_norm=1.0)
     for number in range(4):
         threads.clear()

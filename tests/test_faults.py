@@ -185,14 +185,14 @@ def test_a_read_that_meets_the_end_of_the_file(start: Start, tmp_path: Path) -> 
 def fail_from_the_update_on(run: Run, **fault: int) -> None:
     """The norm is the last thing that a step asks before its update starts: let the drive fail from there on."""
     updater = run.optimizer.updater
-    norm = updater.norm
+    norm = updater.norm.of
 
     def norm_then_fail(shares: Sequence[Share], further: float = 1.0) -> float:
         found = norm(shares, further)
         run.engine.io.set_faults(**fault)
         return found
 
-    updater.norm = norm_then_fail  # type: ignore[method-assign]
+    updater.norm.of = norm_then_fail  # type: ignore[method-assign]
 
 
 @each_engine

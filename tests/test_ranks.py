@@ -162,7 +162,7 @@ def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGrou
                     optimizer.scale(value * spoilt / (len(parts) if rank is None else 1)).backward()
                     loss += value.item() / (len(parts) if rank is None else 1)
             if task.peeks:
-                early, changed = engine._updater._early, engine._updater._pipeline._changed
+                early, changed = engine._updater.speculation.jobs, engine._updater._pipeline.jobs.changed
                 with changed:
                     assert changed.wait_for(
                         lambda early=early: all(job.written for job in early.values() if job.update), PATIENCE / 3

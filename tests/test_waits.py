@@ -26,8 +26,9 @@ from infinity.device import ComputeDevice
 from infinity.errors import EngineClosedError
 from infinity.modules.vertical import Weave
 from infinity.nvme.ticket import Ticket
-from infinity.optim.pipeline import Pipeline
-from infinity.optim.step import Updater
+from infinity.optim.chunk import Chunk
+from infinity.optim.job import JobQueue
+from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.tiers.access import Checkout, Fetch, Placing
@@ -120,17 +121,17 @@ WAITS: dict[str, tuple[str, str]] = {
     "nvme/tensor_file.py _fetch": DRIVE_OF_ALL,
     "nvme/ticket.py Ticket.finish": DRIVE_OF_ALL,
     "nvme/ticket.py Ticket.wait": DRIVE_OF_ALL,
-    "optim/kernels.py squared_gradient_norm": DRIVE,
-    "optim/pipeline.py _Chunk.wait": DRIVE,
-    "optim/pipeline.py _Chunk.settle": DEVICE,
-    "optim/pipeline.py Pipeline.close": CLOSING,
-    "optim/pipeline.py Pipeline._wait_for": PIPELINE,
-    "optim/pipeline.py Pipeline._await_work": ("`close` notifies", CLOSING[1]),
-    "optim/pipeline.py Pipeline._await_change": (
+    "optim/chunk.py Chunk.wait": DRIVE,
+    "optim/chunk.py Chunk.settle": DEVICE,
+    "optim/job.py JobQueue._wait_for": PIPELINE,
+    "optim/job.py JobQueue.await_work": ("`close` notifies", CLOSING[1]),
+    "optim/job.py JobQueue.await_change": (
         "`close` ends what is held",
         "test_waits.py::test_close_ends_what_the_updater_holds",
     ),
-    "optim/pipeline.py Pipeline._work": DRIVE,
+    "optim/kernels.py squared_gradient_norm": DRIVE,
+    "optim/pipeline.py Pipeline.close": CLOSING,
+    "optim/pipeline.py Pipeline._await_states": DRIVE,
     "optim/pipeline.py Pipeline._update": DRIVE,
     "plan/runtime.py Runtime.enter": STORE,
     "rates.py updates.step": DEVICE,
@@ -141,9 +142,9 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/exchange.py Exchange.close": ("gives up after CLOSING_SECONDS", RANKS[1]),
     "sharding/exchange.py Exchange._run": ("`close` posts None", CLOSING[1]),
     "sharding/exchange.py Exchange._join": RANKS,
-    "sharding/gradients.py GradientBuffer._end_first": COLLECTIVE,
-    "sharding/gradients.py GradientBlock.add_up": DRIVE,
-    "sharding/gradients.py GradientBlock.rewrite": DRIVE,
+    "sharding/gradient_buffer.py GradientBuffer._end_first": COLLECTIVE,
+    "sharding/gradient_block.py GradientBlock.add_up": DRIVE,
+    "sharding/gradient_block.py GradientBlock.rewrite": DRIVE,
     "sharding/gradients.py Gradients._drop_forgotten": COLLECTIVE,
     "sharding/gradients.py Gradients.settle": COLLECTIVE,
     "sharding/unit.py Unit.gather_ahead": STORE,
@@ -189,7 +190,7 @@ LOCKS: dict[str, str] = {
     "nvme/functions.py _Shared._lock": "for a few lines",
     "observe.py Meter._lock": "for a few lines",
     "observe.py Recorder._lock": "for a few lines",
-    "optim/pipeline.py Pipeline._changed": "for a few lines; who waits on it lets go of it",
+    "optim/job.py JobQueue.changed": "for a few lines; who waits on it lets go of it",
     "sharding/exchange.py Exchange._lock": "for a few lines",
     "sharding/watch.py Watch._lock": "held while torch.distributed's store takes a note, or raises after its timeout",
     "tiers/access.py Fetch._lock": "held while a fetch ends: DRIVE or DEVICE, or STORE for staging",
@@ -429,18 +430,18 @@ class Gate:
     """Stops the updater in the middle of its first update from `shut` on, until `open`, which may make it fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        plain, self.stopped, self.opened = Pipeline._apply, threading.Event(), threading.Event()
+        plain, self.stopped, self.opened = Chunk.apply, threading.Event(), threading.Event()
         self.opened.set()
         self.error: BaseException | None = None
 
-        def apply(pipeline: Pipeline, *args: Any) -> None:
+        def apply(chunk: Chunk, *args: Any) -> None:
             self.stopped.set()
             assert self.opened.wait(PATIENCE)
             if self.error is not None:
                 raise self.error
-            plain(pipeline, *args)
+            plain(chunk, *args)
 
-        monkeypatch.setattr(Pipeline, "_apply", apply)
+        monkeypatch.setattr(Chunk, "apply", apply)
 
     def shut(self) -> None:
         self.stopped.clear()
@@ -475,7 +476,7 @@ def overwrite_what_a_delayed_update_reads(run: Run, gate: Gate) -> Callable[[], 
     return run.forward().backward
 
 
-def cancel(run: Run, gate: Gate) -> Callable[[], object]:
+def roll_back(run: Run, gate: Gate) -> Callable[[], object]:
     run.step()
     run.engine.drain()
     gate.shut()
@@ -491,7 +492,7 @@ def cancel(run: Run, gate: Gate) -> Callable[[], object]:
         ("drain", drain, {}),
         ("await_update", go_backward_over_a_step, {}),
         ("await_written", overwrite_what_a_delayed_update_reads, {"update": "delayed", "delayed_after": 0}),
-        ("cancel", cancel, {"update": "speculative"}),
+        ("rollback", roll_back, {"update": "speculative"}),
     ],
 )
 def test_a_wait_for_an_update_ends(
@@ -519,7 +520,7 @@ def test_a_wait_for_an_update_ends(
         closer.join()
 
     acts: dict[str, Callable[[], object]] = {"failure": lambda: gate.open(reason), "close": close, "interrupt": interrupt}
-    thread = once_it_waits(run.pipeline._changed, function, acts[ending])
+    thread = once_it_waits(run.pipeline.jobs.changed, function, acts[ending])
     raised: BaseException | None = None
     try:
         call()
@@ -549,16 +550,16 @@ def test_close_ends_what_the_updater_holds(start: Start, monkeypatch: pytest.Mon
         run.step()
     run.engine.drain()
     waits = threading.Event()
-    plain = Pipeline._await_change
+    plain = JobQueue.await_change
 
-    def await_change(pipeline: Pipeline, held: Any) -> None:
+    def await_change(*args: Any) -> None:
         waits.set()
-        plain(pipeline, held)
+        plain(*args)
 
-    monkeypatch.setattr(Pipeline, "_await_change", await_change)
+    monkeypatch.setattr(JobQueue, "await_change", await_change)
     run.forward()
     assert waits.wait(PATIENCE), "nothing was read ahead"
-    monkeypatch.setattr(Updater, "withdraw", lambda *_: 1 // 0)
+    monkeypatch.setattr(Updater, "rollback", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         run.engine.close()
     assert not run.pipeline._thread.is_alive()
@@ -598,13 +599,13 @@ def broken(*patches: Patch) -> Patch:
 
 
 UPDATER, MOVER, EXCHANGE = "infinity-updater", "infinity-mover", "infinity-exchange"
-AN_UPDATE = raising(Pipeline, "_apply", UPDATER)
+AN_UPDATE = raising(Chunk, "apply", UPDATER)
 FAULTS: dict[str, tuple[dict[str, Any], Patch]] = {
     f"{name} on the updater": ({}, raising(owner, method, UPDATER))
     for name, owner, method in (
         ("taking a chunk", Staging, "try_check_out"),
         ("waiting for a chunk", Checkout, "wait"),
-        ("an update", Pipeline, "_apply"),
+        ("an update", Chunk, "apply"),
         ("placing", Residency, "renew"),
         ("ending a copy", Placing, "finish"),
         ("a commit", Checkout, "commit"),
@@ -615,7 +616,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Patch]] = {
 } | {
     "an update, and releases after it": ({}, broken(AN_UPDATE, raising(Checkout, "release", UPDATER))),
     "an update, and copies after it": ({}, broken(AN_UPDATE, raising(Placing, "finish", UPDATER))),
-    "an update, and the end of jobs": ({}, broken(AN_UPDATE, raising(Pipeline, "_refuse_jobs", UPDATER))),
+    "an update, and the end of jobs": ({}, broken(AN_UPDATE, raising(JobQueue, "refuse", UPDATER))),
     "landing on the mover": ({}, raising(DeviceCopy, "to_ready", MOVER)),
     "asking for another place on the mover": ({}, raising(DeviceCopy, "_move_to", MOVER)),
     "settling on the mover": ({}, raising(Fetch, "settle", MOVER)),

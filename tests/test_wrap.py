@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import infinity
 from infinity.build import Build
 from infinity.modules.hooks import Hooks
-from infinity.optim.step import Updater
+from infinity.optim.updater import Updater
 from infinity.sharding.unit import Unit
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]

@@ -38,7 +38,7 @@ from infinity.checkpoint.inert import read_item
 from infinity.checkpoint.manifest import VERSION, Manifest, Place, Stamp
 from infinity.checkpoint.state import HEADER, Piece, Reblocked, Series, State, in_words, one_error
 from infinity.errors import CheckpointError
-from infinity.optim.step import Updater
+from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 
 

@@ -39,7 +39,7 @@ from infinity.checkpoint import manifest
 from infinity.errors import CheckpointError, EngineClosedError, InfinityError
 from infinity.optim.foreign import Adapted
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.step import Updater
+from infinity.optim.updater import Updater
 from infinity.placement.spec import BF16, Kind
 from infinity.sharding import collectives
 from infinity.sharding.unit import Unit

@@ -144,8 +144,6 @@ class Hooks:
         self._claiming = threading.Lock()
         self._backward_since = self._forward_since = self._forward_waited = 0.0
         self._shown: Any = None  # to a profiler: the forward or backward that is under way
-        self.forward_seconds = 0.0
-        """Seconds of all forwards since the start, without the waits for units."""
         self._weaver: Weaver | None = None
         self._handles: list[Any] = []
         self._units = tuple(units)
@@ -375,7 +373,7 @@ class Hooks:
     def _count_forward(self, now: float) -> None:
         self._show("")
         self._recorder.add("model", "forward", self._forward_since, now)
-        self.forward_seconds += now - self._forward_since - (self._runtime.waited - self._forward_waited)
+        self._runtime.forward_seconds += now - self._forward_since - (self._runtime.waited - self._forward_waited)
 
     def _enter(self, unit: Unit) -> Showing:
         if self._weaver is not None:

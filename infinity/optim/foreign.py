@@ -27,7 +27,8 @@ from infinity.errors import ConfigError
 from infinity.optim.kernels import Segment
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.scaler import LossScaler
-from infinity.optim.step import Share
+from infinity.optim.state_dict import misfit, numbers
+from infinity.optim.step import Step
 from infinity.placement.spec import Kind
 from infinity.sharding.unit import MOMENTS, Unit
 from infinity.units import round_up
@@ -185,8 +186,8 @@ class Adapted(Optimizer):
         """None: the kernels have nothing to do."""
         return ()
 
-    def _start(self, updates: Sequence[tuple[Share, tuple[Segment, ...]]], factor: float) -> None:
-        self.updater.run([share for share, _ in updates], functools.partial(self._update, factor=factor), factor)
+    def _post(self, step: Step) -> None:
+        self.updater.run(step, functools.partial(self._update, factor=step.factor))
 
     def _bench(self, unit: Unit) -> Workbench:
         if unit not in self._benches:
@@ -214,11 +215,11 @@ class Adapted(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in torch: per parameter the states of the torch optimizer and, for bf16 and fp16 parameters, the fp32 `master`."""
         packed = super().state_dict()
-        numbers = self._numbers()
+        number_of = numbers(self)
         for unit in self._benches:
             for parameter, found in zip(unit.parameters, self.unit_states(unit), strict=True):
-                if found and id(parameter) in numbers:
-                    packed["state"].setdefault(numbers[id(parameter)], {}).update(found)
+                if found and id(parameter) in number_of:
+                    packed["state"].setdefault(number_of[id(parameter)], {}).update(found)
         return packed
 
     def _load_states(self, states: dict[int, Mapping[str, Any]]) -> None:
@@ -226,12 +227,12 @@ class Adapted(Optimizer):
         for unit in self.units:
             self.load_unit_states(unit, [states.get(id(parameter), {}) for parameter in unit.parameters])
 
-    def _check_hyper(self, group: dict[str, Any]) -> None:
+    def check_hyper(self, group: dict[str, Any]) -> None:
         """Nothing: the torch optimizer says what they mean."""
 
-    def _check_state(self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]) -> None:
+    def check_state(self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]) -> None:
         """As for every optimizer; and tensors must be of the shapes of those that the torch optimizer makes."""
-        super()._check_state(unit, parameter, state, group)
+        super().check_state(unit, parameter, state, group)
         if not any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in state.values()):
             return
         stand = nn.Parameter(torch.zeros(parameter.shape))
@@ -244,7 +245,7 @@ class Adapted(Optimizer):
             like = made.get(name)
             if isinstance(like, torch.Tensor) and (not isinstance(value, torch.Tensor) or value.shape != like.shape):
                 shape = list(value.shape) if isinstance(value, torch.Tensor) else f"that of {value!r}"
-                raise self._misfit(f"{name} of {unit.name_of(parameter)} has shape {shape}, and should have {list(like.shape)}")
+                raise misfit(self, f"{name} of {unit.name_of(parameter)} has shape {shape}, and should have {list(like.shape)}")
 
     def load_header(self, header: dict[str, Any]) -> None:
         """Take over what `header` gave. All states begin anew."""

@@ -18,11 +18,13 @@ import torch
 
 from infinity.errors import ConfigError, NonFiniteError
 from infinity.optim.kernels import Hyper, Segment, segments_of
+from infinity.optim.norm import apply_clips, clip_factor
 from infinity.optim.scaler import LossScaler, scaled_loss
-from infinity.optim.step import Share, Updater, clip_factor
+from infinity.optim.state_dict import add_states, check_header, check_state, kinds, numbers, restore, states_in, updates_in
+from infinity.optim.step import Share, Step
+from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.sharding.parameter import ShardedParameter
-from infinity.sharding.tensor_parallel import part_in, whole
 from infinity.sharding.unit import Unit
 
 log = logging.getLogger("infinity")
@@ -105,7 +107,8 @@ class Optimizer(torch.optim.Optimizer):
                     f"{type(self).__name__}: {name}=True is not supported; infinity.adapt runs the optimizer of torch that has it"
                 )
 
-    def _check_group(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
+    def check_group(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
+        """Raise `ConfigError` when `group` cannot be that of parameters in `units`."""
         who = type(self).__name__
         self.refuse_unsupported(group)
         self.check(group)
@@ -127,7 +130,7 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
-            self._check_group(group, ())
+            self.check_group(group, ())
             self._adopt(group)
         except BaseException:
             del self.param_groups[-1]
@@ -148,9 +151,9 @@ class Optimizer(torch.optim.Optimizer):
                 taken.setdefault(unit, []).append(unit.position(parameter))
         if updater is None:
             return
-        self._check_group(group, taken)
+        self.check_group(group, taken)
         for unit, positions in taken.items():
-            updater.check_free(Share(unit, tuple(positions)), self)
+            updater.owners.check_free(Share(unit, tuple(positions)), self)
         self._updater = updater
         for unit, positions in taken.items():
             updater.adopt(Share(unit, tuple(sorted(positions))), self)
@@ -182,64 +185,78 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
         """Start the update of every parameter that has a gradient, and return; `closure`, if any, computes the loss first.
 
-        `grad_scaler` is given by `torch.amp.GradScaler.step`.
+        `grad_scaler` is given by `torch.amp.GradScaler.step`. There are three phases:
+
+        1. Measure: gradients become final on all ranks, and their norm is computed where anything depends on it.
+        2. Fix: the step is left out, or becomes a `Step`: the clip factor, and what is done to every unit.
+        3. Post: the updater takes it, and makes it beside what follows.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         shares = list(self._shares.values())
+        norm = self._measure(shares, grad_scaler)
+        step = self._fix(shares, norm, grad_scaler)
+        if step is not None:
+            self._post(step)
+            self._steps.update(step.counts)
+            if self.loss_scaler is not None and grad_scaler is None and norm is not None and math.isfinite(norm):
+                self.loss_scaler.update(finite=True)
+        return loss
+
+    def _measure(self, shares: Sequence[Share], grad_scaler: torch.amp.GradScaler | None) -> float | None:
+        """Phase 1. Returns the norm of the gradients, unscaled, or None where nothing depends on it."""
         self.updater.settle([share.unit for share in shares])
-        factor = 1.0 if grad_scaler is None else 1.0 / grad_scaler.get_scale()
         if grad_scaler is None and self.loss_scaler is not None:
             self._remind(shares, self.loss_scaler)
-        watching = self.skip_nonfinite or self.loss_scaler is not None or grad_scaler is not None
         norm = None
-        if watching or self.error_if_nonfinite or self.max_grad_norm is not None:
-            norm = self.updater.norm(shares, factor)
+        if self._skips(grad_scaler) or self.error_if_nonfinite or self.max_grad_norm is not None:
+            norm = self.updater.norm.of(shares, _unscaling(grad_scaler))
         self.grad_norm = self.clipped_grad_norm = norm
         if grad_scaler is not None:
             _tell(grad_scaler, self, norm)
-        if norm is not None and not math.isfinite(norm) and not self._take_nonfinite(shares, norm, watching, grad_scaler):
-            return loss
+        return norm
+
+    def _fix(self, shares: Sequence[Share], norm: float | None, grad_scaler: torch.amp.GradScaler | None) -> Step | None:
+        """Phase 2. Returns None for a step that is left out, because a gradient is not finite."""
+        if norm is not None and not math.isfinite(norm):
+            if self._skips(grad_scaler):
+                self._skip(shares, grad_scaler)
+                return None
+            self.updater.norm.take_nonfinite(norm, shares, self.updater.next_number, self.error_if_nonfinite)
+        factor = _unscaling(grad_scaler)
         if norm is not None and self.max_grad_norm is not None:
             clip = clip_factor(norm, self.max_grad_norm)
             self.clipped_grad_norm = norm * clip
             factor *= clip
-        self.updater.apply_clips(shares, factor)
-        updates = [(share, self.segments(share.unit, factor)) for share in shares if share.present()]
-        counted = [id(share.unit.parameters[index]) for share, _ in updates for index in share.present()]
-        self._start(updates, factor)
-        for key in counted:
-            self._steps[key] += 1
-        if self.loss_scaler is not None and grad_scaler is None and norm is not None and math.isfinite(norm):
-            self.loss_scaler.update(finite=True)
-        return loss
+        apply_clips(shares, factor)
+        segments = {share: self.segments(share.unit, factor) for share in shares if share.present()}
+        updated = [id(share.unit.parameters[index]) for share in segments for index in share.present()]
+        return Step(
+            number=self.updater.next_number,
+            factor=factor,
+            loss_scale=1.0 if self.loss_scaler is None else self.loss_scaler.scale,
+            segments=segments,
+            counts={key: self._steps[key] + 1 for key in updated},
+        )
 
-    def _start(self, updates: Sequence[tuple[Share, tuple[Segment, ...]]], factor: float) -> None:
-        """Update the units, with gradients that are clipped by `factor`. Raises before anything is changed."""
-        self.updater.post(updates, factor)
+    def _post(self, step: Step) -> None:
+        """Phase 3. Raises before anything is changed."""
+        self.updater.post(step)
 
-    def _remind(self, shares: Sequence[Share], scaler: LossScaler) -> None:
-        unscaled = any(share.present() and share.unit.gradients.loss_scale == 1.0 for share in shares)
-        if unscaled and scaler.scale != 1.0 and not self._reminded:
-            self._reminded = True
-            log.warning(
-                "the loss was not scaled, so fp16 gradients below 6e-8 are lost: call optimizer.scale(loss).backward(), or ask "
-                "for no scaling with loss_scaler=infinity.LossScaler(1.0, window=None)"
-            )
+    def _skips(self, grad_scaler: torch.amp.GradScaler | None) -> bool:
+        """Whether a step with a gradient that is not finite is left out."""
+        return self.skip_nonfinite or self.loss_scaler is not None or grad_scaler is not None
 
-    def _take_nonfinite(self, shares: Sequence[Share], norm: float, skips: bool, grad_scaler: Any) -> bool:
-        """Whether a step with a gradient that is not finite goes on; if not, it has ended."""
-        if not skips:
-            self.updater.take_nonfinite(norm, shares, self.error_if_nonfinite)
-            return True
-        name, number = self.updater.first_nonfinite(shares), self.updater.posted_steps + self.updater.skipped_steps + 1
+    def _skip(self, shares: Sequence[Share], grad_scaler: torch.amp.GradScaler | None) -> None:
+        """Leave a step out: a gradient is not finite."""
+        name, number = self.updater.norm.first_nonfinite(shares), self.updater.next_number
         self.updater.skip(shares)
         self.skipped_steps += 1
         if self.loss_scaler is None or grad_scaler is not None:
             log.warning("step %d is skipped: the gradient of %s is not finite", number, name)
-            return False
+            return
         before = self.loss_scaler.scale
         if not self.loss_scaler.update(finite=False):
             raise NonFiniteError(
@@ -249,7 +266,15 @@ class Optimizer(torch.optim.Optimizer):
             )
         after = self.loss_scaler.scale
         log.info("step %d is skipped: the gradient of %s is not finite at loss scale %g; now %g", number, name, before, after)
-        return False
+
+    def _remind(self, shares: Sequence[Share], scaler: LossScaler) -> None:
+        unscaled = any(share.present() and share.unit.gradients.loss_scale == 1.0 for share in shares)
+        if unscaled and scaler.scale != 1.0 and not self._reminded:
+            self._reminded = True
+            log.warning(
+                "the loss was not scaled, so fp16 gradients below 6e-8 are lost: call optimizer.scale(loss).backward(), or ask "
+                "for no scaling with loss_scaler=infinity.LossScaler(1.0, window=None)"
+            )
 
     def segments(self, unit: Unit, factor: float = 1.0) -> tuple[Segment, ...]:
         """What the next step does to this rank's shard of `unit`, with the gradients and hyper-parameters of now, and gradients
@@ -282,22 +307,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self.updater.drain()
         packed = super().state_dict()
-        numbers = self._numbers()
-        masters = packed["masters"] = {}
-        for unit in self.units:
-            for name, kind in self._kinds():
-                if kind not in unit.blocks or not unit.blocks[kind].written:
-                    continue
-                full = unit.gather(kind)
-                for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
-                    steps = self._steps.get(id(parameter), 0)
-                    if steps:
-                        state = packed["state"].setdefault(numbers[id(parameter)], {"step": torch.tensor(float(steps))})
-                        state[name] = whole(full[place.offset : place.end].view(place.shape), parameter).clone()
-                    elif kind is Kind.MASTER and id(parameter) in numbers:
-                        masters[numbers[id(parameter)]] = whole(
-                            full[place.offset : place.end].view(place.shape), parameter
-                        ).clone()
+        add_states(packed, self, self._steps)
         if self.loss_scaler is not None:
             packed["loss_scaler"] = self.loss_scaler.state_dict()
         return packed
@@ -308,100 +318,41 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises `ConfigError` when anything in it does not fit, a shape, a type, a group or a count, before anything is changed.
         """
-        states = self._states_in(state_dict)
-        self.load_header(state_dict | {"steps": [_updates(state) for state in states]})
+        states = states_in(state_dict, self)
+        self.load_header(state_dict | {"steps": [updates_in(state) for state in states]})
         if "masters" in state_dict:  # then one that is not there is the parameter, widened
             for share in self._shares.values():
-                self.updater.forget_states(share, [Kind.MASTER] if Kind.MASTER in share.unit.blocks else [])
-        self._load_states(dict(zip(self._numbers(), states, strict=True)))
+                self.updater.owners.forget_states(share, [Kind.MASTER] if Kind.MASTER in share.unit.blocks else [])
+        self._load_states(dict(zip(numbers(self), states, strict=True)))
 
     def _load_states(self, states: dict[int, Mapping[str, Any]]) -> None:
         """Take over the states of the parameters, by their id."""
         for unit in self.units:
             mine = [states.get(id(parameter), {}) for parameter in unit.parameters]
-            for name, kind in self._kinds():
+            for name, kind in kinds(self):
                 if kind in unit.blocks and any(state.get(name) is not None for state in mine):
-                    self._restore(unit, kind, [state.get(name) for state in mine])
+                    restore(unit, kind, [state.get(name) for state in mine])
 
-    def _states_in(self, state_dict: dict[str, Any]) -> list[Mapping[str, Any]]:
-        """The states that `state_dict` has of each parameter, in the order of the groups; raises `ConfigError` for what does not
-        fit."""
-        for key, kind in (("state", Mapping), ("param_groups", Sequence)):
-            if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get(key), kind):
-                raise self._misfit(f"it has no {key!r}, as state_dict() of an optimizer has")
-        groups, states = state_dict["param_groups"], state_dict["state"]
-        self._check_header(state_dict)
-        numbers = [number for group in groups for number in group["params"]]
-        masters = state_dict.get("masters", {})  # of parameters that were never updated, and have no state
-        if not isinstance(masters, Mapping):
-            raise self._misfit(f"its masters are a {type(masters).__name__}")
-        unknown = next((number for number in (*states, *masters) if number not in numbers), None)
-        if unknown is not None:
-            raise self._misfit(f"it has a state of parameter {unknown!r}, which none of its groups has")
-        found = [states.get(number, {}) for number in numbers]
-        owned = [(group, parameter) for group in self.param_groups for parameter in group["params"]]
-        for (group, parameter), state in zip(owned, found, strict=True):
-            self._check_state(type(parameter).unit, parameter, state, group)
-        found = [{**state, "master": masters[n]} if n in masters else state for n, state in zip(numbers, found, strict=True)]
-        for (group, parameter), number, state in zip(owned, numbers, found, strict=True):
-            if number in masters:
-                self._check_state(type(parameter).unit, parameter, state, group)
-        return found
-
-    def _check_header(self, header: Mapping[str, Any]) -> None:
-        sizes = [len(group["params"]) for group in self.param_groups]
-        groups = header["param_groups"]
-        if not all(isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in groups):
-            raise self._misfit("one of its groups has no list of parameters")
-        if [len(group["params"]) for group in groups] != sizes:
-            counts = [len(group["params"]) for group in groups]
-            raise self._misfit(f"its groups have {counts} parameters, and here {sizes}")
-        for group in groups:
-            try:
-                self._check_group(self.defaults | group, self.units)
-                self._check_hyper(self.defaults | group)
-            except (TypeError, AttributeError) as error:
-                raise self._misfit(f"a hyper-parameter has a wrong type: {error}") from error
-        if self.loss_scaler is not None and "loss_scaler" in header:
-            self.loss_scaler.check(header["loss_scaler"])
-
-    def _check_hyper(self, group: dict[str, Any]) -> None:
+    def check_hyper(self, group: dict[str, Any]) -> None:
         """Raise when `hyper` would."""
         self.hyper(group, 1)
 
-    def _check_state(self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]) -> None:
+    def check_state(self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when `state` cannot be that of `parameter`, which is in `group`."""
-        who = unit.name_of(parameter)
-        if not isinstance(state, Mapping):
-            raise self._misfit(f"the state of {who} is a {type(state).__name__}")
-        step = state.get("step", 0)
-        is_number = isinstance(step, (int, float)) or (isinstance(step, torch.Tensor) and step.numel() == 1 and not step.is_meta)
-        if not is_number or not (float(step) >= 0 and float(step).is_integer()):
-            raise self._misfit(f"the step of {who} is {step!r}, and no count")
-        for name, kind in self._kinds():
-            value = state.get(name)
-            if kind not in unit.blocks or value is None:
-                continue
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.is_meta:
-                raise self._misfit(f"{name} of {who} is no tensor of floating-point values")
-            if value.shape != parameter.shape:
-                raise self._misfit(f"{name} of {who} has shape {list(value.shape)}, and {who} {list(parameter.shape)}")
-
-    def _misfit(self, what: str) -> ConfigError:
-        return ConfigError(f"{type(self).__name__}: the state dict does not fit, and nothing was loaded: {what}")
+        check_state(unit, parameter, state, self)
 
     def header(self) -> dict[str, Any]:
         """What there is beside the states: `param_groups` as in `state_dict`, `steps` (the updates of every parameter, in that
         order), `skipped_steps`, and where the loss is scaled `loss_scaler`.
         """
-        groups, steps = super().state_dict()["param_groups"], [self._steps.get(key, 0) for key in self._numbers()]
+        groups, steps = super().state_dict()["param_groups"], [self._steps.get(key, 0) for key in numbers(self)]
         header = {"param_groups": groups, "steps": steps, "skipped_steps": self.skipped_steps}
         return header if self.loss_scaler is None else header | {"loss_scaler": self.loss_scaler.state_dict()}
 
     def load_header(self, header: dict[str, Any]) -> None:
         """Take over what `header` gave. All moments begin anew; masters are the weights, and stay."""
-        self._check_header(header)
-        steps = dict(zip(self._numbers(), header["steps"], strict=True))
+        check_header(header, self)
+        steps = dict(zip(numbers(self), header["steps"], strict=True))
         self.updater.drain()
         missing = [{name: self.defaults[name] for name in self.defaults if name in mine} for mine in self.param_groups]
         groups = [filled | group for filled, group in zip(missing, header["param_groups"], strict=True)]
@@ -411,32 +362,17 @@ class Optimizer(torch.optim.Optimizer):
         self.skipped_steps = header.get("skipped_steps", self.skipped_steps)
         self._steps = steps
         for share in self._shares.values():
-            self.updater.forget_states(share, [kind for kind in self.states.values() if kind in share.unit.blocks])
+            self.updater.owners.forget_states(share, [kind for kind in self.states.values() if kind in share.unit.blocks])
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """The units with parameters that this optimizer may update."""
         return tuple(share.unit for share in self._shares.values())
 
-    def _kinds(self) -> list[tuple[str, Kind]]:
-        return [*self.states.items(), ("master", Kind.MASTER)]
 
-    def _numbers(self) -> dict[int, int]:
-        """The number of each parameter in a state dict, by its id."""
-        return {id(p): number for number, p in enumerate(p for g in self.param_groups for p in g["params"])}
-
-    @staticmethod
-    def _restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
-        full = unit.gather(kind)
-        for parameter, place, value in zip(unit.parameters, unit.layout.places, values, strict=True):
-            if value is not None:
-                full[place.offset : place.end].view(place.shape).copy_(part_in(value, parameter))
-        unit.write(kind, unit.shard_of(full))
-
-
-def _updates(state: Mapping[str, Any]) -> int:
-    """How many updates made `state`; `torch.optim.SGD` does not count them, and needs to know of the first only."""
-    return int(state.get("step", 1 if state.keys() - {"master"} else 0))
+def _unscaling(grad_scaler: torch.amp.GradScaler | None) -> float:
+    """What gradients are multiplied by before anything else."""
+    return 1.0 if grad_scaler is None else 1.0 / grad_scaler.get_scale()
 
 
 def _tell(grad_scaler: torch.amp.GradScaler, optimizer: Optimizer, norm: float | None) -> None:

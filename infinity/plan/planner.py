@@ -125,35 +125,3 @@ def predict(
         before = after
     updated = [units[unit] for unit in sorted(trainable)]
     return Traffic(fetched, reread + sum(u.update_read for u in updated), sum(u.update_written for u in updated))
-
-
-class Foresight:
-    """Decides whether the updates of the next step begin in its backward, before anybody knows whether it will be clipped.
-
-    The numbers are the same either way. Beginning early hides an update behind forward and backward instead of the forward
-    alone, so "auto" does it while an update takes longer than a forward. What was begun in vain moves its bytes twice: after
-    such a step the next 1, 2, 4, ... 64 steps without clipping are exact ones, twice as many each time, half as many again
-    for every step that is guessed right.
-    """
-
-    def __init__(self, mode: str) -> None:
-        self.waits = mode == "plain"
-        """Whether a step returns only when its updates have ended."""
-        self.early = mode == "speculative"
-        """Whether the updates of the next step begin in its backward."""
-        self._auto = mode == "auto"
-        self._pause, self._penalty = 0, 1
-
-    def learn(self, update_seconds: float, forward_seconds: float, held: bool) -> None:
-        """A step was fixed. `update_seconds`: how long updates kept the pipeline busy since the last one; `forward_seconds`: how
-        long one forward took; `held`: nothing was clipped, and nothing begun early in vain."""
-        if not self._auto:
-            return
-        if held:
-            self._pause = max(self._pause - 1, 0)
-            self._penalty = max(self._penalty // 2, 1) if self.early else self._penalty
-        elif self.early:
-            self._pause, self._penalty = self._penalty, min(self._penalty * 2, 64)
-        else:
-            self._pause = max(self._pause, 1)
-        self.early = self._pause == 0 and update_seconds > forward_seconds

@@ -32,12 +32,20 @@ class Runtime:
         """Called before a forward that trains nothing starts a cycle."""
         self.waited = 0.0
         """Seconds that `enter` waited since the start."""
+        self.forward_seconds = 0.0
+        """Seconds of all forwards since the start, without the waits for units; counted by the hooks."""
+        self._forward_before = 0.0
         self._cycles = 0
         store.resident.next_use = self.trace.next_use
 
     def training(self) -> bool:
         """Whether a training cycle has begun since the last step."""
         return self._cycles > 0
+
+    def forward_since(self) -> float:
+        """Seconds that a forward took, without waits, on average over those since this was asked last, at the last step."""
+        before, self._forward_before = self._forward_before, self.forward_seconds
+        return (self._forward_before - before) / max(self.accumulation, 1)
 
     def begin(self, training: bool) -> None:
         """A forward of the model starts."""

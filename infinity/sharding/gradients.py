@@ -19,19 +19,15 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from infinity.device import add_alone, copy_alone
-from infinity.placement.spec import Kind
-from infinity.sharding import collectives
-from infinity.sharding.exchange import Collective, Exchange
+from infinity.sharding.exchange import Collective
+from infinity.sharding.gradient_block import GradientBlock
+from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.tensor_parallel import local_gradient
-from infinity.tiers.staging import ChunkRequest
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
@@ -81,214 +77,6 @@ class Entry(NamedTuple):
 
     where: Where = Where.NOWHERE
     clip: float = 1.0
-
-
-class GradientBuffer:
-    """Compute buffers as large as the largest unit, in which a unit's gradients are collected before they are reduced.
-
-    Needed with several ranks, and where the gradient's home cannot be addressed from the compute device. A unit that asks
-    while another holds one makes the other reduce what it has, and so does a parameter that comes a second time (re-entrant
-    checkpointing of a module used twice, micro-batches that pass the unit one after the other) where other ranks' gradients, or
-    earlier ones at home, have to be added first: gradients are added in the same order as without a buffer (invariant I8).
-
-    With two `parts` of `memory` (uint8) one is collected into while the other is reduced.
-    """
-
-    def __init__(self, memory: torch.Tensor, parts: int) -> None:
-        self._memory = memory
-        self._free = deque(memory.chunk(parts))  # the first one is collected into, and is not free while there is a holder
-        self._posted: deque[tuple[Collective, torch.Tensor, Unit, int]] = deque()  # reductions; how much was collected
-        self._holder: Unit | None = None
-        self._collected: set[int] = set()
-
-    @property
-    def holder(self) -> Unit | None:
-        """Whose gradients are collected in it."""
-        return self._holder
-
-    def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
-        """Collect `gradient`, of the parameter `index` of `unit`."""
-        again = self._holder is unit and index in self._collected
-        if self._holder is not unit or (again and (unit.ranks.number > 1 or unit.gradients.at_home(index))):
-            self.flush()
-            while self._posted and (not self._free or self._posted[0][0].ended()):
-                self._end_first()
-            self._holder, self._collected, again = unit, set(), False
-        self._collected.add(index)
-        place = unit.layout.places[index]
-        part = self._flat(unit)[place.offset : place.end].view(place.shape)
-        if again:
-            part.add_(gradient)
-        else:
-            part.copy_(gradient)
-
-    def begin_turn(self, unit: Unit) -> None:
-        """The backward is about to use `unit`: another one that holds the buffer has all its gradients, as a rule."""
-        if self._holder is not None and self._holder is not unit:
-            self.flush()
-
-    def flush(self) -> None:
-        """Reduce what the holder has collected, and free the buffer."""
-        holder, self._holder = self._holder, None
-        if holder is None or not (self._collected or holder.ranks.number > 1):
-            return
-        self._zero_rest(holder)
-        posted = holder.gradients.reduce(self._flat(holder), self._collected)
-        if posted is not None:
-            self._posted.append((posted, self._free.popleft(), holder, holder.gradients.collected))
-
-    def _zero_rest(self, holder: Unit) -> None:
-        """What the holder has not collected: mostly padding at the end alone, so that the buffer is filled in one pass."""
-        flat, end = self._flat(holder), 0
-        for place in (holder.layout.places[index] for index in sorted(self._collected)):
-            if end < place.offset:
-                flat[end : place.offset].zero_()
-            end = place.end
-        flat[end:].zero_()
-
-    def settle(self) -> None:
-        """Block until everything that was flushed has been added to the gradients of its unit."""
-        while self._posted:
-            self._end_first()
-
-    def _end_first(self) -> None:
-        posted, part, unit, collected = self._posted.popleft()
-        self._free.append(part)
-        posted.wait()
-        unit.gradients.end_reduction(collected)
-
-    def _flat(self, unit: Unit) -> torch.Tensor:
-        return self._free[0][: unit.gradient_nbytes].view(unit.gradient_dtype)
-
-    def discard(self, unit: Unit) -> None:
-        """Forget what `unit` has collected and not reduced."""
-        if self._holder is unit:
-            self._holder = None
-        self.settle()
-
-    def forget(self, unit: Unit, indices: set[int]) -> None:
-        """Forget what `unit` has collected of these parameters and not reduced; return when nothing of it is on its way."""
-        if self._holder is unit:
-            self._collected -= indices
-        self.settle()
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self._memory, self._holder = self._memory[:0].clone(), None
-        self._free.clear()
-        self._posted.clear()
-
-
-class GradientBlock:
-    """The gradient block of one unit, and how gradients get into it. Knows nothing of the step.
-
-    Methods that say so run on the thread of the exchange, the others on that of the model.
-    """
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def flat(self) -> torch.Tensor:
-        """The home in memory: this rank's shard, or where gradients are reduced late the whole unit (numel,)."""
-        home = self._unit.blocks[Kind.GRAD].home.buffer
-        if home is None:
-            raise RuntimeError(f"the gradients of {self._unit.name} have no home in memory")
-        return home.tensor.view(self._unit.gradient_dtype)
-
-    def part(self, index: int) -> torch.Tensor:
-        """The home of the gradient of parameter `index`, in its shape."""
-        place = self._unit.layout.places[index]
-        return self.flat()[place.offset : place.end].view(place.shape)
-
-    def rewrite(self, factors: Mapping[int, float | None]) -> None:
-        """Multiply the gradients of these parameters, by their index; with None they become zeros, whatever they were.
-
-        Reads and writes the chunks of this rank's shard that have any of them.
-        """
-        unit = self._unit
-        block, overlaps = unit.blocks[Kind.GRAD], {i: unit.layout.overlap(i, unit.rank) for i in factors}
-        starts = unit.chunks()
-        for begin, end in zip(starts, [*starts[1:], unit.layout.shard_numel], strict=True):
-            spans = {i: (max(o.in_shard, begin), min(o.in_shard + o.length, end)) for i, o in overlaps.items()}
-            spans = {i: (low - begin, high - begin) for i, (low, high) in spans.items() if low < high}
-            if not spans:
-                continue
-            (chunk,) = unit.store.staging.check_out(ChunkRequest([block], begin, [block]))
-            try:
-                chunk.wait()
-                values = chunk.tensor.view(unit.gradient_dtype)
-                for index, (low, high) in spans.items():
-                    factor = factors[index]
-                    if factor is None:
-                        values[low:high].zero_()
-                    else:
-                        values[low:high].mul_(factor)
-                chunk.commit()
-            finally:
-                chunk.release()
-        unit.store.resident.end_update([block])
-
-    def add_up(self, shard: torch.Tensor | None, first: bool, average: bool = False) -> None:
-        """Add `shard` (shard_numel,) to the block, or replace that by it if it is the `first` of the step; then have the block
-        averaged over the replicas if asked. With an exchange, on its thread."""
-        unit = self._unit
-        block = unit.blocks[Kind.GRAD]
-        if shard is not None:
-            with closing(unit.store.staging.bring_home(block, shard.view(torch.uint8), add=not first)) as parts:
-                for home, part in parts:
-                    (copy_alone if first else add_alone)(home.view(unit.gradient_dtype), part.view(unit.gradient_dtype))
-            unit.store.resident.end_update([block])
-        if average:
-            for begin in unit.chunks():
-                (chunk,) = unit.store.staging.check_out(ChunkRequest([block], begin, [block]))
-                try:
-                    chunk.wait()
-                    self._average(chunk.tensor.view(unit.gradient_dtype))
-                    chunk.commit()
-                finally:
-                    chunk.release()
-            unit.store.resident.end_update([block])
-
-    def post(self, join: Callable[[], object], scatters: bool = True, averages: bool = True) -> Collective:
-        """Have the exchange reduce gradients by `join`, among the shards, the replicas, or both."""
-        unit = self._unit
-        nbytes = unit.layout.shard_numel * unit.gradient_dtype.itemsize
-        replicas = collectives.size(unit.ranks.replicas)
-        sent = nbytes * (scatters * (unit.layout.ranks - 1) + averages * 2 * (replicas - 1) / replicas)
-        operation = "reduce" if scatters else "average"
-        return self._partners().post(operation, unit.name, join, sent, everywhere=averages)
-
-    def reduced(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the mean of `full` (numel,) over all ranks, in the same memory. On the thread of the exchange."""
-        shard = self.scattered(full)
-        self._average(shard)
-        return shard
-
-    def scattered(self, full: torch.Tensor) -> torch.Tensor:
-        """Like `reduced`, of the mean over those that the shards are divided among."""
-        shard, exchange = self._unit.shard_of(full), self._partners()
-        collectives.reduce_scatter_mean(shard, full, exchange.room, exchange.ranks.shards)
-        return shard
-
-    def spread(self) -> None:
-        """Undo a late reduction: this rank's shard counts once for every rank, and the rest of its home for none."""
-        flat = self.flat()
-        mean = self._unit.shard_of(flat) * self._unit.layout.ranks
-        flat.zero_()
-        self._unit.shard_of(flat).copy_(mean)
-
-    def _partners(self) -> Exchange:
-        if self._unit.exchange is None:
-            raise RuntimeError(f"there is nobody to reduce {self._unit.name} with")
-        return self._unit.exchange
-
-    def _average(self, values: torch.Tensor) -> None:
-        """Put the mean over the replicas in the place of `values`. On the thread of the exchange."""
-        exchange = self._partners()
-        if exchange.ranks.replicas is not None:
-            here = exchange.device.near(values)  # what its group can reach
-            collectives.all_reduce_mean(here, exchange.room, exchange.ranks.replicas)
-            values.copy_(here)
 
 
 class Gradients:
@@ -364,7 +152,7 @@ class Gradients:
         """Add a gradient of the parameter to what the step has so far; its loss was multiplied by `scale`."""
         unit = self._unit
         if self._collected == self._expected:
-            unit.withdraw()
+            unit.rollback()
         self._await_readers()
         self._open()
         gradient = local_gradient(gradient, unit.parameters[index])
@@ -380,7 +168,7 @@ class Gradients:
                 self._drop_forgotten()
             self._buffer.add(unit, index, gradient)
             if self._collected == self._expected:  # a reduction that `add` ended may have begun the update without this gradient
-                unit.withdraw()
+                unit.rollback()
         elif self.has(index):
             self._block.part(index).add_(gradient)
         else:
@@ -389,7 +177,7 @@ class Gradients:
             self._set([index], Where.HOME if self._buffer is None else Where.BUFFER)
         self._collected += 1
         if self._buffer is None and not unit.reduces_late:
-            self._begin_early()
+            self._announce()
 
     def forget(self, indices: Iterable[int]) -> None:
         """There are no gradients of these parameters any more, as if there had never been any; several ranks do alike."""
@@ -398,7 +186,7 @@ class Gradients:
         if len(indices) == len(self._entries) or (unit.ranks.number == 1 and not left):
             self.clear()
             return
-        unit.withdraw()
+        unit.rollback()
         if self._buffer is not None and self._state is GradientState.COLLECTING:
             self._buffer.forget(unit, indices)
         elsewhere = unit.ranks.number > 1 and any(entry.where.filled for entry in self._entries)  # another rank may have some
@@ -416,7 +204,7 @@ class Gradients:
         present = [index for index in indices if self.has(index)]
         if present:
             self._expect(GradientState.SETTLED, GradientState.SPENT)
-            self._unit.withdraw()
+            self._unit.rollback()
             self._await_readers()
             self._block.rewrite(dict.fromkeys(present))
             self._measured = 0, None
@@ -436,7 +224,7 @@ class Gradients:
         self._expect(GradientState.SETTLED, GradientState.SPENT)
         clipped = {index: self.clip_of(index) for index in indices if self.has(index) and self.clip_of(index) != 1.0}
         if clipped:
-            self._unit.withdraw()
+            self._unit.rollback()
             self._await_readers()
             self._block.rewrite(clipped)
             self._measured = 0, None
@@ -470,7 +258,7 @@ class Gradients:
 
     def clear(self) -> None:
         """There are no gradients any more."""
-        self._unit.withdraw()
+        self._unit.rollback()
         self._state = GradientState.EMPTY
         self._entries = [Entry()] * len(self._entries)
         self._loss_scale, self._collected, self._is_apart = 1.0, 0, False
@@ -497,7 +285,7 @@ class Gradients:
         self._set(collected, Where.HOME)
         if unit.exchange is None:
             block.add_up(full, first)
-            self._begin_early()
+            self._announce()
             return None
         if unit.ranks.replicas is None or (unit.exchange.averages and not self._is_apart):
             return block.post(functools.partial(self._bring_home, full, first, self._collected))
@@ -508,7 +296,7 @@ class Gradients:
     def end_reduction(self, collected: int) -> None:
         """For the buffer: the reduction that was posted when the step had brought as many gradients as `collected` has ended."""
         if self._collected == collected:
-            self._begin_early()
+            self._announce()
 
     def wait(self) -> None:
         """Block until what was flushed is in the gradient block."""
@@ -524,11 +312,12 @@ class Gradients:
         """Reduce and add up; if these were the last gradients of the step, say what their norm needs, while the model goes on."""
         self._block.add_up(self._block.reduced(full), first)
         if collected == self._expected and self._unit.updater is not None:
-            self._measured = collected, self._unit.updater.measure(self._unit)
+            self._measured = collected, self._unit.updater.square_ahead(self._unit)
 
-    def _begin_early(self) -> None:
+    def _announce(self) -> None:
+        """Tell the updater where these may be all that the step brings."""
         if self._collected == self._expected and self._unit.updater is not None and not self._is_apart:
-            self._unit.updater.begin_early(self._unit)
+            self._unit.updater.gradients_came(self._unit)
 
     # Inside of the step
 
@@ -539,8 +328,7 @@ class Gradients:
     def _await_readers(self) -> None:
         """Return when no update reads the gradient block any more."""
         if self._unit.updater is not None:
-            self._unit.updater.await_update(self._unit)
-            self._unit.updater.await_delayed(self._unit)
+            self._unit.updater.await_readers(self._unit)
 
     def _set(self, indices: Iterable[int], where: Where) -> None:
         for index in indices:

@@ -17,7 +17,8 @@ from infinity.placement.spec import BF16, FP32, INT8, SPLIT, BlockSpec, Format, 
 from infinity.placement.traffic import is_rounded
 from infinity.sharding import codec, collectives
 from infinity.sharding.exchange import Collective, Exchange
-from infinity.sharding.gradients import GradientBuffer, Gradients
+from infinity.sharding.gradient_buffer import GradientBuffer
+from infinity.sharding.gradients import Gradients
 from infinity.sharding.layout import Layout
 from infinity.sharding.parameter import guard_for, kept_by_engine
 from infinity.sharding.ranks import ALONE, Ranks
@@ -66,26 +67,23 @@ class Updates(Protocol):
     def loss_scale(self) -> float:
         """What the loss was multiplied by of the backward pass that runs."""
 
-    def begin_early(self, unit: Unit) -> None:
+    def gradients_came(self, unit: Unit) -> None:
         """`unit` has as many gradients as it had in the last step: they may be final."""
 
     def pass_forward(self, unit: Unit) -> None:
         """A training forward has used `unit`."""
 
-    def measure(self, unit: Unit) -> float | None:
+    def square_ahead(self, unit: Unit) -> float | None:
         """The sum of squares of the gradients of `unit`, if that is worth having before the step; for who brings them."""
 
-    def withdraw(self, unit: Unit) -> None:
-        """What an early update of `unit` was begun with changes; return when nothing of it is in flight."""
+    def rollback(self, unit: Unit) -> None:
+        """What a speculative update of `unit` was begun with changes; return when nothing of it is in flight."""
 
-    def await_update(self, unit: Unit) -> None:
-        """Return when no update of `unit` is under way, for whoever does not bring its place on the compute device."""
-
-    def await_delayed(self, unit: Unit) -> None:
-        """Return when no delayed update reads the gradients of `unit` any more."""
+    def await_readers(self, unit: Unit) -> None:
+        """Return when no update reads the gradients of `unit` any more; the caller brings no place on the compute device."""
 
     def drain(self) -> None:
-        """Return when no update is under way, early ones included, and all of them are seen."""
+        """Return when no update is under way, and what was begun before its step is rolled back; all others are seen."""
 
     def look(self) -> None:
         """Return when parameters may be read."""
@@ -355,10 +353,10 @@ class Unit:
         if self.updater is not None:
             self.updater.pass_forward(self)
 
-    def withdraw(self) -> None:
-        """What an early update of the unit was begun with changes; return when nothing of it is in flight."""
+    def rollback(self) -> None:
+        """What a speculative update of the unit was begun with changes; return when nothing of it is in flight."""
         if self.updater is not None:
-            self.updater.withdraw(self)
+            self.updater.rollback(self)
 
     def _sent(self, shard: torch.Tensor) -> int:
         """Bytes that this rank sends when its `shard` is gathered by all."""
@@ -434,7 +432,7 @@ class Unit:
         """Like `write`, but of one chunk after the other: `content(begin, end)` gives these elements of the shard."""
         kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
         form = self.blocks[kind].format
-        self.withdraw()
+        self.rollback()
         if Kind.PARAM in kinds:
             self.store.resident.begin_update(self.blocks[Kind.PARAM])
         try:

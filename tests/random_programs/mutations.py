@@ -11,7 +11,7 @@ import torch
 
 from infinity.modules import gathered, hooks, packing
 from infinity.modules.activations import Packed
-from infinity.optim import kernels, optimizer, pipeline, step
+from infinity.optim import job, kernels, norm, optimizer
 from infinity.placement.spec import Kind
 from infinity.sharding import codec, gradients
 from infinity.sharding.unit import Unit
@@ -137,11 +137,11 @@ def _pins_are_ignored(real: Any) -> Any:
 MUTATIONS = (
     Mutation("zero_grad forgets nothing", gradients.Gradients, "clear", _nothing, 0),
     Mutation("the kernels do not see the clip factor, nor the loss scale", kernels.Kernels, "update", _unclipped, 3),
-    Mutation("the first unit is not in the norm", step, "squared_gradient_norm", _norm_without_the_first_unit, 2),
+    Mutation("the first unit is not in the norm", norm, "squared_gradient_norm", _norm_without_the_first_unit, 2),
     Mutation("the first moment reads its old extent after an update", Residency, "end_update", _one_moment_does_not_flip, 0),
-    Mutation("an early update is kept whatever the step asks for", pipeline.UnitUpdate, "__eq__", _always, 5),
-    Mutation("an early update is not withdrawn by another gradient", Unit, "withdraw", _nothing, 2),
-    Mutation("what an early update put in place is not taken back", Residency, "take_back", _nothing, 3),
+    Mutation("a speculative update is kept whatever the step asks for", job.UnitUpdate, "__eq__", _always, 5),
+    Mutation("another gradient does not roll a speculative update back", Unit, "rollback", _nothing, 2),
+    Mutation("what a speculative update put in place is not rolled back", Residency, "take_back", _nothing, 3),
     Mutation("a second gradient replaces the first one", gradients.Gradients, "add", _gradient_replaces, 2),
     Mutation("parameters without a gradient are updated, too", optimizer, "segments_of", _everything_is_updated, 3),
     Mutation("a load forgets the number of updates", optimizer.Optimizer, "load_header", _steps_are_forgotten, 6),

@@ -1,0 +1,176 @@
+"""One chunk of one unit in the update pipeline: its phase, the blocks that are checked out for it,
+and what an update does."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from infinity.device import Copy, copy_alone
+from infinity.optim.job import Job, JobState, UnitUpdate
+from infinity.optim.kernels import Kernels, Segment, States
+from infinity.placement.spec import Kind
+from infinity.sharding import codec
+from infinity.tiers.access import Checkout, Placing
+
+
+class Phase(enum.Enum):
+    """Where a chunk is on its way. It holds one set of staging slots, but RUNNING and PLACING hold
+    none.
+
+    HELD: its states are read, or on their way; its gradients are still to come, or its step is.
+    READING: its states are read, or on their way, and it may be updated.
+    RUNNING: the compute device updates it, where it is at home.
+    PLACING: updated in host memory; what came of it goes to where the next forward looks.
+    WRITING: updated; what came of it is written, behind reads.
+    URGENT: like WRITING, but the next forward waits for it.
+    """
+
+    HELD = enum.auto()
+    READING = enum.auto()
+    RUNNING = enum.auto()
+    PLACING = enum.auto()
+    WRITING = enum.auto()
+    URGENT = enum.auto()
+
+
+UPDATED = (Phase.RUNNING, Phase.PLACING, Phase.WRITING, Phase.URGENT)
+"""The phases that follow the update."""
+
+
+@dataclass(eq=False)
+class Chunk:
+    """The elements from `begin` on of a job, with `outs`, the check-outs of all their blocks. Used
+    by one thread.
+
+    `running` is the update while the compute device makes it, `placing` the copy of what it makes.
+    """
+
+    job: Job
+    begin: int
+    outs: dict[Kind, Checkout]
+    phase: Phase = Phase.HELD
+    running: Copy | None = None
+    placing: Placing | None = None
+
+    def may_go_on(self) -> bool:
+        """Whether the update may be made, or never will be."""
+        return self.job.state is JobState.ENDED or self.job.may_update(self.begin)
+
+    def arrived(self) -> bool:
+        """Whether `wait` would not wait."""
+        return all(out.arrived() for out in self.outs.values())
+
+    def wait(self) -> None:
+        """Block until the states are there."""
+        for out in self.outs.values():
+            out.wait()
+
+    def ran(self) -> bool:
+        """Whether the compute device has made the update."""
+        return self.running is None or self.running.done()
+
+    def settled(self) -> bool:
+        """Whether `settle` would not wait."""
+        return self.ran() and (self.placing is None or self.placing.ended())
+
+    def settle(self) -> None:
+        """Block until what is under way on the compute device and to it has ended."""
+        try:
+            if self.running is not None:
+                self.running.wait()
+        finally:
+            if self.placing is not None:
+                self.placing.finish()
+
+    def committed(self) -> bool:
+        """Whether all of it has ended, so that its slots may go back."""
+        return self.settled() and all(out.committed() for out in self.outs.values())
+
+    def release(self) -> None:
+        """Give the slots back, when what is in flight has ended."""
+        for out in self.outs.values():
+            out.release()
+
+    def abandon(self) -> None:
+        """After an error: the slots go back, and what is not written yet never will be."""
+        with contextlib.ExitStack() as stack:
+            for out in self.outs.values():
+                stack.callback(_release, out)
+            stack.callback(self.settle)
+
+    def apply(self, update: UnitUpdate, kernels: Kernels) -> None:
+        """Do what `update` does to this chunk; on the compute device, queue it."""
+        unit, at = update.unit, self.begin
+        length = self.outs[Kind.GRAD].tensor.nbytes // unit.gradient_dtype.itemsize
+        # Padding is zeros in both homes. What else no segment has goes from one to the other as it is.
+        if not _covers(update.segments, at, min(at + length, unit.end_in_shard)):
+            for out in self.outs.values():
+                out.fill(kernels.copy)
+        states = self._states()
+        param = states.tensors[Kind.PARAM]
+        if unit.is_rounded:
+            master = states.tensors[Kind.MASTER].view(torch.float32)
+            if not unit.blocks[Kind.MASTER].written:
+                copy_alone(master, param)
+            elif not _covers(update.segments, at, at + length):
+                codec.round_to(param, master)
+        for segment in update.segments:
+            begin, end = max(segment.begin - at, 0), min(segment.end - at, length)
+            if begin < end:
+                kernels.update(states, begin, end, segment.hyper, segment.factor)
+
+    def _states(self) -> States:
+        unit, outs = self.job.unit, self.outs
+        dtypes = {Kind.PARAM: unit.dtype, Kind.GRAD: unit.gradient_dtype}
+        old = {kind: out.tensor if out.source is None else out.source for kind, out in outs.items()}
+        tensors = {kind: tensor.view(dtypes.get(kind, torch.uint8)) for kind, tensor in old.items()}
+        formats = {kind: block.format for kind, block in unit.blocks.items()}
+        targets = {kind: out.tensor for kind, out in outs.items() if out.source is not None}
+        position = unit.rank * unit.layout.shard_numel + self.begin
+        return States(tensors, formats, unit.index, position, targets)
+
+
+class ChunksByPhase:
+    """The chunks in the pipeline by phase, in the order in which they came to it."""
+
+    def __init__(self) -> None:
+        self._of: dict[Phase, list[Chunk]] = {phase: [] for phase in Phase}
+
+    def of(self, *phases: Phase) -> list[Chunk]:
+        """Those in these phases."""
+        return [chunk for phase in phases for chunk in self._of[phase]]
+
+    def all(self) -> list[Chunk]:
+        """All of them."""
+        return self.of(*Phase)
+
+    def add(self, chunk: Chunk) -> None:
+        """A chunk was checked out; it is in its phase."""
+        self._of[chunk.phase].append(chunk)
+
+    def move(self, chunk: Chunk, phase: Phase) -> None:
+        """Any phase -> `phase`."""
+        self.remove(chunk)
+        chunk.phase = phase
+        self.add(chunk)
+
+    def remove(self, chunk: Chunk) -> None:
+        """A chunk has left the pipeline."""
+        self._of[chunk.phase].remove(chunk)
+
+
+def _release(out: Checkout) -> None:
+    with contextlib.suppress(OSError):  # it is the error that was told, or one of its kind
+        out.release()
+
+
+def _covers(segments: Sequence[Segment], begin: int, end: int) -> bool:
+    for segment in segments:
+        if segment.begin <= begin < segment.end:
+            begin = segment.end
+    return begin >= end

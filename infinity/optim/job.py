@@ -1,0 +1,385 @@
+"""The updates on their way to the pipeline: how far each one is, and which chunk comes next.
+
+[Note: an update that may be rolled back]
+A SPECULATIVE job was begun before the step it belongs to, on the guess that this step clips
+nothing. It reads the states and writes the new ones into the other extents of copy-on-write blocks,
+and touches nothing else. Until the step is fixed every reader sees the old content, and after
+`rollback` it always will. So a wrong guess costs I/O and never a number (invariant I8). The same
+goes for units in host memory that have second homes. It holds chunk by chunk: a block on NVMe may
+be in host memory in part, and that part is rewritten in place. A chunk with any of that is not
+updated before its job is final.
+
+[Note: which chunk is next]
+The next chunk is always one of the unit that the next forward needs first, even if another unit is
+half done. In backward that is the unit whose gradients came last, because it is the first in
+forward. What is left over when the step comes is then spread evenly over the units: the forward
+meets a little of it at each unit instead of a whole update at the first ones. With I/O as long as
+compute, take a step whose forward takes f of it: unit p (0 first, 1 last) is ready at (1-p)(1-f)
+and needed at 1-f+pf. The window [0, q] of units has q of time for q of I/O, so this order, earliest
+need first, just fits. A chunk that lies in memory as a whole takes part in this order, and fills
+the time in which I/O is waited for.
+
+[Note: an update waits for its place]
+Once a step is fixed, a unit's update runs when the unit has its place on the compute device: when
+it is used next but few. What it makes is put there (see the store), where an update that ran sooner
+would have it read back. As many units as have a place are enough ahead of the forward to hide
+behind it. A thread that waits for an update without bringing that place must hurry it, or both
+would wait for ever: `drain` hurries all updates, `await_update` that of one unit. What a
+SPECULATIVE job makes is put into the copy that the backward has just left.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from infinity.observe import Meter
+from infinity.optim.kernels import Segment
+from infinity.placement.spec import Kind
+from infinity.sharding.unit import Unit
+from infinity.tiers.store import Store
+
+
+@dataclass(frozen=True)
+class UnitUpdate:
+    """The update of one unit in one step; elements outside all segments keep their values."""
+
+    unit: Unit
+    segments: tuple[Segment, ...]
+
+
+class JobState(enum.Enum):
+    """What is known of a job's update.
+
+    AWAITED: nothing; its gradients are still to come, and its old states are read as far as there is room.
+    SPECULATIVE: what it will be if the guess is right; nobody sees what it writes.
+    DELAYED: all, but nobody shall see yet what it writes: the parameters are in use as they are.
+    CONFIRMED: all; what it writes is the unit's content once all is written.
+    ENDED: that is so, or never will be.
+    """
+
+    AWAITED = enum.auto()
+    SPECULATIVE = enum.auto()
+    DELAYED = enum.auto()
+    CONFIRMED = enum.auto()
+    ENDED = enum.auto()
+
+
+class Job:
+    """The update of `unit` on its way through the pipeline. `JobQueue` alone changes it, under its
+    lock.
+
+    `place` is the unit's position in the next forward; `meter` counts what the job moves, in bytes.
+    """
+
+    def __init__(self, unit: Unit, place: int) -> None:
+        self.unit = unit
+        self.place = place
+        self.state = JobState.AWAITED
+        self.update: UnitUpdate | None = None
+        """None while AWAITED."""
+        starts = unit.update_chunks()
+        staged = bisect_left(starts, unit.in_memory_until)
+        self.in_place_until = unit.rewritten_in_place_until
+        """The element from which on an update may be rolled back."""
+        beside = bisect_left(starts, self.in_place_until, lo=staged)
+        self.in_memory = deque(starts[:staged])
+        """First elements of the chunks that need neither staging nor I/O, and were not checked out."""
+        self.chunks = deque((*starts[beside:], *starts[staged:beside]))
+        """First elements of the other chunks that were not checked out, those first that may be
+        SPECULATIVE."""
+        self.in_flight = 0
+        """Chunks that are checked out."""
+        self.meter = Meter()
+        self.hurried = False
+        """Whether a thread waits for it that does not bring the unit's place: it runs without one."""
+        self.placed = True
+        """Whether all that went through and was updated is where the next forward looks for it."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether its update will not be rolled back."""
+        return self.state in (JobState.CONFIRMED, JobState.DELAYED)
+
+    @property
+    def is_rolled_back(self) -> bool:
+        """Whether it ended before its update was final; something of it may be in flight."""
+        return self.state is JobState.ENDED
+
+    def may_update(self, begin: int) -> bool:
+        """Whether the chunk from `begin` on may be updated now, as far as is known what the update
+        is."""
+        return self.is_final or (self.state is JobState.SPECULATIVE and begin >= self.in_place_until)
+
+    @property
+    def written(self) -> bool:
+        """Whether every chunk has been through."""
+        return not self.chunks and not self.in_memory and self.in_flight == 0
+
+    def drop(self) -> None:
+        """Nothing more is checked out."""
+        self.chunks.clear()
+        self.in_memory.clear()
+
+
+class Stage(enum.IntEnum):
+    """The life of a `JobQueue`, in this order.
+
+    OPEN: it takes jobs. CLOSED: it finishes what is final. FAILED: the pipeline does nothing more. ENDED: its thread has ended,
+    and nothing changes any more.
+    """
+
+    OPEN = enum.auto()
+    CLOSED = enum.auto()
+    FAILED = enum.auto()
+    ENDED = enum.auto()
+
+
+class JobQueue:
+    """The jobs that are not ENDED, under one lock. The updater posts and waits for them; the
+    pipeline's thread takes their chunks. Any thread may call it. No method waits for a thread that
+    has ended."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.changed = threading.Condition()
+        """The lock; notified when anything here changes."""
+        self.jobs: list[Job] = []
+        self._stage = Stage.OPEN
+        self._hurries = 0  # how many wait for all that is CONFIRMED
+
+    # For the updater: how far a job is
+
+    def expect(self, job: Job) -> None:
+        """Start reading for `job`, AWAITED. Its gradients need no staging, or else what is read of
+        them is not final."""
+        with self.changed:
+            if self._stage is Stage.OPEN:
+                self._add(job)
+            else:
+                self._give_up(job)
+
+    def speculate(self, job: Job, update: UnitUpdate) -> None:
+        """AWAITED -> SPECULATIVE."""
+        with self.changed:
+            if self._stage is Stage.OPEN:
+                self._set(job, update, JobState.SPECULATIVE)
+            else:  # closed on another thread: nobody waits there for what may be rolled back
+                self._give_up(job)
+
+    def fix(self, jobs: Sequence[Job], updates: Sequence[UnitUpdate], delayed: bool) -> None:
+        """A step is fixed: its jobs make these updates. AWAITED or SPECULATIVE -> CONFIRMED, or
+        with `delayed` AWAITED -> DELAYED.
+
+        The parameter blocks of jobs that are CONFIRMED are UPDATING until all is written. Those of
+        jobs that are DELAYED have a second place each (see `Tuning.update`).
+        """
+        with self.changed:
+            for job, update in zip(jobs, updates, strict=True):
+                self._set(job, update, JobState.DELAYED if delayed else JobState.CONFIRMED)
+                self._end_if_written(job)
+
+    def land(self, jobs: Sequence[Job]) -> None:
+        """DELAYED -> CONFIRMED: their parameter blocks are UPDATING now, until all is written."""
+        with self.changed:
+            for job in jobs:
+                job.state = JobState.CONFIRMED
+                self._end_if_written(job)
+            self.changed.notify_all()
+
+    def rollback(self, job: Job) -> None:
+        """AWAITED or SPECULATIVE -> ENDED, and block until nothing of it is in flight: then others
+        may write its blocks."""
+        with self.changed:
+            self._give_up(job)
+            self.changed.notify_all()
+            self._wait_for(lambda: job.in_flight == 0)
+
+    def await_written(self, job: Job) -> None:
+        """Block until a DELAYED job has read its gradients and written what it makes, or failed,
+        which the store then knows."""
+        with self.changed:
+            self._wait_for(lambda: job.written or job.state is JobState.ENDED)
+
+    def await_update(self, unit: Unit) -> None:
+        """Block until the update of `unit` that is CONFIRMED, if any, has ended, well or not; it
+        waits for no place."""
+        with self.changed:
+            going = [job for job in self.jobs if job.unit is unit and job.state is JobState.CONFIRMED]
+            for job in going:
+                job.hurried = True
+            self.changed.notify_all()
+            self._wait_for(lambda: all(job.state is JobState.ENDED for job in going))
+
+    def drain(self) -> None:
+        """Block until no job is CONFIRMED; also returns when one failed, which the store then
+        knows."""
+        with self.changed:
+            self._hurries += 1
+            self.changed.notify_all()
+            try:
+                self._wait_for(lambda: all(job.state is not JobState.CONFIRMED for job in self.jobs))
+            finally:
+                self._hurries -= 1
+
+    def poke(self) -> None:
+        """A unit got its place, or its copy, on the compute device."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Let go of all that is not final, and take nothing new."""
+        with self.changed:
+            self._stage = max(self._stage, Stage.CLOSED)
+            for job in [job for job in self.jobs if not job.is_final]:
+                self._give_up(job)
+            self.changed.notify_all()
+
+    # For the pipeline: which chunk is next
+
+    def await_work(self, may_hold: bool) -> bool:
+        """Block until there is a chunk to take; False when it was closed and there is none."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._stage is not Stage.OPEN or self.has_work(may_hold))
+            return self.has_work(may_hold)
+
+    def await_change(self, resumed: Callable[[], bool], may_hold: bool) -> None:
+        """Block until `resumed`, which is looked at under the lock, or until there is a chunk to
+        take."""
+        with self.changed:
+            self.changed.wait_for(lambda: resumed() or self.has_work(may_hold))
+
+    def has_work(self, may_hold: bool) -> bool:
+        """Whether there is a chunk to take (under the lock)."""
+        return self._next(may_hold, True) is not None or self._next_in_memory() is not None
+
+    def take(self, may_hold: bool, ready: bool) -> tuple[Job, int] | None:
+        """The job whose chunk is read next, and the first element of that; `leave` it in the end.
+
+        Without `may_hold` none that is AWAITED, and without `ready` only one that is.
+        """
+        with self.changed:
+            job = self._next(may_hold, ready)
+            if job is None:
+                return None
+            job.in_flight += 1
+            return job, job.chunks.popleft()
+
+    def take_in_memory(self, before: float) -> tuple[Job, int] | None:
+        """Like `take`, a chunk that needs no I/O, of a unit that is needed `before` that place."""
+        with self.changed:
+            job = self._next_in_memory()
+            if job is None or job.place >= before:
+                return None
+            job.in_flight += 1
+            return job, job.in_memory.popleft()
+
+    def put_back(self, job: Job, queue: deque[int], begin: int) -> None:
+        """The chunk from `begin` on, taken from that `queue` of the job, could not be checked out."""
+        with self.changed:
+            if job in self.jobs:
+                queue.appendleft(begin)
+        self.leave(job)
+
+    def leave(self, job: Job) -> None:
+        """A chunk of `job` is out of the pipeline; after the last one the unit flips to its new
+        content, if that is final."""
+        with self.changed:
+            job.in_flight -= 1
+            self._end_if_written(job)
+            self.changed.notify_all()
+
+    def refuse(self) -> None:
+        """The pipeline failed: nothing more is checked out, and no unit flips."""
+        with self.changed:
+            self._stage = max(self._stage, Stage.FAILED)
+            for job in self.jobs:
+                job.drop()
+
+    def end_jobs(self) -> None:
+        """No job goes on."""
+        with self.changed:
+            for job in self.jobs:
+                job.state = JobState.ENDED
+            self.jobs.clear()
+            self.changed.notify_all()
+
+    def end(self) -> None:
+        """The pipeline's thread ends."""
+        with self.changed:
+            self._stage = Stage.ENDED
+            self.changed.notify_all()
+
+    # Under the lock
+
+    def _wait_for(self, over: Callable[[], bool]) -> None:
+        """Block until `over`, or until the thread has ended."""
+        self.changed.wait_for(lambda: self._stage is Stage.ENDED or over())
+
+    def _set(self, job: Job, update: UnitUpdate, state: JobState) -> None:
+        self._add(job)
+        job.update = update
+        job.state = state
+
+    def _add(self, job: Job) -> None:
+        if job not in self.jobs and self._stage < Stage.FAILED:
+            self.jobs.append(job)
+        self.changed.notify_all()
+
+    def _give_up(self, job: Job) -> None:
+        """AWAITED or SPECULATIVE -> ENDED."""
+        job.state = JobState.ENDED
+        job.drop()
+        if job in self.jobs:
+            self.jobs.remove(job)
+
+    def _end_if_written(self, job: Job) -> None:
+        fixed = job in self.jobs and job.state is JobState.CONFIRMED
+        if fixed and job.written and self._stage < Stage.FAILED:
+            job.state = JobState.ENDED
+            self.jobs.remove(job)
+            self._store.resident.end_update([block for kind, block in job.unit.blocks.items() if kind is not Kind.GRAD])
+            self.changed.notify_all()
+
+    def _next(self, may_hold: bool, ready: bool) -> Job | None:
+        """See `take`."""
+
+        def able(job: Job) -> bool:
+            if job.state is JobState.AWAITED:
+                return may_hold and self._is_at_hand(job)
+            return ready and job.may_update(job.chunks[0]) and self._has_place(job)
+
+        able_jobs = (job for job in self.jobs if job.chunks and able(job))
+        return min(able_jobs, key=lambda job: job.place, default=None)
+
+    def _next_in_memory(self) -> Job | None:
+        able_jobs = (job for job in self.jobs if job.in_memory and job.may_update(job.in_memory[0]))
+        return min(able_jobs, key=lambda job: job.place, default=None)
+
+    def _is_at_hand(self, job: Job) -> bool:
+        """Whether all that the update reads exists, and what it reads of the parameter is not on
+        NVMe: in backward it is on the compute device."""
+        block = job.unit.blocks[Kind.PARAM]
+        if self._store.resident.is_updating(block):
+            return False
+        return not block.moved_bytes or not reads(job.unit, Kind.PARAM) or self._store.resident.is_ready(block)
+
+    def _has_place(self, job: Job) -> bool:
+        """Whether what the update of `job` makes can be put where it is used, or need not wait for
+        that."""
+        block = job.unit.blocks[Kind.PARAM]
+        hurried = job.hurried or self._hurries or self._stage is not Stage.OPEN
+        waits = job.state is JobState.CONFIRMED and block.moved_bytes and not hurried
+        return not waits or self._store.resident.has_copy(block)
+
+
+def reads(unit: Unit, kind: Kind) -> bool:
+    """Whether the old content of `kind` goes into the update: a master that was never written is
+    the parameter, widened."""
+    if unit.is_rounded and kind in (Kind.PARAM, Kind.MASTER):
+        return unit.blocks[Kind.MASTER].written is (kind is Kind.MASTER)
+    return True

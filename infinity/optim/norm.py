@@ -1,0 +1,118 @@
+"""The gradient norm of a step, over units and ranks, and clipping by it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from infinity.errors import EngineClosedError, NonFiniteError
+from infinity.optim.kernels import Kernels, nonfinite_gradients, squared_gradient_norm
+from infinity.optim.step import Share
+from infinity.placement.spec import Kind
+from infinity.sharding.unit import Unit
+from infinity.tiers.store import Store
+
+log = logging.getLogger("infinity")
+
+
+class GradientNorm:
+    """Reads settled gradients for their norm, and for those that are not finite. All ranks must ask
+    alike.
+
+    For the thread that runs the model; `square_ahead` is for the one that brings gradients home.
+    """
+
+    def __init__(self, store: Store, units: Sequence[Unit], kernels: Kernels) -> None:
+        self._store = store
+        self._units = units
+        self._kernels = kernels
+        self.asked = 0
+        """How often the gradients were read for their norm in the last step."""
+        self._asked_now = 0
+
+    def end_step(self) -> None:
+        """What is asked from now on is for the next step."""
+        self.asked = self._asked_now
+        self._asked_now = 0
+
+    def of(self, shares: Sequence[Share], further: float = 1.0) -> float:
+        """The common L2 norm of the settled gradients of `shares` as an update would take them:
+        unscaled, as far as they are clipped, and times `further`. Summed in double precision over
+        the units and the ranks, of which all get the same bits; infinite or NaN if and only if a
+        gradient is.
+        """
+        self._asked_now += 1
+        total = sum(self._squared_norm(share.unit, share.present(), further) for share in shares)
+        return math.sqrt(self._sum_over_shards([total], "of squared gradients")[0])
+
+    def _squared_norm(self, unit: Unit, positions: Sequence[int], further: float) -> float:
+        alike: dict[float, list[int]] = {}  # parameters whose gradients have one factor
+        for index in positions:
+            alike.setdefault(unit.gradients.factor(index, further), []).append(index)
+        return sum(factor**2 * self._squares(unit, same) for factor, same in alike.items())
+
+    def _squares(self, unit: Unit, positions: Sequence[int]) -> float:
+        found = unit.gradients.measured() if positions == unit.gradients.present() else None
+        return squared_gradient_norm(unit, self._store, self._kernels, positions) if found is None else found
+
+    def square_ahead(self, unit: Unit) -> float | None:
+        """What `of` will ask of `unit`: read on the thread that brings gradients from a device with
+        memory of its own, else the step would wait until all of host memory was read. None where
+        the last step asked nothing, or that would move bytes."""
+        gradient = unit.blocks[Kind.GRAD]
+        if not self.asked or self._store.unified_memory:
+            return None
+        if self._store.staging.in_memory_until(gradient, on_device=True) < gradient.elements:
+            return None
+        try:
+            return squared_gradient_norm(unit, self._store, self._kernels, unit.gradients.present())
+        except EngineClosedError:
+            return None
+
+    def first_nonfinite(self, shares: Sequence[Share]) -> str:
+        """The name of the first parameter with a settled gradient that is not finite; "" when all
+        are."""
+        names = [share.unit.names[index] for share in shares for index in share.positions]
+        bad = [float(flag) for share in shares for flag in nonfinite_gradients(share.unit, share.positions)]
+        everywhere = self._sum_over_shards(bad, "of gradients that are not finite")
+        return next((name for name, flag in zip(names, everywhere, strict=True) if flag), "")
+
+    def take_nonfinite(self, norm: float, shares: Sequence[Share], number: int, raises: bool) -> None:
+        """The settled gradients of `shares`, for step `number`, have the norm `norm`, which is not
+        finite: log whose fault that is, or raise `NonFiniteError`, before anything is changed."""
+        name = self.first_nonfinite(shares)
+        text = f"the gradient norm of step {number} is {norm}; the gradient of {name} is not finite"
+        if raises:
+            raise NonFiniteError(f"{text}, and error_if_nonfinite=True; nothing was changed", name)
+        log.warning("%s", text)
+
+    def _sum_over_shards(self, values: list[float], what: str) -> list[float]:
+        """The sums of `values` over the ranks among which units and tensors are cut up; replicas
+        would add the same again."""
+        exchange = self._units[0].exchange
+        return values if exchange is None else exchange.sum(values, what, everywhere=False)
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What brings gradients of the L2 norm `norm` to at most `max_norm`, as in
+    `torch.nn.utils.clip_grad_norm_`: min(1, max_norm / (norm + 1e-6)), 0 for an infinite norm, and
+    NaN for NaN."""
+    factor = max_norm / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor
+
+
+def clip(shares: Sequence[Share], factor: float) -> None:
+    """Multiply the settled gradients of `shares` by `factor`."""
+    apply_clips(shares, factor)
+    for share in shares:
+        if present := share.present():
+            share.unit.gradients.scale(present, factor)
+
+
+def apply_clips(shares: Sequence[Share], factor: float) -> None:
+    """The settled gradients of `shares` are about to be multiplied by `factor`: as they are clipped
+    already, so they are."""
+    for share in shares if factor != 1.0 else ():
+        if present := share.present():
+            share.unit.gradients.apply_clips(present)

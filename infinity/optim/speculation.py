@@ -1,0 +1,131 @@
+"""Updates that begin before their step, on the guess that it clips nothing, and states that are
+read ahead for them.
+
+[Note: exact although speculative]
+As soon as a unit has as many gradients as in the last step, its update may begin, on the guess that
+these are all, that nothing will be clipped and that the hyper-parameters stay. The step keeps it if
+it is, term for term, the update that the step asks for; if not, it is rolled back and made again.
+So the update hides behind the backward, too, and the numbers are those of an update that waited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from infinity.optim.job import Job, JobQueue, UnitUpdate
+from infinity.optim.owners import Owner
+from infinity.placement.spec import Kind
+from infinity.sharding.gradients import GradientState
+from infinity.sharding.unit import Unit
+from infinity.tiers.store import Store
+
+UNITS_AHEAD = 2
+"""Units whose gradients come next, and whose states are read already."""
+
+Places = Mapping[Unit, int]
+"""Where each unit comes in the next forward, or in the next backward."""
+
+
+class Policy:
+    """Decides whether the updates of the next step begin in its backward, before anybody knows
+    whether it will be clipped.
+
+    The numbers are the same either way. A speculative update hides behind forward and backward
+    instead of the forward alone, so "auto" does it while an update takes longer than a forward.
+    What is rolled back moves its bytes twice: after such a step the next 1, 2, 4, ... 64 steps
+    without clipping are exact ones, twice as many each time, half as many again for every step that
+    is guessed right.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.waits = mode == "plain"
+        """Whether a step returns only when its updates have ended."""
+        self.speculates = mode == "speculative"
+        """Whether the updates of the next step begin in its backward."""
+        self._auto = mode == "auto"
+        self._pause, self._penalty = 0, 1
+
+    def learn(self, update_seconds: float, forward_seconds: float, held: bool) -> None:
+        """A step was fixed. `update_seconds`: how long updates kept the pipeline busy since the
+        last one; `forward_seconds`: how long one forward took; `held`: nothing was clipped, and
+        nothing rolled back."""
+        if not self._auto:
+            return
+        if held:
+            self._pause = max(self._pause - 1, 0)
+            self._penalty = max(self._penalty // 2, 1) if self.speculates else self._penalty
+        elif self.speculates:
+            self._pause, self._penalty = self._penalty, min(self._penalty * 2, 64)
+        else:
+            self._pause = max(self._pause, 1)
+        self.speculates = self._pause == 0 and update_seconds > forward_seconds
+
+
+class Speculation:
+    """The jobs that were begun before their step. For the thread that runs the model; `rollback`
+    also for the one that closes."""
+
+    def __init__(self, store: Store, queue: JobQueue, policy: Policy) -> None:
+        self._store = store
+        self._queue = queue
+        self.policy = policy
+        self.jobs: dict[Unit, Job] = {}
+        """Begun, or read ahead for, and not claimed by a step yet."""
+        self._rolled_back: list[Job] = []
+        self._order: list[Unit] = []  # in which gradients became final, in the last step
+        self._final: dict[Unit, None] = {}  # whose gradients are, in this step; in order
+
+    def begin(self, unit: Unit, owner: Owner, places: Places) -> None:
+        """The gradients of `unit` may be final: begin the update that `owner` asks for if the next
+        step clips nothing, where that is worth it and can be rolled back; and read ahead for the
+        units that come next."""
+        if unit in self.jobs and self.jobs[unit].is_rolled_back:
+            self.rollback(unit)
+        if self.policy.speculates and unit.copy_on_write:
+            job = self.jobs.setdefault(unit, Job(unit, places[unit]))
+            self._queue.speculate(job, UnitUpdate(unit, owner.segments(unit)))
+        self._final[unit] = None
+        turn = self._order.index(unit) + 1 if unit in self._order else len(self._order)
+        for following in self._order[turn : turn + UNITS_AHEAD]:
+            # An exact step updates what the next forward needs first when all gradients are there, and reads that ahead alone.
+            if self.policy.speculates or places[following] == 0:
+                self.read_ahead(following, places)
+
+    def comes_first(self, unit: Unit) -> bool:
+        """Whether the gradients of `unit` will be among the first to come, so that a forward may
+        read ahead for it."""
+        return self.policy.speculates and unit in self._order[:UNITS_AHEAD]
+
+    def read_ahead(self, unit: Unit, places: Places) -> None:
+        """Read the states of `unit`, whose gradients are still to come, as far as staging has room."""
+        if self._store.staging.is_needed(unit.blocks[Kind.GRAD]) or unit.gradients.state is GradientState.SPENT:
+            return
+        if unit not in self.jobs and unit not in self._final:
+            job = self.jobs[unit] = Job(unit, places[unit])
+            self._queue.expect(job)
+
+    def rollback(self, unit: Unit) -> None:
+        """Undo what was begun for `unit`, if anything was; returns when nothing of it is in flight."""
+        job = self.jobs.get(unit)
+        if job is not None:
+            self._queue.rollback(job)  # an interrupt leaves it where it is, to be waited for again
+            self._store.resident.take_back(unit.blocks[Kind.PARAM])
+            if self.jobs.pop(unit, None) is not None:  # else `close` did, on another thread
+                self._rolled_back.append(job)
+
+    def claim(self, update: UnitUpdate, place: int) -> Job:
+        """The job that makes `update`, of the step that is being fixed. It is the one that was
+        begun for the unit where that makes the same, term for term; else that is rolled back, and
+        the job is a new one."""
+        begun = self.jobs.get(update.unit)
+        if begun is not None and (begun.is_rolled_back or begun.update not in (None, update)):
+            self.rollback(update.unit)
+        return self.jobs.pop(update.unit, None) or Job(update.unit, place)
+
+    def end_step(self) -> tuple[Job, ...]:
+        """A step was fixed; returns what was rolled back on the way to it."""
+        rolled_back = tuple(self._rolled_back)
+        self._rolled_back.clear()
+        self._order = list(self._final)
+        self._final = {}
+        return rolled_back

@@ -1,0 +1,136 @@
+"""State dicts of the optimizer family: what one holds, and whether it fits an optimizer.
+
+A state dict is that of torch (`state` by the number of the parameter, `param_groups`), with fp32 masters beside the moments.
+`Optimizer` calls these functions; what a rule adds to the checks is in its `check_state` and `check_hyper`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from infinity.errors import ConfigError
+from infinity.placement.spec import Kind
+from infinity.sharding.tensor_parallel import part_in, whole
+from infinity.sharding.unit import Unit
+
+if TYPE_CHECKING:
+    from infinity.optim.optimizer import Optimizer
+
+
+def misfit(optimizer: Optimizer, what: str) -> ConfigError:
+    """The error for a state dict that cannot be loaded, because of `what`."""
+    return ConfigError(f"{type(optimizer).__name__}: the state dict does not fit, and nothing was loaded: {what}")
+
+
+def numbers(optimizer: Optimizer) -> dict[int, int]:
+    """The number of each parameter in a state dict, by its id."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return {id(p): number for number, p in enumerate(parameters)}
+
+
+def kinds(optimizer: Optimizer) -> list[tuple[str, Kind]]:
+    """The states by torch's names, and the master."""
+    return [*optimizer.states.items(), ("master", Kind.MASTER)]
+
+
+def add_states(packed: dict[str, Any], optimizer: Optimizer, steps: Mapping[int, int]) -> None:
+    """Add to `packed`, a state dict of torch, the `state` of every parameter with more than 0 of `steps` (by its id), and the
+    `masters` of the others. Whole tensors on the host; every rank must call it."""
+    number_of = numbers(optimizer)
+    masters = packed["masters"] = {}
+    for unit in optimizer.units:
+        for name, kind in kinds(optimizer):
+            if kind not in unit.blocks or not unit.blocks[kind].written:
+                continue
+            full = unit.gather(kind)
+            for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
+                count, part = steps.get(id(parameter), 0), full[place.offset : place.end].view(place.shape)
+                if count:
+                    first = {"step": torch.tensor(float(count))}
+                    state = packed["state"].setdefault(number_of[id(parameter)], first)
+                    state[name] = whole(part, parameter).clone()
+                elif kind is Kind.MASTER and id(parameter) in number_of:
+                    masters[number_of[id(parameter)]] = whole(part, parameter).clone()
+
+
+def restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
+    """Replace the states of `kind` of the parameters of `unit` by `values`, where these are there; every rank must call it."""
+    full = unit.gather(kind)
+    for parameter, place, value in zip(unit.parameters, unit.layout.places, values, strict=True):
+        if value is not None:
+            full[place.offset : place.end].view(place.shape).copy_(part_in(value, parameter))
+    unit.write(kind, unit.shard_of(full))
+
+
+def states_in(state_dict: Mapping[str, Any], optimizer: Optimizer) -> list[Mapping[str, Any]]:
+    """The states that `state_dict` has of each parameter, in the order of the groups; raises `ConfigError` for what does not
+    fit."""
+    for key, kind in (("state", Mapping), ("param_groups", Sequence)):
+        if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get(key), kind):
+            raise misfit(optimizer, f"it has no {key!r}, as state_dict() of an optimizer has")
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    check_header(state_dict, optimizer)
+    named = [number for group in groups for number in group["params"]]
+    masters = state_dict.get("masters", {})  # of parameters that were never updated, and have no state
+    if not isinstance(masters, Mapping):
+        raise misfit(optimizer, f"its masters are a {type(masters).__name__}")
+    unknown = next((number for number in (*states, *masters) if number not in named), None)
+    if unknown is not None:
+        raise misfit(optimizer, f"it has a state of parameter {unknown!r}, which none of its groups has")
+    found = [states.get(number, {}) for number in named]
+    owned = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    for (group, parameter), state in zip(owned, found, strict=True):
+        optimizer.check_state(type(parameter).unit, parameter, state, group)
+    found = [{**state, "master": masters[n]} if n in masters else state for n, state in zip(named, found, strict=True)]
+    for (group, parameter), number, state in zip(owned, named, found, strict=True):
+        if number in masters:
+            optimizer.check_state(type(parameter).unit, parameter, state, group)
+    return found
+
+
+def check_header(header: Mapping[str, Any], optimizer: Optimizer) -> None:
+    """Raise `ConfigError` when the groups of `header` are not those of `optimizer`, or a value in it is out of range."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    groups = header["param_groups"]
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in groups):
+        raise misfit(optimizer, "one of its groups has no list of parameters")
+    counts = [len(group["params"]) for group in groups]
+    if counts != sizes:
+        raise misfit(optimizer, f"its groups have {counts} parameters, and here {sizes}")
+    for group in groups:
+        try:
+            optimizer.check_group(optimizer.defaults | group, optimizer.units)
+            optimizer.check_hyper(optimizer.defaults | group)
+        except (TypeError, AttributeError) as error:
+            raise misfit(optimizer, f"a hyper-parameter has a wrong type: {error}") from error
+    if optimizer.loss_scaler is not None and "loss_scaler" in header:
+        optimizer.loss_scaler.check(header["loss_scaler"])
+
+
+def check_state(unit: Unit, parameter: torch.Tensor, state: Any, optimizer: Optimizer) -> None:
+    """Raise `ConfigError` when `state` cannot be that of `parameter`."""
+    name_of = unit.name_of(parameter)
+    if not isinstance(state, Mapping):
+        raise misfit(optimizer, f"the state of {name_of} is a {type(state).__name__}")
+    step = state.get("step", 0)
+    is_scalar = isinstance(step, torch.Tensor) and step.numel() == 1 and not step.is_meta
+    is_number = is_scalar or isinstance(step, (int, float))
+    if not is_number or not (float(step) >= 0 and float(step).is_integer()):
+        raise misfit(optimizer, f"the step of {name_of} is {step!r}, and no count")
+    for name, kind in kinds(optimizer):
+        value = state.get(name)
+        if kind not in unit.blocks or value is None:
+            continue
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.is_meta:
+            raise misfit(optimizer, f"{name} of {name_of} is no tensor of floating-point values")
+        if value.shape != parameter.shape:
+            shapes = f"{name} of {name_of} has shape {list(value.shape)}, and {name_of} {list(parameter.shape)}"
+            raise misfit(optimizer, shapes)
+
+
+def updates_in(state: Mapping[str, Any]) -> int:
+    """How many updates made `state`; `torch.optim.SGD` does not count them, and needs to know of the first only."""
+    return int(state.get("step", 1 if state.keys() - {"master"} else 0))

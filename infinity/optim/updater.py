@@ -1,0 +1,345 @@
+"""The updater: fixes steps, and has their updates run by the pipeline.
+
+[Note: exact although late]
+`Updater.post` takes a `Step`: final gradients, the clip factor and the hyper-parameters of this
+step. It returns at once. The pipeline then updates unit after unit, in the order in which the next
+forward needs them; that forward waits for its unit alone. Nothing is stale: a unit's content is
+replaced between its last use in one step and its first in the next.
+
+[Note: one step late]
+With `Tuning.update="delayed"` a step is fixed like any other, but what its updates make is seen
+only when the next step is fixed, or when something else than training looks before the next
+forward: evaluation, `state_dict`, a checkpoint. By then a forward and a backward have passed. The
+updates read the gradients first that the backward will overwrite first; one that was not read yet
+is waited for.
+
+Updates that begin before their step are in `infinity.optim.speculation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+from infinity.observe import Recorder
+from infinity.optim.job import Job, JobQueue
+from infinity.optim.kernels import Kernels
+from infinity.optim.norm import GradientNorm
+from infinity.optim.owners import Owner, Owners
+from infinity.optim.pipeline import Pipeline
+from infinity.optim.scaler import Scales
+from infinity.optim.speculation import Policy, Speculation
+from infinity.optim.step import Share, Step, StepRun
+from infinity.placement.spec import Kind
+from infinity.plan.runtime import Runtime
+from infinity.sharding.gradients import GradientState
+from infinity.sharding.unit import MOMENTS, Unit
+from infinity.tiers.store import Store
+
+
+class StepListeners(NamedTuple):
+    """Who is told of steps, on the thread that runs the model."""
+
+    settle: Callable[[], None]
+    """Called before a step is fixed, to end a backward that an exception cut off."""
+    stepped: Callable[[], None]
+    """Called when a step has been fixed, before its updates start."""
+
+
+class Updater:
+    """Fixes what a step is, and has it run by the pipeline. All methods are for the thread that
+    runs the model."""
+
+    def __init__(
+        self,
+        store: Store,
+        units: Sequence[Unit],
+        kernels: Kernels,
+        runtime: Runtime,
+        policy: Policy,
+        listeners: StepListeners,
+        recorder: Recorder,
+        delay_after: float = math.inf,
+    ) -> None:
+        """From step number `delay_after` on, counted from 0, what a step makes is seen one step
+        late."""
+        self._store = store
+        self._units = list(units)
+        self._runtime = runtime
+        self._listeners = listeners
+        self._recorder = recorder
+        self._delay_after = delay_after
+        self._jobs = JobQueue(store)
+        self._delayed: dict[Unit, Job] = {}  # of the last step, and not seen yet
+        self.speculation = Speculation(store, self._jobs, policy)
+        """What was begun before its step."""
+        self.owners = Owners(store)
+        """Who updates which parameters."""
+        self.norm = GradientNorm(store, self._units, kernels)
+        """Measures gradients."""
+        self.scales = Scales()
+        """What the losses of the backward passes under way were multiplied by."""
+        self.posted_steps = 0
+        """Steps started since the beginning."""
+        self.skipped_steps = 0
+        """Steps that were asked for and left out, because their gradients were not finite."""
+        self.last = StepRun()
+        """What became of the last step."""
+        self._pipeline = Pipeline(store, self._jobs, kernels, recorder)  # last, because it begins a thread
+        for unit in units:
+            unit.updater = self
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss was multiplied by of the backward pass that runs; 1 outside of any."""
+        return self.scales.current
+
+    @property
+    def next_number(self) -> int:
+        """The number of the step that comes next; those that were left out count."""
+        return self.posted_steps + self.skipped_steps + 1
+
+    def adopt(self, share: Share, optimizer: Owner) -> None:
+        """`optimizer` updates these parameters from now on, beginning with fresh states; see
+        `Owners.check_free`."""
+        self.rollback(share.unit)
+        if self.owners.have_left(share):
+            self.drain()
+            self.owners.forget_states(share, MOMENTS[share.unit.algorithm])
+        self.owners.assign(share, optimizer)
+
+    # What units tell before a step, and what may have to be undone then
+
+    def gradients_came(self, unit: Unit) -> None:
+        """`unit` has as many gradients as in the last step: begin its update, where that is worth
+        it and can be rolled back."""
+        owner = self._may_begin(unit)
+        if owner is not None:
+            self.speculation.begin(unit, owner, self._places())
+
+    def pass_forward(self, unit: Unit) -> None:
+        """A training forward has used `unit`: if its gradients will be among the first to come,
+        read ahead for it."""
+        if self.speculation.comes_first(unit) and self._may_begin(unit) is not None:
+            self.speculation.read_ahead(unit, self._places())
+
+    def _may_begin(self, unit: Unit) -> Owner | None:
+        """Who updates `unit`, if anything of that may happen before its step: not where several
+        optimizers do."""
+        owner = self.owners.only(unit)
+        return owner if owner is not None and owner.by_kernels and not self._delayed else None
+
+    def rollback(self, unit: Unit) -> None:
+        """Undo what was begun for `unit` before its step; returns when nothing of it is in flight."""
+        self.speculation.rollback(unit)
+
+    def square_ahead(self, unit: Unit) -> float | None:
+        """The sum of squares of the gradients of `unit`, if that is worth having before the step;
+        for who brings them."""
+        return self.norm.square_ahead(unit)
+
+    def await_readers(self, unit: Unit) -> None:
+        """Return when no update reads the gradients of `unit` any more. It waits for no place on
+        the compute device: the caller brings none. Raises `EngineClosedError` when the update
+        failed."""
+        if self._store.resident.is_updating(unit.blocks[Kind.PARAM]):
+            self._jobs.await_update(unit)
+            self._store.latch.check()
+        if unit in self._delayed:
+            self._jobs.await_written(self._delayed[unit])
+            self._store.latch.check()
+
+    # A step
+
+    def settle(self, units: Sequence[Unit]) -> None:
+        """Make the gradients of these units final, as all ranks agree.
+
+        After a backward, all clip factors from before it are multiplied into the gradients: torch
+        does that when it clips, and a unit that the backward added to did it then. So which
+        parameters share a unit changes no number.
+        """
+        self._await_updates()
+        self._listeners.settle()
+        added = any(unit.gradients.state is GradientState.COLLECTING for unit in self._units)
+        exchange = self._units[0].exchange
+        if exchange is not None and units:
+            mine = [unit.gradients.summary() for unit in units]
+            values = [float(added), *(value for summary in mine for value in summary)]
+            agreed = iter(exchange.sum(values, "of gradients that there are"))
+            added = next(agreed) > 0
+            for unit, summary in zip(units, mine, strict=True):
+                unit.gradients.settle([next(agreed) for _ in summary])
+        else:
+            for unit in units:
+                unit.gradients.settle()
+        for unit in units if added else ():
+            if present := unit.gradients.present():
+                unit.gradients.apply_clips(present)
+
+    def forget(self, shares: Sequence[Share], set_to_none: bool = True) -> None:
+        """Forget the gradients of `shares`; without `set_to_none` they become zeros, which an
+        update still takes. All ranks must call it."""
+        if not set_to_none:
+            self.settle([share.unit for share in shares])
+        for unit, positions in shares:
+            (unit.gradients.forget if set_to_none else unit.gradients.zero)(positions)
+
+    def skip(self, shares: Sequence[Share]) -> None:
+        """End a step without an update: what was begun for it is rolled back, and the gradients are
+        spent."""
+        self._begin_step(())
+        for unit, positions in shares:
+            if any(map(unit.gradients.has, positions)):
+                self.rollback(unit)
+                unit.gradients.spend(positions)
+        self._listeners.stepped()
+        self._end_step(unclipped=False)
+        self.skipped_steps += 1
+
+    def post(self, step: Step) -> None:
+        """Start the updates of `step`; returns at once. Its gradients are spent, and what was
+        delayed is seen from now on.
+
+        What was begun before is kept where `step` asks for it, and else rolled back; see
+        `Speculation.claim`. Raises `RuntimeError` before anything is changed when the parameters of
+        one of its units are in use.
+        """
+        self._begin_step(step.shares)
+        delayed = self.posted_steps >= self._delay_after
+        places = self._places(backwards=delayed)
+        updates = sorted(step.updates, key=lambda update: places[update.unit])
+        jobs = [self.speculation.claim(update, places[update.unit]) for update in updates]
+        kept = sum(job.update is not None for job in jobs)
+        replaced = [] if delayed else [update.unit for update in updates]
+        self._await_copies(replaced)
+        with self._fixing():
+            for unit in replaced:
+                self._store.resident.begin_update(unit.blocks[Kind.PARAM], keep=True)
+            step.spend()
+            self._listeners.stepped()
+            if delayed:
+                self._delayed = {job.unit: job for job in jobs}
+            self._jobs.fix(jobs, updates, delayed)
+        self._end_step(step.unclipped, jobs, kept)
+        self.posted_steps += 1
+        if self.speculation.policy.waits:
+            self.drain()
+
+    def run(self, step: Step, update: Callable[[Unit], None]) -> None:
+        """Have `update` replace the content of the units of `step`, one after the other; returns
+        when it has.
+
+        Raises `RuntimeError` before anything is changed when the parameters of one of them are in
+        use. When `update` fails after the first unit, what is there belongs to no step, and the
+        engine cannot go on.
+        """
+        self._begin_step(step.shares)
+        for number, (unit, _) in enumerate(step.shares):
+            self.rollback(unit)
+            try:
+                update(unit)
+            except BaseException as error:
+                if number > 0:
+                    self._store.latch.fail(error)
+                raise
+        step.spend()
+        self._listeners.stepped()
+        self._end_step(unclipped=True)
+        self.posted_steps += 1
+
+    def _begin_step(self, shares: Iterable[Share]) -> None:
+        """Refuse units that are in use, and let what the last step made be seen."""
+        units = [*(share.unit for share in shares), *self._delayed]
+        used = [unit.name for unit in units if unit.blocks[Kind.PARAM].copy.pins]
+        if used:
+            raise RuntimeError(f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered (invariant I7)")
+        self.land()
+
+    def _end_step(self, unclipped: bool, jobs: Iterable[Job] = (), kept: int = 0) -> None:
+        """A step has been fixed: report it, and learn from it."""
+        self.last = StepRun(tuple(jobs), self.speculation.end_step(), kept)
+        self._recorder.count("updates kept", self.last.kept)
+        self._recorder.count("updates replayed", self.last.repeated)
+        held = unclipped and not self.last.repeated
+        self.speculation.policy.learn(self._pipeline.busy_since(), self._runtime.forward_since(), held=held)
+        self.norm.end_step()
+
+    def _await_copies(self, units: Iterable[Unit]) -> None:
+        """Return when nothing is on its way to the places of `units`; an interrupt here has changed
+        nothing."""
+        for unit in units:
+            self._store.resident.settle(unit.blocks[Kind.PARAM])
+
+    @contextmanager
+    def _fixing(self) -> Iterator[None]:
+        """Inside, updates are announced and then posted. What ends that half-way, an interrupt
+        included, leaves updates that nobody makes and the next forward would wait for, so the
+        engine cannot go on."""
+        try:
+            yield
+        except BaseException as error:
+            self._store.latch.fail(error, "a step")
+            raise
+
+    def _places(self, backwards: bool = False) -> dict[Unit, int]:
+        """Where each unit comes in the next forward, or in the next backward; those of which that
+        is not known come last."""
+        order = self._runtime.trace.first_uses()
+        place = {index: position for position, index in enumerate(reversed(order) if backwards else order)}
+        return {unit: place.get(unit.index, len(place) + unit.index) for unit in self._units}
+
+    # Waiting for updates
+
+    def land(self) -> None:
+        """What was delayed becomes the content of its units, except of those that are in use;
+        returns when it is."""
+        units = [unit for unit in self._delayed if not unit.blocks[Kind.PARAM].copy.pins]
+        self._await_copies(units)
+        with self._fixing():
+            jobs = [self._delayed.pop(unit) for unit in units]
+            for job in jobs:
+                self._store.resident.begin_update(job.unit.blocks[Kind.PARAM], keep=True)
+                job.unit.outdate()
+            self._jobs.land(jobs)
+        if jobs:
+            self._await_updates()
+
+    def drain(self) -> None:
+        """Block until no update is under way, and roll back what was begun before its step: then
+        states may be read and written. What was delayed becomes the content of every unit that is
+        not in use.
+
+        Raises `EngineClosedError` when an update failed.
+        """
+        self.rest()
+        self.land()
+
+    def rest(self) -> None:
+        """Like `drain`, for who reads nothing: what was delayed has been written, and is not seen
+        yet."""
+        for unit in list(self.speculation.jobs):
+            self.rollback(unit)
+        for job in self._delayed.values():
+            self._jobs.await_written(job)
+        self._await_updates()
+
+    def look(self) -> None:
+        """Like `drain`, for who reads parameters only: from the next forward on until the next step
+        these are what the model uses, because its backward still needs them."""
+        if self._runtime.training():
+            self.rest()
+        else:
+            self.drain()
+
+    def _await_updates(self) -> None:
+        self._jobs.drain()
+        self._store.latch.check()
+
+    def close(self) -> None:
+        """Finish what was posted and end the thread. May be called twice."""
+        with ExitStack() as stack:  # each of these happens, whatever the others meet
+            stack.callback(self._pipeline.close)
+            for unit in list(self.speculation.jobs):
+                stack.callback(self.rollback, unit)

@@ -1,0 +1,109 @@
+"""Where a unit's gradients are collected on the compute device, before they are reduced and go home."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from infinity.sharding.exchange import Collective
+
+if TYPE_CHECKING:
+    from infinity.sharding.unit import Unit
+
+
+class GradientBuffer:
+    """Compute buffers as large as the largest unit, in which a unit's gradients are collected before they are reduced.
+
+    Needed with several ranks, and where the gradient's home cannot be addressed from the compute device. A unit that asks
+    while another holds one makes the other reduce what it has, and so does a parameter that comes a second time (re-entrant
+    checkpointing of a module used twice, micro-batches that pass the unit one after the other) where other ranks' gradients, or
+    earlier ones at home, have to be added first: gradients are added in the same order as without a buffer (invariant I8).
+
+    With two `parts` of `memory` (uint8) one is collected into while the other is reduced.
+    """
+
+    def __init__(self, memory: torch.Tensor, parts: int) -> None:
+        self._memory = memory
+        self._free = deque(memory.chunk(parts))  # the first one is collected into, and is not free while there is a holder
+        self._posted: deque[tuple[Collective, torch.Tensor, Unit, int]] = deque()  # reductions; how much was collected
+        self._holder: Unit | None = None
+        self._collected: set[int] = set()
+
+    @property
+    def holder(self) -> Unit | None:
+        """Whose gradients are collected in it."""
+        return self._holder
+
+    def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
+        """Collect `gradient`, of the parameter `index` of `unit`."""
+        again = self._holder is unit and index in self._collected
+        if self._holder is not unit or (again and (unit.ranks.number > 1 or unit.gradients.at_home(index))):
+            self.flush()
+            while self._posted and (not self._free or self._posted[0][0].ended()):
+                self._end_first()
+            self._holder, self._collected, again = unit, set(), False
+        self._collected.add(index)
+        place = unit.layout.places[index]
+        part = self._flat(unit)[place.offset : place.end].view(place.shape)
+        if again:
+            part.add_(gradient)
+        else:
+            part.copy_(gradient)
+
+    def begin_turn(self, unit: Unit) -> None:
+        """The backward is about to use `unit`: another one that holds the buffer has all its gradients, as a rule."""
+        if self._holder is not None and self._holder is not unit:
+            self.flush()
+
+    def flush(self) -> None:
+        """Reduce what the holder has collected, and free the buffer."""
+        holder, self._holder = self._holder, None
+        if holder is None or not (self._collected or holder.ranks.number > 1):
+            return
+        self._zero_rest(holder)
+        posted = holder.gradients.reduce(self._flat(holder), self._collected)
+        if posted is not None:
+            self._posted.append((posted, self._free.popleft(), holder, holder.gradients.collected))
+
+    def _zero_rest(self, holder: Unit) -> None:
+        """What the holder has not collected: mostly padding at the end alone, so that the buffer is filled in one pass."""
+        flat, end = self._flat(holder), 0
+        for place in (holder.layout.places[index] for index in sorted(self._collected)):
+            if end < place.offset:
+                flat[end : place.offset].zero_()
+            end = place.end
+        flat[end:].zero_()
+
+    def settle(self) -> None:
+        """Block until everything that was flushed has been added to the gradients of its unit."""
+        while self._posted:
+            self._end_first()
+
+    def _end_first(self) -> None:
+        posted, part, unit, collected = self._posted.popleft()
+        self._free.append(part)
+        posted.wait()
+        unit.gradients.end_reduction(collected)
+
+    def _flat(self, unit: Unit) -> torch.Tensor:
+        return self._free[0][: unit.gradient_nbytes].view(unit.gradient_dtype)
+
+    def discard(self, unit: Unit) -> None:
+        """Forget what `unit` has collected and not reduced."""
+        if self._holder is unit:
+            self._holder = None
+        self.settle()
+
+    def forget(self, unit: Unit, indices: set[int]) -> None:
+        """Forget what `unit` has collected of these parameters and not reduced; return when nothing of it is on its way."""
+        if self._holder is unit:
+            self._collected -= indices
+        self.settle()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory, self._holder = self._memory[:0].clone(), None
+        self._free.clear()
+        self._posted.clear()
