@@ -27,7 +27,7 @@ from infinity.config import Config
 from infinity.device import profiler_ranges
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.modules.activations import Keeper
-from infinity.modules.hooks import Hooks
+from infinity.modules.hooks import Hooks, Listeners
 from infinity.modules.load import persistent_buffers
 from infinity.modules.vertical import Weave
 from infinity.observe import Recorder, Report
@@ -89,11 +89,9 @@ class Engine:
         delay = config.tuning.delayed_after if config.tuning.update == "delayed" else math.inf
         self._updater = Updater(self._store, self._units, build.kernels, self._runtime, policy, listeners, self.recorder, delay)
         build.undo.callback(self._updater.close)
-        self._runtime.before_evaluation = self._updater.look if config.tuning.update == "delayed" else lambda: None
         keeper = Keeper(self._store.activations, model, self._device.torch)
-        self._hooks = Hooks(
-            model, build.users, self._units, self._runtime, self._locate, self._after_backward, self.recorder, keeper
-        )
+        told = Listeners(self._locate, self._before_evaluation, self._after_backward)
+        self._hooks = Hooks(model, build.users, self._units, self._runtime, told, self.recorder, keeper)
         build.undo.callback(self._hooks.close)
         vars(model)[ATTRIBUTE] = self
         vars(model)["zero_grad"], vars(model)["no_sync"] = self.zero_grad, self.no_sync
@@ -108,6 +106,11 @@ class Engine:
     def _locate(self, address: int) -> tuple[Unit, int] | None:
         found = self._store.resident.block_at(address)
         return None if found is None else (self._units[found[0].unit], found[1])
+
+    def _before_evaluation(self) -> None:
+        if self.config.tuning.update == "delayed":
+            self._store.latch.check_usable()  # a forked child would wait for a thread that it does not have
+            self._updater.look()
 
     def _after_backward(self) -> None:
         if self._buffer is not None:

@@ -39,7 +39,8 @@ from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 from infinity.backward import in_backward
 from infinity.device import ComputeDevice
 from infinity.errors import InfinityError
-from infinity.modules.hooks import Hooks, fresh_flow
+from infinity.modules.execution import Execution
+from infinity.modules.hooks import Hooks
 from infinity.optim.scaler import Noted, Scales
 from infinity.plan.trace import Trace
 from infinity.sharding.unit import Unit
@@ -54,12 +55,17 @@ class _Stopped(BaseException):
 class Strand:
     """One micro-batch, and what is under way of it. Used by the thread whose turn it is."""
 
-    def __init__(self, index: int, work: Callable[[Strand], None], random: RandomState, alone: bool) -> None:
-        self.index, self.work, self.random, self._alone = index, work, random, alone
+    def __init__(
+        self, index: int, work: Callable[[Strand], None], random: RandomState, execution: Execution, alone: bool
+    ) -> None:
+        self.index = index
+        self.work = work
+        self.random = random
+        self.execution = execution
+        self._alone = alone
         self.turn = _closed()
         self.wanted: int | None = None
         """The unit that it is about to use; None before the first."""
-        self.flow = fresh_flow()
         self.scaled: Noted = []
         self.ended = False
         self._reached: frozenset[int] | None = None  # ids of the parameters that its backward reaches; None before
@@ -107,7 +113,7 @@ class Weave:
         self._strands: list[Strand] = []
         self._running: Strand
         self._at: int | None = None  # the unit that is there
-        self._idle = fresh_flow()  # the caller's, which has nothing under way
+        self._idle = hooks.new_execution()  # the caller's, which has nothing under way
         self._kept: dict[int, list[_Kept]] = {}  # by id of the parameter, in the order of the strands
         self._last: dict[int, int] = {}  # the strand whose gradient a parameter took last
         self._errors: list[BaseException] = []
@@ -122,7 +128,10 @@ class Weave:
         """
         together = vertical and len(works) > 1
         randoms = self.device.fork_random_state(len(works))
-        strands = [Strand(index, *each, not together) for index, each in enumerate(zip(works, randoms, strict=True))]
+        strands = [
+            Strand(index, work, random, self._hooks.new_execution(), not together)
+            for index, (work, random) in enumerate(zip(works, randoms, strict=True))
+        ]
         if together:
             self._run_together(strands)
         else:
@@ -203,12 +212,12 @@ class Weave:
             (self._over if following is None else following.turn).release()
 
     def _leave(self, strand: Strand) -> None:
-        strand.flow = self._hooks.exchange(self._idle)
+        strand.execution = self._hooks.exchange(self._idle)
         strand.random = self.device.random_state()
         strand.scaled = self._scales.exchange([])
 
     def _resume(self, strand: Strand) -> None:
-        self._idle = self._hooks.exchange(strand.flow)
+        self._idle = self._hooks.exchange(strand.execution)
         self.device.set_random_state(strand.random)
         self._scales.exchange(strand.scaled)
         self._running = strand

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -28,8 +28,6 @@ class Runtime:
         """Training cycles per optimizer step, as the last step had them; 0 before the first."""
         self.stale = True
         """Whether a step has been since the last `begin`: the next forward, of whatever module, starts a new cycle."""
-        self.before_evaluation: Callable[[], None] = lambda: None
-        """Called before a forward that trains nothing starts a cycle."""
         self.waited = 0.0
         """Seconds that `enter` waited since the start."""
         self.forward_seconds = 0.0
@@ -50,8 +48,6 @@ class Runtime:
     def begin(self, training: bool) -> None:
         """A forward of the model starts."""
         self._store.latch.check_usable()
-        if not training:
-            self.before_evaluation()
         self.stale = False
         self._cycles += training
         self.trace.begin("train" if training else "eval")

@@ -1,0 +1,250 @@
+"""What is under way of a model: its forward calls and backward passes, and the uses of units that they hold.
+
+[Note: calls that never end]
+Torch runs no forward hook when a forward ends by what is not an `Exception`, as Ctrl-C does. So a
+call remembers the frame that runs it. What is left of calls whose frame is gone is ended before it
+can do harm: by the next forward, touch or `settle`.
+
+[Note: passes]
+Backward passes nest, and an exception may cut one off. Each is a `Pass` with uses of its own, and
+ends with autograd's.
+
+[Note: one thread]
+The bookkeeping below is that of one thread at a time. Another one that begins a forward or backward
+meanwhile is refused.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from infinity.backward import BackwardPass, current_pass, in_backward
+from infinity.errors import ShardedParameterError
+from infinity.observe import Recorder
+from infinity.plan.runtime import Runtime
+from infinity.sharding.unit import Unit
+from infinity.sharding.use import Showing, Unpacking, Use, collected, described
+
+
+@dataclass
+class Call:
+    """One forward of a hooked module that is under way."""
+
+    module: nn.Module
+    recomputing: bool
+    start: float
+    shown: Any  # to a profiler
+    frame: FrameType | None  # what runs it
+    thread: int
+    saving: AbstractContextManager[object] | None  # entered for this call
+    uses: list[Showing] = field(default_factory=list)
+    """Of the module's units, and what came on top until the call ends."""
+
+
+@dataclass
+class Pass:
+    """One backward pass that is under way, or was cut off."""
+
+    watch: BackwardPass
+    thread: int
+    uses: list[Use] = field(default_factory=list)
+    """They end when nobody refers to them."""
+    touched: list[Showing] = field(default_factory=list)
+    """They do not end before the input of a module has its gradient."""
+
+
+class Execution:
+    """The calls and passes that are under way, the innermost last; one program has one of these.
+
+    Interleaved micro-batches have one each, of which one runs. The thread that runs the model calls
+    all methods, but `check_thread` is for any. `backward_ended` is called after the last pass.
+    """
+
+    def __init__(self, runtime: Runtime, recorder: Recorder, backward_ended: Callable[[], None]) -> None:
+        self._runtime = runtime
+        self._recorder = recorder
+        self._backward_ended = backward_ended
+        self.calls: list[Call] = []
+        self.passes: dict[int, Pass] = {}
+        """By autograd's number."""
+        self._owner: int | None = None  # the thread whose forward is under way, see [Note: one thread]
+        self._shown: Any = None  # to a profiler: the forward or backward that is under way
+        self._backward_since = self._forward_since = self._forward_waited = 0.0
+
+    # One thread at a time
+
+    def check_thread(self, what: str) -> None:
+        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the caller wants to do."""
+        me = threading.get_ident()
+        going = next((found for found in self.passes.values() if found.watch.alive and found.thread != me), None)
+        in_forward = None if self._owner == me else self._owner
+        others = [in_forward, None if going is None or in_backward() else going.thread]
+        busy = next((thread for thread in others if thread is not None and self._is_under_way(thread)), None)
+        if busy is not None:
+            names = {thread.ident: thread.name for thread in threading.enumerate()}
+            raise RuntimeError(
+                f"{what} on thread {threading.current_thread().name}, while {names.get(busy)} is inside of a forward or backward "
+                "of the same wrapped model, which serves one thread at a time; hold a lock around both, or wrap a model for each"
+            )
+
+    def _is_under_way(self, thread: int) -> bool:
+        """Whether the forward or backward of another `thread` goes on; an interrupt, or the thread's end, may have cut it off."""
+        frame = sys._current_frames().get(thread)
+        if frame is None:
+            return False
+        return not self.calls or self.calls[-1].thread != thread or _is_in(self.calls[-1].frame, frame)
+
+    def claim(self, what: str) -> None:
+        """This thread runs the model until its outermost forward ends; raises like `check_thread`."""
+        self.check_thread(what)
+        self.unwind()
+        self._owner = threading.get_ident()
+
+    def disown(self) -> None:
+        """The outermost forward has ended, if it has."""
+        if not self.calls:
+            self._owner = None
+            if not self.passes:
+                self._show("")
+
+    # Forwards
+
+    def begin_forward(self) -> None:
+        """The outermost forward begins."""
+        self.bury()
+        self._forward_since, self._forward_waited = time.perf_counter(), self._runtime.waited
+        self._show("forward")
+
+    def end_forward(self, now: float) -> None:
+        """The outermost forward has ended."""
+        self._show("")
+        self._recorder.add("model", "forward", self._forward_since, now)
+        waited = self._runtime.waited - self._forward_waited
+        self._runtime.forward_seconds += now - self._forward_since - waited
+
+    def unwind(self) -> None:
+        """End the calls that are not under way any more; outside of a backward, which may run in other threads."""
+        me = threading.get_ident()
+        while self.calls:
+            last = self.calls[-1]
+            if last.thread == me and _is_in(last.frame, sys._getframe()):
+                break
+            self._abandon(self.calls.pop())
+
+    def _abandon(self, call: Call) -> None:
+        self._recorder.hide(call.shown)
+        if call.saving is not None and call.thread == threading.get_ident():  # the hooks of another thread are out of reach
+            call.saving.__exit__(None, None, None)
+        for use in call.uses:
+            use.end()
+        self.disown()
+
+    # Backwards
+
+    def backward_pass(self) -> Pass:
+        """The innermost backward pass of this thread."""
+        number = current_pass()
+        if number in self.passes:
+            return self.passes[number]
+        if not self.passes:
+            self._backward_since = time.perf_counter()
+            self._show("backward")
+        watch = BackwardPass(lambda: self._end_pass(found))
+        found = self.passes[watch.number] = Pass(watch, threading.get_ident())
+        return found
+
+    def release_touched(self, units: Sequence[Unit]) -> None:
+        """The input of a module that uses `units` has its gradient: what was touched may end."""
+        found = next((each for number, each in self.passes.items() if number == current_pass()), None)
+        if found is not None:
+            found.uses += [use for use in found.touched if use.unit in units]
+            found.touched = [use for use in found.touched if use.unit not in units]
+            self.sweep()
+
+    def sweep(self) -> None:
+        """End the uses of backward passes that nobody refers to any more."""
+        for found in self.passes.values():
+            uses, found.uses = found.uses, []
+            for use in uses:
+                if use.referenced():
+                    found.uses.append(use)
+                else:
+                    use.end()
+
+    def _end_pass(self, found: Pass) -> None:
+        """The pass is complete. Who still has a saved view would see other bytes there soon."""
+        kept = [name for use in found.uses if isinstance(use, Unpacking) for name in collected(use)]
+        self._drop(found)
+        if kept:
+            raise ShardedParameterError(
+                f"a view of a parameter of {described(kept)}, saved by autograd, outlives the backward: as a gradient that a "
+                "custom autograd function returned, or in an attribute; return or keep a copy (.clone())"
+            )
+
+    def bury(self) -> None:
+        """End the passes that an exception cut off."""
+        for found in [found for found in self.passes.values() if not found.watch.alive]:
+            self._drop(found)
+
+    def _drop(self, found: Pass) -> None:
+        self.passes.pop(found.watch.number, None)
+        uses, found.uses, found.touched = [*found.uses, *found.touched], [], []
+        for use in uses:
+            use.end()
+        if not self.passes:
+            self._show("forward" if self.calls else "")
+            self._recorder.add("model", "backward", self._backward_since, time.perf_counter())
+            self._backward_ended()
+
+    # All of it
+
+    def pause(self) -> None:
+        """Another micro-batch goes on."""
+        now = time.perf_counter()
+        if self.passes:
+            self._recorder.add("model", "backward", self._backward_since, now)
+        elif self.calls:
+            self.end_forward(now)
+        self._show("")
+
+    def resume(self) -> None:
+        """This one goes on."""
+        self._show("backward" if self.passes else "forward" if self.calls else "")
+        self._forward_since = self._backward_since = time.perf_counter()
+        self._forward_waited = self._runtime.waited
+
+    def close(self) -> None:
+        """End all calls and passes."""
+        while self.calls:
+            self._abandon(self.calls.pop())
+        for found in list(self.passes.values()):
+            self._drop(found)
+
+    def _show(self, name: str) -> None:
+        """To a profiler: what went on so far has ended, and `name`, if that has letters, begins."""
+        self._recorder.hide(self._shown)
+        self._shown = self._recorder.show("model", name) if name else None
+
+
+def caller() -> FrameType | None:
+    """The frame that called the hook that calls this."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":  # of `uncompiled`
+        frame = frame.f_back
+    return frame
+
+
+def _is_in(frame: FrameType | None, caller: FrameType | None) -> bool:
+    """Whether `frame` is `caller`, or one of those that led there."""
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
