@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import infinity
-from infinity.cli import doctor, failure, finetune, gc, job, output, progress, training
+from infinity.cli import doctor, failure, gc, job, output, progress, training
 from infinity.cli.history import History
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.main import app
@@ -233,22 +233,6 @@ def test_a_failure_is_one_sentence_with_its_context() -> None:
         "the engine failed earlier (because: /n/s.bin: write of 1 bytes at offset 0 stopped after 0: No space left on device)"
     )
     assert sentence(ValueError("two\n  lines")) == "two lines"
-
-
-def test_the_options_are_frozen() -> None:
-    """A new option is a decision: a speed setting should be measured or planned instead."""
-    names = set(finetune.finetune.__annotations__) - {"return"}
-    assert names == set(job.Job.__dataclass_fields__) | {"as_json", "debug"}
-    lists = (
-        {"model", "checkpoint_activations", "data", "sequence_length", "seed", "nvme", "gpu_memory", "cpu_memory"},
-        {"activations", "activation_memory", "gpu_cache", "gpu_direct"},
-        {"parameters", "optimizer", "gradients", "precision", "update", "io_engine", "steps", "batch_size", "accumulate", "lr"},
-        {"gradient_precision", "moment_precision", "skip_nonfinite"},
-        {"weight_decay", "warmup", "max_grad_norm", "eval_every", "eval_batches", "output", "overwrite", "report"},
-        {"nvme_memory", "nvme_shares", "accumulation_order", "cache", "delayed_after", "as_json", "debug"},
-        {"checkpoint", "checkpoint_every", "keep_checkpoints", "resume"},
-    )
-    assert names == set().union(*lists)
 
 
 # finetune: presets and schedule

@@ -358,14 +358,16 @@ def test_parts_are_the_batch_and_only_equal_ones_are_trained_on(size: int, parts
 
 def test_budgets_are_those_of_a_node(tmp_path: Path) -> None:
     defaults = {name: parameter.default for name, parameter in inspect.signature(finetune).parameters.items()}
-    values = {field.name: defaults[field.name] for field in dataclasses.fields(Job)}
-    job = Job(**values | {"nvme": (tmp_path / "a", tmp_path / "b"), "cpu_memory": 100, "nvme_memory": 51, "gpu_memory": 30})
+    own = {field.name: defaults.pop(field.name) for field in dataclasses.fields(Job) if field.name in defaults}
+    knobs = {name: value for name, value in defaults.items() if name not in ("as_json", "debug")}
+    given = {"nvme": [tmp_path / "a", tmp_path / "b"], "cpu_memory": 100, "nvme_memory": 51, "gpu_memory": 30}
+    job = Job(**own, knobs=knobs | given)
     config = job.config(World(rank=3, size=4, local_rank=1, local_size=2))
     assert (config.gpu_memory, config.cpu_memory, config.tuning.nvme_memory) == (30, 50, 25)
     config = job.config()
     assert (config.gpu_memory, config.cpu_memory, config.tuning.nvme_memory) == (30, 100, 51)
-    job = Job(**values | {"nvme": (tmp_path,), "activations": "nvme", "activation_memory": 4 << 20})
-    assert job.config(World(rank=3, size=4, local_rank=1, local_size=2)).activation_memory == 2 << 20
+    job = Job(**own, knobs=knobs | {"nvme": [tmp_path], "activations": "nvme", "activation_memory": 4 << 20})
+    assert job.config(World(rank=3, size=4, local_rank=1, local_size=2)).tuning.activation_memory == 2 << 20
 
 
 def test_gc_removes_what_killed_ranks_left_and_nothing_else(tmp_path: Path) -> None:

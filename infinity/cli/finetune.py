@@ -10,35 +10,25 @@ import typer
 
 from infinity.cli import options as o
 from infinity.cli.failure import require_extras
+from infinity.cli.knobs import mirrors
 from infinity.cli.progress import Progress, Silence, print_summary
 from infinity.cli.ranks import joined
 
+LEFT_OUT = (
+    "algorithm",  # it trains with AdamW
+    "stage",
+    *("split_master", "copy_on_write", "collective_timeout", "poison"),
+    *("device", "instruction_set", "threads"),
+)
 
+
+@mirrors(before="steps", leave_out=LEFT_OUT)
 def finetune(
     model: o.Model = "llama-tiny",
     checkpoint_activations: o.CheckpointActivations = True,
     data: o.Data = None,
     sequence_length: o.SequenceLength = 256,
     seed: o.Seed = 0,
-    nvme: o.Nvme = None,
-    gpu_memory: o.GpuMemory = 1 << 30,
-    cpu_memory: o.CpuMemory = 2 << 30,
-    nvme_memory: o.NvmeMemory = None,
-    nvme_shares: o.NvmeShares = "measured",
-    cache: o.Cache = "auto",
-    gpu_cache: o.GpuCache = "auto",
-    parameters: o.Parameters = "nvme",
-    optimizer: o.Optimizer = "nvme",
-    gradients: o.Gradients = "cpu",
-    activations: o.Activations = "gpu",
-    activation_memory: o.ActivationMemory = "auto",
-    precision: o.Precision = "bf16",
-    gradient_precision: o.GradientPrecision = "auto",
-    moment_precision: o.MomentPrecision = "fp32",
-    update: o.Update = "auto",
-    delayed_after: o.DelayedAfter = 40,
-    io_engine: o.IoEngine = "auto",
-    gpu_direct: o.GpuDirect = "auto",
     steps: o.Steps = 100,
     batch_size: o.BatchSize = 4,
     accumulate: o.Accumulate = 1,
@@ -59,6 +49,7 @@ def finetune(
     report: o.WriteReport = True,
     as_json: o.AsJson = False,
     debug: o.Debug = False,
+    **knobs: Any,
 ) -> None:
     """Fine-tune a causal language model with parameters and optimizer states on NVMe, CPU or GPU.
 
@@ -68,7 +59,7 @@ def finetune(
     values: dict[str, Any] = {**locals()}
     for name in ("as_json", "debug"):
         del values[name]
-    values |= {"nvme": tuple(nvme or ()), "warmup": steps // 10 if warmup is None else warmup}
+    values["warmup"] = steps // 10 if warmup is None else warmup
     with joined(debug) as world:
         require_extras("transformers", *(["matplotlib"] if output and report else []))
         from infinity.cli.job import Job

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,11 +14,11 @@ import torch
 from infinity.cli.checkpoints import Checkpoints
 from infinity.cli.history import History, combine, summarize
 from infinity.cli.interrupt import Interrupt
-from infinity.cli.options import refuse_missing_directory
+from infinity.cli.knobs import configured
 from infinity.cli.output import prepare_output, save_model
 from infinity.cli.ranks import ALONE, World
 from infinity.cli.training import Engine, Schedule, Trainer, Watcher
-from infinity.config import Config, Tier, Tuning
+from infinity.config import Config
 from infinity.errors import BudgetError
 from infinity.models.data import load_windows
 from infinity.models.reading import open_regular
@@ -49,25 +50,6 @@ class Job:
     data: Path | None
     sequence_length: int
     seed: int
-    nvme: tuple[Path, ...]
-    gpu_memory: int
-    cpu_memory: int
-    nvme_memory: int | None
-    nvme_shares: Any
-    cache: Any
-    gpu_cache: Any
-    parameters: Tier
-    optimizer: Tier
-    gradients: Tier
-    activations: Tier
-    activation_memory: Any
-    precision: Any
-    gradient_precision: Any
-    moment_precision: Any
-    update: Any
-    delayed_after: int
-    io_engine: Any
-    gpu_direct: Any
     steps: int
     batch_size: int
     accumulate: int
@@ -86,35 +68,12 @@ class Job:
     output: Path | None
     overwrite: bool
     report: bool
+    knobs: Mapping[str, Any]
+    """The options that mirror `Config` and `Tuning`, as typer gives them."""
 
     def config(self, world: World = ALONE) -> Config:
         """The configuration of this rank's engine; raises `ValueError` when a state is on nvme and no directory is given."""
-        states: tuple[Any, ...] = "parameters", "optimizer", "gradients", "activations"
-        refuse_missing_directory(self.nvme, **{state: getattr(self, state) for state in states})
-        memory = self.activation_memory
-        return Config(
-            nvme=self.nvme,
-            gpu_memory=self.gpu_memory,
-            cpu_memory=world.share(self.cpu_memory),
-            parameters=self.parameters,
-            optimizer=self.optimizer,
-            gradients=self.gradients,
-            activations=self.activations,
-            precision=self.precision,
-            moment_precision=self.moment_precision,
-            tuning=Tuning(
-                nvme_memory=None if self.nvme_memory is None else world.share(self.nvme_memory),
-                nvme_shares=self.nvme_shares,
-                cache=self.cache,
-                gpu_cache=self.gpu_cache,
-                activation_memory=memory if memory == "auto" else world.share(memory),
-                gradient_precision=self.gradient_precision,
-                update=self.update,
-                delayed_after=self.delayed_after,
-                io_engine=self.io_engine,
-                gpu_direct=self.gpu_direct,
-            ),
-        )
+        return configured(self.knobs, world.share)
 
     def schedule(self) -> Schedule:
         """Length and portions of the training."""
@@ -150,7 +109,7 @@ class Job:
         self, display: Display, world: World, config: Config, checkpoints: Checkpoints | None, last: Path | None
     ) -> dict[str, Any]:
         display.phase("model")
-        source = find_model(self.model, self.precision)
+        source = find_model(self.model, config.precision)
         source.check_length(self.sequence_length)
         if self.output is not None:
             output, overwrite = self.output, self.overwrite or last is not None  # our own, cut off

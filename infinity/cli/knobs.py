@@ -1,0 +1,134 @@
+"""The options of commands that mirror fields of `Config` and `Tuning`: made from the models, so that each is written once.
+
+An option has the name, the type, the limits and the default of its field. Its help is the first paragraph of the field's
+documentation, in which `field` becomes --field. What only a command knows stands in the tables here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import typer
+
+from infinity.cli.options import MOST, TIERS, parse_size
+from infinity.config import ActivationBytes, Bytes, BytesOrAuto, Config, Paths, Shares, Tuning
+from infinity.units import format_bytes
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+OF_A_NODE = ("cpu_memory", "nvme_memory", "activation_memory")
+"""Budgets that a command takes for all ranks of a node together, and an engine for its own rank."""
+DEFAULTS: dict[str, Any] = {"gpu_memory": 1 << 30, "cpu_memory": 2 << 30, "precision": "bf16"}
+"""Of fields that have none, or another one, in `Config`."""
+_FIELDS = {name: field for name, field in Config.model_fields.items() if name != "tuning"} | Tuning.model_fields
+_TYPES = get_type_hints(Config, include_extras=True) | get_type_hints(Tuning, include_extras=True)
+
+
+def _parse_cache(value: Any) -> int | str:
+    return "auto" if value == "auto" else parse_size(value)
+
+
+def _parse_shares(value: Any) -> Any:
+    if not isinstance(value, str) or value in ("measured", "equal"):
+        return value
+    try:
+        return tuple(float(number) for number in value.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{value!r} is not measured, equal, or a number for each --nvme with commas between") from None
+
+
+_PARSED: dict[Any, tuple[Any, Callable[[Any], Any], str]] = {
+    Bytes: (int, parse_size, "BYTES"),
+    BytesOrAuto: (Any, _parse_cache, "auto|BYTES"),
+    ActivationBytes: (Any, _parse_cache, "auto|BYTES"),
+    Shares: (Any, _parse_shares, "measured|equal|N,N,..."),
+}
+"""For a type of the models that typer does not know: the type, the parser and the name of the value of its option."""
+
+
+def mirrors(before: str, leave_out: Collection[str] = (), **defaults: Any) -> Callable[[Command], Command]:
+    """A decorator: a command that takes `**knobs` gets an option for every field of `Config` and `Tuning`.
+
+    The options stand before its parameter `before` in --help. `leave_out`: fields that get none. `defaults`: those of this
+    command alone. Raises `ValueError` for a name that is no field.
+    """
+    unknown = {*leave_out, *defaults} - _FIELDS.keys()
+    if unknown:
+        raise ValueError(f"no field of Config or Tuning: {', '.join(sorted(unknown))}")
+    defaults = DEFAULTS | defaults
+
+    def decorate(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        options = [_option(name, defaults) for name in _FIELDS if name not in leave_out]
+        place = [each.name for each in own].index(before)
+        parameters = [*own[:place], *options, *own[place:]]
+        vars(command)["__signature__"] = signature.replace(
+            parameters=[each.replace(kind=each.KEYWORD_ONLY) for each in parameters]
+        )
+        return command
+
+    return decorate
+
+
+def _option(name: str, defaults: Mapping[str, Any]) -> inspect.Parameter:
+    kind, default = _TYPES[name], defaults.get(name, _FIELDS[name].default)
+    details: dict[str, Any] = {"help": _help(name), "rich_help_panel": TIERS}
+    optional = type(None) in get_args(kind)
+    if optional:
+        (kind,) = (each for each in get_args(kind) if each is not type(None))
+    if kind == Paths:
+        kind, optional, default = list[Path], True, None
+    elif kind in _PARSED:
+        kind, details["parser"], details["metavar"] = _PARSED[kind]
+        if kind is int and default is not None:
+            details["show_default"] = format_bytes(default).replace(" ", "")
+    elif get_origin(kind) is Annotated:
+        kind, (limits,) = get_args(kind)[0], get_args(kind)[1:]
+        details |= _limits(limits.metadata)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind | None if optional else kind, typer.Option(**details)],
+    )
+
+
+def _limits(metadata: Collection[Any]) -> dict[str, int]:
+    least = [each.ge for each in metadata if hasattr(each, "ge")]
+    return {"min": least[0], "max": MOST} if least else {}
+
+
+def _help(name: str) -> str:
+    first = (_FIELDS[name].description or "").partition("\n\n")[0]
+    text = re.sub(r"`(\w+)(?:=\"(\w+)\")?`", _as_option, " ".join(first.split()))
+    return f"{text} For all ranks of a node together." if name in OF_A_NODE else text
+
+
+def _as_option(match: re.Match[str]) -> str:
+    name, value = match.groups()
+    option = f"--{name.replace('_', '-')}" if name in _FIELDS else name
+    return f"{option} {value}" if value else option
+
+
+def configured(knobs: Mapping[str, Any], share: Callable[[int], int] = lambda nbytes: nbytes) -> Config:
+    """The `Config` that the options of a command say.
+
+    `share` takes this rank's part of what a node has. Raises `ValueError` when a state is on nvme and no directory is given,
+    and `ConfigError`.
+    """
+    states = ("parameters", "optimizer", "gradients", "activations")
+    on_nvme = [state for state in states if knobs[state] == "nvme"]
+    if on_nvme and not knobs["nvme"]:
+        raise ValueError(
+            f"{' and '.join(on_nvme)} on nvme, but no directory is given: add --nvme DIR, "
+            f"or keep them in memory with {' '.join(f'--{state} cpu' for state in on_nvme)}"
+        )
+    shared = {name: share(knobs[name]) for name in OF_A_NODE if isinstance(knobs[name], int)}
+    values = {**knobs, "nvme": tuple(knobs["nvme"] or ()), **shared}
+    tuning = {name: value for name, value in values.items() if name in Tuning.model_fields}
+    return Config(**{name: values[name] for name in values.keys() - tuning.keys()}, tuning=Tuning(**tuning))
