@@ -596,6 +596,8 @@ def main() -> None:
     if options.deepspeed_python is None:
         options.skipped = {way: "no --deepspeed-python is given" for way in options.ways if way.startswith("deepspeed")}
         options.ways = [way for way in options.ways if not way.startswith("deepspeed")]
+    import torch
+
     from infinity.bench.summary import Summary
 
     rows: list[Row] = []
@@ -604,7 +606,8 @@ def main() -> None:
         found, more = measure(options, model)
         rows += found
         settings |= more
-    summary = Summary.of(__file__, QUESTION, LIMIT, rows, seeds=[0], settings=settings, device=options.device)
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    summary = Summary.of(__file__, QUESTION, LIMIT, rows, seeds=[0], settings=settings, device=device)
     for line in summary.table():
         print(line)
     for name, why in settings.items():

@@ -41,6 +41,9 @@ def test_a_result_has_the_schema_and_names_its_script(path: Path) -> None:
 def test_the_index_names_every_script_and_every_result() -> None:
     rows = re.findall(r"^\| (.+?) \| `(\w+\.py)(?: [^`]*)?` \| (.+?) \|$", (FOLDER / "README.md").read_text(), re.MULTILINE)
     assert {script for _, script, _ in rows} == {path.name for path in SCRIPTS}
+    for path in SCRIPTS:
+        (question,) = re.findall(r'^QUESTION = "(.+)"$', path.read_text(), re.MULTILINE)
+        assert (question, path.name) in {(asked, script) for asked, script, _ in rows}
     linked = [name for _, _, result in rows for name in re.findall(r"\]\(results/(.+?)\)", result)]
     assert sorted(linked) == [path.name for path in RESULTS]
     by_script = [(script, name) for _, script, result in rows for name in re.findall(r"\]\(results/(.+?)\)", result)]
