@@ -374,7 +374,7 @@ def test_directories_are_filled_to_the_last_stripe_before_they_are_refused(
         check_content(made, 60 * STRIPE)
     text = (
         f"^{directories[0]} and {directories[1]} together have 960 KiB free, but the states on nvme need 976 KiB there; "
-        "free 16 KiB, add another directory, or set copy_on_write=False "
+        "free 16 KiB, add another directory, or set Tuning\\(copy_on_write=False\\) "
     )
     with pytest.raises(BudgetError, match=text), opened(directories, 60 * STRIPE + ALIGNMENT):
         pass
