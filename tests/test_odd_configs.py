@@ -7,11 +7,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -51,6 +53,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "nvme").mkdir()
     (path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
     return path
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """What transformers warns of reaches stderr or not, depending on which tests came before in this process."""
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
 
 
 def run(where: Path, *options: object) -> Any:
