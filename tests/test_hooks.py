@@ -14,13 +14,13 @@ import pytest
 import torch
 from configs import config_of
 from models import text_batch, transformer
+from smallest import WIDTH, Block
 from torch import nn
 
 import infinity
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
 
-WIDTH = 32
 Wrap = Callable[..., nn.Module]
 
 
@@ -55,15 +55,6 @@ def assert_unused(model: nn.Module) -> None:
     for unit in infinity.engine(model).units:
         assert unit.state.name == "SHARDED", unit.name
         assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), unit.name
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
 
 
 class Model(nn.Module):

@@ -6,7 +6,6 @@ gradients here have the bits that plain PyTorch gives them.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from configs import config_of
+from smallest import PLACEMENTS, WIDTH, Block, Wrap, wrapping
 from torch import nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors, disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -24,56 +23,18 @@ import infinity
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
 
-WIDTH = 32
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "nvme": {},
-    "nvme, poisoned": {"poison": True},
-    "nvme, room for all": {"gpu_memory": 1 << 26, "cpu_memory": 1 << 26},
-    "host": {"nvme": [], "optimizer": "cpu", "parameters": "cpu", "cpu_memory": 1 << 26},
-    "device": {"nvme": [], "optimizer": "cpu", "parameters": "gpu", "gpu_memory": 1 << 26, "cpu_memory": 1 << 26},
-}
 Act = Callable[["Weighted", torch.Tensor], torch.Tensor]
-Wrap = Callable[..., nn.Module]
 every_placement = pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 
 
 @pytest.fixture
 def wrap(tmp_path: Path) -> Iterator[Wrap]:
-    """Wraps with the smallest budgets where a placement names none; at the end nothing may be in use, and torch is as it was."""
-    made: list[nn.Module] = []
+    """Nothing may be in use at the end, and torch is as it was."""
     push = torch._C._autograd._push_saved_tensors_default_hooks
-
-    def make(model: nn.Module, placement: dict[str, Any]) -> nn.Module:
-        directory = tmp_path / str(len(made))
-        directory.mkdir()
-        values: dict[str, Any] = {"nvme": [directory], "gpu_memory": 1, "cpu_memory": 1, "threads": 1} | placement
-        while True:
-            try:
-                made.append(infinity.wrap(model, config_of(**values)))
-                return model
-            except infinity.BudgetError as error:
-                name, smallest = re.search(r"smallest (\w+) that works is (\d+)", str(error)).groups()  # type: ignore[union-attr]
-                values[name] = int(smallest)
-
-    yield make
-    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-    assert torch._C._autograd._push_saved_tensors_default_hooks is push
-    for model in made:
-        engine = infinity.engine(model)
-        engine.drain()
-        for unit in engine.units:
-            assert unit.shown == 0, unit.name
-            assert all(block.copy.pins == 0 for block in unit.blocks.values()), unit.name
-        engine.close()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
+    with wrapping(tmp_path) as make:
+        yield make
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        assert torch._C._autograd._push_saved_tensors_default_hooks is push
 
 
 class Weighted(nn.Module):

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import smallest
 import torch
-from configs import config_of
+from smallest import WIDTH, Block, Wrap, wrapping
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -23,55 +24,16 @@ from infinity.sharding.use import Views, Window
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
 
-WIDTH = 32
-MEMORY = {"nvme": [], "optimizer": "cpu", "gpu_memory": 1 << 26, "cpu_memory": 1 << 26}
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "nvme": {},
-    "nvme, poisoned": {"poison": True},
-    "nvme, room for all": {"gpu_memory": 1 << 26, "cpu_memory": 1 << 26},
-    "host": MEMORY | {"parameters": "cpu"},
-    "device": MEMORY | {"parameters": "gpu"},
+PLACEMENTS = smallest.PLACEMENTS | {
     "device cache": {"gpu_memory": 1 << 26, "cpu_memory": 1 << 26, "gpu_cache": 1 << 22},
 }
-Wrap = Callable[..., nn.Module]
 every_placement = pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 
 
 @pytest.fixture
 def wrap(tmp_path: Path) -> Iterator[Wrap]:
-    """Wraps with the smallest budgets where a placement names none; at the end nothing may be in use."""
-    made: list[nn.Module] = []
-
-    def make(model: nn.Module, placement: dict[str, Any], **options: Any) -> nn.Module:
-        directory = tmp_path / str(len(made))
-        directory.mkdir()
-        values: dict[str, Any] = {"nvme": [directory], "gpu_memory": 1, "cpu_memory": 1, "threads": 1} | placement
-        units = options.pop("units", None)
-        while True:
-            try:
-                made.append(infinity.wrap(model, config_of(**(values | options)), units=units))
-                return model
-            except infinity.BudgetError as error:
-                name, smallest = re.search(r"smallest (\w+) that works is (\d+)", str(error)).groups()  # type: ignore[union-attr]
-                values[name] = int(smallest)
-
-    yield make
-    for model in made:
-        engine = infinity.engine(model)
-        engine.drain()
-        for unit in engine.units:
-            assert unit.shown == 0, unit.name
-            assert all(block.copy.pins == 0 for block in unit.blocks.values()), unit.name
-        engine.close()
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tanh(self.linear(x))
+    with wrapping(tmp_path) as make:
+        yield make
 
 
 class Model(nn.Module):

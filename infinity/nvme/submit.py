@@ -31,6 +31,7 @@ Range = tuple[int, int]  # an offset in the file, and bytes
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, as uint8 in one dimension: a view."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

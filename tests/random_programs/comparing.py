@@ -56,6 +56,7 @@ class Difference(NamedTuple):
 def difference(recipe: Recipe) -> Difference | None:
     """That of the first placement that differs; None when none does."""
     torch.set_num_threads(1)
+    scaled = recipe.training.loss_scale is not None
     expected = run(lambda: Plain(recipe)) if recipe.training.moments == "fp32" else None
     for placement in recipe.placements:
         with tempfile.TemporaryDirectory(prefix="random-programs-") as directory:
@@ -71,7 +72,6 @@ def difference(recipe: Recipe) -> Difference | None:
             seen = seen[:-1]
             compared = expected[: len(seen)]
         for one, other in itertools.zip_longest(compared, seen):
-            scaled = recipe.training.loss_scale is not None
             if one is None or other is None or one[:2] != other[:2] or not _equal(one.value, other.value, scaled):
                 what = "error" if other is None or other.what in ("error", "raised") else other.what.partition(" ")[0]
                 return Difference(placement, what, f"expected {_words(one)}, seen {_words(other)}")
