@@ -125,6 +125,7 @@ std::uint64_t Request::start() const { return transfer->direct ? floor_block(rea
 void Request::prepare() {
   bytes = most_ = remaining();
   injected = 0;
+  fixed = false;
   due = {};
   late = false;
   if (tries > kPromptTries) {
@@ -401,6 +402,7 @@ void QueueEngine::complete(Completion* first, std::size_t count) {
 }
 
 void QueueEngine::settle(Request* request, Progress progress) {
+  if (request->fixed) ++counters_.fixed_requests;
   if (progress != Progress::finished && !dead_) {
     if (progress == Progress::again) ++counters_.continued;
     return make_ready(request);

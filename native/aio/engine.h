@@ -125,6 +125,7 @@ class Request {
   char* bounce = nullptr;              // null: straight from or to the caller's memory
   std::size_t bytes = 0;               // of the next call
   int injected = 0;                    // errno to give instead of executing the next call
+  bool fixed = false;                  // the next call goes through registered memory
   Clock::time_point due;               // the next call is not to start before
   bool late = false;                   // others may overtake it until then
   unsigned tries = 0;                  // calls in a row that moved nothing

@@ -284,7 +284,9 @@ class Uring final : public QueueEngine {
       for (Request* request : starting_) {
         const bool copied = request->copies() && request->operation() == Operation::write;
         const Call call = request->call();
-        prepare(ring, call, call.direct ? registry_->find(call.memory, call.bytes) : -1, request);
+        const int fixed = call.direct ? registry_->find(call.memory, call.bytes) : -1;
+        request->fixed = fixed >= 0;
+        prepare(ring, call, fixed, request);
         // The device need not wait for the next copy, nor for all of many small requests.
         if (copied || ring.prepared() >= kAtOnce) ring.submit();
       }
@@ -302,14 +304,11 @@ class Uring final : public QueueEngine {
     while (Request* request = next(not_before)) starting_.push_back(request);
     if (!stale) running_.swap(errands_);
     if (!errands_.empty()) *not_before = {};
-    counters_.fixed_requests += fixed_;
-    fixed_ = 0;
     asleep_ = true;  // the next submit() rings
     return ring_fault();
   }
 
   void prepare(Ring& ring, const Call& call, int fixed, Request* request) {
-    if (fixed >= 0) ++fixed_;
     ring.prepare(call, fixed, request);
     ++in_flight_;
   }
@@ -369,7 +368,6 @@ class Uring final : public QueueEngine {
   std::vector<Request*> starting_;
   std::vector<Completion> completions_;
   std::uint64_t rung_ = 0;
-  unsigned fixed_ = 0;      // requests in registered memory, not yet counted
   unsigned in_flight_ = 0;  // entries prepared whose completion was not taken
   bool stopped_ = false;
   std::thread owner_;
