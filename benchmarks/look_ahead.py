@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.bench.summary import Row, Spread, Summary
-from infinity.plan.planner import look_ahead
-from infinity.plan.trace import Trace
+from infinity.schedule.planner import look_ahead
+from infinity.schedule.trace import Trace
 from infinity.tiers.slots import SlotMap
 
 QUESTION = "Would a limited look-ahead distance make a step faster?"

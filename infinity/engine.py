@@ -37,8 +37,8 @@ from infinity.optim.speculation import Policy
 from infinity.optim.step import Share
 from infinity.optim.updater import StepListeners, Updater
 from infinity.placement.spec import Kind
-from infinity.plan.planner import Traffic, UnitCost, predict
-from infinity.plan.runtime import Runtime
+from infinity.schedule.planner import Traffic, UnitCost, predict
+from infinity.schedule.runtime import Runtime
 from infinity.sharding import collectives
 from infinity.sharding.ranks import GivenGroup, whole_group
 from infinity.sharding.tensor_parallel import local, whole

@@ -20,7 +20,7 @@ LAYERS = """\
 3 infinity: rates
 3 tiers
 4 sharding
-5 plan
+5 schedule
 6 optim
 7 checkpoint
 7 modules
@@ -167,7 +167,7 @@ def needed_by(*modules: str) -> dict[str, list[str]]:
 
 
 def test_the_planner_and_the_trace_know_no_torch() -> None:
-    for module, targets in needed_by("infinity.plan.planner", "infinity.plan.trace").items():
+    for module, targets in needed_by("infinity.schedule.planner", "infinity.schedule.trace").items():
         assert not [target for target in targets if target.split(".")[0] == "torch"], f"{module} imports torch"
 
 

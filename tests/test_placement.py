@@ -220,5 +220,5 @@ def test_what_is_predicted_changes_nothing(
     config = {"nvme": [tmp_path], "precision": "fp32", "parameters": parameters}
     config |= smallest(build(), **config)
     check(train(evaluate, **config), "fp32")
-    monkeypatch.setattr("infinity.plan.runtime.look_ahead", lambda *_: None)
+    monkeypatch.setattr("infinity.schedule.runtime.look_ahead", lambda *_: None)
     check(train(**config), "fp32")

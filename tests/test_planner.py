@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.plan.planner import MOST_STEPS, Traffic, UnitCost, look_ahead, predict
-from infinity.plan.trace import Trace
+from infinity.schedule.planner import MOST_STEPS, Traffic, UnitCost, look_ahead, predict
+from infinity.schedule.trace import Trace
 
 SECONDS = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "look_ahead.py"))["seconds"]
 

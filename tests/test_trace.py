@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.plan import trace as trace_module
-from infinity.plan.trace import Cycle, Trace
+from infinity.schedule import trace as trace_module
+from infinity.schedule.trace import Cycle, Trace
 
 UNITS = range(5)
 ORDERS = st.lists(st.sampled_from(UNITS), max_size=10)

@@ -133,7 +133,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "optim/pipeline.py Pipeline.close": CLOSING,
     "optim/pipeline.py Pipeline._await_states": DRIVE,
     "optim/pipeline.py Pipeline._update": DRIVE,
-    "plan/runtime.py Runtime.enter": STORE,
+    "schedule/runtime.py Runtime.enter": STORE,
     "rates.py updates.step": DEVICE,
     "sharding/codec.py decode_master": NEVER,  # joins bits
     "sharding/collectives.py _wait": RANKS,

@@ -30,7 +30,7 @@ from torch import nn
 from infinity.backward import BackwardPass, current_pass, in_backward
 from infinity.errors import ShardedParameterError
 from infinity.observe import Recorder
-from infinity.plan.runtime import Runtime
+from infinity.schedule.runtime import Runtime
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import Showing, Unpacking, Use, collected, described
 

@@ -53,7 +53,7 @@ from infinity.modules.execution import Call, Execution, caller
 from infinity.modules.packing import PackedView, Packer, uncompiled
 from infinity.observe import Recorder
 from infinity.placement.spec import Kind
-from infinity.plan.runtime import Runtime
+from infinity.schedule.runtime import Runtime
 from infinity.sharding.unit import Unit, UnitState
 from infinity.sharding.use import Showing, Unpacking, collected, described
 

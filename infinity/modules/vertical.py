@@ -42,7 +42,7 @@ from infinity.errors import InfinityError
 from infinity.modules.execution import Execution
 from infinity.modules.hooks import Hooks
 from infinity.optim.scaler import Noted, Scales
-from infinity.plan.trace import Trace
+from infinity.schedule.trace import Trace
 from infinity.sharding.unit import Unit
 
 RandomState = list[torch.Tensor]

@@ -33,7 +33,7 @@ from infinity.optim.scaler import Scales
 from infinity.optim.speculation import Policy, Speculation
 from infinity.optim.step import Share, Step, StepRun
 from infinity.placement.spec import Kind
-from infinity.plan.runtime import Runtime
+from infinity.schedule.runtime import Runtime
 from infinity.sharding.gradients import GradientState
 from infinity.sharding.unit import MOMENTS, Unit
 from infinity.tiers.store import Store

@@ -11,8 +11,8 @@ import torch
 
 from infinity.observe import Recorder
 from infinity.placement.spec import Kind
-from infinity.plan.planner import look_ahead
-from infinity.plan.trace import Trace
+from infinity.schedule.planner import look_ahead
+from infinity.schedule.trace import Trace
 from infinity.sharding.unit import Unit
 from infinity.tiers.block import CopyState
 from infinity.tiers.store import Store

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from infinity.plan.trace import Trace
+from infinity.schedule.trace import Trace
 from infinity.tiers.slots import SlotMap
 
 MOST_STEPS = 16
