@@ -17,7 +17,7 @@ from typing import Any
 from infinity.bench.io.benchmark import Benchmark
 from infinity.bench.io.plan import MODES, Plan
 from infinity.bench.summary import Row, Spread, Summary
-from infinity.units import parse_bytes
+from infinity.quantities import parse_bytes
 
 QUESTION = "What does the drive give to infinity's I/O engine, and to fio with equal parameters?"
 LIMIT = "fio with equal parameters, in the same round"

@@ -25,7 +25,7 @@ from torch import nn
 
 import infinity
 from infinity.bench.summary import Row, Spread, Summary
-from infinity.units import parse_bytes
+from infinity.quantities import parse_bytes
 
 QUESTION = "How much of a step's NVMe traffic hides behind compute?"
 LIMIT = "the longer of compute and I/O, in the same round"

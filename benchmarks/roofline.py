@@ -18,7 +18,7 @@ from infinity.bench.step.measure import measure
 from infinity.bench.step.train import Workload, find_source
 from infinity.bench.summary import Row, Spread, Summary
 from infinity.config import Config
-from infinity.units import parse_bytes
+from infinity.quantities import parse_bytes
 
 QUESTION = "How near does a training step come to its roofline?"
 LIMIT = "the longest time that one device under the step needs alone"

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.bench.summary import Row, Spread, Summary
 from infinity.placement.spec import Kind
-from infinity.units import parse_bytes, round_up
+from infinity.quantities import parse_bytes, round_up
 
 QUESTION = "What does accumulation in vertical order save, and what does it cost?"
 LIMIT = "a step in horizontal order, in the same round"

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from infinity.errors import ConfigError
-from infinity.units import parse_bytes
+from infinity.quantities import parse_bytes
 
 
 def _as_cache(value: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 from infinity import native
 from infinity.config import Config
 from infinity.device import ComputeDevice, HostMemory, stream_of
-from infinity.units import round_up
+from infinity.quantities import round_up
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WIDTHS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "none": 0.0, "split": 2.0, "int8": 36864 / 32768}

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports from its own line and from lines with a lower number. A line is a package, or modules of `infinity` itself.
 LAYERS = """\
-0 infinity: config errors units
+0 infinity: config errors quantities
 1 infinity: backward device files native observe
 1 placement
 2 nvme

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infinity.config import Config, Tuning
 from infinity.errors import ConfigError
-from infinity.units import format_bytes, parse_bytes, round_up
+from infinity.quantities import format_bytes, parse_bytes, round_up
 
 KEYS = (
     "nvme, gpu_memory, cpu_memory, parameters, gradients, optimizer, activations, stage, precision, moment_precision, "

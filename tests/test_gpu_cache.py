@@ -20,7 +20,7 @@ import infinity
 from infinity.device import ComputeDevice, Copy, Mark
 from infinity.placement.cache import fill
 from infinity.placement.spec import Kind
-from infinity.units import round_up
+from infinity.quantities import round_up
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

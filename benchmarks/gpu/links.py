@@ -31,9 +31,9 @@ from infinity.config import Config, Tuning
 from infinity.device import ComputeDevice, copy_alone
 from infinity.observe import Recorder
 from infinity.placement.spec import BF16, BlockSpec, Kind
+from infinity.quantities import parse_bytes
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
-from infinity.units import parse_bytes
 
 QUESTION = "How near do the engine's transfers to the compute device come to plain copies and reads?"
 LIMIT = "a plain copy or read of as many bytes, in the same round"

@@ -25,7 +25,7 @@ from infinity.bench.machine import (
     memlock_limit,
 )
 from infinity.cli.failure import plain_failures
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 _PACKAGES = ("zero-infinity", "torch", "numpy", "safetensors", "transformers", "matplotlib")
 _ISA_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")

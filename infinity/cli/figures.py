@@ -8,7 +8,7 @@ from infinity.cli.drawing import BLUE, BROWN, FAINT, GREY, INK, ORANGE, PURPLE, 
 from infinity.cli.history import TIERS, History
 from infinity.cli.perfetto import lane_order
 from infinity.observe import Span
-from infinity.units import format_bytes, parse_bytes
+from infinity.quantities import format_bytes, parse_bytes
 
 TIMELINE_STEPS = 3
 _FINEST = 2500

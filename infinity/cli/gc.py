@@ -14,8 +14,8 @@ from infinity.cli import checkpoints
 from infinity.cli.failure import plain_failures
 from infinity.cli.ranks import rank_directories
 from infinity.files import LOCK_NAME, Directory
+from infinity.quantities import format_bytes
 from infinity.tiers.drives import STATES_NAME
-from infinity.units import format_bytes
 
 
 def collect(directory: Path) -> dict[str, int]:

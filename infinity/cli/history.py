@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.observe import Report
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 TIERS = ("gpu", "cpu", "nvme")
 WORST_WAITS = 5

@@ -16,7 +16,7 @@ import typer
 
 from infinity.cli.options import MOST, TIERS, parse_size
 from infinity.config import ActivationBytes, Bytes, BytesOrAuto, Config, Paths, Shares, Tuning
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 Command = TypeVar("Command", bound=Callable[..., None])
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from infinity.units import parse_bytes
+from infinity.quantities import parse_bytes
 
 
 def parse_size(value: Any) -> int:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infinity.cli.history import TIERS, History, budget_text, cached_text, format_seconds
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 if TYPE_CHECKING:
     from infinity.cli.training import Engine

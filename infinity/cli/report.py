@@ -12,7 +12,7 @@ from infinity.cli.history import History, budget_of_a_rank, budget_text, cached_
 from infinity.cli.output import write_file
 from infinity.cli.page import card, page, section
 from infinity.observe import Span
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 
 def _number(value: float | None, form: str = ".3f") -> str:

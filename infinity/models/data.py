@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from infinity.models.reading import open_regular, parse_json
 from infinity.models.tokenizer import Tokenizer
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 TEXT_SUFFIXES = frozenset((
     ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".csv", ".tsv", ".html", ".htm", ".xml", ".json", ".jsonl",

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 _KINDS = {
     stat.S_IFIFO: "a pipe",

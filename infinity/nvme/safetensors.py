@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity.errors import WeightsError
-from infinity.units import round_up
+from infinity.quantities import round_up
 
 LENGTH_BYTES = 8
 HEADER_LIMIT = 100_000_000  # bytes, as in the safetensors library

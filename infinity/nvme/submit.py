@@ -19,7 +19,7 @@ from infinity.nvme.open_files import Files
 from infinity.nvme.requests import Request
 from infinity.nvme.safetensors import BLOCK
 from infinity.nvme.ticket import Ticket, Tickets, check_process
-from infinity.units import round_up
+from infinity.quantities import round_up
 
 log = logging.getLogger("infinity")
 

@@ -20,7 +20,7 @@ from infinity.nvme.open_files import Files, allocate
 from infinity.nvme.requests import Request, memory_of
 from infinity.nvme.safetensors import BLOCK, Entry
 from infinity.nvme.submit import Piece, Submitter, bytes_of
-from infinity.units import round_up
+from infinity.quantities import round_up
 
 HEADER_BYTES = 64 << 10  # of a file that is loaded are read first: most headers end there
 FETCH_BYTES = 32 << 20

@@ -30,8 +30,8 @@ from infinity.optim.scaler import LossScaler
 from infinity.optim.state_dict import misfit, numbers
 from infinity.optim.step import Step
 from infinity.placement.spec import Kind
+from infinity.quantities import round_up
 from infinity.sharding.unit import MOMENTS, Unit
-from infinity.units import round_up
 
 log = logging.getLogger("infinity")
 

@@ -13,11 +13,11 @@ from infinity.device import device_of, stream_of
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.placement.budget import CHUNK_ELEMENTS
 from infinity.placement.spec import Format, Kind
+from infinity.quantities import round_up
 from infinity.rates import DTYPES, threads_of
 from infinity.sharding.unit import Unit
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
-from infinity.units import round_up
 
 _NAMES_OF_TARGETS = {Kind.PARAM: "param", Kind.MASTER: "master", Kind.EXP_AVG: "first", Kind.EXP_AVG_SQ: "second"}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -22,7 +22,7 @@ from infinity.placement.cache import choose, fill
 from infinity.placement.calibrate import Rates
 from infinity.placement.spec import BlockSpec, Kind, Placed, units_of
 from infinity.placement.traffic import Moves, moves
-from infinity.units import format_bytes, round_up
+from infinity.quantities import format_bytes, round_up
 
 MOST_CANDIDATES = 32
 """Of numbers of units that may stay on the compute device: so many are weighed, where a model has more units."""

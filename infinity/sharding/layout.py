@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from infinity.units import round_up
+from infinity.quantities import round_up
 
 PARAMETER_ALIGNMENT = 64  # elements: a cache line or more for every dtype, so SIMD kernels start aligned
 PAGE = 4096  # bytes: every block is whole device blocks, so that O_DIRECT can move it

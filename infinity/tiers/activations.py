@@ -38,9 +38,9 @@ from infinity.device import ComputeDevice, Copy, huge_pages
 from infinity.errors import EngineClosedError, NvmeError
 from infinity.nvme.ticket import Ticket
 from infinity.observe import Meter, Recorder
+from infinity.quantities import round_up
 from infinity.tiers.arena import POISON
 from infinity.tiers.drives import ALIGNMENT, Extent, NvmeTier
-from infinity.units import round_up
 
 log = logging.getLogger("infinity")
 

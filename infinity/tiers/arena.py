@@ -7,8 +7,8 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+from infinity.quantities import round_up
 from infinity.tiers.slots import SlotMap
-from infinity.units import round_up
 
 POISON = 0xFF  # every float type reads as NaN, so a value used after its lease ended is seen at once
 

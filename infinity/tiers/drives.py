@@ -19,9 +19,9 @@ from infinity.native import make_engine
 from infinity.nvme.ticket import Ticket
 from infinity.observe import Meter, Recorder
 from infinity.placement.calibrate import levelled
+from infinity.quantities import format_bytes
 from infinity.tiers import speed
 from infinity.tiers.stripes import Stripes
-from infinity.units import format_bytes
 
 log = logging.getLogger("infinity")
 

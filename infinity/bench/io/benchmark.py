@@ -29,7 +29,7 @@ from infinity.bench.io.workspace import check_owners, check_space, workspace
 from infinity.bench.summary import spread
 from infinity.device import HostMemory
 from infinity.placement.budget import CHUNK_ELEMENTS
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 TRIAL_SECONDS = 0.3
 _DIRECTIONS: tuple[Operation, ...] = ("read", "write")

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from infinity.placement.budget import CHUNK_ELEMENTS, FULL_CHUNK_ELEMENTS, STAGED_SETS
+from infinity.quantities import round_up
 from infinity.tiers.drives import ALIGNMENT
-from infinity.units import round_up
 
 Operation = Literal["read", "write"]
 READ_SHARE = 0.7

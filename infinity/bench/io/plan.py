@@ -11,7 +11,7 @@ from infinity.bench.io.patterns import Operation
 from infinity.bench.io.search import DEPTHS, REQUEST_BYTES, THREADS, Space
 from infinity.bench.io.workspace import check_directories
 from infinity.errors import ConfigError
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 Mode = Literal["read", "write", "mixed", "many-tensor", "replay"]
 MODES: tuple[Mode, ...] = ("read", "write", "mixed", "many-tensor", "replay")

@@ -26,9 +26,9 @@ from infinity.bench.io.search import Setting
 from infinity.device import HostMemory
 from infinity.errors import NvmeError
 from infinity.placement.budget import STAGED_SETS
+from infinity.quantities import round_up
 from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES
 from infinity.tiers.stripes import Stripes
-from infinity.units import round_up
 
 PIECE_BYTES = 4 << 20
 """A transfer of the sequential modes, unless one request is larger; the engine cuts it into requests."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from infinity.errors import ConfigError
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 REQUEST_BYTES = tuple(1 << shift for shift in range(18, 24))  # 256 KiB to 8 MiB
 DEPTHS = tuple(1 << shift for shift in range(8))  # 1 to 128

@@ -13,7 +13,7 @@ from typing import Any
 from infinity import native
 from infinity.errors import ConfigError
 from infinity.files import LOCK_NAME, Directory
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 FOLDER = "infinity-bench"
 MARKER = "made-by-infinity-bench"

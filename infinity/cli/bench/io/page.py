@@ -10,7 +10,7 @@ from typing import Any
 from infinity.cli.bench.io.table import HEADINGS, cells, facts, row_name, setting_words
 from infinity.cli.drawing import BLUE, FAINT, GREY, INK, ORANGE, PURPLE, TEAL, new_figure, styled, svg
 from infinity.cli.page import card, page, section
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 
 def modes_figure(rows: Sequence[dict[str, Any]], paths: int) -> str:

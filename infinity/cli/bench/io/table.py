@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 
 def row_name(row: dict[str, Any], paths: int) -> str:

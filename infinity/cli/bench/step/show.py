@@ -11,7 +11,7 @@ from rich.table import Table
 
 from infinity.cli.drawing import GREY, INK, RED, TEAL, new_figure, styled, svg
 from infinity.cli.page import card, page, section
-from infinity.units import format_bytes
+from infinity.quantities import format_bytes
 
 _WORDS = {"host_to_device": "host to device", "device_to_host": "device to host", "nvme_read": "NVMe read",
           "nvme_write": "NVMe written", "nvme": "NVMe", "adam": "Adam", "adam_near": "Adam on the GPU"}  # fmt: skip
