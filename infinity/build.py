@@ -30,16 +30,19 @@ from infinity.modules.init import replace_meta
 from infinity.modules.load import Weights, fill_units, open_weights, persistent_buffers
 from infinity.modules.snapshot import Snapshot
 from infinity.observe import Recorder
+from infinity.optim.job import JobQueue
 from infinity.optim.kernels import Kernels
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Placement, describe_choice
 from infinity.rates import DTYPES, copies, formats_of, updates
+from infinity.schedule.trace import Trace
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
 from infinity.sharding.tensor_parallel import with_tensor_parallel
 from infinity.sharding.unit import Unit
 from infinity.sharding.watch import together
+from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")
@@ -201,7 +204,9 @@ class Build:
 
     def allocate(self) -> None:
         """Take all memory and disk space."""
-        self.store.open(self._layout)
+        self.trace = Trace()
+        self.jobs = JobQueue(self.store)
+        self.store.open(self._layout, CopyListeners(self.trace.next_use, self.jobs.poke))
         if self._layout.reserve:
             self.buffer = GradientBuffer(self.store.reserve("gpu", self._layout.reserve).tensor, self._buffers)
 

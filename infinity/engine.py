@@ -84,10 +84,12 @@ class Engine:
     def _hook(self, model: nn.Module, build: Build) -> None:
         """The last step of building: what runs the model and updates its units, and whoever calls that."""
         config = self.config
-        self._runtime = Runtime(self._store, self._units, self.recorder)
+        self._runtime = Runtime(self._store, self._units, build.trace, self.recorder)
         policy, listeners = Policy(self._update_mode()), StepListeners(self._settled, self._stepped)
         delay = config.tuning.delayed_after if config.tuning.update == "delayed" else math.inf
-        self._updater = Updater(self._store, self._units, build.kernels, self._runtime, policy, listeners, self.recorder, delay)
+        self._updater = Updater(
+            self._store, self._units, build.jobs, build.kernels, self._runtime, policy, listeners, self.recorder, delay
+        )
         build.undo.callback(self._updater.close)
         keeper = Keeper(self._store.activations, model, self._device.torch)
         told = Listeners(self._locate, self._before_evaluation, self._after_backward)

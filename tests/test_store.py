@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import random
 import shutil
@@ -29,6 +30,7 @@ from infinity.placement.budget import CHUNK_ELEMENTS, STAGED_SETS, WIDEST_ELEMEN
 from infinity.placement.spec import BlockSpec, Format, Kind
 from infinity.tiers.block import Block, CopyState
 from infinity.tiers.drives import ALIGNMENT
+from infinity.tiers.resident import CopyListeners
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
@@ -51,9 +53,24 @@ def make_store(directory: Path, **values: Any) -> Store:
     return Store(config_of(**(known | values)), ComputeDevice("cpu"), Recorder())
 
 
+class Ahead:
+    """What a test says of the uses to come, and may change."""
+
+    def __init__(self) -> None:
+        self.next_use: Callable[[int], float] = lambda unit: math.inf
+
+    def listeners(self) -> CopyListeners:
+        return CopyListeners(next_use=lambda unit: self.next_use(unit))
+
+
+@pytest.fixture
+def ahead() -> Ahead:
+    return Ahead()
+
+
 @contextmanager
-def opened(store: Store, concurrent: int = 0, reserve: int = 0) -> Iterator[Store]:
-    store.open(store.placement.layout(concurrent, reserve))
+def opened(store: Store, concurrent: int = 0, reserve: int = 0, ahead: Ahead | None = None) -> Iterator[Store]:
+    store.open(store.placement.layout(concurrent, reserve), (ahead or Ahead()).listeners())
     try:
         yield store
     finally:
@@ -161,12 +178,12 @@ class Machine(RuleBasedStateMachine):
             add_state(store, 1, Kind.EXP_AVG_SQ, SLOT_ELEMENTS, "gpu"),
             add_state(store, 5, Kind.GRAD, 2 * SLOT_ELEMENTS, "nvme", 2),
         ]
-        store.open(store.placement.layout(9 * ALIGNMENT))
+        self.uses: dict[int, float] = {}
+        future = CopyListeners(next_use=lambda unit: self.uses.get(unit, math.inf))
+        store.open(store.placement.layout(9 * ALIGNMENT), future)
         kept, on_nvme = store.cached()
         assert kept == on_nvme if cache > on_nvme else cache - 6 * CHUNK_ELEMENTS < kept <= cache
         self.contents = {block: filled(block, 0) for block in self.params + self.states}
-        self.uses: dict[int, float] = {}
-        store.resident.next_use = lambda unit: self.uses.get(unit, float("inf"))
         self.pins = dict.fromkeys(self.params, 0)
         self.seen: dict[Block, torch.Tensor] = {}  # what `wait` gave for blocks that are still pinned
         self.updating: set[Block] = set()
@@ -302,20 +319,20 @@ TestPosix.settings = TestUring.settings = settings(max_examples=25, stateful_ste
 
 
 @pytest.fixture
-def slow(tmp_path: Path) -> Iterator[tuple[Store, list[Block]]]:
+def slow(tmp_path: Path, ahead: Ahead) -> Iterator[tuple[Store, list[Block]]]:
     """A compute arena of 4 slots, and 6 blocks of one slot on a slow drive; block i holds the bytes i + 1."""
     store = make_store(tmp_path, gpu_memory=4 * ALIGNMENT, io_engine="posix")
     blocks = [add_param(store, unit) for unit in range(6)]
-    with opened(store, concurrent=ALIGNMENT):
+    with opened(store, concurrent=ALIGNMENT, ahead=ahead):
         for block in blocks:
             put(store, block, filled(block, block.unit + 1))
         store.io.set_faults(bytes_per_second=float(64 * ALIGNMENT))
         yield store, blocks
 
 
-def test_a_demand_is_met_while_prefetches_fill_the_arena(slow):
+def test_a_demand_is_met_while_prefetches_fill_the_arena(slow, ahead):
     store, blocks = slow
-    store.resident.next_use = lambda unit: 0
+    ahead.next_use = lambda unit: 0
     assert [store.resident.prefetch(block, 0) for block in blocks] == [True] * 4 + [False] * 2
     assert any(block.copy.state is CopyState.LOADING for block in blocks)
     assert torch.equal(fetched(store, blocks[5]), filled(blocks[5], 6))
@@ -346,11 +363,11 @@ def test_a_place_kept_for_a_block_that_is_updated_is_filled_when_the_update_ends
     assert torch.equal(fetched(store, blocks[0]), filled(blocks[0], 77))
 
 
-def test_a_prefetch_evicts_only_what_is_needed_later(slow):
+def test_a_prefetch_evicts_only_what_is_needed_later(slow, ahead):
     store, blocks = slow
     for block in blocks[:4]:
         fetched(store, block)
-    store.resident.next_use = {0: 3.0, 1: 9.0, 2: 9.0, 3: 5.0, 4: 5.0, 5: 0.0}.__getitem__
+    ahead.next_use = {0: 3.0, 1: 9.0, 2: 9.0, 3: 5.0, 4: 5.0, 5: 0.0}.__getitem__
     store.resident.start(blocks[1])
     assert store.resident.prefetch(blocks[4], 5.0), "what is needed at 9 and is not in use"
     assert [store.resident.has_copy(block) for block in blocks] == [True, True, False, True, True, False]
@@ -366,14 +383,15 @@ def placements(seconds_per_block: float, directory: Path, accesses: Sequence[tup
     store = make_store(directory, gpu_memory=6 * ALIGNMENT, io_engine="posix")
     blocks = [add_param(store, unit, 1 + unit % 3) for unit in range(6)]
     found = []
-    with opened(store, concurrent=3 * ALIGNMENT):
+    ahead = Ahead()
+    with opened(store, concurrent=3 * ALIGNMENT, ahead=ahead):
         for block in blocks:
             put(store, block, filled(block, block.unit))
         if seconds_per_block:
             store.io.set_faults(bytes_per_second=ALIGNMENT / seconds_per_block)
         for what, unit, number in accesses:
             block = blocks[unit]
-            store.resident.next_use = lambda other, number=number: (other * 7 + number * 5) % 11
+            ahead.next_use = lambda other, number=number: (other * 7 + number * 5) % 11
             if what == "fetch":
                 assert torch.equal(fetched(store, block), filled(block, unit))
             else:
@@ -489,7 +507,7 @@ def test_everybody_ends_when_many_want_the_only_slots(tmp_path, kind):
 
 @each_engine
 @pytest.mark.parametrize("copy_on_write", [True, False])
-def test_a_reader_sees_whole_versions_while_another_thread_updates(tmp_path, kind, copy_on_write):
+def test_a_reader_sees_whole_versions_while_another_thread_updates(tmp_path, ahead, kind, copy_on_write):
     store = make_store(tmp_path, gpu_memory=24 * ALIGNMENT, io_engine=kind, copy_on_write=copy_on_write)
     blocks = [add_param(store, unit, slots) for unit, slots in enumerate([9, 3, 9, 1])] + [add_param(store, 4, 10, "cpu")]
     jobs: queue.SimpleQueue[tuple[Block, int] | None] = queue.SimpleQueue()
@@ -519,7 +537,7 @@ def test_a_reader_sees_whole_versions_while_another_thread_updates(tmp_path, kin
             for _ in range(400):
                 block = chance.choice(blocks)
                 now = chance.randrange(7)
-                store.resident.next_use = lambda unit, now=now: (unit * 3 + now) % 7
+                ahead.next_use = lambda unit, now=now: (unit * 3 + now) % 7
                 if chance.random() < 0.5 and block.copy.state is not CopyState.UPDATING:
                     store.resident.begin_update(block)
                     versions[block] += 1
@@ -531,7 +549,7 @@ def test_a_reader_sees_whole_versions_while_another_thread_updates(tmp_path, kin
         finally:
             jobs.put(None)
 
-    with opened(store, concurrent=10 * ALIGNMENT):
+    with opened(store, concurrent=10 * ALIGNMENT, ahead=ahead):
         for block in blocks:
             put(store, block, filled(block, 0))
         in_threads([update, fetch])

@@ -142,7 +142,7 @@ class Stage(enum.IntEnum):
 class JobQueue:
     """The jobs that are not ENDED, under one lock. The updater posts and waits for them; the
     pipeline's thread takes their chunks. Any thread may call it. No method waits for a thread that
-    has ended."""
+    has ended. It is made before the store is open, which pokes it."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

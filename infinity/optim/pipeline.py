@@ -64,7 +64,6 @@ class Pipeline:
         self._recorder = recorder
         self.jobs = jobs
         """What it is to do; any thread may post and wait there."""
-        store.resident.on_place = jobs.poke
         self._chunks = ChunksByPhase()
         self._busy = Stopwatch()
         self._busy_before = 0.0

@@ -56,6 +56,7 @@ class Updater:
         self,
         store: Store,
         units: Sequence[Unit],
+        jobs: JobQueue,
         kernels: Kernels,
         runtime: Runtime,
         policy: Policy,
@@ -71,7 +72,7 @@ class Updater:
         self._listeners = listeners
         self._recorder = recorder
         self._delay_after = delay_after
-        self._jobs = JobQueue(store)
+        self._jobs = jobs
         self._delayed: dict[Unit, Job] = {}  # of the last step, and not seen yet
         self.speculation = Speculation(store, self._jobs, policy)
         """What was begun before its step."""

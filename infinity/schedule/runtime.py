@@ -21,9 +21,12 @@ from infinity.tiers.store import Store
 class Runtime:
     """Called by the thread that runs the model, at the points where units come into and go out of use."""
 
-    def __init__(self, store: Store, units: Sequence[Unit], recorder: Recorder) -> None:
-        self._store, self._units, self._recorder = store, units, recorder
-        self.trace = Trace()
+    def __init__(self, store: Store, units: Sequence[Unit], trace: Trace, recorder: Recorder) -> None:
+        self._store = store
+        self._units = units
+        self._recorder = recorder
+        self.trace = trace
+        """The uses so far, and those to come; the store asks it, too."""
         self.accumulation = 0
         """Training cycles per optimizer step, as the last step had them; 0 before the first."""
         self.stale = True
@@ -34,7 +37,6 @@ class Runtime:
         """Seconds of all forwards since the start, without the waits for units; counted by the hooks."""
         self._forward_before = 0.0
         self._cycles = 0
-        store.resident.next_use = self.trace.next_use
 
     def training(self) -> bool:
         """Whether a training cycle has begun since the last step."""

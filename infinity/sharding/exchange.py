@@ -129,7 +129,7 @@ class Exchange:
         self._posted: queue.SimpleQueue[Collective | None] = queue.SimpleQueue()
         self._error: EngineClosedError | None = None
         self._closing = threading.Event()
-        store.latch.on_failure = self._tell
+        store.latch.add_listener(self._tell)
         self._thread = threading.Thread(target=self._run, name="infinity-exchange", daemon=True)
         self._thread.start()
 
@@ -194,7 +194,7 @@ class Exchange:
 
         What was given up on ends when torch.distributed ends it. May be called twice.
         """
-        self._store.latch.on_failure = lambda error: None
+        self._store.latch.remove_listener(self._tell)
         with self._lock:
             if not self._closing.is_set():
                 self._closing.set()

@@ -41,7 +41,10 @@ class Arena:
     """
 
     def __init__(self, name: str, memory: torch.Tensor, slot_bytes: int, poison: bool = False) -> None:
-        self.name, self.memory, self.slot_bytes, self._poison = name, memory, slot_bytes, poison
+        self.name = name
+        self.memory = memory
+        self.slot_bytes = slot_bytes
+        self.poison = poison
         self._slots: SlotMap[Hashable] = SlotMap(memory.numel() // slot_bytes)
         self.used = self.peak = 0
         if poison:
@@ -84,7 +87,7 @@ class Arena:
         """Called by the lease when it ends."""
         self.used -= self._slots.runs[owner].length * self.slot_bytes
         self._slots.give_back(owner)
-        if self._poison:
+        if self.poison:
             lease.tensor.fill_(POISON)
 
     def drop(self) -> None:

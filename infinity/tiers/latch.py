@@ -25,8 +25,18 @@ class Latch:
         self._process = os.getpid()
         self._failure: tuple[BaseException, str] | None = None  # and what failed
         self._closed = False
-        self.on_failure: Callable[[EngineClosedError], None] = lambda error: None
-        """Called once, on the thread that failed; set by whoever tells other ranks."""
+        self._listeners: list[Callable[[EngineClosedError], None]] = []
+
+    def add_listener(self, listener: Callable[[EngineClosedError], None]) -> None:
+        """Call `listener` once something failed, on the thread that failed; until `remove_listener`."""
+        with self._changed:
+            self._listeners.append(listener)
+
+    def remove_listener(self, listener: Callable[[EngineClosedError], None]) -> None:
+        """Undo `add_listener`, if that was not undone before."""
+        with self._changed:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
 
     @property
     def failed(self) -> bool:
@@ -44,9 +54,10 @@ class Latch:
                 self._failure = error, what
             self._changed.notify_all()
             told = self._error()
-        if is_first:
+            listeners = tuple(self._listeners) if is_first else ()
+        for listener in listeners:
             try:
-                self.on_failure(told)
+                listener(told)
             except Exception as later:  # this failure is the one to tell
                 log.error("%s failed (%s), and so did telling of it: %s", what, error, later, exc_info=later)
         return told

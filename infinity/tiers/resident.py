@@ -37,6 +37,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from typing import NamedTuple
 
 import torch
 
@@ -131,6 +132,18 @@ class Loader:
                     stack.callback(chunk.release)
 
 
+class CopyListeners(NamedTuple):
+    """Whom the copies ask, and tell: given at construction. Without a listener nothing is used again."""
+
+    next_use: Callable[[int], float] = lambda unit: math.inf
+    """How far away the next use of a unit's parameters is; asked under the store's lock."""
+    placed: Callable[[], None] = lambda: None
+    """Told when a copy is on the compute device, or the place of one whose block is UPDATING."""
+
+
+NOBODY = CopyListeners()
+
+
 class Residency:
     """The copies in the compute arena. Any thread may call it; `changed` is the lock of the store.
 
@@ -146,7 +159,7 @@ class Residency:
         loader: Loader,
         latch: Latch,
         changed: threading.Condition,
-        poison: bool,
+        listeners: CopyListeners,
     ) -> None:
         self._device = device
         self._arena = arena
@@ -155,14 +168,9 @@ class Residency:
         self._loader = loader
         self._latch = latch
         self._changed = changed
-        self._poison = poison
+        self._listeners = listeners
         self._left: Mark | None = None  # the last use of a place by a copy that lost it
         self._mover = Mover(lambda error: latch.fail(error, "a fetch"))
-        self.next_use: Callable[[int], float] = lambda unit: math.inf
-        """How far away the next use of a unit's parameters is; set by whoever knows the trace."""
-        self.on_place: Callable[[], None] = lambda: None
-        """Called when a copy is on the compute device, or the place of one whose block is UPDATING;
-        set by whoever updates."""
 
     # Questions
 
@@ -331,7 +339,7 @@ class Residency:
                 placed = pending is None and copy.state is CopyState.UPDATING
             # 7. An update may wait for this place.
             if placed:
-                self.on_place()
+                self._listeners.placed()
             if pending is None:
                 return True
             pending.settle()
@@ -339,12 +347,14 @@ class Residency:
 
     def _next_use_of(self, owner: Hashable) -> float | None:
         """How far away the next use of a copy is; None for what may not be evicted."""
-        return self.next_use(owner.unit) if isinstance(owner, Block) and not owner.copy.pins else None
+        if not isinstance(owner, Block) or owner.copy.pins:
+            return None
+        return self._listeners.next_use(owner.unit)
 
     def _leave(self, block: Block) -> None:
         """`block` has lost its place: what comes there next is filled after what the model, or
         poison, did there."""
-        used = self._device.mark() if self._poison else block.copy.used
+        used = self._device.mark() if self._arena.poison else block.copy.used
         if used is not None:
             first = self._left is None
             self._left = used if first else max(self._left, used, key=lambda mark: mark.number)
@@ -365,7 +375,7 @@ class Residency:
                     else:
                         block.copy.to_failed()
                     self._changed.notify_all()
-            self.on_place()
+            self._listeners.placed()
         except BaseException as error:  # the fetch is over all the same: tell whoever waits for it
             self._latch.fail(error, f"bringing {block.name}")
             raise

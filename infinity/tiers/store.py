@@ -33,7 +33,7 @@ from infinity.tiers.block import Block
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import ALIGNMENT, NvmeTier
 from infinity.tiers.latch import Latch
-from infinity.tiers.resident import Loader, Residency
+from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
 from infinity.tiers.staging import Staging
 
 log = logging.getLogger("infinity")
@@ -101,7 +101,7 @@ class Store:
 
     # Opening
 
-    def open(self, layout: Layout) -> None:
+    def open(self, layout: Layout, listeners: CopyListeners = NOBODY) -> None:
         """Allocate everything, as `layout` says, which is about the blocks that were declared."""
         self.layout = layout
         rooms = layout.rooms
@@ -117,8 +117,8 @@ class Store:
             parts = self._device, self._nvme
             self.staging = Staging(*parts, self._arenas["staging"], chunks, self.latch, self._changed, self.meter)
             loader = Loader(*parts, self.staging, chunks, self.meter)
-            poison = self._config.tuning.poison
-            self.resident = Residency(self._device, gpu, self._blocks, layout, loader, self.latch, self._changed, poison)
+            latch, lock = self.latch, self._changed
+            self.resident = Residency(self._device, gpu, self._blocks, layout, loader, latch, lock, listeners)
             self._closing.callback(self.resident.close)
         except BaseException:
             self.close()

@@ -129,7 +129,7 @@ def _all_uses_end(real: Any) -> Any:
 
 def _pins_are_ignored(real: Any) -> Any:
     def next_use_of(self: Any, owner: Any) -> Any:
-        return self.next_use(owner.unit) if isinstance(owner, Block) and not owner.copy.copying else None
+        return self._listeners.next_use(owner.unit) if isinstance(owner, Block) and not owner.copy.copying else None
 
     return next_use_of
 
