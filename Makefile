@@ -36,7 +36,7 @@ python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" c
 	@mkdir -p build/empty
 	cd build/empty
 	processes=$$(($$(nproc) >= 4 ? 3 : 2))
-	"$(BIN)/pytest" -c ../../pyproject.toml --import-mode=importlib -o pythonpath=tests -n $$processes --dist loadfile $(PYTEST_ARGS) ../../tests
+	"$(BIN)/pytest" -c ../../pyproject.toml -n $$processes --dist loadfile $(PYTEST_ARGS) ../../tests
 
 random-programs: $(VENV)/installed  ## Run PROGRAMS=5000 random programs of seeds from FIRST=1000 on, in two processes
 	@mkdir -p build/empty

@@ -3,81 +3,40 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import elsewhere
 import pytest
 import torch
-from configs import config_of
 from hypothesis import settings
 from torch import nn
 
 import infinity
-from infinity.placement.spec import Kind
+from support import elsewhere
+from support.budgets import BUDGETS, ROOMY
+from support.configs import config_of
 
 elsewhere.move()
 
+TESTS = Path(__file__).parent
+
 settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing on a loaded one
 settings.load_profile("any machine")
-
-BUDGETS = ("gpu_memory", "cpu_memory")
-ROOMY = dict.fromkeys(BUDGETS, 1 << 30) | {"cache": 0}
-"""Room for everything; yet what is on NVMe moves, for nothing of it is kept in memory."""
-CHILD = {"env": os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}, "text": True}
-"""Arguments for `subprocess`, so that a child imports what this process does."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """On another device than the CPU leave out what cannot run there."""
     for item in items if elsewhere.KIND else ():
-        if item.path.name not in elsewhere.FILES or item.name.startswith(elsewhere.NEAR):
+        if item.path.relative_to(TESTS).as_posix() not in elsewhere.FILES or item.name.startswith(elsewhere.NEAR):
             item.add_marker(pytest.mark.skip(reason=elsewhere.REASON))
-
-
-def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run `work(0)` to `work(count - 1)` at once; raises what the first of them raised."""
-    failures: list[BaseException] = []
-
-    def guarded(index: int) -> None:
-        try:
-            work(index)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
-def come_to_rest(engine: infinity.Engine) -> None:
-    """Wait for all I/O that the engine does without the next forward; `drain` would make it do more."""
-    pipeline = engine._updater._pipeline
-    queue = pipeline.jobs
-    with queue.changed:
-        assert queue.changed.wait_for(
-            lambda: not queue.has_work(pipeline._may_hold()) and not any(job.in_flight for job in queue.jobs)
-        )
-    for unit in engine.units:
-        fetch = unit.blocks[Kind.PARAM].copy.fetch
-        if fetch is not None:
-            fetch.settle()
-    for io in engine.ios:
-        io.drain()
 
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[list[Any]]:
-    """A file keeps its processes of ranks in it (`test_ranks.Group`), at most one group, none where the last one was given up."""
+    """A file keeps its processes of ranks in it (`rank_group.Group`), at most one group, none where the last one was given up."""
     kept: list[Any] = []
     yield kept
     for group in kept:
@@ -108,11 +67,6 @@ def smallest() -> Callable[..., dict[str, int]]:
         return budgets
 
     return find
-
-
-def is_what_the_kernel_counts(moved: Sequence[int], kernel: Sequence[int]) -> bool:
-    """Whether the kernel counts the bytes `moved`, and at most a few pages of the file system's own tables beside them."""
-    return all(0 <= counted - ours <= 64 << 10 for ours, counted in zip(moved, kernel, strict=True))
 
 
 def _name(task: Path) -> str:

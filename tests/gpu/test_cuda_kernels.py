@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_cpu_adam import HYPERS, MASTERS, POOLS, RULES, SUPERBLOCK, WRONG, Case, Chunk, Hyper, random_chunk, random_values
 
 from infinity import native
+from support.adam_chunks import HYPERS, MASTERS, POOLS, RULES, SUPERBLOCK, WRONG, Case, Chunk, Hyper, random_chunk, random_values
 
 cuda = native.cuda()
 cpu = native.cpu_adam()

@@ -1,6 +1,6 @@
 """torch.compile, CUDA graphs, autocast and attention kernels on a GPU, beside the engine: as plain PyTorch, or refused.
 
-Their kernels add in no fixed order, so numbers are compared to a tolerance; `tests/test_compile.py`, `test_autocast.py` and
+Their kernels add in no fixed order, so numbers are compared to a tolerance; `parity/test_compile.py`, `test_autocast.py` and
 `test_other_tools.py` compare bits on the CPU.
 """
 
@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from configs import config_of
-from models import Transformer, text_batch, transformer
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import infinity
+from support.configs import config_of
+from support.models import Transformer, text_batch, transformer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs import config_of
-from far import FarDevice
-
 import infinity
 from random_programs import modules
+from support.configs import config_of
+from support.far import FarDevice
 
 MUCH = 1 << 26
 

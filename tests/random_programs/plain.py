@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from models import rounded
+
+from support.models import rounded
 
 BETAS = {"adam": (0.9, 0.999), "adamw": (0.9, 0.999), "lion": (0.9, 0.99)}
 EPSILON = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10}

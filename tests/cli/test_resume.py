@@ -1,0 +1,364 @@
+"""`infinity finetune --checkpoint DIR --resume`: a run that was interrupted ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typer.testing import CliRunner
+
+from infinity.cli import job, training
+from infinity.cli.main import app
+from infinity.errors import CheckpointError
+from infinity.files import lock_directory
+from support.children import CHILD
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 8
+# With dropout, accumulation, warm-up, and windows that come a second time.
+OPTIONS = [
+    *("--model", "gpt2-tiny", "--sequence-length", 32, "--batch-size", 2, "--accumulate", 2, "--steps", STEPS, "--eval-every", 3),
+    *(
+        "--eval-batches",
+        2,
+        "--gpu-memory",
+        "64MiB",
+        "--cpu-memory",
+        "64MiB",
+        "--cache",
+        0,
+        "--lr",
+        "1e-3",
+        "--seed",
+        3,
+        "--warmup",
+        4,
+    ),
+]
+
+
+@pytest.fixture
+def common(tmp_path: Path) -> list[Any]:
+    """Options of every run."""
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    return [*OPTIONS, "--nvme", tmp_path / "nvme", "--data", tmp_path / "text.txt", "--json"]
+
+
+def run(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["finetune", *map(str, arguments)])
+
+
+def finished(*arguments: Any) -> dict[str, Any]:
+    result = run(*arguments, "--debug")
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    summary: dict[str, Any] = json.loads(result.stdout)
+    return summary
+
+
+def refusal(*arguments: Any) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.stderr
+    return str(result.stderr.splitlines()[-1]).removeprefix("infinity: ")
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def plain(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint has, read by torch."""
+    dcp_to_torch_save(checkpoint, checkpoint.parent / "plain.pt")
+    found: dict[str, Any] = torch.load(checkpoint.parent / "plain.pt", weights_only=True)
+    (checkpoint.parent / "plain.pt").unlink()
+    return {part: found[part] for part in ("model", "optimizer", "extra")}
+
+
+def losses(checkpoint: Path) -> list[tuple[float, ...]]:
+    """Number, loss, learning rate and norm of every step so far."""
+    return [step[:4] for step in plain(checkpoint)["extra"]["0"]["steps"]]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether all tensors are equal in every bit."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+    return not isinstance(a, torch.Tensor) or torch.equal(a, b)
+
+
+class Killed(Exception):
+    """The process is gone."""
+
+
+def during_step(patch: pytest.MonkeyPatch, number: int, action: Callable[[], Any]) -> None:
+    real = training.Trainer._step
+
+    def acting(self: training.Trainer, at: int, batches: list[Any]) -> Any:
+        if at == number:
+            action()
+        return real(self, at, batches)
+
+    patch.setattr(training.Trainer, "_step", acting)
+
+
+def die() -> None:
+    raise Killed
+
+
+@pytest.fixture
+def expected(common: list[Any], tmp_path: Path) -> Callable[[Path, Path, dict[str, Any]], None]:
+    """`expected(output, checkpoints, summary)`: all is as without an interruption, in every bit."""
+    plain = finished(*common, "--output", tmp_path / "plain", "--checkpoint", tmp_path / "plain-steps")
+
+    def check(output: Path, checkpoints: Path, summary: dict[str, Any]) -> None:
+        there, here = (load_file(path / "model.safetensors") for path in (tmp_path / "plain", output))
+        assert there.keys() == here.keys()
+        assert all(torch.equal(there[name], here[name]) for name in there)
+        assert [step[0] for step in losses(checkpoints / f"step-{STEPS}")] == list(range(1, STEPS + 1))
+        assert losses(checkpoints / f"step-{STEPS}") == losses(tmp_path / "plain-steps" / f"step-{STEPS}")
+        for key in ("loss", "steps", "signal"):
+            assert summary[key] == plain[key]
+
+    return check
+
+
+@pytest.mark.parametrize(("every", "killed"), [(1, [1, 6]), (3, [2, 5, 8]), (4, [5, 5, 5])])
+def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
+    every: int, killed: list[int], common: list[Any], expected: Callable[..., None], tmp_path: Path
+) -> None:
+    where, output = tmp_path / "steps", tmp_path / "out"
+    arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", every, "--resume"]
+    last = 0
+    for number in killed:
+        with pytest.MonkeyPatch.context() as patch:
+            during_step(patch, number, die)
+            result = run(*arguments, "--debug")
+        assert isinstance(result.exception, Killed)
+        line = (
+            f"going on from {where}/step-{last}" if last else f"no checkpoint in {where} yet: training starts from the beginning"
+        )
+        assert line in result.stderr
+        last = (number - 1) // every * every
+        kept = [f"step-{n}" for n in range(every, last + 1, every)][-2:]
+        assert names(where) == kept, "at most that many steps are lost, and the last two checkpoints are kept"
+    expected(output, where, finished(*arguments))
+    assert names(where)[-1] == f"step-{STEPS}"
+    expected(output, where, finished(*arguments))  # there is nothing left to do
+
+
+@pytest.mark.parametrize(("after", "killed"), [(0, 6), (6, 4)])
+def test_updates_one_step_late_are_so_from_the_same_step_on(after: int, killed: int, common: list[Any], tmp_path: Path) -> None:
+    """The run is cut before updates begin to be late, or after. Both save at the same steps, which is when updates are seen."""
+    late = [*common, "--update", "delayed", "--delayed-after", after, "--checkpoint-every", 3, "--keep-checkpoints", 9]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    finished(*late, "--checkpoint", whole)
+    with pytest.MonkeyPatch.context() as patch:
+        during_step(patch, killed, die)
+        assert isinstance(run(*late, "--checkpoint", cut, "--debug").exception, Killed)
+    assert names(cut) == ["step-3"]
+    finished(*late, "--checkpoint", cut, "--resume")
+    assert names(cut) == names(whole) == ["step-3", "step-6", "step-8"]
+    for name in names(whole):
+        assert losses(cut / name) == losses(whole / name)
+        assert same(plain(cut / name), plain(whole / name))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_loses_nothing(number: signal.Signals, common: list[Any], expected: Callable[..., None], tmp_path: Path) -> None:
+    where, output = tmp_path / "steps", tmp_path / "out"
+    arguments = [*common, "--output", output, "--checkpoint", where]
+    with pytest.MonkeyPatch.context() as patch:
+        during_step(patch, 5, lambda: os.kill(os.getpid(), number))
+        assert run(*arguments).exit_code == 128 + number
+    assert names(where) == ["step-5"]
+    expected(output, where, finished(*arguments, "--resume"))
+
+
+def test_another_placement_goes_on_with_the_same_bits(common: list[Any], expected: Callable[..., None], tmp_path: Path) -> None:
+    where, output = tmp_path / "steps", tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        during_step(patch, 5, die)
+        run(*common, "--checkpoint", where, "--checkpoint-every", 2)
+    there = ["--parameters", "cpu", "--optimizer", "gpu", "--gradients", "gpu", "--no-checkpoint-activations"]
+    expected(output, where, finished(*common, *there, "--output", output, "--checkpoint", where, "--resume"))
+
+
+SCRIPT = """
+import os
+import torch
+from infinity.cli import main, training
+
+torch.set_num_threads(1)
+real = training.Trainer._step
+
+def step(self, number, batches):
+    if number == 6 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), 9)
+    return real(self, number, batches)
+
+training.Trainer._step = step
+main.app()
+"""
+
+
+def test_an_elastic_restart_goes_on(common: list[Any], expected: Callable[..., None], tmp_path: Path) -> None:
+    """torchrun starts the same command again when its process is killed."""
+    where, output = tmp_path / "steps", tmp_path / "out"
+    (tmp_path / "script.py").write_text(SCRIPT)
+    arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", 2, "--resume"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=1", tmp_path / "script.py"]
+    command = [sys.executable, *torchrun, "finetune", *arguments]
+    done = subprocess.run([str(part) for part in command], capture_output=True, check=False, **CHILD)
+    assert done.returncode == 0, done.stderr
+    assert "training starts from the beginning" in done.stderr
+    assert f"going on from {where}/step-4" in done.stderr
+    expected(output, where, json.loads(done.stdout.splitlines()[-1]))
+
+
+# What is refused
+
+
+def test_resume_needs_a_directory(common: list[Any]) -> None:
+    assert refusal(*common, "--resume") == "--resume needs --checkpoint DIR, the directory of the run that it goes on with"
+
+
+def test_a_directory_that_cannot_be_one(common: list[Any], tmp_path: Path) -> None:
+    assert refusal(*common, "--checkpoint", tmp_path / "text.txt") == f"--checkpoint {tmp_path}/text.txt is not a directory"
+    assert refusal(*common, "--checkpoint", tmp_path / "text.txt" / "x") == f"{tmp_path}/text.txt/x: Not a directory"
+
+
+def test_checkpoints_of_an_earlier_run_are_not_mixed_with_new_ones(common: list[Any], tmp_path: Path) -> None:
+    where = tmp_path / "steps"
+    finished(*common, "--checkpoint", where, "--checkpoint-every", 3)
+    assert names(where) == ["step-6", "step-8"]
+    assert refusal(*common, "--checkpoint", where) == (
+        f"--checkpoint {where} has checkpoints of an earlier run, up to step-8; go on from it with --resume, or choose another "
+        "directory"
+    )
+    for option, before, now in [("--batch-size", "2", "4"), ("--lr", "0.001", "0.5"), ("--sequence-length", "32", "16")]:
+        assert refusal(*common, "--checkpoint", where, "--resume", option, now) == (
+            f"{where}/step-8 was made with {option} {before}, and now it is {now}; go on with the same, or start anew with "
+            "another --checkpoint"
+        )
+    text = refusal(*common, "--checkpoint", where, "--resume", "--model", "llama-tiny")
+    assert text.startswith(f"{where}/step-8 belongs to another model: it has no ")
+
+
+def test_more_steps_may_follow(common: list[Any], tmp_path: Path) -> None:
+    where = tmp_path / "steps"
+    first = finished(*common, "--checkpoint", where)
+    more = finished(*common, "--checkpoint", where, "--resume", "--steps", STEPS + 4)
+    assert more["steps"] == STEPS + 4
+    assert more["loss"]["first"] == first["loss"]["first"]
+    assert names(where) == [f"step-{STEPS + 4}", f"step-{STEPS}"]
+
+
+def test_what_killed_jobs_leave_is_removed_and_never_taken(common: list[Any], tmp_path: Path) -> None:
+    where = tmp_path / "steps"
+    for name in (".step-99.partial", ".step-7.old", ".step-5.removed", "step-99", "notes", "step-12"):
+        (where / name).mkdir(parents=True)
+    (where / "step-99" / "__0_0.distcp").write_bytes(b"what is left of a checkpoint that was removed in part")
+    (where / "step-12" / "mine.txt").write_text("somebody else's")
+    summary = finished(*common, "--checkpoint", where, "--keep-checkpoints", 1, "--checkpoint-every", 2, "--resume")
+    assert summary["steps"] == STEPS
+    assert names(where) == ["notes", "step-12", f"step-{STEPS}"]
+
+
+def test_a_removal_that_is_killed_leaves_no_step(
+    common: list[Any], expected: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder has another name before its first file goes, and the next run removes it."""
+    where, output = tmp_path / "steps", tmp_path / "out"
+    arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", 2, "--keep-checkpoints", 1]
+
+    def killed(path: Path, **_: Any) -> None:
+        if path.exists():
+            (path / "infinity.json").unlink()
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        assert isinstance(run(*arguments, "--debug").exception, Killed)
+    assert names(where) == [".step-2.removed", "step-4"]
+    with monkeypatch.context() as patch:
+        during_step(patch, 5, die)
+        assert isinstance(run(*arguments, "--resume", "--debug").exception, Killed)
+    assert names(where) == ["step-4"], "it went before the first step"
+    expected(output, where, finished(*arguments, "--resume"))
+
+
+def test_gc_removes_what_removals_left(tmp_path: Path) -> None:
+    for name in (".step-2.removed", ".step-4.partial", "step-6", "step-8", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
+    (tmp_path / "step-8" / "infinity.json").touch()
+    result = CliRunner().invoke(app, ["gc", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.stderr
+    gone = [".step-2.removed", ".step-4.partial", "step-6"]
+    assert sorted(json.loads(result.stdout)["removed"]) == [str(tmp_path / name) for name in gone]
+    assert names(tmp_path) == ["mine", "step-8"]
+
+
+def test_a_checkpoint_between_its_two_renames_is_found(common: list[Any], expected: Callable[..., None], tmp_path: Path) -> None:
+    where, output = tmp_path / "steps", tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        during_step(patch, 5, die)
+        run(*common, "--checkpoint", where, "--checkpoint-every", 4)
+    (where / "step-4").rename(where / ".step-4.old")
+    result = run(*common, "--checkpoint", where)
+    assert f"--checkpoint {where} has checkpoints of an earlier run, up to step-4" in result.stderr
+    expected(output, where, finished(*common, "--output", output, "--checkpoint", where, "--resume"))
+
+
+def test_a_second_job_in_one_directory_is_refused(common: list[Any], tmp_path: Path) -> None:
+    where = tmp_path / "steps"
+    where.mkdir()
+    with lock_directory(where, "--checkpoint"):
+        assert refusal(*common, "--checkpoint", where) == (
+            f"--checkpoint {where} is in use by process {os.getpid()}; give each job its own directory"
+        )
+        assert names(where) == ["infinity.lock"]
+    finished(*common, "--checkpoint", where, "--checkpoint-every", STEPS)
+    assert names(where) == [f"step-{STEPS}"], "a job leaves no lock behind"
+
+
+def test_a_save_that_fails_ends_the_run_and_leaves_the_checkpoint_before(
+    common: list[Any], expected: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where, output = tmp_path / "steps", tmp_path / "out"
+    arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", 2]
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        during_step(patch, 4, lambda: patch.setattr(os, "fsync", full))
+        assert refusal(*arguments) == f"{where}/step-4 cannot be written: [Errno 28] No space left on device"
+    assert names(where) == ["step-2"]
+    expected(output, where, finished(*arguments, "--resume"))
+    assert issubclass(CheckpointError, RuntimeError)
+
+
+def test_weights_whose_export_dies_are_not_lost(
+    common: list[Any], tmp_path: Path, expected: Callable[[Path, Path, dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = [*common, "--output", tmp_path / "out", "--checkpoint", tmp_path / "steps"]
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "save_model", lambda *_: die())
+        result = run(*options, "--debug")
+    assert isinstance(result.exception, Killed)
+    assert f"step-{STEPS}" in names(tmp_path / "steps")
+    expected(tmp_path / "out", tmp_path / "steps", finished(*options, "--resume"))

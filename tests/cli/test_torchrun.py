@@ -1,0 +1,490 @@
+"""`torchrun --nproc-per-node N -m infinity finetune`: ranks do together what one would alone, speak in one voice, and go on after
+one of them was killed.
+
+Three jobs of two ranks over gloo are started, each once; what one rank does runs in this process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from typer.testing import CliRunner
+
+from infinity.cli import ranks, training
+from infinity.cli.finetune import finetune
+from infinity.cli.history import budget_text, combine, summarize
+from infinity.cli.job import Job
+from infinity.cli.main import app
+from infinity.cli.progress import summary_rows
+from infinity.cli.ranks import ALONE, World, find_world
+from infinity.errors import InfinityError
+from infinity.files import LOCK_NAME
+from infinity.models.data import Windows
+from infinity.observe import Report
+from infinity.sharding.watch import Note, Watch
+from infinity.tiers.drives import STATES_NAME
+from support.children import CHILD
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 8
+# Two windows for each rank; five are held out, so that the last batch of a validation has one for the first rank and none for the
+# other. Each budget is large enough for half of the ranks' states.
+OPTIONS = [
+    *(
+        "--model",
+        "llama-tiny",
+        "--sequence-length",
+        32,
+        "--batch-size",
+        4,
+        "--steps",
+        STEPS,
+        "--eval-every",
+        3,
+        "--eval-batches",
+        2,
+    ),
+    *("--precision", "fp32", "--gpu-memory", "64MiB", "--cpu-memory", "64MiB", "--nvme-memory", "64MiB", "--cache", 0),
+    *("--update", "exact", "--lr", "1e-3", "--checkpoint-every", 2, "--keep-checkpoints", 4, "--json"),
+]
+ENVIRONMENT = CHILD["env"] | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+# The second rank is asked to stop in step 3, killed in step 6 of the second try, and its drive is full in step 7 of the third.
+SCRIPT = """
+import errno, os, signal
+from infinity.cli import main, training
+
+real = training.Trainer._step
+plan = {"0": (3, signal.SIGTERM), "1": (6, signal.SIGKILL), "2": (7, None)}
+
+def step(self, number, batches):
+    at, what = plan.get(os.environ["TORCHELASTIC_RESTART_COUNT"], (None, None))
+    if number == at and os.environ["RANK"] == "1":
+        if what is None:
+            self.engine.io.set_faults(fail_write_at=0, fail_errno=errno.ENOSPC)
+        else:
+            os.kill(os.getpid(), what)
+    return real(self, number, batches)
+
+training.Trainer._step = step
+main.app()
+"""
+
+
+def torchrun(*command: Any, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+    options = ["--standalone", "--nproc-per-node", 2, "--max-restarts", restarts]
+    whole = [sys.executable, "-m", "torch.distributed.run", *options, *command]
+    return subprocess.run([str(word) for word in whole], capture_output=True, check=False, text=True, env=ENVIRONMENT)
+
+
+def alone(*arguments: Any) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["finetune", *map(str, arguments), "--debug"])
+    assert result.exit_code == 0, (result.stderr, result.exception)
+    summary: dict[str, Any] = json.loads(result.stdout)
+    return summary
+
+
+def steps_of(checkpoint: Path) -> list[tuple[float, ...]]:
+    """Number, loss, learning rate and norm of every step so far."""
+    plain = checkpoint.parent / f"{checkpoint.name}.pt"
+    dcp_to_torch_save(checkpoint, plain)
+    steps = torch.load(plain, weights_only=True)["extra"]["0"]["steps"]
+    plain.unlink()
+    return [step[:4] for step in steps]
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """One directory, in which all jobs of this file run, each with a name."""
+
+    path: Path
+
+    def options(self, name: str) -> list[Any]:
+        where = ["--data", self.path / "text.txt", "--nvme", self.path / "nvme"]
+        return ["finetune", *OPTIONS, *where, "--output", self.path / name, "--checkpoint", self.steps(name)]
+
+    def steps(self, name: str) -> Path:
+        return self.path / f"{name}-steps"
+
+    def model(self, name: str) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = load_file(self.path / name / "model.safetensors")
+        return found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Home:
+    path = tmp_path_factory.mktemp("torchrun")
+    (path / "nvme").mkdir()
+    (path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 75)
+    return Home(path)
+
+
+@pytest.fixture(scope="module")
+def one(home: Home) -> dict[str, Any]:
+    """What one rank does, without an interruption."""
+    return alone(*home.options("one")[1:])
+
+
+@pytest.fixture(scope="module")
+def two(home: Home) -> subprocess.CompletedProcess[str]:
+    """What two ranks do, without an interruption."""
+    done = torchrun("-m", "infinity", *home.options("two"))
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_two_ranks_have_the_losses_of_one_and_save_the_same_model(
+    home: Home, one: dict[str, Any], two: subprocess.CompletedProcess[str]
+) -> None:
+    summary = json.loads(two.stdout)
+    expected, found = (steps_of(home.steps(name) / f"step-{STEPS}") for name in ("one", "two"))
+    assert len(found) == STEPS
+    for there, here in zip(expected, found, strict=True):
+        assert here == pytest.approx(there, rel=1e-5)
+    assert summary["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    weights, plain = home.model("two"), home.model("one")
+    assert {name: value.shape for name, value in weights.items()} == {name: value.shape for name, value in plain.items()}
+    for name, value in plain.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=2e-6)
+    assert names(home.path / "two") == names(home.path / "one")
+
+
+def test_one_rank_speaks_and_its_report_is_of_all(home: Home, one: dict[str, Any], two: subprocess.CompletedProcess[str]) -> None:
+    summary = json.loads(two.stdout)  # so there is one
+    assert [line.split("  ")[0] for line in two.stderr.splitlines() if line.startswith("step ") and "validation" not in line] == [
+        f"step {number}/{STEPS}" for number in range(1, STEPS + 1)
+    ]
+    assert (one["ranks"], summary["ranks"], summary["ranks_per_node"]) == (1, 2, 2)
+    for way in ("read", "written"):
+        moved, alone = (run["nvme_bytes_per_parameter_per_step"][way] for run in (summary, one))
+        assert moved["planned"] == pytest.approx(alone["planned"], rel=0.03)  # all that is more is padding
+    assert summary["cached"]["of"] == pytest.approx(one["cached"]["of"], rel=0.03)
+    assert summary["memory"]["nvme"]["peak"] == pytest.approx(one["memory"]["nvme"]["peak"] / 2, rel=0.03)
+    assert {tier: memory["budget"] for tier, memory in summary["memory"].items()} == dict.fromkeys(
+        ("gpu", "cpu", "nvme"), 64 << 20
+    )
+    assert dict(summary_rows(summary))["peak cpu"].endswith(" of 32 MiB (64 MiB for the 2 ranks of a node)")
+    assert "on 2 ranks" in (home.path / "two" / "report.html").read_text()
+    assert not names(home.path / "nvme")
+
+
+def test_after_a_stop_a_kill_and_a_full_drive_two_ranks_end_with_the_same_bits(
+    home: Home, two: subprocess.CompletedProcess[str], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = torchrun(tmp_path / "script.py", *home.options("killed"), "--resume", restarts=3)
+    assert done.returncode == 0, done.stderr
+    stopped, ended = (json.loads(line) for line in done.stdout.splitlines())
+    where = home.steps("killed")
+    lines = [line for line in done.stderr.splitlines() if re.match("infinity: |going on|no checkpoint|reclaimed", line)]
+    assert (stopped["steps"], stopped["signal"]) == (3, 15), "all stop after the step in which one was asked to"
+    assert lines[0] == f"no checkpoint in {where} yet: training starts from the beginning"
+    assert lines[1] == f"going on from {where}/step-3"
+    assert lines[2].startswith("infinity: rank 0: another rank is gone, or cannot be reached: ")
+    (full,) = [line for line in lines[3:] if line.startswith("infinity: ")]
+    assert re.fullmatch(
+        r"infinity: rank (1|0: .* in vain; rank 1 failed): an update failed and the engine cannot go on: .*write of \d+ bytes at "
+        rf"offset \d+ stopped after \d+: No space left on device \(for \w+ of .*\): '{home.path}/nvme/rank1/{STATES_NAME}'",
+        full,
+    )
+    assert sorted(line for line in lines[3:] if line is not full) == [
+        f"going on from {where}/step-4",
+        f"going on from {where}/step-6",
+        f"reclaimed 12 MiB that an earlier run left in {home.path}/nvme/rank1",
+    ]
+    assert "Traceback" not in done.stderr
+    assert ended["loss"] == json.loads(two.stdout)["loss"]
+    assert steps_of(where / f"step-{STEPS}") == steps_of(home.steps("two") / f"step-{STEPS}")
+    there, here = home.model("two"), home.model("killed")
+    assert there.keys() == here.keys()
+    assert all(torch.equal(there[name], here[name]) for name in there)
+    assert names(where) == [f"step-{number}" for number in (3, 4, 6, 8)]
+    assert not names(home.path / "nvme")
+
+
+ORPHANING = """
+import os, signal
+from infinity.cli import main, training
+
+real = training.Trainer._step
+
+def step(self, number, batches):
+    if number == 2 and os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(self, number, batches)
+
+training.Trainer._step = step
+main.app()
+"""
+
+
+def test_the_death_of_the_rank_that_holds_the_store_is_one_line(tmp_path: Path) -> None:
+    """Without torchrun the store of the job is in the first rank, and torch's C++ code logs each attempt to reach it."""
+    (tmp_path / "script.py").write_text(ORPHANING)
+    (tmp_path / "nvme").mkdir()
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 75)
+    command = [sys.executable, tmp_path / "script.py", *Home(tmp_path).options("orphaned")]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(server.getsockname()[1]),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+        }
+    logging = {name: value for name, value in ENVIRONMENT.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    processes = [
+        subprocess.Popen(
+            [str(word) for word in command], env=logging | place | {"RANK": rank, "LOCAL_RANK": rank}, text=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    try:
+        _, said = (process.communicate()[1] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [-signal.SIGKILL, 1]
+    assert re.fullmatch(r"infinity: rank 1: another rank is gone, or cannot be reached: .*\n", said)
+    assert names(tmp_path / "nvme") == ["rank0"], "what was killed could not clean up"
+
+
+def test_a_store_that_is_gone_is_asked_once() -> None:
+    asked = []
+
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            asked.append(keys)
+            raise dist.DistNetworkError("Broken pipe")
+
+        def set(self, *_: Any) -> None:
+            asked.append([])
+
+    class Alone:
+        def groups(self) -> list[Any]:
+            return []
+
+    watch = Watch(Alone(), 600.0)  # type: ignore[arg-type]
+    watch._groups = [(Gone(), [0, 1, 2])]  # type: ignore[list-item]
+    assert watch.others(patience=1e9) == {1: None, 2: None}
+    watch.write(Note(0, "x", True, True, 1, ["x"]))
+    assert asked == [["1"]]
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_once(home: Home) -> None:
+    done = torchrun("-m", "infinity", *home.options("refused"), "--batch-size", 3)
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if "infinity: " in line]
+    assert re.fullmatch(
+        r"infinity: rank [01]: --batch-size 3 is that of all ranks together and cannot be divided among 2; take 2 or 4", line
+    )
+    assert not names(home.path / "nvme")
+    assert not (home.path / "refused").exists()
+    assert not home.steps("refused").exists()
+
+
+def test_another_number_of_ranks_goes_on_with_the_same_data(
+    home: Home, one: dict[str, Any], two: subprocess.CompletedProcess[str]
+) -> None:
+    where = home.steps("fewer")
+    shutil.copytree(home.steps("two") / "step-4", where / "step-4")
+    assert alone(*home.options("fewer")[1:], "--resume")["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    found = steps_of(where / f"step-{STEPS}")
+    assert found[:4] == steps_of(home.steps("two") / f"step-{STEPS}")[:4]
+    for there, here in zip(steps_of(home.steps("one") / f"step-{STEPS}"), found, strict=True):
+        assert here == pytest.approx(there, rel=1e-5)
+
+
+# The place of a rank
+
+PLACE = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
+def test_a_place_is_what_torchrun_says() -> None:
+    numbers = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    world = find_world(PLACE | numbers)
+    assert world == World(rank=5, size=8, local_rank=1, local_size=4)
+    assert not world.is_first
+    assert find_world({}) == ALONE == find_world({"RANK": "0", "WORLD_SIZE": "1"})
+    with pytest.raises(ValueError) as caught:
+        find_world(numbers | {"LOCAL_RANK": ""})
+    assert str(caught.value) == (
+        "WORLD_SIZE is 8, but LOCAL_RANK and MASTER_ADDR and MASTER_PORT are not set; several ranks are started by: "
+        "torchrun --nproc-per-node N -m infinity finetune ..."
+    )
+
+
+@given(size=st.integers(1, 9), parts=st.integers(0, 9), rest=st.integers(0, 8))
+def test_parts_are_the_batch_and_only_equal_ones_are_trained_on(size: int, parts: int, rest: int) -> None:
+    count = size * parts + rest % size
+    batch = np.arange(2 * count).reshape(count, 2)
+    found = [World(rank, size).part(batch) for rank in range(size)]
+    assert np.array_equal(np.concatenate(found), batch)
+    lengths = [len(part) for part in found]
+    assert max(lengths) - min(lengths) <= 1
+    if count % size == 0:
+        World(0, size).check_batch(count)
+        assert set(lengths) == {parts}
+    else:
+        with pytest.raises(ValueError) as caught:
+            World(0, size).check_batch(count)
+        near = [int(number) for number in re.findall(r"\d+", str(caught.value).partition("take")[2])]
+        assert near == [number for number in (size * parts, size * (parts + 1)) if number]
+
+
+def test_budgets_are_those_of_a_node(tmp_path: Path) -> None:
+    defaults = {name: parameter.default for name, parameter in inspect.signature(finetune).parameters.items()}
+    own = {field.name: defaults.pop(field.name) for field in dataclasses.fields(Job) if field.name in defaults}
+    knobs = {name: value for name, value in defaults.items() if name not in ("as_json", "debug")}
+    given = {"nvme": [tmp_path / "a", tmp_path / "b"], "cpu_memory": 100, "nvme_memory": 51, "gpu_memory": 30}
+    job = Job(**own, knobs=knobs | given)
+    config = job.config(World(rank=3, size=4, local_rank=1, local_size=2))
+    assert (config.gpu_memory, config.cpu_memory, config.tuning.nvme_memory) == (30, 50, 25)
+    config = job.config()
+    assert (config.gpu_memory, config.cpu_memory, config.tuning.nvme_memory) == (30, 100, 51)
+    job = Job(**own, knobs=knobs | {"nvme": [tmp_path], "activations": "nvme", "activation_memory": 4 << 20})
+    assert job.config(World(rank=3, size=4, local_rank=1, local_size=2)).tuning.activation_memory == 2 << 20
+
+
+def test_gc_removes_what_killed_ranks_left_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("rank0", "rank12", "ranks", "rank3"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / STATES_NAME).write_bytes(b"x")
+    (tmp_path / "rank0" / LOCK_NAME).touch()
+    (tmp_path / "rank3" / "notes").touch()
+    (tmp_path / "rank4").symlink_to(tmp_path / "ranks")
+    result = CliRunner().invoke(app, ["gc", str(tmp_path), "--json"])
+    assert result.exit_code == 0
+    removed = [f"rank0/{STATES_NAME}", f"rank0/{LOCK_NAME}", f"rank12/{STATES_NAME}", f"rank3/{STATES_NAME}"]
+    assert sorted(json.loads(result.stdout)["removed"]) == [f"{tmp_path}/{path}" for path in removed]
+    assert names(tmp_path) == ["rank3", "rank4", "ranks"]
+    assert names(tmp_path / "ranks") == [STATES_NAME]
+    assert names(tmp_path / "rank3") == ["notes"]
+
+
+# What ranks draw, say, and report
+
+
+def random_states(world: World, seed: int, step: int = 0) -> list[int]:
+    torch.manual_seed(0)
+    world.seed(seed, step)
+    state: list[int] = torch.get_rng_state().tolist()
+    return state
+
+
+def test_ranks_draw_different_numbers_and_the_first_those_of_one_rank() -> None:
+    torch.manual_seed(0)
+    plain = torch.get_rng_state().tolist()
+    assert random_states(World(0, 4), 7) == plain
+    drawn = [random_states(World(rank, 4), seed, step) for rank in (1, 2, 3) for seed in (7, 8) for step in (0, 5)]
+    assert random_states(World(1, 4), 7) == drawn[0]
+    assert len({tuple(state) for state in [plain, *drawn]}) == 13
+
+
+class Saved:
+    """An engine that only loads, with the rest of what a `Trainer` needs."""
+
+    def __init__(self, extra: dict[str, Any]) -> None:
+        self.extra = extra
+
+    def load_checkpoint(self, directory: Path, optimizer: Any) -> dict[str, Any]:
+        return self.extra
+
+
+@pytest.mark.parametrize(("saved", "now"), [(0, 0), (1, 1), (0, 1)])
+def test_a_rank_draws_on_as_it_would_have_or_anew_where_nothing_was_saved_for_it(saved: int, now: int, tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    tokens = np.zeros((4, 2), np.uint16)
+    windows = Windows(tokens, np.arange(3), np.arange(3, 4), seed=7)
+
+    def trainer(rank: int, engine: Any) -> training.Trainer:
+        schedule = training.Schedule(2, 2, 1, 0, 0, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return training.Trainer(model, engine, optimizer, windows, schedule, torch.device("cpu"), world=World(rank, 2))
+
+    before = trainer(saved, None)
+    before.history.steps.append(training.Step(1, 0.0, 0.0, None, 0.0, 1.0))
+    torch.manual_seed(99)
+    extra, expected = before._state(), torch.get_rng_state().tolist()
+    torch.manual_seed(0)
+    trainer(now, Saved(extra)).resume(tmp_path)
+    found = torch.get_rng_state().tolist()
+    assert found == (expected if saved == now else random_states(World(now, 2), 7, step=1))
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    yield dist.HashStore()
+
+
+def test_the_first_rank_that_fails_speaks_for_all(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    voices = [ranks._Voice(store, rank) for rank in range(3)]
+    for rank in (2, 0, 1):
+        voices[rank].claim()
+    for rank in (2, 0, 1):  # those after the first find that it is said, and wait no longer
+        voices[rank].tell(InfinityError(f"reason {rank}"))
+    assert capsys.readouterr().err == "infinity: rank 2: reason 2\n"
+
+
+def test_a_rank_that_cannot_ask_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+    class Gone:
+        def add(self, *_: Any) -> int:
+            raise dist.DistNetworkError("Broken pipe")
+
+        set = add
+
+    voice = ranks._Voice(Gone(), 1)  # type: ignore[arg-type]
+    voice.claim()
+    voice.tell(InfinityError("reason"))
+    assert capsys.readouterr().err == "infinity: rank 1: reason\n"
+
+
+def report(number: float, peaks: dict[str, int], **values: Any) -> Report:
+    seconds = {"compute": number}
+    nvme = {"read_per_parameter": number, "written_per_parameter": 2 * number, "planned_read_per_parameter": 3 * number}
+    counts = {"updates_kept": int(number), "updates_replayed": 0, "waits": {}, "cached": int(number), "on_nvme": 10}
+    budgets = {"gpu": 100, "cpu": 50, "nvme": 50}
+    return Report(
+        parameters=7, steps=3, planned_written_per_parameter=0.0, seconds=seconds, peaks=peaks, budgets=budgets | values,
+        **nvme, **counts,
+    )  # fmt: skip
+
+
+def test_a_report_of_ranks_sums_what_moves_and_shows_the_highest_peak() -> None:
+    reports = [report(1, {"gpu": 5, "cpu": 9, "nvme": 20}), report(2, {"gpu": 8, "cpu": 3, "nvme": 21})]
+    assert combine(reports[:1], 1) is reports[0]
+    both = combine(reports, 2)
+    assert (both.read_per_parameter, both.written_per_parameter, both.planned_read_per_parameter) == (3, 6, 9)
+    assert (both.parameters, both.steps, both.cached, both.on_nvme, both.seconds) == (7, 3, 3, 20, {"compute": 1})
+    assert both.peaks == {"gpu": 8, "cpu": 9, "nvme": 21}
+    assert both.budgets == {"gpu": 100, "cpu": 100, "nvme": 100}
+    summary = summarize("it", training.History(1), both, None, {}, ranks=4, per_node=2)
+    assert summary["memory"]["cpu"] == {"peak": 9, "budget": 100}
+    assert budget_text(summary, "cpu", " of ") == " of 50 B (100 B for the 2 ranks of a node)"
+    assert budget_text(summary, "gpu", " of ") == " of 100 B"
+    unlimited = combine([report(1, {"gpu": 5, "cpu": 9, "nvme": 20}, nvme=20), reports[1]], 2)
+    assert budget_text(summarize("it", training.History(1), unlimited, None, {}, 2, 2), "nvme", " of ") == ""

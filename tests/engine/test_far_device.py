@@ -1,0 +1,175 @@
+"""The whole engine on a compute device with memory of its own (`far.FarDevice`): the same numbers, and copies in their order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.observe import Recorder
+from infinity.optim.kernels import squared_gradient_norm
+from infinity.placement.budget import CHUNK_ELEMENTS
+from infinity.placement.spec import BlockSpec, Format, Kind
+from infinity.tiers.store import Store
+from support.far import FarDevice
+from support.far_engines import STEPS, Places, Wrap, assert_equal, train, wrapping
+from support.models import text_batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "nvme": {"update": "speculative"},
+    "exact": {"update": "exact"},
+    "cached": {"cpu_memory": "16MiB", "cache": "auto"},
+    "gradients on nvme": {"gradients": "nvme"},
+    "only gradients on nvme": {"parameters": "cpu", "gradients": "nvme", "optimizer": "cpu", "cpu_memory": 0},
+    "states in host memory": {"parameters": "cpu", "optimizer": "cpu", "cpu_memory": "16MiB"},
+    "states in host memory, twice": {"parameters": "cpu", "optimizer": "cpu", "cpu_memory": "16MiB", "update": "speculative"},
+    "states offloaded": {"parameters": "gpu", "optimizer": "cpu", "cpu_memory": "16MiB"},
+    "all on the device": {"parameters": "gpu", "gradients": "gpu", "optimizer": "gpu"},
+}
+
+
+@pytest.fixture
+def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
+    with wrapping(tmp_path, monkeypatch) as wrap:
+        yield wrap
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_numbers_are_those_of_a_device_that_shares_the_host(placement: str, accumulation: int, wrap: Wrap) -> None:
+    precision = "bf16" if accumulation == 1 else "fp32"
+    expected = train(wrap(far=False, precision=precision), accumulation)
+    assert_equal(train(wrap(precision=precision, **PLACEMENTS[placement]), accumulation), expected)
+
+
+def test_without_kernels_for_the_device_states_are_updated_on_the_host(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = train(wrap(far=False))
+    engine = wrap(**PLACEMENTS["all on the device"])
+    engine._device.has_kernels = False
+    assert_equal(train(engine), expected)
+    assert engine._device.copied.read > STEPS * 10 * sum(unit.layout.numel for unit in engine.units)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_no_copy_overtakes_the_model(placement: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = wrap(**PLACEMENTS[placement])
+    places = Places(engine._device, monkeypatch)
+    train(engine)
+    if placement == "all on the device":
+        assert places.uploads == 0
+        assert engine._device.copied.read <= 14 * sum(unit.layout.numel for unit in engine.units), "what train reads last"
+        assert places.updates == STEPS * len(engine.units)
+    else:
+        assert places.uploads > 0 and places.updates == 0
+
+
+@pytest.mark.parametrize("placement", ["nvme", "all on the device"])
+def test_no_copy_overtakes_what_clears_the_memory(placement: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros and poison are queued on the stream of the caller, which copies do not wait for."""
+    seen: list[str] = []
+    real = FarDevice.begin_upload
+
+    def begin_upload(device: FarDevice, *values: Any) -> Any:
+        seen.append("copy")
+        return real(device, *values)
+
+    monkeypatch.setattr(FarDevice, "begin_upload", begin_upload)
+    monkeypatch.setattr(
+        FarDevice, "compute_memory", lambda d, n, real=FarDevice.compute_memory: seen.append("memory") or real(d, n)
+    )
+    monkeypatch.setattr(FarDevice, "settle", lambda device: seen.append("settled"))
+    train(wrap(FarDevice, **PLACEMENTS[placement]))
+    assert "copy" in seen
+    assert seen.index("memory") < seen.index("settled") < seen.index("copy")
+
+
+def test_gradients_go_home_on_a_thread_of_their_own(wrap: Wrap) -> None:
+    engine = wrap(**PLACEMENTS["states in host memory"])
+    threads: list[str] = []
+    engine._device.on_download = lambda: threads.append(threading.current_thread().name)
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for step in range(2):
+        engine.model(**text_batch(step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.drain()
+    assert set(threads) == {"infinity-exchange"}
+
+
+def test_a_step_does_not_wait_until_host_memory_was_read_for_the_norm(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each unit's part was computed when its last gradient had come; what changed since is read again."""
+    engine = wrap(**PLACEMENTS["states in host memory"])
+    threads: list[str] = []
+
+    def spy(*values: Any) -> float:
+        threads.append(threading.current_thread().name)
+        return squared_gradient_norm(*values)
+
+    monkeypatch.setattr("infinity.optim.norm.squared_gradient_norm", spy)
+    optimizer = infinity.AdamW(engine.model.parameters(), max_grad_norm=1.0)
+    for number in range(4):
+        threads.clear()
+        for _ in range(1 + (number == 3)):
+            engine.model(**text_batch(number)).loss.backward()
+        optimizer.step()
+        here = threads.count(threading.current_thread().name)
+        assert (here, len(threads) - here) == {
+            0: (len(engine.units), 0),  # nobody knew that there would be a norm, nor how many gradients
+            3: (len(engine.units), len(engine.units)),
+        }.get(number, (0, len(engine.units)))
+        optimizer.zero_grad()
+
+
+def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> None:
+    """And the update goes on meanwhile."""
+    nbytes = 2 * CHUNK_ELEMENTS
+    config = infinity.Config(nvme=tmp_path, gpu_memory="1MiB", cpu_memory="2MiB", tuning=infinity.Tuning(cache=0, poison=True))
+    store = Store(config, FarDevice(), Recorder())
+    block = store.add(BlockSpec(0, Kind.PARAM, nbytes, Format("byte", 1, 1), "nvme", nbytes, 0, "param"))
+    store.open(store.placement.layout(block.spec.span))
+    try:
+        store.resident.start(block)
+        store.resident.wait(block)
+        store.resident.release(block)
+        store.resident.begin_update(block, keep=True)
+        new = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
+        going = [store.resident.renew(block, begin, new[begin:][: store.chunk_elements]) for begin in store.staging.chunks(block)]
+        assert going and not any(placing is None or placing.ended() for placing in going)
+        store.resident.start(block)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(store.resident.wait, block)
+            for placing in going:
+                assert placing is not None
+                placing.finish()
+            assert torch.equal(waiting.result(60), new)
+        store.resident.release(block)
+        store.resident.end_update([block])
+    finally:
+        store.close()
+
+
+def test_an_early_update_is_taken_back_when_the_gradient_before_arrives_with_the_next_one(wrap: Wrap) -> None:
+    """The step before had one backward and this one has two: the second finds the reduction of the first, which says that all
+    gradients are there, still under way."""
+    weights = []
+    for far in (True, False):
+        torch.manual_seed(0)
+        engine = wrap(far, torch.nn.Linear(32, 32), update="speculative")
+        optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2)
+        for backwards in (1, 1, 1, 2):
+            optimizer.zero_grad()
+            kept = engine.report().updates_kept
+            for number in range(backwards):
+                engine.model(torch.full((2, 32), float(number))).square().mean().backward()
+            optimizer.step()
+        assert engine.report().updates_kept == kept
+        weights.append(engine.state_dict()["weight"])
+    assert torch.equal(*weights)

@@ -1,0 +1,276 @@
+"""What people use beside the engine: it works as with a plain model, or is refused in a sentence that says the way out."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import infinity
+from support.configs import config_of
+from support.models import FAMILIES, Transformer, text_batch, transformer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def wrap(model: nn.Module, directory: Path, **settings: Any) -> nn.Module:
+    settings = {"gpu_memory": 1 << 20, "cpu_memory": 1 << 26, "cache": 0, "precision": "fp32", "poison": True} | settings
+    return infinity.wrap(model, config_of(nvme=directory, **settings))
+
+
+def goes_on(model: nn.Module) -> bool:
+    """Whether `model`, which nobody has trained, trains as if nothing had been tried before."""
+    plain = transformer()
+    expected, found = plain(**text_batch(0)).loss, model(**text_batch(0)).loss
+    expected.backward()
+    found.backward()
+    engine = infinity.engine(model)
+    return all(torch.equal(engine.gradient(p), plain.get_parameter(name).grad) for name, p in model.named_parameters())
+
+
+@pytest.fixture
+def wrapped(tmp_path: Path) -> Iterator[Any]:
+    model = wrap(transformer(), tmp_path)
+    yield model
+    infinity.engine(model).close()
+
+
+# Attention, and functions that save parameters
+
+
+class Attention(nn.Module):
+    """Attention whose keys are parameters, so that a kernel saves views of them."""
+
+    def __init__(self, backend: SDPBackend, dropout: float, masked: bool) -> None:
+        super().__init__()
+        self.backend, self.dropout = backend, dropout
+        self.keys, self.values = (nn.Parameter(torch.randn(1, 2, 8, 16)) for _ in range(2))
+        self.mask = nn.Parameter(torch.randn(8, 8)) if masked else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel(self.backend):
+            return functional.scaled_dot_product_attention(
+                x, self.keys, self.values, attn_mask=self.mask, dropout_p=self.dropout, is_causal=self.mask is None
+            )
+
+
+@pytest.mark.parametrize(
+    ("backend", "dropout", "masked"),
+    [
+        (SDPBackend.MATH, 0.0, False),
+        (SDPBackend.MATH, 0.5, True),
+        (SDPBackend.MATH, 0.0, True),
+        (SDPBackend.FLASH_ATTENTION, 0.0, False),
+    ],
+)
+def test_attention(backend: SDPBackend, dropout: float, masked: bool, tmp_path: Path) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Attention(backend, dropout, masked) for _ in range(4)))
+
+    same_gradients(make, torch.randn(1, 2, 8, 16), tmp_path)
+
+
+class Scale(torch.autograd.Function):
+    """Saves its parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight.view(-1))
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2048))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scale.apply(x, self.weight)
+
+
+def test_a_function_that_saves_its_parameter(tmp_path: Path) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Scaled() for _ in range(5)))
+
+    same_gradients(make, torch.randn(3, 2048), tmp_path)
+
+
+def same_gradients(make: Callable[[], nn.Module], x: torch.Tensor, directory: Path) -> None:
+    """With room for some of the units."""
+    plain, model = make(), make()
+    wrap(model, directory, gpu_memory=24 << 10)
+    engine = infinity.engine(model)
+    for each in (plain, model):
+        torch.manual_seed(1)
+        each(x).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(engine.gradient(parameter), plain.get_parameter(name).grad), name
+    engine.close()
+
+
+# Functions of parameters
+
+
+def test_functional_call_with_other_parameters(wrapped: Transformer) -> None:
+    plain = transformer()
+    torch.manual_seed(1)
+    theirs = {name: torch.randn_like(p, requires_grad=True) for name, p in plain.named_parameters()}
+    ours = {name: value.detach().clone().requires_grad_() for name, value in theirs.items()}
+    functional_call(plain, theirs, (), text_batch(0)).loss.backward()
+    functional_call(wrapped, ours, (), text_batch(0)).loss.backward()
+    assert all(torch.equal(ours[name].grad, value.grad) for name, value in theirs.items())
+    assert goes_on(wrapped)
+
+
+def test_functional_call_with_its_own_parameters(wrapped: Transformer) -> None:
+    found = functional_call(wrapped, dict(wrapped.named_parameters()), (), text_batch(0)).loss
+    assert torch.equal(found, transformer()(**text_batch(0)).loss)
+    assert goes_on(wrapped)
+
+
+def test_gradients_by_torch_func_are_refused(wrapped: Transformer) -> None:
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return functional_call(wrapped, parameters, (), text_batch(0)).loss
+
+    with pytest.raises(
+        RuntimeError, match=r"torch\.func\.grad, vjp and their kind cannot pass a wrapped model.*use loss\.backward\(\)"
+    ):
+        torch.func.grad(loss)(dict(wrapped.named_parameters()))
+    assert goes_on(wrapped)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_vmap_of_a_forward(wrapped: Transformer) -> None:
+    ids, plain = text_batch(0)["input_ids"], transformer()
+    with torch.no_grad():
+        found, expected = (torch.func.vmap(lambda row, m=m: m(row[None]).logits)(ids) for m in (wrapped, plain))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "orthogonal", "spectral_norm"])
+def test_parametrized_before_wrap(kind: str, tmp_path: Path) -> None:
+    def make() -> Transformer:
+        model = transformer()
+        for block in model.blocks:
+            getattr(nn.utils.parametrizations, kind)(block.up)
+        return model
+
+    plain, model = make(), wrap(make(), tmp_path)
+    losses = [each(**text_batch(0)).loss for each in (plain, model)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(*losses)
+    engine = infinity.engine(model)
+    assert all(torch.equal(engine.gradient(p), plain.get_parameter(name).grad) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+@pytest.mark.filterwarnings("ignore")
+def test_generation_with_a_cache_of_keys(family: str, tmp_path: Path) -> None:
+    plain, model = FAMILIES[family].build().eval(), wrap(FAMILIES[family].build().eval(), tmp_path)
+    ids, found = text_batch(0)["input_ids"][:, :4], []
+    for each in (plain, model):
+        torch.manual_seed(0)
+        found.append(each.generate(ids, max_new_tokens=6, do_sample=True, use_cache=True, pad_token_id=0))
+    assert torch.equal(*found)
+
+
+# Copies of the model: for other devices, other processes, graphs
+
+
+def test_replicas_are_refused(wrapped: Transformer) -> None:
+    """`nn.DataParallel` calls one for each device."""
+    with pytest.raises(infinity.ShardedParameterError, match=r"Transformer is a copy of .* as torch\.nn\.DataParallel .* group="):
+        wrapped._replicate_for_data_parallel()(**text_batch(0))
+    assert goes_on(wrapped)
+
+
+def test_distributed_data_parallel_is_refused(wrapped: Transformer, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with pytest.raises(
+            infinity.ShardedParameterError, match=r"leave that out: infinity\.wrap\(model, config\) averages gradients"
+        ):
+            nn.parallel.DistributedDataParallel(wrapped)
+    finally:
+        dist.destroy_process_group()
+    assert goes_on(wrapped)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("use", ["forward", "step", "state_dict"])
+def test_a_forked_child_is_refused(use: str, wrapped: Transformer) -> None:
+    """Which would wait for threads that it does not have."""
+    optimizer = infinity.AdamW(wrapped.parameters())
+    uses: dict[str, Callable[[], object]] = {
+        "forward": lambda: wrapped(**text_batch(0)),
+        "step": optimizer.step,
+        "state_dict": infinity.engine(wrapped).state_dict,
+    }
+    said, told = multiprocessing.Pipe(duplex=False)
+
+    def child() -> None:
+        signal.alarm(20)  # seconds
+        try:
+            uses[use]()
+        except infinity.EngineClosedError as error:
+            told.send(str(error))
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    assert said.poll() and "this process was forked from the one that wrapped the model" in said.recv()
+    assert goes_on(wrapped)
+
+
+def test_a_captured_graph_is_refused(wrapped: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that captures is played."""
+    device, refused = infinity.engine(wrapped)._device, "a CUDA graph is being captured, which would replay .* without"
+    optimizer = infinity.AdamW(wrapped.parameters())
+    loss = wrapped(**text_batch(0)).loss
+    monkeypatch.setattr(device, "is_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match=refused):
+        wrapped(**text_batch(0))
+    with pytest.raises(RuntimeError, match=refused):
+        wrapped.blocks[0](torch.zeros(1, 1, 32))
+    with pytest.raises(RuntimeError, match=refused):
+        loss.backward()
+    with pytest.raises(RuntimeError, match=refused):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=refused), infinity.gathered(wrapped):
+        pass
+    monkeypatch.undo()
+    optimizer.zero_grad()
+    assert goes_on(wrapped)
+
+
+def test_graphed_callables_are_refused(tmp_path: Path) -> None:
+    """Their graphs read parameters where they were: what `make_graphed_callables` leaves on a module is put there by hand."""
+    model = transformer()
+
+    def forward(*inputs: Any) -> Any:
+        raise AssertionError(inputs)
+
+    forward.__module__ = "torch.cuda.graphs"
+    model.blocks[1].forward = forward
+    with pytest.raises(infinity.ConfigError, match=r"the forward of blocks\.1 was replaced by make_graphed_callables"):
+        wrap(model, tmp_path)
+    del model.blocks[1].forward
+    assert goes_on(wrap(model, tmp_path))

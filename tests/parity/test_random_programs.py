@@ -1,0 +1,68 @@
+"""Random programs see the same bits on every placement and in plain PyTorch.
+
+`tests/random_programs` says what a program is. A failure prints one that is as small as it can be; paste it into a test.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from random_programs import recipes
+from random_programs.comparing import difference
+from random_programs.many import drawn, run
+from random_programs.mutations import MUTATIONS, Mutation
+from support.children import CHILD
+
+EACH = 10
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_programs_see_the_same_on_every_placement_and_in_plain_pytorch(seed: int, one_thread: None) -> None:
+    ran, found = run(seed, EACH)
+    assert found is None, found
+    assert ran == EACH
+
+
+def test_the_command_runs_programs_in_processes_of_its_own() -> None:
+    command = [sys.executable, "-m", "random_programs", "--programs", "2", "--first", "7", "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, **CHILD)
+    assert done.returncode == 0, done.stderr
+    assert "2 programs of seeds from 7 on: 0 seeds differ" in done.stdout
+
+
+def test_programs_are_the_same_each_time_and_can_be_pasted() -> None:
+    drawn.cache_clear()
+    first = drawn(1, 50)
+    drawn.cache_clear()
+    assert drawn(1, 50) == first
+    for recipe in first:
+        assert eval(repr(recipe), dict(vars(recipes))) == recipe
+        assert len(set(recipe.placements)) == recipes.EACH >= 7
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.breaks)
+def test_random_programs_find_a_broken_engine(mutation: Mutation, one_thread: None) -> None:
+    some = [recipe for seed in range(4) for recipe in drawn(seed, EACH)]
+    with mutation():
+        assert any(difference(recipe) is not None for recipe in (some[mutation.found_by], *some))
+
+
+def test_a_program_that_differs_is_shrunk_to_what_it_differs_by(one_thread: None) -> None:
+    forgets_nothing = MUTATIONS[0]
+    with forgets_nothing():
+        _, found = run(0, 40)
+    assert found is not None
+    smallest = eval(found.partition("difference(")[2].rpartition(")")[0], dict(vars(recipes)))
+    assert len(smallest.model.blocks) == 2
+    assert len(smallest.program) <= 7
+    assert len(smallest.placements) == 1
+
+
+def test_micro_batches_are_computed_by_as_many_threads_as_a_loop_of_the_callers(one_thread: None) -> None:
+    """Another number of threads divides a product into other sums. It shows where OMP_NUM_THREADS does not say 1."""
+    blocks = (recipes.Block("linear"), recipes.Block("buffer"), recipes.Block("buffer"), recipes.Block("dropout"))
+    model = recipes.Model(blocks, (0, 0, 1, 0, 2, 3), width=24)
+    assert difference(recipes.Recipe(model, (("accumulate", (0, 3, 2), "vertical", "sum"),), placements=("cpu",))) is None

@@ -1,0 +1,571 @@
+"""The part of the states on NVMe that stays in host memory: it changes no number (I8), moves no byte, and is in the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import infinity
+from infinity.observe import Recorder
+from infinity.placement.budget import CHUNK_ELEMENTS, FULL_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS, STAGED_SETS, Staged, divide
+from infinity.placement.cache import Candidate, choose, distribute
+from infinity.placement.spec import BF16, FP32, SPLIT, BlockSpec, Format, Kind
+from infinity.tiers.staging import ChunkRequest
+from infinity.tiers.store import Store
+from support.configs import config_of
+from support.far import FarDevice
+from support.models import text_batch, transformer
+from support.probe import come_to_rest
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MIB = 1 << 20
+PRECISIONS = ("bf16", "fp32")
+MODES = ("plain", "exact", "speculative", "auto")
+SHARES = (0.0, 0.2, 0.5, 0.8, 1.0)  # of what is on NVMe
+STEADY = 3  # steps until what is resident repeats itself
+LIMIT = 100.0  # of the norm; every fourth step is over it
+
+
+def build(depth: int = 4) -> nn.Module:
+    return transformer(width=72, depth=depth)  # a block has four chunks of the optimizer, the last one in part
+
+
+Wrap = Callable[..., infinity.Engine]
+
+
+@pytest.fixture
+def wrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wrap]:
+    made: list[tuple[nn.Module, infinity.Engine]] = []  # an engine does not keep its model alive
+
+    def make(cache: Any = "auto", depth: int = 4, **options: Any) -> infinity.Engine:
+        known = {"gpu_memory": "4MiB", "cpu_memory": "64MiB", "poison": True, "nvme": tmp_path_factory.mktemp("nvme")}
+        model = infinity.wrap(build(depth), config_of(**(known | {"cache": cache} | options)))
+        made.append((model, infinity.engine(model)))
+        return made[-1][1]
+
+    yield make
+    for _, engine in made:
+        engine.close()
+
+
+def step(engine: infinity.Engine, optimizer: infinity.AdamW, number: int, accumulation: int = 1) -> None:
+    for micro_batch in range(accumulation):
+        loss = engine.model(**text_batch(number * accumulation + micro_batch)).loss
+        (loss * (1e4 if number % 4 == 3 else 1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def everything(engine: infinity.Engine, optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
+    states = optimizer.state_dict()["state"]
+    return engine.state_dict() | {f"{n}.{name}": value for n, state in states.items() for name, value in state.items()}
+
+
+def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def on_nvme(engine: infinity.Engine) -> int:
+    """Bytes of what lives on NVMe, each once."""
+    return sum(b.nbytes for unit in engine.units for b in unit.blocks.values() if b.tier == "nvme")
+
+
+# What is kept
+
+
+def candidates(sizes: list[tuple[int, int, float]]) -> list[Candidate]:
+    return [Candidate(e, CHUNK_ELEMENTS, CHUNK_ELEMENTS * width, e * width, worth) for e, width, worth in sizes]
+
+
+SIZES = st.lists(
+    st.tuples(
+        st.integers(1, 9 * CHUNK_ELEMENTS // 2048).map(lambda n: n * 2048), st.integers(1, 14), st.sampled_from([2, 2.5, 3, 4])
+    ),
+    max_size=8,
+).map(candidates)
+
+
+def spent(kept: list[int], sizes: list[Candidate]) -> int:
+    """Bytes, from the definition: whole pieces, or all."""
+    return sum(c.nbytes if k == c.elements else k // CHUNK_ELEMENTS * c.piece for k, c in zip(kept, sizes, strict=True))
+
+
+@given(SIZES, st.integers(0, 1 << 22))
+def test_never_more_than_the_budget_and_in_whole_pieces(sizes: list[Candidate], budget: int) -> None:
+    kept = distribute(budget, sizes)
+    assert spent(kept, sizes) <= budget
+    assert all(k == c.elements or (0 <= k < c.elements and k % CHUNK_ELEMENTS == 0) for k, c in zip(kept, sizes, strict=True))
+
+
+@given(SIZES, st.integers(0, 1 << 22), st.integers(0, 1 << 22))
+def test_more_memory_keeps_no_less_of_anything(sizes: list[Candidate], budget: int, more: int) -> None:
+    less = distribute(budget, sizes)
+    assert all(a <= b for a, b in zip(less, distribute(budget + more, sizes), strict=True))
+
+
+@given(SIZES, st.integers(0, 1 << 22))
+def test_what_fits_is_kept_and_what_is_left_is_less_than_a_piece(sizes: list[Candidate], budget: int) -> None:
+    whole = sum(c.nbytes for c in sizes)
+    kept = distribute(budget, sizes)
+    if whole <= budget:
+        assert kept == [c.elements for c in sizes]
+    else:
+        assert budget - spent(kept, sizes) < max(c.piece for c in sizes)
+
+
+@given(SIZES, st.integers(0, 1 << 22))
+def test_the_worthiest_and_then_the_first_comes_first(sizes: list[Candidate], budget: int) -> None:
+    kept = distribute(budget, sizes)
+    order = sorted(range(len(sizes)), key=lambda index: (-sizes[index].worth, index))
+    shares = [kept[index] / sizes[index].elements for index in order]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(0 < share < 1 for share in shares) <= 1
+
+
+def blocks_of(*kinds: Kind, unit: int = 0, itemsize: int = 2, master: Format = SPLIT) -> list[BlockSpec]:
+    plain = Format("plain", 1, itemsize)
+    form = {Kind.PARAM: plain, Kind.GRAD: plain, Kind.MASTER: master}
+    return [BlockSpec(unit, k, 4 * CHUNK_ELEMENTS, form.get(k, FP32), "nvme", 0, 0, f"{k.value} of u{unit}") for k in kinds]
+
+
+MIXED = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+
+
+def test_parameters_then_gradients_then_states_where_no_update_begins_early() -> None:
+    blocks = blocks_of(*MIXED) + blocks_of(*MIXED, unit=1)
+    parameters, gradients, states = 4 * 2, 4 * 2, 4 * 10
+    budget = CHUNK_ELEMENTS * (2 * parameters + 2 * gradients + states + 11)
+    kept = choose(blocks, budget, CHUNK_ELEMENTS, early=False, resident=0.0)
+    whole = 4 * CHUNK_ELEMENTS
+    assert [kept[b] for b in blocks] == [whole] * 5 + [whole, whole] + [CHUNK_ELEMENTS] * 3
+
+
+def test_parameters_and_states_of_a_unit_together_where_updates_begin_early() -> None:
+    blocks = blocks_of(*MIXED, unit=3) + blocks_of(Kind.PARAM, unit=4)
+    kept = choose(
+        blocks, CHUNK_ELEMENTS * (4 * 2 + 3 * 12), CHUNK_ELEMENTS, early=True, resident=0.0
+    )  # gradients first, for they are worth 3
+    assert [kept[b] // CHUNK_ELEMENTS for b in blocks] == [3, 4, 3, 3, 3, 0]
+
+
+def test_a_parameter_that_is_a_part_of_its_master_is_worth_more_than_one_that_is_rounded_or_frozen() -> None:
+    own, frozen = blocks_of(Kind.PARAM, Kind.GRAD, unit=2, itemsize=4), blocks_of(Kind.PARAM, unit=0)
+    rounded = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER, unit=1, master=FP32)
+    split = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER, unit=3)
+    budget = sum(unit[0].nbytes + unit[1].nbytes for unit in (own, split)) + rounded[1].nbytes
+    kept = choose(frozen + rounded + own + split, budget, CHUNK_ELEMENTS, early=False, resident=0.0)
+    assert [b.name for b, elements in kept.items() if elements] == [
+        "grad of u1", "param of u2", "grad of u2", "param of u3", "grad of u3"
+    ]  # fmt: skip
+
+
+def test_parameters_that_fit_on_the_compute_device_are_worth_no_more_than_their_writes() -> None:
+    blocks = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER)
+    for resident, first in ((0.0, Kind.PARAM), (0.4, Kind.PARAM), (0.6, Kind.MASTER), (1.0, Kind.MASTER)):
+        kept = choose(blocks, 2 * blocks[0].nbytes, CHUNK_ELEMENTS, early=False, resident=resident)
+        assert {b.kind for b, elements in kept.items() if elements} == {first, Kind.GRAD}
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("gradients", ["cpu", "nvme"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_moves_is_what_the_planner_states_and_less_with_every_byte_kept(
+    precision: str, gradients: str, accumulation: int, wrap: Wrap
+) -> None:
+    moved, kept = [], []
+    options = {"update": "exact", "precision": precision, "gradients": gradients, "gpu_memory": "1MiB"}
+    for share in SHARES:
+        cache = int(share * on_nvme(wrap(0, **options)))
+        engine = wrap(cache, **options)
+        optimizer = infinity.AdamW(engine.model.parameters(), max_grad_norm=LIMIT)
+        for number in range(STEADY):
+            step(engine, optimizer, number, accumulation)
+        come_to_rest(engine)
+        before = engine.recorder.counters()
+        step(engine, optimizer, STEADY, accumulation)
+        come_to_rest(engine)
+        after, plan = engine.recorder.counters(), engine.plan()
+        read, written = (after.get(f"nvme bytes {w}", 0) - before.get(f"nvme bytes {w}", 0) for w in ("read", "written"))
+        assert (read, written) == (plan.read, plan.update_written)
+        report = engine.report()
+        assert round(report.read_per_parameter * report.parameters) == plan.read
+        assert round(report.written_per_parameter * report.parameters) == plan.update_written
+        assert cache - 12 * CHUNK_ELEMENTS * 2 < report.cached <= cache
+        assert report.on_nvme == on_nvme(engine)
+        copies = sum(len(b.home.extents) * b.moved_bytes for unit in engine.units for b in unit.blocks.values())
+        assert engine.memory()["nvme"] == copies <= 2 * (report.on_nvme - report.cached)
+        moved.append(read + written)
+        kept.append(report.cached)
+    assert kept == sorted(set(kept))
+    assert moved == sorted(set(moved), reverse=True)
+    assert (moved[-1], kept[-1], engine.io) == (0, on_nvme(engine), None)
+
+
+def test_parameters_are_kept_first_unless_that_would_let_no_update_begin_early(wrap: Wrap) -> None:
+    moved = {}
+    for update in ("exact", "speculative"):
+        engine = wrap(100 * CHUNK_ELEMENTS * 2, depth=16, update=update, precision="bf16", gpu_memory="400KiB")
+        optimizer = infinity.AdamW(engine.model.parameters())
+        for number in range(2):
+            step(engine, optimizer, number)
+        plan, report = engine.plan(), engine.report()
+        moved[update] = plan.read + plan.update_written
+        assert report.cached > 90 * CHUNK_ELEMENTS * 2
+        for unit in engine.units:
+            parameter, *states = (block for kind, block in unit.blocks.items() if kind is not Kind.GRAD)
+            assert len({block.kept for block in states}) == 1
+            assert parameter.kept == (parameter.elements if update == "exact" else states[0].kept)
+    assert moved["exact"] < moved["speculative"]
+
+
+# Values
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_are_the_same_whatever_is_kept_with_some_steps_clipped(precision: str, mode: str, wrap: Wrap) -> None:
+    outcomes = []
+    for share in (None, *SHARES):
+        options = {"precision": precision, "update": mode}
+        if share is None:
+            engine = wrap(0, **options | {"update": "plain", "parameters": "cpu", "optimizer": "cpu"})
+        else:
+            engine = wrap(int(share * on_nvme(wrap(0, **options))), **options)
+        optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=LIMIT)
+        norms = []
+        for number in range(9):
+            step(engine, optimizer, number)
+            norms.append(optimizer.grad_norm)
+        assert sum(norm > LIMIT for norm in norms if norm is not None) == 2
+        outcomes.append((norms, everything(engine, optimizer)))
+        counters = engine.recorder.counters()
+        if mode == "speculative" and share not in (None, 1.0):
+            assert counters["updates kept"] > 0 and counters["updates replayed"] > 0
+    for norms, values in outcomes[1:]:
+        assert norms == outcomes[0][0]
+        assert_equal(values, outcomes[0][1])
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    cpu_memory=st.integers(1 << 20, 8 << 20),
+    cache=st.one_of(st.just("auto"), st.integers(0, 8 << 20)),
+    gpu_memory=st.integers(300 << 10, 2 << 20),
+    how=st.fixed_dictionaries(
+        {
+            "precision": st.sampled_from(PRECISIONS),
+            "update": st.sampled_from(MODES),
+            "copy_on_write": st.booleans(),
+            "gradients": st.sampled_from(["cpu", "nvme"]),
+            "parameters": st.sampled_from(["gpu", "cpu", "nvme", "nvme"]),
+            "optimizer": st.sampled_from(["cpu", "nvme", "nvme"]),
+        }
+    ),
+)
+def test_any_budget_and_placement(cpu_memory: int, cache: Any, gpu_memory: int, how: dict[str, Any], wrap: Wrap) -> None:
+    budgets = {"cpu_memory": cpu_memory + (6 << 20), "gpu_memory": gpu_memory + (1 << 20)}
+    engine = wrap(cache, **budgets, **how)
+    reference = wrap(0, precision=how["precision"], update="plain", parameters="cpu", optimizer="cpu")
+    found = []
+    for one in (engine, reference):
+        optimizer = infinity.AdamW(one.model.parameters(), lr=1e-2, max_grad_norm=LIMIT)
+        for number in range(5):
+            step(one, optimizer, number)
+        found.append(everything(one, optimizer))
+    assert_equal(*found)
+    report = engine.report()
+    assert all(report.peaks[tier] <= report.budgets[tier] for tier in ("gpu", "cpu"))
+    assert report.cached <= min(report.on_nvme, report.on_nvme if cache == "auto" else cache)
+    for one in (engine, reference):
+        one.close()
+
+
+def partly(wrap: Wrap, **options: Any) -> infinity.Engine:
+    """An engine of which half of every kind of state is kept, and at least one unit in part."""
+    engine = wrap(int(0.42 * on_nvme(wrap(0, **options))), **options)
+    shares = {b.kept / b.elements for unit in engine.units for b in unit.blocks.values() if b.tier == "nvme"}
+    assert {0.0, 1.0} < shares
+    return engine
+
+
+@pytest.mark.parametrize("mode", ["exact", "speculative"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_states_and_weights_are_read_and_written_across_the_border(precision: str, mode: str, wrap: Wrap) -> None:
+    engines = [partly(wrap, precision=precision, update=mode), wrap(0, precision=precision, update="plain", parameters="cpu")]
+    outcomes = []
+    for engine in engines:
+        optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2)
+        for number in range(3):
+            step(engine, optimizer, number)
+        saved = optimizer.state_dict()
+        step(engine, optimizer, 3)
+        optimizer.load_state_dict(saved)
+        step(engine, optimizer, 4)
+        engine.model(**text_batch(5)).loss.backward()
+        with infinity.gathered(engine.model, write=True), torch.no_grad():
+            for parameter in engine.model.parameters():
+                parameter.mul_(0.75)
+        optimizer.step()
+        optimizer.zero_grad()
+        written = everything(engine, optimizer)
+        for state in saved["state"].values():
+            del state["exp_avg"]
+        optimizer.load_state_dict(saved)  # what it has not begins anew
+        step(engine, optimizer, 6)
+        outcomes.append((written, everything(engine, optimizer)))
+    for mine, theirs in zip(*outcomes, strict=True):
+        assert_equal(mine, theirs)
+
+
+def test_what_was_forgotten_is_zero_in_memory_and_on_the_drive_without_io(wrap: Wrap) -> None:
+    engine = partly(wrap, precision="bf16", update="speculative")
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for number in range(2):
+        step(engine, optimizer, number)
+    engine.drain()
+    unit = next(u for u in engine.units if 0 < u.blocks[Kind.EXP_AVG].kept < u.layout.shard_numel)
+    block, border = unit.blocks[Kind.EXP_AVG], unit.blocks[Kind.EXP_AVG].kept
+    values = unit.read(Kind.EXP_AVG)
+    assert border % CHUNK_ELEMENTS == 0 and values[:border].any() and values[border:].any()
+    before = engine.io.counters()["bytes_read"]
+    unit.store.forget(block)
+    assert not unit.read(Kind.EXP_AVG).any()
+    assert engine.io.counters()["bytes_read"] == before
+    unit.write(Kind.EXP_AVG, values)
+    assert torch.equal(unit.read(Kind.EXP_AVG), values)
+    assert engine.io.counters()["bytes_read"] == before + values[border:].nbytes
+
+
+# Early updates
+
+
+def test_an_update_taken_back_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
+    engine = partly(wrap, precision="bf16", update="speculative")
+    optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-1)
+    for number in range(2):
+        step(engine, optimizer, number)
+    before = everything(engine, optimizer)
+    queue, early = engine._updater._pipeline.jobs, engine._updater.speculation.jobs
+    engine.model(**text_batch(2)).loss.backward()
+
+    def waiting() -> bool:
+        """Whether all that may be written ahead is written."""
+        return all(not job.chunks and job.in_flight == 0 for job in early.values())
+
+    begun = {unit.name for unit in engine.units if unit.copy_on_write}
+    assert {job.unit.name for job in early.values() if job.update is not None} == begun
+    assert 0 < len(begun) < len(engine.units)
+    with queue.changed:
+        assert queue.changed.wait_for(waiting)
+    assert any(job.in_memory for job in early.values()) and any(job.meter.written for job in early.values())
+    optimizer.zero_grad()  # takes them back
+    assert_equal(everything(engine, optimizer), before)
+
+
+def test_once_confirmed_what_is_kept_costs_no_io(wrap: Wrap) -> None:
+    """A step whose backward has written all that may be written ahead has only memory left to update."""
+    engine = partly(wrap, precision="bf16", update="speculative")
+    optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-1)
+    for number in range(2):
+        step(engine, optimizer, number)
+    engine.drain()
+    queue, early = engine._updater._pipeline.jobs, engine._updater.speculation.jobs
+    engine.model(**text_batch(2)).loss.backward()
+    with queue.changed:
+        assert queue.changed.wait_for(lambda: all(not j.chunks and j.in_flight == 0 for j in early.values()))
+    kept_whole = [u for u in engine.units if not u.copy_on_write]
+    before = everything_kept(engine)
+    written = engine.recorder.counters()["nvme bytes written"]
+    optimizer.step()
+    engine.drain()
+    assert engine.recorder.counters()["nvme bytes written"] == written
+    after = everything_kept(engine)
+    assert kept_whole and all(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def everything_kept(engine: infinity.Engine) -> list[torch.Tensor]:
+    kinds = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+    blocks = [unit.blocks[kind] for unit in engine.units for kind in kinds]
+    return [block.home.cached.clone() for block in blocks if block.home.cached is not None]
+
+
+# Failures, memory, ranks
+
+
+@pytest.mark.parametrize("fault", [{"fail_write_at": 0}, {"fail_write_at": 5}, {"fail_read_at": 2}])
+def test_an_early_update_that_fails_leaves_the_last_step_whole_in_both_places(fault: dict[str, int], wrap: Wrap) -> None:
+    engine = partly(wrap, precision="bf16", update="speculative")
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for number in range(2):
+        step(engine, optimizer, number)
+    before = engine.state_dict()
+    loss = engine.model(**text_batch(2)).loss
+    engine.io.set_faults(**fault)
+    with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: ") as caught:
+        loss.backward()
+        with engine._store._changed:
+            assert engine._store._changed.wait_for(lambda: engine._store.latch.failed)
+        optimizer.step()
+    assert isinstance(caught.value.__cause__, infinity.NvmeError)
+    engine.io.set_faults()
+    for unit in engine.units:
+        values = unit.read(Kind.PARAM)
+        for name, place in zip(unit.names, unit.layout.places, strict=True):
+            assert torch.equal(values[place.offset : place.end].view(place.shape), before[name])
+    assert engine._store._arenas["staging"].used == 0
+
+
+@pytest.mark.parametrize("where", ["fail_read_at", "fail_write_at"])
+def test_a_drive_that_fails_in_the_rest_of_a_kept_block_ends_the_engine(where: str, wrap: Wrap) -> None:
+    engine = partly(wrap, precision="fp32", update="exact")
+    optimizer = infinity.AdamW(engine.model.parameters())
+    for number in range(2):
+        step(engine, optimizer, number)
+    engine.model(**text_batch(2)).loss.backward()
+    engine.drain()
+    engine.io.set_faults(**{where: 0})
+    optimizer.step()
+    with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: "):
+        engine.drain()
+    engine.io.set_faults()
+    assert engine._store._arenas["staging"].used == 0
+    with pytest.raises(infinity.EngineClosedError):
+        engine.state_dict()
+
+
+def test_a_fetch_that_fails_in_the_rest_of_a_kept_parameter_is_an_error_and_the_next_one_works(wrap: Wrap) -> None:
+    engine = partly(wrap, precision="bf16", update="speculative")
+    unit = next(u for u in engine.units if 0 < u.blocks[Kind.PARAM].kept < u.layout.shard_numel)
+    with infinity.gathered(unit.parameters):
+        expected = unit.wait().clone()
+    unit.store.resident.begin_update(unit.blocks[Kind.PARAM])  # drops the copy
+    unit.store.resident.end_update([])
+    unit.blocks[Kind.PARAM].copy.to_absent()
+    engine.io.set_faults(fail_read_at=0)
+    unit.start()
+    with pytest.raises(infinity.NvmeError):
+        unit.wait()
+        unit.wait()  # where the mover met the error first, this one tries again
+        pytest.skip("the mover met the only error")
+    unit.release()
+    engine.io.set_faults()
+    with infinity.gathered(unit.parameters):
+        assert torch.equal(unit.wait(), expected)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("room", [0, 1, 2, 3, 4, 5, 8, 16])
+def test_the_cache_takes_what_is_left_and_no_more(precision: str, room: int, smallest: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"nvme": tmp_path, "precision": precision}
+    budgets = smallest(build(), **options)
+    budgets["cpu_memory"] += room * MIB
+    model = infinity.wrap(build(), config_of(**options, **budgets))
+    with infinity.engine(model) as engine:
+        optimizer = infinity.AdamW(model.parameters())
+        for number in range(3):
+            step(engine, optimizer, number)
+        report = engine.report()
+        assert report.peaks["cpu"] <= budgets["cpu_memory"]
+        assert engine._store._arenas["cpu"].used + engine._store._arenas["staging"].memory.numel() <= budgets["cpu_memory"]
+        least = smallest(build(), **options)["cpu_memory"]
+        assert least == budgets["cpu_memory"] - room * MIB, "the smallest budget is what it was without a cache"
+        if report.cached < report.on_nvme:
+            assert engine._store.staged_sets >= min(STAGED_SETS, room)
+            unused = budgets["cpu_memory"] - engine._store._arenas["cpu"].used - engine._store._arenas["staging"].memory.numel()
+            assert unused < CHUNK_ELEMENTS * 16 or room == 0
+        else:
+            assert engine.io is None and engine._store._arenas["staging"].memory.numel() == 0
+
+
+def test_how_memory_is_divided() -> None:
+    """The example in the docstring: six sets of long chunks, a quarter of the rest to read ahead, and cache."""
+    everything = 12 * 100_000_000
+    staged = Staged(kinds=4, others=0, granule=CHUNK_ELEMENTS, longest=1 << 26, elements=100_000_000, on_nvme=everything)
+    for cache, sets, kept in (
+        (None, 6 + 1, 98 * MIB),
+        (0, 6 + 7, 0),
+        (50 * MIB, 6 + 4, 50 * MIB),
+        (1 << 40, 6, 114 * MIB),
+    ):
+        assert divide(210 * MIB, staged, cache) == (MOST_CHUNK_ELEMENTS, sets, 4 * sets, kept)
+        whole = cache in (None, 1 << 40)
+        assert divide(everything, staged, cache) == (MOST_CHUNK_ELEMENTS, *((0, 0, everything) if whole else (24, 96, cache)))
+        assert divide(everything - 1, staged, cache).slots > 0
+
+
+def test_chunks_are_longer_for_larger_models_and_budgets() -> None:
+    def chunk(elements: int, available: int) -> int:
+        staged = Staged(kinds=4, others=0, granule=CHUNK_ELEMENTS, longest=elements, elements=elements, on_nvme=12 * elements)
+        return divide(available, staged, cache=0).chunk_elements
+
+    full, most = FULL_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS
+    assert [chunk(n << 20, 210 * MIB) for n in (1, 32, 48, 64, 1000)] == [full, full, 3 * full // 2, most, most]
+    # Six sets of four kinds: full chunks take 48 MiB, and what is longer at most half of all.
+    assert [chunk(1 << 30, n * MIB) for n in (24, 48, 96, 144, 192)] == [full // 2, full, full, 3 * full // 2, most]
+
+
+@given(
+    st.integers(0, 1 << 30), st.integers(0, 5), st.integers(0, 2), st.sampled_from([1, 2]), st.integers(0, 1 << 22),
+    st.integers(0, 1 << 30), st.none() | st.integers(0, 1 << 30),
+)  # fmt: skip
+def test_what_is_divided_is_all_there_is(
+    extra: int, kinds: int, others: int, granules: int, longest: int, on_nvme: int, cache: int | None
+) -> None:
+    staged = Staged(kinds + others, others, granules * CHUNK_ELEMENTS, longest, 2 * longest, on_nvme if kinds else 0)
+    available = staged.least + extra
+    plan = divide(available, staged, cache)
+    assert plan.slots * plan.chunk_elements * 4 + plan.cache <= available
+    assert plan.chunk_elements % staged.granule == 0 and 0 < plan.chunk_elements <= MOST_CHUNK_ELEMENTS
+    assert cache is None or plan.cache <= cache
+    assert plan.staged_sets > 0 or plan.cache == staged.on_nvme
+
+
+def test_staging_grows_with_what_is_left_for_it(wrap: Wrap) -> None:
+    engine = wrap(0, cpu_memory="16MiB")
+    assert (engine._store.staged_sets, engine.report().cached) == (24, 0)
+    limited = wrap(3 * MIB, cpu_memory="16MiB", precision="fp32")
+    assert 2 * MIB < limited.report().cached <= 3 * MIB and limited._store.staged_sets > STAGED_SETS
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2, 3])
+def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_path: Path) -> None:
+    elements = 2 * CHUNK_ELEMENTS + 2048
+    cache = 1 << 30 if kept == 3 else kept * CHUNK_ELEMENTS * 2
+    config = infinity.Config(nvme=tmp_path, gpu_memory=MIB, cpu_memory=2 * MIB, tuning=infinity.Tuning(cache=cache, poison=True))
+    device = FarDevice()
+    store = Store(config, device, Recorder())
+    block = store.add(BlockSpec(0, Kind.PARAM, elements, BF16, "nvme", 2 * elements, 0, "param"))
+    store.open(store.placement.layout(block.spec.span))
+    try:
+        assert block.kept == min(kept * CHUNK_ELEMENTS, elements)
+        values = torch.arange(elements, dtype=torch.int16).view(torch.uint8)
+        store.resident.begin_update(block)
+        for begin in store.staging.chunks(block):
+            (chunk,) = store.staging.check_out(ChunkRequest([block], begin))
+            chunk.tensor.copy_(values[2 * begin : 2 * begin + chunk.tensor.numel()])
+            chunk.commit()
+            chunk.release()
+        store.resident.end_update([block])
+        read: list[int] = []
+        device.on_upload = lambda target, after: read.append(store.meter.read)
+        store.resident.start(block)
+        assert torch.equal(store.resident.wait(block), values)
+        store.resident.release(block)
+        assert store.meter.read == block.moved_bytes == 2 * (elements - block.kept)
+        if kept == 0:
+            assert read[0] == block.moved_bytes, "the next chunks are read while the first is copied"
+        assert store._arenas["staging"].used == 0
+    finally:
+        store.close()

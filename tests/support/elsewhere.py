@@ -1,0 +1,79 @@
+"""Runs the tests' engines on another compute device: with INFINITY_TEST_DEVICE=cuda, or =far for the one that `far` plays.
+
+Without the variable nothing changes. With it, every `Config` that says "cpu" or nothing means that device, and a wrapped model
+takes its inputs there, so tests need not know. Only files that compare runs of the engine with each other, or bytes, can run so
+(`FILES`): the others compare with numbers that plain PyTorch gave on the CPU, or never run a model.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+import infinity
+from infinity.config import Config, Tuning
+
+KIND = os.environ.get("INFINITY_TEST_DEVICE", "")
+FILES = (
+    "placement/test_cache.py", "checkpoint/test_checkpoint.py", "optim/test_delayed_updates.py", "parity/test_formats.py",
+    "parity/test_placement.py", "optim/test_steps.py", "tiers/test_traffic.py", "modules/test_vertical.py",
+)  # fmt: skip
+NEAR = ("test_the_cache_takes_what_is_left_and_no_more", "test_staging_grows_with_what_is_left_for_it")
+"""Tests that state how host memory is divided where the compute device shares it: elsewhere gradients pass through staging."""
+REASON = f"INFINITY_TEST_DEVICE={KIND}: compares with numbers of the CPU, or runs no model (see tests/support/elsewhere.py)"
+
+
+def move() -> None:
+    """Do what the variable says; called once, before any test is imported."""
+    if KIND not in ("", "cuda", "far"):
+        raise ValueError(f"INFINITY_TEST_DEVICE={KIND!r} is neither 'cuda' nor 'far'")
+    if KIND == "far":
+        from support.far import FarDevice
+
+        vars(sys.modules["infinity.build"])["ComputeDevice"] = FarDevice
+        _configure()
+    elif KIND == "cuda":
+        _be_deterministic()
+        _to_cuda()
+
+
+def _be_deterministic() -> None:
+    """The same numbers in every run, as on the CPU: attention's fast backward kernels add in no fixed order."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
+def _configure(**always: Any) -> None:
+    """States are where tests say, for they count what moves: nothing else is kept on a device that has room."""
+    make = Config.__init__
+
+    def config(self: Config, **values: Any) -> None:
+        given = values.pop("tuning", {})
+        tuning = given.model_dump(exclude_unset=True) if isinstance(given, Tuning) else given
+        make(self, **values, tuning={"gpu_cache": 0, **tuning, **always})
+
+    Config.__init__ = config  # type: ignore[method-assign]
+
+
+def _to_cuda() -> None:
+    _configure(device="cuda")
+    make_engine = infinity.Engine.__init__
+
+    def engine(self: infinity.Engine, model: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+        make_engine(self, model, *arguments, **options)
+        device = self.device
+
+        def there(value: Any) -> Any:
+            return value.to(device) if isinstance(value, torch.Tensor) else value
+
+        def bring(module: Any, inputs: Any, named: Any) -> Any:
+            return tuple(map(there, inputs)), {name: there(value) for name, value in named.items()}
+
+        model.register_forward_pre_hook(bring, with_kwargs=True)
+
+    infinity.Engine.__init__ = engine  # type: ignore[method-assign]
