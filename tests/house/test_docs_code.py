@@ -145,12 +145,12 @@ def test_the_code_has_what_the_glossary_names() -> None:
 
 
 PLACE = re.compile(
-    r"`((?:infinity|native|tests|benchmarks|examples|bench|checkpoint|cli|modules|nvme|optim|placement|plan|sharding|tiers)"
+    r"`((?:infinity|native|tests|benchmarks|examples|bench|checkpoint|cli|modules|nvme|optim|placement|schedule|sharding|tiers)"
     r"/[\w./]*)`"
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "ARCHITECTURE.md", "CONTRIBUTING.md", "benchmarks/README.md"])
 def test_the_files_that_pages_name_exist(name: str) -> None:
     places = [ROOT, ROOT / "infinity"]
     missing = [
