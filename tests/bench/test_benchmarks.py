@@ -16,7 +16,8 @@ from infinity.bench.summary import Machine, Row, Spread, Summary
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 RESULTS = sorted((FOLDER / "results").iterdir())
-SCRIPTS = sorted(FOLDER.glob("*.py"))
+TABLES = FOLDER / "tables.py"
+SCRIPTS = sorted(set(FOLDER.glob("*.py")) - {TABLES})
 VALUE = {"median": 1.0, "lowest": 0.5, "highest": 2.0}
 
 
@@ -48,6 +49,29 @@ def test_the_index_names_every_script_and_every_result() -> None:
     assert sorted(linked) == [path.name for path in RESULTS]
     by_script = [(script, name) for _, script, result in rows for name in re.findall(r"\]\(results/(.+?)\)", result)]
     assert by_script == [(Summary.read(FOLDER / "results" / name).script, name) for _, name in by_script]
+
+
+def test_pages_have_the_tables_of_the_results() -> None:
+    tables = runpy.run_path(str(TABLES))
+    named = []
+    for page in tables["PAGES"]:
+        text = page.read_text()
+        assert tables["rewritten"](text) == text, f"{page.name} differs: run benchmarks/tables.py"
+        named += re.findall(r"<!-- table: ([\w-]+) -->", text)
+    assert sorted(named) == sorted(tables["TABLES"])
+
+
+@pytest.mark.parametrize("name", ["step", "comparison"])
+def test_a_table_is_rewritten_where_it_stands(name: str) -> None:
+    tables = runpy.run_path(str(TABLES))
+    page = f"before\n<!-- table: {name} -->\n| 0.12 | a figure that nobody measured |\n<!-- end of table -->\nafter\n"
+    marks = f"<!-- table: {name} -->\n", "<!-- end of table -->"
+    assert tables["rewritten"](page) == f"before\n{marks[0]}{tables['table'](name)}{marks[1]}\nafter\n"
+
+
+def test_a_table_that_nothing_writes_is_an_error() -> None:
+    with pytest.raises(KeyError, match="speed"):
+        runpy.run_path(str(TABLES))["rewritten"]("<!-- table: speed -->\n<!-- end of table -->\n")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ import pytest
 import torch
 import typer
 
-from infinity.bench.summary import Summary
 from infinity.cli.main import app
 from support.models import FAMILIES
 
@@ -186,36 +185,3 @@ def test_the_code_has_the_errors_that_troubleshooting_explains() -> None:
     assert len(errors) >= 30
     known = texts_of_the_code()
     assert [error for error in errors if not any(error in text for text in known)] == []
-
-
-def test_the_comparison_in_readme_is_what_was_measured() -> None:
-    """Its numbers, in order, are those of the files in benchmarks/results."""
-    rows = {
-        cells[0]: [float(number) for cell in cells[1:] for number in re.findall(r"\d+\.\d+", cell)]
-        for line in (ROOT / "README.md").read_text().splitlines()
-        if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 5
-    }
-    results = ROOT / "benchmarks/results"
-    step = {row.name: row for row in Summary.read(results / "step.json").rows}
-    ranks = {row.name: row for row in Summary.read(results / "ranks.json").rows}
-
-    def steps(*ways: str) -> list[float]:
-        ratios = [step[f"98M, {way}"].ratio for way in ways]
-        return [round(ratio.median, 2) for ratio in ratios if ratio is not None]
-
-    def memory(*ways: str) -> list[float]:
-        return [round(float(step[f"98M, {way}"].facts["peak_mib"] or 0) / 1024, 2) for way in ways]
-
-    def step_of_ddp(*ways: str) -> list[float]:
-        ratios = [ranks[way].ratio for way in ways]
-        return [round(ratio.median, 2) for ratio in ratios if ratio is not None]
-
-    def sent_of_ddp(*ways: str) -> list[float]:
-        return [round(float(ranks[way].facts["sent_over_ddp_ratio"] or 0), 2) for way in ways]
-
-    offloaded = ("infinity-cpu", "deepspeed-cpu", "fsdp2-offload")
-    assert rows["Step, states in host memory"][1:] == steps("infinity-cpu", "deepspeed-cpu")
-    assert rows["Step, states on NVMe"][1:] == steps("infinity-nvme", "deepspeed-nvme")
-    assert rows["Peak memory, states on NVMe"] == memory("plain", "infinity-nvme", "deepspeed-nvme")
-    assert rows["Two ranks: step, states in host memory"][1:] == step_of_ddp(*offloaded)
-    assert rows["Two ranks: bytes sent by each"][1:] == sent_of_ddp(*offloaded)
