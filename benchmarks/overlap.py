@@ -89,7 +89,7 @@ def row_of(share: float, moved: int, measured: list[dict[str, float]], run: Run)
     cached = report.cached / report.on_nvme
     facts = {
         "bytes_per_step": moved, "cached_ratio": cached, "updates_kept_count": report.updates_kept,
-        "updates_replayed_count": report.updates_replayed,
+        "updates_rolled_back_count": report.updates_rolled_back,
     }  # fmt: skip
     name = f"I/O = {share:g} x compute" + (f", {cached:.0%} cached" if cached else "")
     return Row(name=name, unit="s", rounds=len(measured), value=value, ratio=ratio, others=columns, facts=facts)

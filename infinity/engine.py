@@ -378,7 +378,7 @@ class Engine:
             }
             | for_ranks,
             updates_kept=counters.get("updates kept", 0),
-            updates_replayed=counters.get("updates replayed", 0),
+            updates_rolled_back=counters.get("updates rolled back", 0),
             skipped_steps=self._updater.skipped_steps,
             copied_to_device=self._copied_last[0],
             copied_from_device=self._copied_last[1],

@@ -153,8 +153,8 @@ class Report:
     "wait collective" (for the other ranks, when this one's shard was there) and "collective" (beside the others)."""
     updates_kept: int
     """Unit updates that began in backward and were what their step asked for, since the start."""
-    updates_replayed: int
-    """Those that were not, and were done again, or not at all in a step that was skipped."""
+    updates_rolled_back: int
+    """Those that were not: they were done again, or not at all where the step was skipped."""
     waits: dict[str, float]
     """Seconds the main thread waited for NVMe, by unit name."""
     cached: int

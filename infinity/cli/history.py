@@ -154,7 +154,7 @@ def summarize(
             "read": {"measured": report.read_per_parameter, "planned": report.planned_read_per_parameter},
             "written": {"measured": report.written_per_parameter, "planned": report.planned_written_per_parameter},
         },
-        "updates_begun_in_backward": {"kept": report.updates_kept, "replayed": report.updates_replayed},
+        "speculative_updates": {"kept": report.updates_kept, "rolled_back": report.updates_rolled_back},
         "seconds": dict(report.seconds),
         "worst_waits": [{"unit": unit, "seconds": seconds} for unit, seconds in worst],
         "cached": {"bytes": report.cached, "of": report.on_nvme},

@@ -130,9 +130,9 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     for way in ("read", "written"):
         rows.append((f"NVMe {way}", f"{nvme[way]['measured']:.2f} B per parameter and step, planned {nvme[way]['planned']:.2f}"))
-    early = summary["updates_begun_in_backward"]
-    if any(early.values()):
-        rows.append(("updates begun in backward", f"{early['kept']:,} kept, {early['replayed']:,} done again"))
+    speculative = summary["speculative_updates"]
+    if any(speculative.values()):
+        rows.append(("speculative updates", f"{speculative['kept']:,} kept, {speculative['rolled_back']:,} rolled back"))
     if summary["loss_scale"] is not None or summary["steps_skipped"]:
         scale = "" if summary["loss_scale"] is None else f"; loss scale {summary['loss_scale']:,.0f} at the end"
         rows.append(("steps skipped", f"{summary['steps_skipped']}, for gradients that were not finite{scale}"))

@@ -109,7 +109,7 @@ class Speculation:
         job = self.jobs.get(unit)
         if job is not None:
             self._queue.rollback(job)  # an interrupt leaves it where it is, to be waited for again
-            self._store.resident.take_back(unit.blocks[Kind.PARAM])
+            self._store.resident.rollback(unit.blocks[Kind.PARAM])
             if self.jobs.pop(unit, None) is not None:  # else `close` did, on another thread
                 self._rolled_back.append(job)
 

@@ -81,8 +81,8 @@ class StepRun:
         return all(job.state is JobState.ENDED for job in self.jobs)
 
     @property
-    def repeated(self) -> int:
-        """Updates that were rolled back, and so made twice."""
+    def rollbacks(self) -> int:
+        """Updates that were rolled back."""
         return sum(job.update is not None for job in self.rolled_back)
 
     @property

@@ -262,8 +262,8 @@ class Updater:
         """A step has been fixed: report it, and learn from it."""
         self.last = StepRun(tuple(jobs), self.speculation.end_step(), kept)
         self._recorder.count("updates kept", self.last.kept)
-        self._recorder.count("updates replayed", self.last.repeated)
-        held = unclipped and not self.last.repeated
+        self._recorder.count("updates rolled back", self.last.rollbacks)
+        held = unclipped and not self.last.rollbacks
         self.speculation.policy.learn(self._pipeline.busy_since(), self._runtime.forward_since(), held=held)
         self.norm.end_step()
 

@@ -9,9 +9,11 @@ second place on the drive, and is the same in every run, so that the planner can
 What saves most NVMe traffic per byte of memory (`infinity.placement.traffic`): 2 or 3 bytes in a step. Among equals the
 unit that comes first in the module: the next forward waits for its update first.
 
-But an update may begin before its step only where nothing is rewritten in place (see `infinity.optim.pipeline`). Where updates
-begin early, a unit's parameters and states are therefore kept element by element together. Parameters alone would leave up to 8 %
-less to move with bf16, where 2 bytes of 12 are kept of all (fp32: 14 %, 4 of 12), and let no update begin early at all.
+But an update may begin before its step only where nothing is rewritten in place (see
+`infinity.optim.pipeline`). Where updates are speculative, a unit's parameters and states are
+therefore kept element by element together. Parameters alone would leave up to 8 % less to move with
+bf16, where 2 bytes of 12 are kept of all (fp32: 14 %, 4 of 12), and let no update be speculative at
+all.
 """
 
 from __future__ import annotations
@@ -65,26 +67,27 @@ def fill(budget: int, sizes: Sequence[int]) -> list[int]:
 
 
 def choose(
-    blocks: Sequence[BlockSpec], budget: int, granule: int, early: bool, resident: float, never: Collection[Kind] = ()
+    blocks: Sequence[BlockSpec], budget: int, granule: int, speculative: bool, resident: float, never: Collection[Kind] = ()
 ) -> dict[BlockSpec, int]:
     """How many elements, from the first on, to keep of each of `blocks` that is on NVMe, in `budget` bytes of host memory.
 
-    It is all of them or a multiple of `granule`. With `early`, updates may begin before their step. The compute device has room
-    for `resident` of all parameters. What is in `never` is not kept.
+    It is all of them or a multiple of `granule`. With `speculative`, updates may begin before their
+    step. The compute device has room for `resident` of all parameters. What is in `never` is not
+    kept.
     """
     units = units_of(blocks)
-    groups = [group for unit in units.values() for group in _groups(unit, early, never)]
+    groups = [group for unit in units.values() for group in _groups(unit, speculative, never)]
     candidates = [_candidate(group, units[group[0].unit], granule, resident) for group in groups]
     shares = zip(groups, distribute(budget, candidates), strict=True)
     return {block: min(kept, block.elements) for group, kept in shares for block in group}
 
 
-def _groups(unit: Mapping[Kind, BlockSpec], early: bool, never: Collection[Kind]) -> list[list[BlockSpec]]:
+def _groups(unit: Mapping[Kind, BlockSpec], speculative: bool, never: Collection[Kind]) -> list[list[BlockSpec]]:
     """The blocks of one unit that may be kept, in groups that are kept element by element together."""
     on_nvme = {kind: block for kind, block in unit.items() if block.tier == "nvme" and kind not in never}
     parameter, gradient = ([on_nvme[kind]] if kind in on_nvme else [] for kind in (Kind.PARAM, Kind.GRAD))
     states = [block for kind, block in on_nvme.items() if kind not in (Kind.PARAM, Kind.GRAD)]
-    found = [parameter + states, gradient] if early and states else [parameter, gradient, states]
+    found = [parameter + states, gradient] if speculative and states else [parameter, gradient, states]
     return [group for group in found if group]
 
 

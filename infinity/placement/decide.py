@@ -284,17 +284,17 @@ class Placement:
 
     def _choose(self, cache_bytes: int, resident: float) -> dict[BlockSpec, int]:
         """What of the blocks on NVMe is at home in host memory; `resident` of the parameters fit on the compute device."""
-        early = self.config.tuning.copy_on_write and self.config.tuning.update in ("auto", "speculative")
-        return choose(self.specs, cache_bytes, self._granule, early, resident, never=self._twice)
+        speculative = self.config.tuning.copy_on_write and self.config.tuning.update in ("auto", "speculative")
+        return choose(self.specs, cache_bytes, self._granule, speculative, resident, never=self._twice)
 
     def _doubled(self, room: int) -> list[BlockSpec]:
         """The blocks in host memory that get second homes in `room` bytes of it, by units: first those that come last in the
         model, whose gradients come first. What is on NVMe is better cached instead."""
-        early = self.config.tuning.update == "speculative" or (
+        speculative = self.config.tuning.update == "speculative" or (
             self.config.tuning.update == "auto" and not self.machine.unified_memory
         )
         rewritten = [spec for spec in self.specs if spec.kind is not Kind.GRAD and not spec.frozen]
-        if not early or not self.config.tuning.copy_on_write or any(spec.tier == "nvme" for spec in rewritten):
+        if not speculative or not self.config.tuning.copy_on_write or any(spec.tier == "nvme" for spec in rewritten):
             return []
         units = [list(unit.values()) for unit in units_of(reversed(rewritten)).values()]
         return _those_that_fit([unit for unit in units if all(spec.tier == "cpu" for spec in unit)], room)

@@ -204,7 +204,7 @@ class Unit:
 
     @property
     def copy_on_write(self) -> bool:
-        """Whether all that an update rewrites has a second place, but what is kept in a cache, so that it may be taken back."""
+        """Whether all that an update rewrites has a second place, but what is kept in a cache, so that it may be rolled back."""
         return all(block.home.has_second_place for kind, block in self.blocks.items() if kind is not Kind.GRAD)
 
     @property
@@ -277,7 +277,7 @@ class Unit:
         if self.gather_posted is None or block.copy.lease is None:
             raise RuntimeError(f"{self.name} has no place to be gathered into")
         self.gather_posted.wait()
-        # This rank's part may have been fetched again since (`Residency.take_back`).
+        # This rank's part may have been fetched again since (`Residency.rollback`).
         return self.store.resident.wait(block).view(self.dtype)
 
     def release(self) -> None:

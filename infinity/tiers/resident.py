@@ -18,8 +18,8 @@ reads, if it reads the parameter at all. The new content goes to NVMe and into t
 place that the next forward takes while the update is still to come is filled the same way. So a
 parameter moves once for a forward, once for its backward and once for its update, and none of these
 twice. An update that begins before its step puts what it makes there, too, once backward has left
-the unit. Who uses the unit before the step is fixed, or takes the update back, fetches the old
-content again (`take_back`).
+the unit. Who uses the unit before the step is fixed, or rolls the update back, fetches the old
+content again (`rollback`).
 
 [Note: what a place may be filled after]
 On a stream device the model's work is queued, and long after `release` a kernel may still read the
@@ -301,7 +301,7 @@ class Residency:
 
         False without room. `beyond`: only what is used later may be evicted; -1 for a demand fetch.
         """
-        self.take_back(block)
+        self.rollback(block)
         copy = block.copy
         while True:
             with self._changed:
@@ -424,7 +424,7 @@ class Residency:
         result has ended.
 
         So it is there for the next forward without being read. Before `begin_update` that is a
-        guess, and the place is free for it only while nobody uses the block; see `take_back`.
+        guess, and the place is free for it only while nobody uses the block; see `rollback`.
         """
         copy, at = block.copy, block.spec.at + block.format.bytes_of(begin)
         with self._changed:
@@ -447,7 +447,7 @@ class Residency:
             block.copy.copying -= 1
             self._changed.notify_all()
 
-    def take_back(self, block: Block) -> None:
+    def rollback(self, block: Block) -> None:
         """The copy of `block` is not to be what `renew` made of it before an update began: whoever
         uses it next fetches it."""
         copy = block.copy

@@ -45,7 +45,7 @@ def made_up_run(steps: int = 12) -> tuple[History, list[Span], Report]:
         planned_written_per_parameter=12.0,
         seconds={"compute": 3.5, "wait nvme": 1.25, "wait adam": 0.2, "adam": 2.0},
         updates_kept=1200,
-        updates_replayed=34,
+        updates_rolled_back=34,
         waits={f"model.layers.{unit}": 0.1 * unit for unit in range(7)},
         peaks={"gpu": 5 << 20, "cpu": 40 << 20, "nvme": 100 << 20},
         budgets={"gpu": 8 << 20, "cpu": 64 << 20, "nvme": 1 << 40},
@@ -161,8 +161,8 @@ def test_the_summary_is_valid_json_and_names_the_worst_five_waits() -> None:
     summary = json.loads(json.dumps(summary_of(history, report), allow_nan=False))
     assert [wait["unit"] for wait in summary["worst_waits"]] == [f"model.layers.{unit}" for unit in (6, 5, 4, 3, 2)]
     assert summary["loss"] == {"first": 5.0, "last": 5.0 / 12, "validation": 1.5, "validation_step": 12}
-    assert summary["updates_begun_in_backward"] == {"kept": 1200, "replayed": 34}
-    assert ("updates begun in backward", "1,200 kept, 34 done again") in summary_rows(summary)
+    assert summary["speculative_updates"] == {"kept": 1200, "rolled_back": 34}
+    assert ("speculative updates", "1,200 kept, 34 rolled back") in summary_rows(summary)
     assert summary["nvme_bytes_per_parameter_per_step"]["read"] == {"measured": 14.01, "planned": 14.0}
     assert summary["memory"]["gpu"] == {"peak": 5 << 20, "budget": 8 << 20}
     assert summary["tokens_per_second"] == pytest.approx(1024 / 0.45)

@@ -466,7 +466,7 @@ def test_a_rank_that_cannot_ask_speaks(capsys: pytest.CaptureFixture[str]) -> No
 def report(number: float, peaks: dict[str, int], **values: Any) -> Report:
     seconds = {"compute": number}
     nvme = {"read_per_parameter": number, "written_per_parameter": 2 * number, "planned_read_per_parameter": 3 * number}
-    counts = {"updates_kept": int(number), "updates_replayed": 0, "waits": {}, "cached": int(number), "on_nvme": 10}
+    counts = {"updates_kept": int(number), "updates_rolled_back": 0, "waits": {}, "cached": int(number), "on_nvme": 10}
     budgets = {"gpu": 100, "cpu": 50, "nvme": 50}
     return Report(
         parameters=7, steps=3, planned_written_per_parameter=0.0, seconds=seconds, peaks=peaks, budgets=budgets | values,

@@ -156,7 +156,7 @@ def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> 
         store.close()
 
 
-def test_an_early_update_is_taken_back_when_the_gradient_before_arrives_with_the_next_one(wrap: Wrap) -> None:
+def test_a_speculative_update_is_rolled_back_when_the_gradient_before_arrives_with_the_next_one(wrap: Wrap) -> None:
     """The step before had one backward and this one has two: the second finds the reduction of the first, which says that all
     gradients are there, still under way."""
     weights = []

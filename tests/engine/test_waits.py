@@ -177,7 +177,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/resident.py Loader._fill_through_staging": DRIVE,
     "tiers/resident.py Residency.wait": STORE,
     "tiers/resident.py Residency._acquire": STORE,
-    "tiers/resident.py Residency.take_back": STORE,
+    "tiers/resident.py Residency.rollback": STORE,
     "tiers/staging.py Staging.bring_home": DRIVE,
     "tiers/staging.py Staging._take_slots": STORE,
 }
@@ -379,12 +379,12 @@ def wait_for_an_update_that_nobody_makes(run: Run) -> Callable[[], object]:
     return run.forward
 
 
-def take_back_while_it_is_copied(run: Run) -> Callable[[], object]:
+def rollback_while_it_is_copied(run: Run) -> Callable[[], object]:
     block = run.engine.units[0].blocks[Kind.PARAM]
     run.forward()
     run.model[0](torch.ones(2, run.width))
     block.copy.copying, block.copy.renewed = 1, {0}
-    return functools.partial(run.store.resident.take_back, block)
+    return functools.partial(run.store.resident.rollback, block)
 
 
 def evict_what_is_copied(run: Run) -> Callable[[], object]:
@@ -411,7 +411,7 @@ def wait_for_staging(run: Run) -> Callable[[], object]:
     ("function", "prepare"),
     [
         ("wait", wait_for_an_update_that_nobody_makes),
-        ("take_back", take_back_while_it_is_copied),
+        ("rollback", rollback_while_it_is_copied),
         ("_acquire", evict_what_is_copied),
         ("_take_slots", wait_for_staging),
     ],

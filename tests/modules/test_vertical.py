@@ -255,7 +255,7 @@ def test_early_updates_wait_for_the_gradients_of_all_micro_batches(tmp_path: Pat
             optimizer.zero_grad()
         report = engine.report()
     assert report.updates_kept == (steps - 1) * len(engine.units)  # in the first step nobody knows how many gradients there are
-    assert report.updates_replayed == 0
+    assert report.updates_rolled_back == 0
 
 
 def test_torch_grad_scaler(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Updates that begin in backward, on a guess: they change when bytes move and never what they are (I8), and can be taken back."""
+"""Updates that begin in backward, on a guess: they change when bytes move and never what they are
+(I8), and can be rolled back."""
 
 from __future__ import annotations
 
@@ -54,9 +55,9 @@ def backward(model: nn.Module, number: int) -> None:
 
 
 def counts(engine: infinity.Engine) -> tuple[int, int]:
-    """Updates that were kept and replayed."""
+    """Updates that were kept and rolled back."""
     counters = engine.recorder.counters()
-    return counters.get("updates kept", 0), counters.get("updates replayed", 0)
+    return counters.get("updates kept", 0), counters.get("updates rolled back", 0)
 
 
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -216,9 +217,9 @@ def test_what_comes_between_backward_and_step(
     norms = [run(engine, schedule, max_grad_norm=1e6) for engine in engines]
     assert norms[0] == norms[1]
     assert equal(engines[0].state_dict(), engines[1].state_dict())
-    kept, replayed = counts(engines[1])
+    kept, rolled_back = counts(engines[1])
     assert kept > 0
-    assert (replayed > 0) == (between not in (nothing, evaluate))
+    assert (rolled_back > 0) == (between not in (nothing, evaluate))
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -267,9 +268,9 @@ def test_nothing_is_seen_of_an_update_before_its_step(where: str, wrap: Callable
     with torch.no_grad():
         loss = engine.model(**text_batch(50)).loss
     backward(engine.model, 2)
-    early = engine._updater.speculation.jobs
-    assert set(early) == set(engine.units)
-    until(engine, lambda: all(job.written for job in early.values()))
+    begun = engine._updater.speculation.jobs
+    assert set(begun) == set(engine.units)
+    until(engine, lambda: all(job.written for job in begun.values()))
     with torch.no_grad():
         assert torch.equal(engine.model(**text_batch(50)).loss, loss)
     for unit in engine.units:
@@ -298,8 +299,8 @@ def test_what_the_next_forward_needs_first_is_updated_first(wrap: Callable[..., 
     backward(engine.model, 2)
     for one in taken:
         one.release()
-    early = engine._updater.speculation.jobs
-    until(engine, lambda: all(job.written for job in early.values()))
+    begun = engine._updater.speculation.jobs
+    until(engine, lambda: all(job.written for job in begun.values()))
     updated = [span.name for span in engine.recorder.spans()[seen:] if span.lane == "adam"]
     first_uses = [engine.units[index].name for index in engine._runtime.trace.first_uses()]
     assert len(updated) > len(engine.units)  # several chunks each
@@ -381,7 +382,7 @@ def test_kept_updates_write_once_and_read_a_parameter_twice_more_at_most(wrap: C
     assert counts(engine)[0] > 0
 
 
-def test_replayed_updates_are_counted_twice(wrap: Callable[..., infinity.Engine]) -> None:
+def test_rolled_back_updates_are_counted_twice(wrap: Callable[..., infinity.Engine]) -> None:
     engine = wrap("speculative", precision="bf16")
     optimizer = infinity.AdamW(engine.model.parameters(), max_grad_norm=1e-3)
     for number in range(5):

@@ -85,7 +85,7 @@ def test_each_does_what_it_does_in_torch(name: str, tier: str, wrap: Callable[..
         for key, value in state.items():
             assert torch.equal(torch.as_tensor(ours["state"][number][key]), torch.as_tensor(value)), (number, key)
     report = engine.report()
-    assert (report.steps, report.updates_kept, report.updates_replayed) == (6, 0, 0)
+    assert (report.steps, report.updates_kept, report.updates_rolled_back) == (6, 0, 0)
 
 
 @pytest.mark.parametrize("name", ["rmsprop", "adafactor"])

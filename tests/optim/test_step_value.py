@@ -110,5 +110,5 @@ def test_what_a_clipped_step_asks_for_is_not_what_was_begun(max_grad_norm: float
     for _ in range(3):
         train(engine, optimizer)
     run = engine._updater.last
-    kept, repeated = (DEPTH, 0) if max_grad_norm is None else (0, DEPTH)
-    assert (run.kept, run.repeated) == (kept, repeated)
+    kept, rollbacks = (DEPTH, 0) if max_grad_norm is None else (0, DEPTH)
+    assert (run.kept, run.rollbacks) == (kept, rollbacks)

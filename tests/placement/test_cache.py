@@ -140,19 +140,19 @@ def blocks_of(*kinds: Kind, unit: int = 0, itemsize: int = 2, master: Format = S
 MIXED = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
 
-def test_parameters_then_gradients_then_states_where_no_update_begins_early() -> None:
+def test_parameters_then_gradients_then_states_where_no_update_is_speculative() -> None:
     blocks = blocks_of(*MIXED) + blocks_of(*MIXED, unit=1)
     parameters, gradients, states = 4 * 2, 4 * 2, 4 * 10
     budget = CHUNK_ELEMENTS * (2 * parameters + 2 * gradients + states + 11)
-    kept = choose(blocks, budget, CHUNK_ELEMENTS, early=False, resident=0.0)
+    kept = choose(blocks, budget, CHUNK_ELEMENTS, speculative=False, resident=0.0)
     whole = 4 * CHUNK_ELEMENTS
     assert [kept[b] for b in blocks] == [whole] * 5 + [whole, whole] + [CHUNK_ELEMENTS] * 3
 
 
-def test_parameters_and_states_of_a_unit_together_where_updates_begin_early() -> None:
+def test_parameters_and_states_of_a_unit_together_where_updates_are_speculative() -> None:
     blocks = blocks_of(*MIXED, unit=3) + blocks_of(Kind.PARAM, unit=4)
     kept = choose(
-        blocks, CHUNK_ELEMENTS * (4 * 2 + 3 * 12), CHUNK_ELEMENTS, early=True, resident=0.0
+        blocks, CHUNK_ELEMENTS * (4 * 2 + 3 * 12), CHUNK_ELEMENTS, speculative=True, resident=0.0
     )  # gradients first, for they are worth 3
     assert [kept[b] // CHUNK_ELEMENTS for b in blocks] == [3, 4, 3, 3, 3, 0]
 
@@ -162,7 +162,7 @@ def test_a_parameter_that_is_a_part_of_its_master_is_worth_more_than_one_that_is
     rounded = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER, unit=1, master=FP32)
     split = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER, unit=3)
     budget = sum(unit[0].nbytes + unit[1].nbytes for unit in (own, split)) + rounded[1].nbytes
-    kept = choose(frozen + rounded + own + split, budget, CHUNK_ELEMENTS, early=False, resident=0.0)
+    kept = choose(frozen + rounded + own + split, budget, CHUNK_ELEMENTS, speculative=False, resident=0.0)
     assert [b.name for b, elements in kept.items() if elements] == [
         "grad of u1", "param of u2", "grad of u2", "param of u3", "grad of u3"
     ]  # fmt: skip
@@ -171,7 +171,7 @@ def test_a_parameter_that_is_a_part_of_its_master_is_worth_more_than_one_that_is
 def test_parameters_that_fit_on_the_compute_device_are_worth_no_more_than_their_writes() -> None:
     blocks = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER)
     for resident, first in ((0.0, Kind.PARAM), (0.4, Kind.PARAM), (0.6, Kind.MASTER), (1.0, Kind.MASTER)):
-        kept = choose(blocks, 2 * blocks[0].nbytes, CHUNK_ELEMENTS, early=False, resident=resident)
+        kept = choose(blocks, 2 * blocks[0].nbytes, CHUNK_ELEMENTS, speculative=False, resident=resident)
         assert {b.kind for b, elements in kept.items() if elements} == {first, Kind.GRAD}
 
 
@@ -213,7 +213,7 @@ def test_what_moves_is_what_the_planner_states_and_less_with_every_byte_kept(
     assert (moved[-1], kept[-1], engine.io) == (0, on_nvme(engine), None)
 
 
-def test_parameters_are_kept_first_unless_that_would_let_no_update_begin_early(wrap: Wrap) -> None:
+def test_parameters_are_kept_first_unless_that_would_let_no_update_be_speculative(wrap: Wrap) -> None:
     moved = {}
     for update in ("exact", "speculative"):
         engine = wrap(100 * CHUNK_ELEMENTS * 2, depth=16, update=update, precision="bf16", gpu_memory="400KiB")
@@ -252,7 +252,7 @@ def test_numbers_are_the_same_whatever_is_kept_with_some_steps_clipped(precision
         outcomes.append((norms, everything(engine, optimizer)))
         counters = engine.recorder.counters()
         if mode == "speculative" and share not in (None, 1.0):
-            assert counters["updates kept"] > 0 and counters["updates replayed"] > 0
+            assert counters["updates kept"] > 0 and counters["updates rolled back"] > 0
     for norms, values in outcomes[1:]:
         assert norms == outcomes[0][0]
         assert_equal(values, outcomes[0][1])
@@ -351,26 +351,26 @@ def test_what_was_forgotten_is_zero_in_memory_and_on_the_drive_without_io(wrap: 
 # Early updates
 
 
-def test_an_update_taken_back_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
+def test_a_rolled_back_update_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
     engine = partly(wrap, precision="bf16", update="speculative")
     optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-1)
     for number in range(2):
         step(engine, optimizer, number)
     before = everything(engine, optimizer)
-    queue, early = engine._updater._pipeline.jobs, engine._updater.speculation.jobs
+    queue, started = engine._updater._pipeline.jobs, engine._updater.speculation.jobs
     engine.model(**text_batch(2)).loss.backward()
 
     def waiting() -> bool:
         """Whether all that may be written ahead is written."""
-        return all(not job.chunks and job.in_flight == 0 for job in early.values())
+        return all(not job.chunks and job.in_flight == 0 for job in started.values())
 
     begun = {unit.name for unit in engine.units if unit.copy_on_write}
-    assert {job.unit.name for job in early.values() if job.update is not None} == begun
+    assert {job.unit.name for job in started.values() if job.update is not None} == begun
     assert 0 < len(begun) < len(engine.units)
     with queue.changed:
         assert queue.changed.wait_for(waiting)
-    assert any(job.in_memory for job in early.values()) and any(job.meter.written for job in early.values())
-    optimizer.zero_grad()  # takes them back
+    assert any(job.in_memory for job in started.values()) and any(job.meter.written for job in started.values())
+    optimizer.zero_grad()  # rolls them back
     assert_equal(everything(engine, optimizer), before)
 
 
@@ -381,10 +381,10 @@ def test_once_confirmed_what_is_kept_costs_no_io(wrap: Wrap) -> None:
     for number in range(2):
         step(engine, optimizer, number)
     engine.drain()
-    queue, early = engine._updater._pipeline.jobs, engine._updater.speculation.jobs
+    queue, started = engine._updater._pipeline.jobs, engine._updater.speculation.jobs
     engine.model(**text_batch(2)).loss.backward()
     with queue.changed:
-        assert queue.changed.wait_for(lambda: all(not j.chunks and j.in_flight == 0 for j in early.values()))
+        assert queue.changed.wait_for(lambda: all(not j.chunks and j.in_flight == 0 for j in started.values()))
     kept_whole = [u for u in engine.units if not u.copy_on_write]
     before = everything_kept(engine)
     written = engine.recorder.counters()["nvme bytes written"]
@@ -405,7 +405,7 @@ def everything_kept(engine: infinity.Engine) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("fault", [{"fail_write_at": 0}, {"fail_write_at": 5}, {"fail_read_at": 2}])
-def test_an_early_update_that_fails_leaves_the_last_step_whole_in_both_places(fault: dict[str, int], wrap: Wrap) -> None:
+def test_a_speculative_update_that_fails_leaves_the_last_step_whole_in_both_places(fault: dict[str, int], wrap: Wrap) -> None:
     engine = partly(wrap, precision="bf16", update="speculative")
     optimizer = infinity.AdamW(engine.model.parameters())
     for number in range(2):

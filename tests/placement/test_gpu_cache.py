@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 4
 TIERS: dict[str, dict[str, Any]] = {
     "nvme": {},
-    "early": {"update": "speculative"},
+    "speculative": {"update": "speculative"},
     "gradients on nvme": {"gradients": "nvme"},
     "cpu": {"parameters": "cpu", "optimizer": "cpu"},
     "parameters on the device": {"parameters": "gpu", "optimizer": "cpu"},
@@ -112,13 +112,13 @@ def test_no_number_changes_and_what_stays_does_not_move(tiers: str, device: str,
         report = found["report"]
         assert report.near == sum(unit.blocks[k].nbytes for unit in with_cache.units[:count] for k in unit.blocks) - there
         moved = report.read_per_parameter, report.written_per_parameter
-        if tiers != "early":  # which moves more or less, as it comes
+        if tiers != "speculative":  # which moves more or less, as it comes
             assert moved == (report.planned_read_per_parameter, report.planned_written_per_parameter)
         if count == len(sizes):
             assert moved == (0, 0)
-        elif before.read_per_parameter and tiers != "early":
+        elif before.read_per_parameter and tiers != "speculative":
             assert moved[0] < before.read_per_parameter and moved[1] < before.written_per_parameter
-        if device == "far" and tiers != "early":
+        if device == "far" and tiers != "speculative":
             assert (report.copied_to_device, report.copied_from_device) < (before.copied_to_device, before.copied_from_device)
 
 

@@ -141,7 +141,7 @@ MUTATIONS = (
     Mutation("the first moment reads its old extent after an update", Residency, "end_update", _one_moment_does_not_flip, 0),
     Mutation("a speculative update is kept whatever the step asks for", job.UnitUpdate, "__eq__", _always, 5),
     Mutation("another gradient does not roll a speculative update back", Unit, "rollback", _nothing, 2),
-    Mutation("what a speculative update put in place is not rolled back", Residency, "take_back", _nothing, 3),
+    Mutation("what a speculative update put in place is not rolled back", Residency, "rollback", _nothing, 3),
     Mutation("a second gradient replaces the first one", gradients.Gradients, "add", _gradient_replaces, 2),
     Mutation("parameters without a gradient are updated, too", optimizer, "segments_of", _everything_is_updated, 3),
     Mutation("a load forgets the number of updates", optimizer.Optimizer, "load_header", _steps_are_forgotten, 6),

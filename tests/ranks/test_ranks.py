@@ -156,10 +156,10 @@ def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGrou
                     optimizer.scale(value * spoilt / (len(parts) if rank is None else 1)).backward()
                     loss += value.item() / (len(parts) if rank is None else 1)
             if task.peeks:
-                early, changed = engine._updater.speculation.jobs, engine._updater._pipeline.jobs.changed
+                begun, changed = engine._updater.speculation.jobs, engine._updater._pipeline.jobs.changed
                 with changed:
                     assert changed.wait_for(
-                        lambda early=early: all(job.written for job in early.values() if job.update), PATIENCE / 3
+                        lambda begun=begun: all(job.written for job in begun.values() if job.update), PATIENCE / 3
                     )
                 with torch.no_grad():
                     losses.append(model(shares(step, 0)[rank or 0], True, None, None).item())

@@ -649,7 +649,7 @@ def test_a_guess_lies_in_the_place_of_the_copy_until_somebody_uses_it(tmp_path):
         assert torch.equal(fetched(store, block), old)
 
         assert renew(store, block, new) == [True, True]
-        store.resident.take_back(block)
+        store.resident.rollback(block)
         assert store.resident.has_copy(block) and not store.resident.is_ready(block)
         assert torch.equal(fetched(store, block), old)
 
