@@ -262,7 +262,7 @@ class ComputeDevice:
         """A uint8 tensor of its memory for a moment, for the stream that the caller queues on; beside all budgets."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
 
-    def near(self, tensor: torch.Tensor) -> torch.Tensor:
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` itself if it is in its memory, else a copy there, made on the caller's stream."""
         return tensor.to(self.torch)
 

@@ -384,7 +384,7 @@ class Engine:
             copied_from_device=self._copied_last[1],
             gpu_direct=self._store.gpu_direct,
             updated=sum(map(_renewed, self._units)),
-            updated_near=sum(_renewed(unit) for unit in self._units if unit.near),
+            updated_on_gpu=sum(_renewed(unit) for unit in self._units if unit.gpu_resident),
             activations_offloaded=moved.left,
             activations_left=moved.stayed,
             activations_written=moved.written,
@@ -393,7 +393,7 @@ class Engine:
             waits=waits,
             cached=cached,
             on_nvme=on_nvme,
-            near=self._store.layout.placement.gpu_cache_bytes,
+            gpu_resident=self._store.layout.placement.gpu_cache_bytes,
             peaks=self._store.peaks(),
             budgets={
                 "gpu": config.gpu_memory,

@@ -377,7 +377,7 @@ class Directory:
                 f"{where} was used by process {pid}, which has ended, but a process that it forked still holds the lock; "
                 f"end that one (fuser {self.path / name} tells which), or choose another directory"
             )
-        if not flock and (holder is None or not holder.is_near()):
+        if not flock and (holder is None or not holder.is_on_this_machine()):
             return PathInUseError(
                 f"{where} may be in use by process {pid}, perhaps of another machine, and its file system has no locks; "
                 f"if no job uses it, remove {self.path / name}"
@@ -449,7 +449,7 @@ class Holder(NamedTuple):
     def text(self) -> str:
         return f"{self.pid}\n{self.start} {self.boot} {self.namespace} {self.host}\n"
 
-    def is_near(self) -> bool:
+    def is_on_this_machine(self) -> bool:
         """Whether we can tell if it lives."""
         return (self.boot, self.namespace, self.host) == _here() and "?" not in self
 
@@ -458,7 +458,7 @@ class Holder(NamedTuple):
         boot, _, host = _here()
         if "?" not in (*self, boot) and self.host == host and self.boot != boot:
             return True
-        return self.is_near() and _start(self.pid) != self.start
+        return self.is_on_this_machine() and _start(self.pid) != self.start
 
 
 def _here() -> tuple[str, str, str]:

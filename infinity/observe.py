@@ -171,13 +171,13 @@ class Report:
     """Bytes copied from host memory to the compute device in the last finished step, by our own count; where both are the same
     memory, what moved between a home there and the engine's place for the model."""
     copied_from_device: int = 0
-    near: int = 0
+    gpu_resident: int = 0
     """Bytes of the states that `Tuning.gpu_cache` keeps on the compute device, whatever tier the others are on."""
     gpu_direct: bool = False
     """Whether drives write parameters on nvme straight into the memory of the GPU; those bytes are not among the copied ones."""
     updated: int = 0
     """Bytes of masters and moments that a step renews."""
-    updated_near: int = 0
+    updated_on_gpu: int = 0
     """Of those, what kernels of the compute device renew in its memory; the CPU renews the rest."""
     activations_offloaded: int = 0
     """Bytes that autograd saved in the last finished step and that left the compute device, each storage once."""

@@ -98,9 +98,17 @@ def shared_by(tier: str, per_node: int) -> int:
 
 
 _MOVED = (
-    "cached", "on_nvme", "near", "copied_to_device", "copied_from_device", "updated", "activations_offloaded", "activations_left",
-    "activations_written", "activations_read",
-)  # fmt: skip
+    "cached",
+    "on_nvme",
+    "gpu_resident",
+    "copied_to_device",
+    "copied_from_device",
+    "updated",
+    "activations_offloaded",
+    "activations_left",
+    "activations_written",
+    "activations_read",
+)
 
 
 def combine(reports: Sequence[Report], per_node: int) -> Report:
@@ -158,7 +166,7 @@ def summarize(
         "seconds": dict(report.seconds),
         "worst_waits": [{"unit": unit, "seconds": seconds} for unit, seconds in worst],
         "cached": {"bytes": report.cached, "of": report.on_nvme},
-        "kept_on_compute_device": report.near,
+        "gpu_resident": report.gpu_resident,
         "activations": {
             "offloaded": report.activations_offloaded,
             "left_on_the_device": report.activations_left,

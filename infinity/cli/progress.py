@@ -142,8 +142,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append((f"peak {tier}", format_bytes(memory["peak"]) + budget_text(summary, tier, " of ")))
     if summary["cached"]["of"]:
         rows.append(("cached in host memory", cached_text(summary["cached"])))
-    if summary["kept_on_compute_device"]:
-        rows.append(("kept on the compute device", format_bytes(summary["kept_on_compute_device"])))
+    if summary["gpu_resident"]:
+        rows.append(("GPU-resident", format_bytes(summary["gpu_resident"])))
     saved = summary["activations"]
     if saved["offloaded"] or saved["left_on_the_device"]:
         text = f"{format_bytes(saved['offloaded'])} in the last step, {format_bytes(saved['written_to_nvme'])} of it to NVMe"

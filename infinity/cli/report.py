@@ -40,9 +40,9 @@ def _cards(summary: dict[str, Any]) -> str:
         peaks.append(card(f"Peak on {tier}{of}", format_bytes(memory["peak"]), budget))
     if summary["cached"]["of"]:
         peaks.append(card("Cached in host memory", cached_text(summary["cached"]), "of what lives on NVMe: it never moves"))
-    if summary["kept_on_compute_device"]:
-        kept = format_bytes(summary["kept_on_compute_device"])
-        peaks.append(card("Kept on the compute device", kept, "all states of the first units: updated there"))
+    if summary["gpu_resident"]:
+        kept = format_bytes(summary["gpu_resident"])
+        peaks.append(card("GPU-resident states", kept, "all states of the first units: updated there"))
     return "".join(f'<div class="cards">{"".join(row)}</div>' for row in (cards, peaks) if row)
 
 

@@ -125,6 +125,6 @@ class GradientBlock:
         """Put the mean over the replicas in the place of `values`. On the thread of the exchange."""
         exchange = self._partners()
         if exchange.ranks.replicas is not None:
-            here = exchange.device.near(values)  # what its group can reach
+            here = exchange.device.on_device(values)  # what its group can reach
             collectives.all_reduce_mean(here, exchange.room, exchange.ranks.replicas)
             values.copy_(here)

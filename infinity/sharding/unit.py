@@ -210,12 +210,12 @@ class Unit:
     @property
     def in_memory_until(self) -> int:
         """The first element of this rank's shard of which something has to be copied for an update: what is before is not."""
-        return min(self.store.staging.in_memory_until(block, self.near) for block in self.blocks.values())
+        return min(self.store.staging.in_memory_until(block, self.gpu_resident) for block in self.blocks.values())
 
     @property
-    def near(self) -> bool:
+    def gpu_resident(self) -> bool:
         """Whether all of it is at home where the kernels of the compute device update it."""
-        return all(self.store.staging.is_near(block) for block in self.blocks.values())
+        return all(self.store.staging.is_gpu_resident(block) for block in self.blocks.values())
 
     @property
     def rewritten_in_place_until(self) -> int:
@@ -384,7 +384,7 @@ class Unit:
 
     def update_chunks(self) -> Sequence[int]:
         """The first element of every chunk that an update takes at once."""
-        return self.store.staging.chunks(self.blocks[Kind.PARAM], self.near)
+        return self.store.staging.chunks(self.blocks[Kind.PARAM], self.gpu_resident)
 
     def _pieces(self, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """The first element of every chunk, and its part of `shard` (shard_numel,)."""

@@ -78,13 +78,13 @@ class Staging:
 
     def chunks(self, block: Block, on_device: bool = False) -> Sequence[int]:
         """The first element of every chunk of `block`; the same for all blocks of a unit."""
-        if on_device and self.is_near(block):
+        if on_device and self.is_gpu_resident(block):
             return (0,)
         return self._chunks.starts(block.placed)
 
     def _bytes_of(self, block: Block, request: ChunkRequest) -> tuple[int, int]:
         """The first byte of the chunk of `block` that is wanted, and how many bytes it has."""
-        if request.on_device and self.is_near(block):
+        if request.on_device and self.is_gpu_resident(block):
             return 0, block.nbytes
         return self._chunks.bytes_of(block.placed, request.begin)
 
@@ -94,10 +94,10 @@ class Staging:
         if block.tier == "nvme":
             return block.kept
         if block.tier == "gpu" and not self._device.shares_host:
-            return block.elements if on_device and self.is_near(block) else 0
+            return block.elements if on_device and self.is_gpu_resident(block) else 0
         return block.elements
 
-    def is_near(self, block: Block) -> bool:
+    def is_gpu_resident(self, block: Block) -> bool:
         """Whether `block` is at home on a compute device with memory and kernels of its own."""
         own_memory = not self._device.shares_host
         return block.tier == "gpu" and own_memory and self._device.has_kernels

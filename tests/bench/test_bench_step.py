@@ -78,27 +78,29 @@ def test_what_a_step_needs_follows_from_bytes_and_rates() -> None:
     assert "nvme" not in bounds(7.0, nbytes, {"adam": 200}, links)
 
 
-def report_of(updated: int, near: int) -> Report:
+def report_of(updated: int, on_gpu: int) -> Report:
     nothing: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(Report)}
-    return Report(**nothing | {"parameters": 100, "updated": updated, "updated_near": near})
+    return Report(**nothing | {"parameters": 100, "updated": updated, "updated_on_gpu": on_gpu})
 
 
 def test_an_update_is_bound_by_the_kernels_that_do_it() -> None:
     """The CPU's, those of the device, or both at once, each with its part."""
     nbytes = dict.fromkeys(("host_to_device", "device_to_host"), 0)
-    rates = {"host_to_device": 1.0, "device_to_host": 1.0, "adam": 10.0, "adam_near": 100.0}
+    rates = {"host_to_device": 1.0, "device_to_host": 1.0, "adam": 10.0, "adam_on_gpu": 100.0}
 
-    def times(updated: int, near: int) -> dict[str, float]:
-        return {k: v for k, v in bounds(0.0, nbytes, parts_updated(report_of(updated, near)), rates).items() if "adam" in k}
+    def times(updated: int, on_gpu: int) -> dict[str, float]:
+        return {k: v for k, v in bounds(0.0, nbytes, parts_updated(report_of(updated, on_gpu)), rates).items() if "adam" in k}
 
     assert times(800, 0) == {"adam": 10.0}
-    assert times(800, 800) == {"adam_near": 1.0}
-    assert times(800, 200) == {"adam": 7.5, "adam_near": 0.25}
+    assert times(800, 800) == {"adam_on_gpu": 1.0}
+    assert times(800, 200) == {"adam": 7.5, "adam_on_gpu": 0.25}
 
 
-@pytest.mark.parametrize(("tier", "kept", "near"), [("gpu", "0", 1), ("cpu", "auto", 1), ("cpu", "0", 0), ("cpu", "200KiB", 0.5)])
+@pytest.mark.parametrize(
+    ("tier", "kept", "on_gpu"), [("gpu", "0", 1), ("cpu", "auto", 1), ("cpu", "0", 0), ("cpu", "200KiB", 0.5)]
+)
 def test_the_report_says_where_states_are_updated(
-    tier: str, kept: str, near: float, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tier: str, kept: str, on_gpu: float, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device with kernels and memory of its own, which `far` plays."""
     for name in ("infinity.build", "infinity.bench.step.measure"):
@@ -108,12 +110,12 @@ def test_the_report_says_where_states_are_updated(
     assert result.exit_code == 0, result.output
     facts = json.loads((tmp_path / "r.json").read_text())
     states = facts["bytes_per_step"]
-    share = states["optimizer_states_updated_near"] / states["optimizer_states_updated"]
-    assert share == near or 0 < share < 1 == 2 * near
-    by_cpu, by_device = near < 1, near > 0
-    assert (facts["adam"] is not None, facts["adam_near"] is not None) == (by_cpu, by_device)
-    assert ("adam" in facts["roofline"]["seconds"], "adam_near" in facts["roofline"]["seconds"]) == (by_cpu, by_device)
-    assert ("Adam on the GPU" in result.stdout) is bool(near)
+    share = states["optimizer_states_updated_on_gpu"] / states["optimizer_states_updated"]
+    assert share == on_gpu or 0 < share < 1 == 2 * on_gpu
+    by_cpu, by_device = on_gpu < 1, on_gpu > 0
+    assert (facts["adam"] is not None, facts["adam_on_gpu"] is not None) == (by_cpu, by_device)
+    assert ("adam" in facts["roofline"]["seconds"], "adam_on_gpu" in facts["roofline"]["seconds"]) == (by_cpu, by_device)
+    assert ("Adam on the GPU" in result.stdout) is bool(on_gpu)
 
 
 def test_depth_is_extrapolated_from_rounds_of_one_and_two_blocks() -> None:

@@ -32,7 +32,7 @@ TIERS: dict[str, dict[str, Any]] = {
     "cpu": {"parameters": "cpu", "optimizer": "cpu"},
     "parameters on the device": {"parameters": "gpu", "optimizer": "cpu"},
 }
-DEVICES = {"near": ComputeDevice, "far": FarDevice}
+DEVICES = {"unified": ComputeDevice, "far": FarDevice}
 MODELS: list[torch.nn.Module] = []
 """Those of the test that runs: an engine does not keep its model alive."""
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -40,7 +40,7 @@ each_device = pytest.mark.parametrize("device", DEVICES)
 
 @pytest.fixture(autouse=True)
 def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    device = DEVICES[request.node.callspec.params.get("device", "near") if hasattr(request.node, "callspec") else "near"]
+    device = DEVICES[request.node.callspec.params.get("device", "unified") if hasattr(request.node, "callspec") else "unified"]
     monkeypatch.setattr(sys.modules["infinity.build"], "ComputeDevice", device)
     yield
     MODELS.clear()
@@ -110,7 +110,7 @@ def test_no_number_changes_and_what_stays_does_not_move(tiers: str, device: str,
         found = train(with_cache)
         assert_equal(found["numbers"], without["numbers"])
         report = found["report"]
-        assert report.near == sum(unit.blocks[k].nbytes for unit in with_cache.units[:count] for k in unit.blocks) - there
+        assert report.gpu_resident == sum(unit.blocks[k].nbytes for unit in with_cache.units[:count] for k in unit.blocks) - there
         moved = report.read_per_parameter, report.written_per_parameter
         if tiers != "speculative":  # which moves more or less, as it comes
             assert moved == (report.planned_read_per_parameter, report.planned_written_per_parameter)
@@ -150,26 +150,26 @@ def test_cpu_and_device_update_different_units_at_once(tmp_path: Path, monkeypat
     monkeypatch.setattr(sys.modules["infinity.build"], "ComputeDevice", Device)
     engines.append(wrap(tmp_path, parameters="cpu", optimizer="cpu", gpu_cache="256KiB"))
     with engines[0] as engine:
-        near = kept(engine)
-        assert 0 < len(near) < len(engine.units)
+        gpu_resident = kept(engine)
+        assert 0 < len(gpu_resident) < len(engine.units)
         optimizer = infinity.AdamW(engine.model.parameters())
         engine.model(**text_batch(0)).loss.backward()
         optimizer.step()
         engine.drain()
-        assert len(ended) == len(near)
+        assert len(ended) == len(gpu_resident)
         assert waited[0] == {unit.name for unit in engine.units}
 
 
 @each_device
 def test_auto_takes_what_is_left_on_a_device_with_memory_of_its_own(device: str, tmp_path: Path) -> None:
     with wrap(tmp_path, gpu_cache="auto") as engine:
-        assert kept(engine) == ([] if device == "near" else list(range(len(engine.units))))
+        assert kept(engine) == ([] if device == "unified" else list(range(len(engine.units))))
         everything = nbytes(engine, [unit.index for unit in engine.units])
         largest = max(unit.nbytes for unit in engine.units)
     for memory in (6 * largest, 9 * largest, everything):
         with wrap(tmp_path, gpu_cache="auto", gpu_memory=memory) as engine:
             homes = nbytes(engine, kept(engine))
-            if device == "near":
+            if device == "unified":
                 assert homes == 0
             else:
                 assert homes <= memory - 2 * largest, "the others pass"

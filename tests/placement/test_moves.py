@@ -53,7 +53,7 @@ def placed(sizes: list[int], memory: int, tier: Any, master: Format = SPLIT, **o
     return Placement(config, Machine(unified_memory=False, has_kernels=True), tuple(specs))
 
 
-def near(placement: Placement) -> list[int]:
+def gpu_resident(placement: Placement) -> list[int]:
     return sorted({spec.unit for spec in placement.specs if spec.tier == "gpu"})
 
 
@@ -74,8 +74,8 @@ def chosen(rates: Rates, memory: int = MEMORY, **options: Any) -> list[int]:
     before = placed(SIZES, memory, **options)
     placement = before.with_gpu_cache(room_for_two(SIZES), 0, rates)
     assert placement.gpu_cache_bytes == sum(spec.nbytes for spec in placement.specs if spec.tier == "gpu")
-    assert near(before) == [], "nothing is changed"
-    return near(placement)
+    assert gpu_resident(before) == [], "nothing is changed"
+    return gpu_resident(placement)
 
 
 def slow(*what: str) -> Rates:
@@ -136,9 +136,9 @@ def test_rates_are_asked_for_where_there_is_a_choice_alone() -> None:
     for options in ({"gpu_cache": 0}, {"gpu_cache": WHOLE}, {"update": "delayed"}, {"algorithm": "other"}):
         placement = placed(SIZES, everything // 2, "cpu", **options)
         assert not placement.needs_rates(concurrent, 0)
-        assert near(placement.with_gpu_cache(concurrent, 0)) == list(range(options.get("gpu_cache") == WHOLE))
+        assert gpu_resident(placement.with_gpu_cache(concurrent, 0)) == list(range(options.get("gpu_cache") == WHOLE))
     placement = placed(SIZES, everything, "cpu")
-    assert near(placement.with_gpu_cache(concurrent, 0)) == list(range(len(SIZES)))
+    assert gpu_resident(placement.with_gpu_cache(concurrent, 0)) == list(range(len(SIZES)))
 
 
 def test_a_model_of_many_units_is_weighed_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_a_model_of_many_units_is_weighed_quickly(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Placement, "moved", lambda self, *values: asked.append(values) or inner(self, *values))
     placement = placement.with_gpu_cache(room_for_two(sizes), 0, slow("updates"))
     assert 32 <= len(asked) <= 34
-    assert len(near(placement)) >= 1000 - 2000 // 32
+    assert len(gpu_resident(placement)) >= 1000 - 2000 // 32
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_what_is_stated_is_what_moves(tiers: str, split: bool, options: dict[str
         assert up == pytest.approx(stated.upload, abs=slack)
         assert down == pytest.approx(stated.download, abs=slack)
         assert on_drives == pytest.approx(stated.nvme, abs=slack, rel=1e-9)
-        assert stated.updates == sum(u.layout.shard_numel for u in engine.units if not u.near)
+        assert stated.updates == sum(u.layout.shard_numel for u in engine.units if not u.gpu_resident)
 
 
 def test_the_longest_says_how_long_a_step_takes() -> None:
@@ -224,7 +224,7 @@ def test_this_machine_is_measured(
         said = [record.getMessage() for record in caplog.records if "measured were" in record.getMessage()]
         assert len(said) == 1 and "of the drives" in said[0] and " 0.0 " not in said[0]
         assert set(kernels) == {"scalar"}
-        assert 0 < engine.report().near < sum(b.nbytes for unit in engine.units for b in unit.blocks.values())
+        assert 0 < engine.report().gpu_resident < sum(b.nbytes for unit in engine.units for b in unit.blocks.values())
         assert sorted(path.name for path in tmp_path.iterdir()) == ["infinity-states.bin", "infinity.lock"]
 
 
@@ -280,7 +280,7 @@ def test_auto_works_where_nothing_stays(last: tuple[torch.dtype, ...], tmp_path:
             with infinity.engine(model) as found:
                 assert found._buffer is not None
                 buffers.append(len(found._buffer._free))
-                most = max(most, sum(unit.near for unit in found.units))
+                most = max(most, sum(unit.gpu_resident for unit in found.units))
         assert len(set(buffers)) <= 1
     assert most > 0
 

@@ -55,7 +55,7 @@ class StrictDevice(FarDevice):
         StrictDevice.passed += nbytes
         return self.compute_memory(nbytes)
 
-    def near(self, tensor: torch.Tensor) -> torch.Tensor:
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.has(tensor) else self.scratch(tensor.nbytes).view(tensor.dtype).copy_(tensor)
 
     @classmethod
@@ -127,7 +127,7 @@ def agree(directory: Path, rank: int) -> bool:
             layers = [torch.nn.Linear(64, 64) for _ in range(40)]
             model = infinity.wrap(torch.nn.Sequential(*layers), config, units=[torch.nn.Linear], group=dist.group.WORLD)
             with infinity.engine(model) as wrapped:
-                mine = [unit.near for unit in wrapped.units]
+                mine = [unit.gpu_resident for unit in wrapped.units]
             everywhere: list[Any] = [None] * RANKS
             dist.all_gather_object(everywhere, mine)
             assert all(each == mine for each in everywhere), everywhere

@@ -25,7 +25,7 @@ from infinity.device import ComputeDevice
 from infinity.observe import Report
 from infinity.rates import Formats, copies, formats_of, threads_of, updates
 
-_KERNELS = ("adam", "adam_near")  # of the CPU, and of the compute device
+_KERNELS = ("adam", "adam_on_gpu")  # of the CPU, and of the compute device
 ROUNDS = 3
 FORMULA = (
     "6 x parameters that multiply x tokens + 12 x layers x width x length x tokens / 2 (causal); "
@@ -52,10 +52,10 @@ def bounds(
 
 
 def parts_updated(report: Report) -> dict[str, float]:
-    """How many parameters the kernels of the CPU update in a step ("adam"), and those of the compute device ("adam_near");
+    """How many parameters the kernels of the CPU update in a step ("adam"), and those of the compute device ("adam_on_gpu");
     without those that update none. Counted by their states, which have one format."""
-    near = report.updated_near / max(report.updated, 1)
-    parts = {"adam": report.parameters * (1 - near), "adam_near": report.parameters * near}
+    on_gpu = report.updated_on_gpu / max(report.updated, 1)
+    parts = {"adam": report.parameters * (1 - on_gpu), "adam_on_gpu": report.parameters * on_gpu}
     return {where: parameters for where, parameters in parts.items() if parameters > 0}
 
 
@@ -89,8 +89,8 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
         formats = formats_of(config, trained.dtype)
         few = max(1 << 16, probe_bytes // 8)
         for where in parts_updated(trained.report):
-            near = device if where == "adam_near" else None
-            rates[where] = updates(formats, few, threads_of(config.tuning.threads), 2 * ROUNDS, near)
+            on_gpu = device if where == "adam_on_gpu" else None
+            rates[where] = updates(formats, few, threads_of(config.tuning.threads), 2 * ROUNDS, on_gpu)
         found = summary(work, trained, rates, (one, two), formats, on_cpu=device.shares_host)
         return {"device": device.name, **found, "peak_device_bytes": peak}
     finally:
@@ -163,7 +163,7 @@ def summary(
         "stall_seconds": {lane: spread(values) for lane, values in trained.waits.items()},
         "adam_busy_seconds": spread(trained.adam_seconds),
         "bytes_per_step": nbytes
-        | {"optimizer_states_updated": report.updated, "optimizer_states_updated_near": report.updated_near},
+        | {"optimizer_states_updated": report.updated, "optimizer_states_updated_on_gpu": report.updated_on_gpu},
         "planned_bytes_per_step": {
             "nvme_read": round(report.planned_read_per_parameter * report.parameters),
             "nvme_write": round(report.planned_written_per_parameter * report.parameters),
@@ -189,7 +189,7 @@ def summary(
             tier: {"peak_bytes": peak, "budget_bytes": limited.get(tier)} for tier, peak in report.peaks.items()
         },
         "states_kept_in_host_memory_bytes": report.cached,
-        "states_kept_on_the_device_bytes": report.near,
+        "gpu_resident_bytes": report.gpu_resident,
         "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "losses": trained.losses,
         "loss_falls": trained.losses[-1] < trained.losses[0],

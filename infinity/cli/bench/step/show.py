@@ -14,7 +14,7 @@ from infinity.cli.page import card, page, section
 from infinity.quantities import format_bytes
 
 _WORDS = {"host_to_device": "host to device", "device_to_host": "device to host", "nvme_read": "NVMe read",
-          "nvme_write": "NVMe written", "nvme": "NVMe", "adam": "Adam", "adam_near": "Adam on the GPU"}  # fmt: skip
+          "nvme_write": "NVMe written", "nvme": "NVMe", "adam": "Adam", "adam_on_gpu": "Adam on the GPU"}  # fmt: skip
 
 Row = tuple[str, ...]
 
@@ -51,8 +51,8 @@ def roofline_rows(result: dict[str, Any]) -> list[Row]:
     """(device, work per step, what it gives, seconds, of the step), the longest first."""
     links, nbytes, step = result["link_gb_per_second"], result["bytes_per_step"], result["step_seconds"]["median"]
     work = {"compute": (f"{result['flops']['hardware_per_step_count'] / 1e12:.3g} TFLOP", "blocks alone")}
-    near = nbytes["optimizer_states_updated_near"]
-    for where, states in (("adam", nbytes["optimizer_states_updated"] - near), ("adam_near", near)):
+    on_gpu = nbytes["optimizer_states_updated_on_gpu"]
+    for where, states in (("adam", nbytes["optimizer_states_updated"] - on_gpu), ("adam_on_gpu", on_gpu)):
         if result[where] is not None:
             work[where] = (f"{format_bytes(states)} of states", f"{result[where]['gb_per_second']['median']:.3g} GB/s")
     if "nvme_read" in links:
