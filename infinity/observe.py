@@ -158,7 +158,7 @@ class Report:
     waits: dict[str, float]
     """Seconds the main thread waited for NVMe, by unit name."""
     cached: int
-    """Bytes of the states whose tier is nvme that are kept in host memory, and so never move."""
+    """Bytes of the states whose tier is nvme that are cached in host memory, and so never move."""
     on_nvme: int
     """Bytes of all those states, each counted once."""
     peaks: dict[str, int]

@@ -70,7 +70,7 @@ class History:
 
 
 def cached_text(cached: dict[str, int]) -> str:
-    """How much of what is on NVMe is kept in host memory: {"bytes": 1 << 20, "of": 1 << 30} -> "1 MiB of 1 GiB"."""
+    """How much of what is on NVMe is cached in host memory: {"bytes": 1 << 20, "of": 1 << 30} -> "1 MiB of 1 GiB"."""
     return f"{format_bytes(cached['bytes'])} of {format_bytes(cached['of'])}"
 
 

@@ -83,7 +83,7 @@ class Job:
         self.update: UnitUpdate | None = None
         """None while AWAITED."""
         starts = unit.update_chunks()
-        staged = bisect_left(starts, unit.in_memory_until)
+        staged = bisect_left(starts, unit.staged_from)
         self.in_place_until = unit.rewritten_in_place_until
         """The element from which on an update may be rolled back."""
         beside = bisect_left(starts, self.in_place_until, lo=staged)

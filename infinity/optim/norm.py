@@ -63,7 +63,7 @@ class GradientNorm:
         gradient = unit.blocks[Kind.GRAD]
         if not self.asked or self._store.unified_memory:
             return None
-        if self._store.staging.in_memory_until(gradient, on_device=True) < gradient.elements:
+        if self._store.staging.staged_from(gradient, on_device=True) < gradient.elements:
             return None
         try:
             return squared_gradient_norm(unit, self._store, self._kernels, unit.gradients.present())

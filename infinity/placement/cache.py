@@ -5,14 +5,14 @@ Every step uses every block in the same order: a cyclic scan, for which no polic
 cache, and what is evicted has to be written besides. A part that never leaves reaches that bound, moves nothing, needs no
 second place on the drive, and is the same in every run, so that the planner can state the bytes that move.
 
-[Note: what is kept first]
+[Note: what is cached first]
 What saves most NVMe traffic per byte of memory (`infinity.placement.traffic`): 2 or 3 bytes in a step. Among equals the
 unit that comes first in the module: the next forward waits for its update first.
 
 But an update may begin before its step only where nothing is rewritten in place (see
 `infinity.optim.pipeline`). Where updates are speculative, a unit's parameters and states are
-therefore kept element by element together. Parameters alone would leave up to 8 % less to move with
-bf16, where 2 bytes of 12 are kept of all (fp32: 14 %, 4 of 12), and let no update be speculative at
+therefore cached element by element together. Parameters alone would leave up to 8 % less to move with
+bf16, where 2 bytes of 12 are cached of all (fp32: 14 %, 4 of 12), and let no update be speculative at
 all.
 """
 
@@ -26,9 +26,9 @@ from infinity.placement.traffic import traffic
 
 
 class Candidate(NamedTuple):
-    """Something of which any first part of n times `granule` elements may be kept, or all `elements`.
+    """Something of which any first part of n times `granule` elements may be cached, or all `elements`.
 
-    `piece` is the bytes of `granule` elements, `nbytes` those of all, `worth` the bytes of NVMe traffic per step that a kept
+    `piece` is the bytes of `granule` elements, `nbytes` those of all, `worth` the bytes of NVMe traffic per step that a cached
     byte saves.
     """
 
@@ -40,19 +40,19 @@ class Candidate(NamedTuple):
 
 
 def distribute(budget: int, candidates: Sequence[Candidate]) -> list[int]:
-    """How many elements of each candidate to keep in `budget` bytes: the worthiest first, the first of equals first.
+    """How many elements of each candidate to cache in `budget` bytes: the worthiest first, the first of equals first.
 
-    Only one of them is kept in part, and less than one of its pieces of the budget is left over.
+    Only one of them is cached in part, and less than one of its pieces of the budget is left over.
     """
-    kept = [0] * len(candidates)
+    cached = [0] * len(candidates)
     for index in sorted(range(len(candidates)), key=lambda index: -candidates[index].worth):
         candidate = candidates[index]
         if candidate.nbytes > budget:
-            kept[index] = budget // candidate.piece * candidate.granule
+            cached[index] = budget // candidate.piece * candidate.granule
             break
-        kept[index] = candidate.elements
+        cached[index] = candidate.elements
         budget -= candidate.nbytes
-    return kept
+    return cached
 
 
 def fill(budget: int, sizes: Sequence[int]) -> list[int]:
@@ -69,21 +69,21 @@ def fill(budget: int, sizes: Sequence[int]) -> list[int]:
 def choose(
     blocks: Sequence[BlockSpec], budget: int, granule: int, speculative: bool, resident: float, never: Collection[Kind] = ()
 ) -> dict[BlockSpec, int]:
-    """How many elements, from the first on, to keep of each of `blocks` that is on NVMe, in `budget` bytes of host memory.
+    """How many elements, from the first on, to cache of each of `blocks` that is on NVMe, in `budget` bytes of host memory.
 
     It is all of them or a multiple of `granule`. With `speculative`, updates may begin before their
     step. The compute device has room for `resident` of all parameters. What is in `never` is not
-    kept.
+    cached.
     """
     units = units_of(blocks)
     groups = [group for unit in units.values() for group in _groups(unit, speculative, never)]
     candidates = [_candidate(group, units[group[0].unit], granule, resident) for group in groups]
     shares = zip(groups, distribute(budget, candidates), strict=True)
-    return {block: min(kept, block.elements) for group, kept in shares for block in group}
+    return {block: min(cached, block.elements) for group, cached in shares for block in group}
 
 
 def _groups(unit: Mapping[Kind, BlockSpec], speculative: bool, never: Collection[Kind]) -> list[list[BlockSpec]]:
-    """The blocks of one unit that may be kept, in groups that are kept element by element together."""
+    """The blocks of one unit that may be cached, in groups that are cached element by element together."""
     on_nvme = {kind: block for kind, block in unit.items() if block.tier == "nvme" and kind not in never}
     parameter, gradient = ([on_nvme[kind]] if kind in on_nvme else [] for kind in (Kind.PARAM, Kind.GRAD))
     states = [block for kind, block in on_nvme.items() if kind not in (Kind.PARAM, Kind.GRAD)]

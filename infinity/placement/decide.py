@@ -1,9 +1,10 @@
 """Where every block is at home, and how the budgets are divided: decided once, before anything is allocated.
 
-Three things are decided beside what the configuration says. Units all of whose states stay on the compute device
-(`with_gpu_cache`); what of the blocks on NVMe stays in host memory (`infinity.placement.cache`); and which units in host memory
-have second homes, so that their updates may begin before their step. All of it follows from sizes, the configuration, and rates
-that ranks agree on.
+Three things are decided beside what the configuration says. Units all of whose states stay on the
+compute device (`with_gpu_cache`); what of the blocks on NVMe is cached in host memory
+(`infinity.placement.cache`); and which units in host memory have second homes, so that their
+updates may begin before their step. All of it follows from sizes, the configuration, and rates that
+ranks agree on.
 """
 
 from __future__ import annotations
@@ -226,25 +227,26 @@ class Placement:
         free = budget.cpu_memory - homes - plan.slots * plan.chunk_elements * WIDEST_ELEMENT - plan.cache - saved
         doubled = self._doubled(free + (saved // 2 if budget.tuning.activation_memory == "auto" else 0))
         more = _home_bytes(doubled)
-        kept = self._choose(plan.cache, resident=min(1.0, (device - home - reserve) / max(useful - reserve, 1)))
-        blocks = self._place(set(doubled), kept)
-        cache = sum(block.kept_bytes for block in blocks if block.spec.tier == "nvme")
+        cached = self._choose(plan.cache, resident=min(1.0, (device - home - reserve) / max(useful - reserve, 1)))
+        blocks = self._place(set(doubled), cached)
+        cache = sum(block.cached_bytes for block in blocks if block.spec.tier == "nvme")
         rooms = Rooms(device, homes + more, cache, saved - round_up(max(more - free, 0), PAGE), plan)
         cuts: dict[int, set[int]] = {}
-        for spec, elements in kept.items():
+        for spec, elements in cached.items():
             cuts.setdefault(spec.unit, set()).add(elements)
         return Layout(self, blocks, rooms, cuts, reserve, max(reserve, most_reserve))
 
-    def _place(self, doubled: Collection[BlockSpec], kept: Mapping[BlockSpec, int]) -> tuple[Placed, ...]:
+    def _place(self, doubled: Collection[BlockSpec], cached: Mapping[BlockSpec, int]) -> tuple[Placed, ...]:
         return tuple(
-            Placed(spec, copies=2 if spec in doubled else self._copies(spec), kept=kept.get(spec, 0)) for spec in self.specs
+            Placed(spec, copies=2 if spec in doubled else self._copies(spec), cached_elements=cached.get(spec, 0))
+            for spec in self.specs
         )
 
     def _divide_host(self, available: int, home: int) -> tuple[HostPlan, int]:
         """The plan for `available` bytes beside the `home` bytes of states, and the bytes for saved activations; raises
         `BudgetError` when there is none."""
-        on_nvme = [spec for spec in self.specs if self._may_keep(spec)]
-        others = {spec.kind for spec in self.specs if not self._may_keep(spec) and not self._is_addressed(spec)}
+        on_nvme = [spec for spec in self.specs if self._may_be_cached(spec)]
+        others = {spec.kind for spec in self.specs if not self._may_be_cached(spec) and not self._is_addressed(spec)}
         spare = not self.machine.unified_memory  # for what has to be added to gradients
         kinds = others | {spec.kind for spec in on_nvme}
         longest = max((spec.elements for spec in self.specs), default=0)
@@ -274,7 +276,7 @@ class Placement:
         where = self.config.activations
         return where == "nvme" or (where == "cpu" and not self.machine.unified_memory)
 
-    def _may_keep(self, spec: BlockSpec) -> bool:
+    def _may_be_cached(self, spec: BlockSpec) -> bool:
         """Whether a part of a block may stay in host memory although it is at home on NVMe."""
         return spec.tier == "nvme" and spec.kind not in self._twice
 

@@ -50,7 +50,7 @@ def bytes_on_tiers(trainable: int, config: Config, ranks: int = 1, frozen: int =
     """
     parameter, gradient, optimizer = bytes_per_parameter(config)
     whole = StateBytes(trainable * parameter, trainable * gradient, trainable * optimizer)
-    states, kept = whole.on_rank(ranks, config.stage), StateBytes(frozen * parameter, 0, 0).on_rank(ranks, config.stage)
+    states, frozen_states = whole.on_rank(ranks, config.stage), StateBytes(frozen * parameter, 0, 0).on_rank(ranks, config.stage)
     tiers = dict.fromkeys(("gpu", "cpu", "nvme"), 0.0)
     places = {"parameters": config.parameters, "gradients": config.gradients, "optimizer": config.optimizer}
     may_stay = sum(getattr(states, name) for name, tier in places.items() if tier != "gpu")
@@ -60,5 +60,5 @@ def bytes_on_tiers(trainable: int, config: Config, ranks: int = 1, frozen: int =
         doubled = tier == "nvme" and config.tuning.copy_on_write and name != "gradients"
         late = tier == "cpu" and config.tuning.update == "delayed" and name == "parameters"
         leaves = 1.0 if tier == "gpu" else 1.0 - stays
-        tiers[tier] += leaves * getattr(states, name) * (2 if doubled or late else 1) + getattr(kept, name)
+        tiers[tier] += leaves * getattr(states, name) * (2 if doubled or late else 1) + getattr(frozen_states, name)
     return tiers

@@ -90,23 +90,23 @@ class BlockSpec:
 class Placed:
     """Where a block is at home: on the tier of `spec`.
 
-    It has `copies` homes in memory, or extents on NVMe: two where an update writes beside the old content. The first `kept`
-    elements of a block on NVMe are at home in host memory instead.
+    It has `copies` homes in memory, or extents on NVMe: two where an update writes beside the old content. The first
+    `cached_elements` elements of a block on NVMe are at home in host memory instead.
     """
 
     spec: BlockSpec
     copies: int = 1
-    kept: int = 0
+    cached_elements: int = 0
 
     @property
-    def kept_bytes(self) -> int:
+    def cached_bytes(self) -> int:
         """Bytes of a block on NVMe that are at home in host memory."""
-        return self.spec.format.bytes_of(self.kept)
+        return self.spec.format.bytes_of(self.cached_elements)
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that cross to NVMe when the block is read or written whole; 0 for a block of another tier."""
-        return self.spec.nbytes - self.kept_bytes if self.spec.tier == "nvme" else 0
+        return self.spec.nbytes - self.cached_bytes if self.spec.tier == "nvme" else 0
 
 
 def units_of(specs: Iterable[BlockSpec]) -> dict[int, dict[Kind, BlockSpec]]:

@@ -23,9 +23,9 @@ class Moves(NamedTuple):
         return tuple(amount / max(rate, 1.0) for amount, rate in zip(self, rates, strict=True))
 
 
-def moves(blocks: Iterable[BlockSpec], resident: float, kept: Mapping[BlockSpec, int]) -> Moves:
+def moves(blocks: Iterable[BlockSpec], resident: float, cached: Mapping[BlockSpec, int]) -> Moves:
     """What a step moves of `blocks`, all of a rank's. The compute device has room for `resident` of all parameters that come and
-    go, and of a block on NVMe `kept` elements are in host memory.
+    go, and of a block on NVMe `cached` elements are in host memory.
 
     Where all of a unit is at home on the compute device nothing moves. Else a parameter is brought to each use that finds it
     gone, which is one of two where the update puts it there for the first; a gradient leaves; and the CPU updates.
@@ -47,7 +47,7 @@ def moves(blocks: Iterable[BlockSpec], resident: float, kept: Mapping[BlockSpec,
             elif block.tier == "gpu":
                 upload, download = upload + block.nbytes, download + block.nbytes
             if block.tier == "nvme":
-                nvme += traffic(kind, unit, resident) * (block.nbytes - block.format.bytes_of(kept.get(block, 0)))
+                nvme += traffic(kind, unit, resident) * (block.nbytes - block.format.bytes_of(cached.get(block, 0)))
         updates += trains * unit[Kind.PARAM].elements
     return Moves(upload, download, nvme, updates)
 

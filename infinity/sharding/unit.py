@@ -204,13 +204,13 @@ class Unit:
 
     @property
     def copy_on_write(self) -> bool:
-        """Whether all that an update rewrites has a second place, but what is kept in a cache, so that it may be rolled back."""
+        """Whether all that an update rewrites has a second place, but what is cached, so that it may be rolled back."""
         return all(block.home.has_second_place for kind, block in self.blocks.items() if kind is not Kind.GRAD)
 
     @property
-    def in_memory_until(self) -> int:
+    def staged_from(self) -> int:
         """The first element of this rank's shard of which something has to be copied for an update: what is before is not."""
-        return min(self.store.staging.in_memory_until(block, self.gpu_resident) for block in self.blocks.values())
+        return min(self.store.staging.staged_from(block, self.gpu_resident) for block in self.blocks.values())
 
     @property
     def gpu_resident(self) -> bool:
@@ -222,7 +222,7 @@ class Unit:
         """The first element from which on all that an update rewrites has a second place; `shard_numel` when there is none."""
         if not self.copy_on_write:
             return self.layout.shard_numel
-        return max(block.kept for kind, block in self.blocks.items() if kind is not Kind.GRAD)
+        return max(block.cached_elements for kind, block in self.blocks.items() if kind is not Kind.GRAD)
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The qualified name of one of this unit's parameters."""

@@ -204,9 +204,9 @@ class Block:
         return self.spec.permanent
 
     @property
-    def kept(self) -> int:
-        """How many elements of a block on NVMe, from the first one on, are at home in host memory."""
-        return self.placed.kept
+    def cached_elements(self) -> int:
+        """How many elements of a block on NVMe, from the first one on, are cached in host memory."""
+        return self.placed.cached_elements
 
     @property
     def moved_bytes(self) -> int:

@@ -50,12 +50,12 @@ class Chunks:
     def runs(self, block: Placed, without: Collection[int]) -> list[tuple[int, int]]:
         """Runs of elements [begin, end) of `block` but the chunks that begin at `without`.
 
-        A run lies on one side of the border between host memory and NVMe (`Placed.kept`).
+        A run lies on one side of the border between host memory and NVMe (`Placed.cached_elements`).
         """
         runs: list[tuple[int, int]] = []
         for begin in self.starts(block):
             if begin not in without:
-                joins = runs and runs[-1][1] == begin != block.kept
+                joins = runs and runs[-1][1] == begin != block.cached_elements
                 first = runs.pop()[0] if joins else begin
                 runs.append((first, self.end(block, begin)))
         return runs

@@ -18,7 +18,7 @@ class Home:
 
     A block in memory has `buffers`, a block on NVMe has `extents`. Where an update writes beside
     the old content there are two of them: `version` is the current one, `target` the one that the
-    next update writes. The kept part of a block on NVMe lies in `cached` (uint8) and is rewritten
+    next update writes. The cached part of a block on NVMe lies in `cached` (uint8) and is rewritten
     in place.
 
     `written` is False until the first update ends: such a block reads as zeros, without I/O.
@@ -52,16 +52,16 @@ class Home:
         """The memory (uint8, from element 0 on) that is the home of element `begin`, if any."""
         if self.buffers:
             return self.memory
-        return self.cached if begin < self.placed.kept else None
+        return self.cached if begin < self.placed.cached_elements else None
 
     @property
     def extent(self) -> Extent:
-        """The place on NVMe of the current content, but for what is kept in memory."""
+        """The place on NVMe of the current content, but for what is cached in memory."""
         return self.extents[self.version]
 
     @property
     def has_second_place(self) -> bool:
-        """Whether an update writes beside the old content what is not kept in memory."""
+        """Whether an update writes beside the old content what is not cached in memory."""
         return max(len(self.extents), len(self.buffers)) == 2
 
     @property

@@ -92,7 +92,7 @@ class Loader:
         direct = bool(self._drives.direct)
         if not self._device.shares_host and not (direct and block.written):
             return functools.partial(self._fill_through_staging, block, part, begin, end)
-        at -= block.placed.kept_bytes
+        at -= block.placed.cached_bytes
         if direct:
             return functools.partial(self._fill_directly, block, at, part, used)
         where = (at, nbytes, part.data_ptr(), block.name, self._meter)

@@ -2,7 +2,7 @@
 
 The optimizer needs every block of a unit in pieces, on the host, and writes them back. A chunk of
 a block at home in host memory is handed out in place, and so is one of the part of a block on
-NVMe that is kept there (`infinity.placement.cache`). The rest passes through staging slots. Chunks
+NVMe that is cached there (`infinity.placement.cache`). The rest passes through staging slots. Chunks
 do not cross the border between the two.
 
 [Note: nobody starves]
@@ -88,11 +88,11 @@ class Staging:
             return 0, block.nbytes
         return self._chunks.bytes_of(block.placed, request.begin)
 
-    def in_memory_until(self, block: Block, on_device: bool = False) -> int:
+    def staged_from(self, block: Block, on_device: bool = False) -> int:
         """The first element of which a chunk is a copy in a slot. Chunks before it are a part of
         the home itself."""
         if block.tier == "nvme":
-            return block.kept
+            return block.cached_elements
         if block.tier == "gpu" and not self._device.shares_host:
             return block.elements if on_device and self.is_gpu_resident(block) else 0
         return block.elements
@@ -104,7 +104,7 @@ class Staging:
 
     def is_needed(self, block: Block) -> bool:
         """Whether a chunk of `block` may be a copy in a slot."""
-        return self.in_memory_until(block) < block.elements
+        return self.staged_from(block) < block.elements
 
     # Check-outs
 
@@ -179,7 +179,7 @@ class Staging:
         them, or None."""
         self._latch.check_usable()
         begin, on_device = request.begin, request.on_device
-        staged = [begin >= self.in_memory_until(block, on_device) for block in request.blocks]
+        staged = [begin >= self.staged_from(block, on_device) for block in request.blocks]
         staged += [True] * (request.spare > 0)
         arena = self._arena
         with self._changed:
@@ -216,7 +216,7 @@ class Staging:
                 arrive = self._device.begin_download(tensor, there)
             write = functools.partial(self._write_home, there, tensor, block.copy.used)
         else:
-            place, meter = at - block.placed.kept_bytes, request.meter or self._meter
+            place, meter = at - block.placed.cached_bytes, request.meter or self._meter
             where = (place, nbytes, slot.address, block.name, meter)
             if load and request.updates and self._copy_back(block, request.begin, tensor):
                 arrive = None

@@ -182,9 +182,9 @@ class Store:
                 block.copy.be_home(block.home.buffer)
         start, cache = 0, self.reserve("cpu", cache_bytes).tensor.zero_() if cache_bytes else None
         for block in self._blocks:
-            if block.kept and cache is not None:
-                block.home.cached = cache[start : start + block.placed.kept_bytes]
-                start += block.placed.kept_bytes
+            if block.cached_elements and cache is not None:
+                block.home.cached = cache[start : start + block.placed.cached_bytes]
+                start += block.placed.cached_bytes
 
     def reserve(self, tier: Tier, nbytes: int) -> Lease:
         """A lease for as long as the store lives, for a home or a buffer; part of what `open` was told."""
@@ -207,9 +207,9 @@ class Store:
             self._device.settle()
 
     def cached(self) -> tuple[int, int]:
-        """Bytes of the blocks on NVMe that are kept in host memory, and bytes of all of those blocks."""
+        """Bytes of the blocks on NVMe that are cached in host memory, and bytes of all of those blocks."""
         on_nvme = [b for b in self._blocks if b.tier == "nvme"]
-        return sum(b.placed.kept_bytes for b in on_nvme), sum(b.nbytes for b in on_nvme)
+        return sum(b.placed.cached_bytes for b in on_nvme), sum(b.nbytes for b in on_nvme)
 
     def used(self) -> dict[str, int]:
         """Bytes in use now, per tier."""

@@ -111,7 +111,7 @@ def check_bits(shapes: list[tuple[int, ...]], dtype: torch.dtype, config: dict[s
     with infinity.engine(model) as engine:
         for unit in engine.units:
             for block in unit.blocks.values():
-                assert block.nbytes % PAGE == 0 and block.placed.kept_bytes % PAGE == 0 and block.spec.span % PAGE == 0
+                assert block.nbytes % PAGE == 0 and block.placed.cached_bytes % PAGE == 0 and block.spec.span % PAGE == 0
         for _ in range(2):
             assert all(map(torch.equal, model(), expected))
         with infinity.gathered(model):

@@ -225,8 +225,8 @@ def test_parameters_are_kept_first_unless_that_would_let_no_update_be_speculativ
         assert report.cached > 90 * CHUNK_ELEMENTS * 2
         for unit in engine.units:
             parameter, *states = (block for kind, block in unit.blocks.items() if kind is not Kind.GRAD)
-            assert len({block.kept for block in states}) == 1
-            assert parameter.kept == (parameter.elements if update == "exact" else states[0].kept)
+            assert len({block.cached_elements for block in states}) == 1
+            assert parameter.cached_elements == (parameter.elements if update == "exact" else states[0].cached_elements)
     assert moved["exact"] < moved["speculative"]
 
 
@@ -295,7 +295,7 @@ def test_any_budget_and_placement(cpu_memory: int, cache: Any, gpu_memory: int, 
 def partly(wrap: Wrap, **options: Any) -> infinity.Engine:
     """An engine of which half of every kind of state is kept, and at least one unit in part."""
     engine = wrap(int(0.42 * on_nvme(wrap(0, **options))), **options)
-    shares = {b.kept / b.elements for unit in engine.units for b in unit.blocks.values() if b.tier == "nvme"}
+    shares = {b.cached_elements / b.elements for unit in engine.units for b in unit.blocks.values() if b.tier == "nvme"}
     assert {0.0, 1.0} < shares
     return engine
 
@@ -335,8 +335,8 @@ def test_what_was_forgotten_is_zero_in_memory_and_on_the_drive_without_io(wrap: 
     for number in range(2):
         step(engine, optimizer, number)
     engine.drain()
-    unit = next(u for u in engine.units if 0 < u.blocks[Kind.EXP_AVG].kept < u.layout.shard_numel)
-    block, border = unit.blocks[Kind.EXP_AVG], unit.blocks[Kind.EXP_AVG].kept
+    unit = next(u for u in engine.units if 0 < u.blocks[Kind.EXP_AVG].cached_elements < u.layout.shard_numel)
+    block, border = unit.blocks[Kind.EXP_AVG], unit.blocks[Kind.EXP_AVG].cached_elements
     values = unit.read(Kind.EXP_AVG)
     assert border % CHUNK_ELEMENTS == 0 and values[:border].any() and values[border:].any()
     before = engine.io.counters()["bytes_read"]
@@ -447,7 +447,7 @@ def test_a_drive_that_fails_in_the_rest_of_a_kept_block_ends_the_engine(where: s
 
 def test_a_fetch_that_fails_in_the_rest_of_a_kept_parameter_is_an_error_and_the_next_one_works(wrap: Wrap) -> None:
     engine = partly(wrap, precision="bf16", update="speculative")
-    unit = next(u for u in engine.units if 0 < u.blocks[Kind.PARAM].kept < u.layout.shard_numel)
+    unit = next(u for u in engine.units if 0 < u.blocks[Kind.PARAM].cached_elements < u.layout.shard_numel)
     with infinity.gathered(unit.parameters):
         expected = unit.wait().clone()
     unit.store.resident.begin_update(unit.blocks[Kind.PARAM])  # drops the copy
@@ -549,7 +549,7 @@ def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_pat
     block = store.add(BlockSpec(0, Kind.PARAM, elements, BF16, "nvme", 2 * elements, 0, "param"))
     store.open(store.placement.layout(block.spec.span))
     try:
-        assert block.kept == min(kept * CHUNK_ELEMENTS, elements)
+        assert block.cached_elements == min(kept * CHUNK_ELEMENTS, elements)
         values = torch.arange(elements, dtype=torch.int16).view(torch.uint8)
         store.resident.begin_update(block)
         for begin in store.staging.chunks(block):
@@ -563,7 +563,7 @@ def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_pat
         store.resident.start(block)
         assert torch.equal(store.resident.wait(block), values)
         store.resident.release(block)
-        assert store.meter.read == block.moved_bytes == 2 * (elements - block.kept)
+        assert store.meter.read == block.moved_bytes == 2 * (elements - block.cached_elements)
         if kept == 0:
             assert read[0] == block.moved_bytes, "the next chunks are read while the first is copied"
         assert store._arenas["staging"].used == 0

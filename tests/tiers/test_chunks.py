@@ -15,8 +15,8 @@ GRANULE = INT8.elements
 WIDE = Format("fp64", 1, 8)
 
 
-def made(elements: int, form: Format = FP32, kept: int = 0) -> Placed:
-    return Placed(BlockSpec(0, Kind.PARAM, elements, form, "nvme", form.bytes_of(elements), 0, "a block"), kept=kept)
+def made(elements: int, form: Format = FP32, cached: int = 0) -> Placed:
+    return Placed(BlockSpec(0, Kind.PARAM, elements, form, "nvme", form.bytes_of(elements), 0, "a block"), cached_elements=cached)
 
 
 @given(st.integers(1, 40), st.integers(1, 8), st.sets(st.integers(1, 39)), st.sampled_from([BF16, FP32, INT8, WIDE]))
@@ -37,7 +37,7 @@ def test_an_example() -> None:
 
 
 def test_runs_join_what_lies_together_and_end_at_the_border() -> None:
-    chunks, block = Chunks(100, {0: [250]}), made(600, kept=250)
+    chunks, block = Chunks(100, {0: [250]}), made(600, cached=250)
     assert chunks.runs(block, without=()) == [(0, 250), (250, 600)]
     assert chunks.runs(block, without={100, 300}) == [(0, 100), (200, 250), (250, 300), (400, 600)]
     assert chunks.runs(block, without=chunks.starts(block)) == []

@@ -158,7 +158,7 @@ def test_numbers_and_bytes_are_those_of_the_way_through_host_memory(fake: Fake, 
 @pytest.mark.parametrize("cache", [0, 3 << 20])
 def test_a_fetch_moves_exactly_its_bytes_and_uses_no_staging(store: Any, fake: Fake, cache: int) -> None:
     one, device, blocks = store(cache=cache, cpu_memory="16MiB")
-    kept = sum(block.kept for block in blocks)
+    kept = sum(block.cached_elements for block in blocks)
     assert bool(kept) == bool(cache)
     uploads: list[torch.Tensor] = []
     device.on_upload = lambda target, after: uploads.append(target)

@@ -188,7 +188,7 @@ def summary(
         "tiers": {
             tier: {"peak_bytes": peak, "budget_bytes": limited.get(tier)} for tier, peak in report.peaks.items()
         },
-        "states_kept_in_host_memory_bytes": report.cached,
+        "cached_bytes": report.cached,
         "gpu_resident_bytes": report.gpu_resident,
         "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "losses": trained.losses,
