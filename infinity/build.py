@@ -152,16 +152,16 @@ class Build:
         self.undo.callback(self.store.close)
         for unit in self.units:
             unit.declare(self.store, config)
-        through_buffer = self.brings_aside or config.gradients == "nvme"
+        through_buffer = self.exchanges_gradients or config.gradients == "nvme"
         through_buffer &= not self.units[0].reduces_late  # the gradients' home is the whole buffer
         sizes = [unit.gradient_nbytes for unit in self.units if unit.trainable]
         self._buffer_bytes = max(sizes, default=0) if through_buffer else 0
-        self._reserve = (1 + self.brings_aside) * self._buffer_bytes
+        self._reserve = (1 + self.exchanges_gradients) * self._buffer_bytes
 
     @property
-    def brings_aside(self) -> bool:
+    def exchanges_gradients(self) -> bool:
         """Whether gradients go home beside the model, on the thread of an exchange."""
-        return self.ranks.number > 1 or not self.device.shares_host
+        return self.ranks.number > 1 or not self.device.unified_memory
 
     def measure(self) -> Sequence[float]:
         """`Rates` of this machine, in the format that most parameters have, where placement depends on that; else nothing.
@@ -197,7 +197,7 @@ class Build:
             log.info(describe_choice(place, rates))
         concurrent = _concurrent_bytes(self._model, self.users, place)
         # A second buffer is collected into while the first one is reduced; a budget that has no room for it works without.
-        self._buffers = 2 if self.brings_aside and place.fits(concurrent, 2 * self._buffer_bytes) else 1
+        self._buffers = 2 if self.exchanges_gradients and place.fits(concurrent, 2 * self._buffer_bytes) else 1
         self._layout = place.layout(concurrent, self._buffers * self._buffer_bytes, self._reserve)
 
     # What has to be undone
@@ -212,7 +212,7 @@ class Build:
 
     def meet(self) -> None:
         """Make groups of our own with the other ranks, and let the units know all that moves their gradients."""
-        if self.brings_aside or self.ranks.groups():
+        if self.exchanges_gradients or self.ranks.groups():
             timeout = self._config.tuning.collective_timeout
             self.exchange = Exchange(self.ranks, self.device, self.store, self._recorder, timeout)
             self.undo.callback(self.exchange.close)

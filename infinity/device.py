@@ -200,7 +200,7 @@ class Copy:
 
 
 class ComputeDevice:
-    """Where the model runs. With `shares_host`, its memory is host memory: NVMe reads land in it without a further copy.
+    """Where the model runs. With `unified_memory`, its memory is host memory: NVMe reads land in it without a further copy.
 
     Copies run on a stream of their own for each direction. What they must not overtake is told them as a `Mark`; they wait for
     nothing else, least of all for what the model has queued since. Who asks for one sleeps until it has ended.
@@ -211,10 +211,10 @@ class ComputeDevice:
             raise ConfigError("device='cuda', but torch sees no CUDA device; use device='cpu' or 'auto'")
         use_cuda = kind != "cpu" and torch.cuda.is_available()
         self.torch = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
-        self.shares_host = not use_cuda
+        self.unified_memory = not use_cuda
         self._host: list[HostMemory] = []
         streams: list[Any] = [torch.cuda.Stream(self.torch) if use_cuda else None for _ in range(4)]
-        self._up, self._down, self._aside, self._updates = streams
+        self._up, self._down, self._side, self._updates = streams
         self.has_kernels = use_cuda and (cuda := native.cuda()) is not None and not cuda.unavailable_reason()
         """Whether the kernels of `native/cuda` can work on its memory."""
         self._marks = itertools.count()
@@ -241,13 +241,13 @@ class ComputeDevice:
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of host memory, pinned when the device is not the CPU; freed by `close`."""
-        memory = HostMemory(nbytes, pin=not self.shares_host)
+        memory = HostMemory(nbytes, pin=not self.unified_memory)
         self._host.append(memory)
         return memory.tensor
 
     def compute_memory(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of `nbytes` on the compute device; on a GPU it begins at a page, for drives that write to it."""
-        if self.shares_host:
+        if self.unified_memory:
             return self.host_memory(nbytes)
         whole = torch.empty(nbytes + GPU_PAGE, dtype=torch.uint8, device=self.torch)
         return whole[-whole.data_ptr() % GPU_PAGE :][:nbytes]
@@ -269,12 +269,12 @@ class ComputeDevice:
     def random_state(self) -> list[torch.Tensor]:
         """The states of torch's default generators: of the CPU, and of this device."""
         states = [torch.get_rng_state()]
-        return states if self.shares_host else [*states, torch.cuda.get_rng_state(self.torch)]
+        return states if self.unified_memory else [*states, torch.cuda.get_rng_state(self.torch)]
 
     def set_random_state(self, states: list[torch.Tensor]) -> None:
         """Go on drawing from what `random_state` gave."""
         torch.set_rng_state(states[0])
-        if not self.shares_host:
+        if not self.unified_memory:
             torch.cuda.set_rng_state(states[1], self.torch)
 
     def fork_random_state(self, count: int) -> list[list[torch.Tensor]]:
@@ -286,7 +286,7 @@ class ComputeDevice:
                 digest.update(state.numpy().tobytes())
             seed = int.from_bytes(digest.digest(), "little")
             torch.default_generator.manual_seed(seed)
-            if not self.shares_host:
+            if not self.unified_memory:
                 with torch.cuda.device(self.torch):
                     torch.cuda.manual_seed(seed)
             states.append(self.random_state())
@@ -295,14 +295,14 @@ class ComputeDevice:
 
     def follow(self) -> Callable[[], None]:
         """What makes another thread queue its work on the stream that is the caller's now."""
-        if self.shares_host:
+        if self.unified_memory:
             return lambda: None
         stream = torch.cuda.current_stream(self.torch)
         return lambda: torch.cuda.set_stream(stream)
 
     def mark(self) -> Mark | None:
         """The end of what is queued on the caller's stream now; None where nothing is ever queued."""
-        if self.shares_host:
+        if self.unified_memory:
             return None
         event = torch.cuda.Event(blocking=True)  # `reach` sleeps
         return Mark(next(self._marks), torch.cuda.current_stream(self.torch).record_event(event))
@@ -313,12 +313,12 @@ class ComputeDevice:
             mark.event.synchronize()
 
     @contextmanager
-    def aside(self, after: Mark | None) -> Iterator[None]:
+    def side_stream(self, after: Mark | None) -> Iterator[None]:
         """Queue what is inside on a stream of its own, after the mark `after`; return when all of it has ended."""
-        if self.shares_host:
+        if self.unified_memory:
             yield
             return
-        with self._queued_on(self._aside, after) as end:
+        with self._queued_on(self._side, after) as end:
             yield
         Copy(end).wait()
 
@@ -352,12 +352,12 @@ class ComputeDevice:
 
         So the caller may use `memory`, or let go of it: it is freed in the order of the caller's stream.
         """
-        if not self.shares_host and copy._event is not None:
+        if not self.unified_memory and copy._event is not None:
             copy._event.wait(torch.cuda.current_stream(self.torch))
             memory.record_stream(torch.cuda.current_stream(self.torch))  # nothing to do where it was allocated on this one
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> Copy:
-        if self.shares_host:
+        if self.unified_memory:
             copy_alone(target, source)
             return Copy()
         with self._queued_on(stream, after) as end:

@@ -102,7 +102,7 @@ class Engine:
 
     def _update_mode(self) -> str:
         """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and one set of CPUs for all."""
-        alone = self._store.io is None and self._device.shares_host
+        alone = self._store.io is None and self._device.unified_memory
         return "plain" if self.config.tuning.update == "auto" and alone else self.config.tuning.update
 
     def _locate(self, address: int) -> tuple[Unit, int] | None:
@@ -434,10 +434,10 @@ def _collected(*parts: Any) -> None:
     if os.getpid() != parts[0]:
         return
     frame: FrameType | None = sys._getframe(1)
-    aside = bool(_get_current_dispatch_mode_stack())
-    while frame is not None and not aside:
-        aside, frame = frame.f_globals.get("__name__", "").startswith(_OURS), frame.f_back
-    if aside:
+    detached = bool(_get_current_dispatch_mode_stack())
+    while frame is not None and not detached:
+        detached, frame = frame.f_globals.get("__name__", "").startswith(_OURS), frame.f_back
+    if detached:
         threading.Thread(target=_shut_down, args=parts, name="infinity-closing", daemon=False).start()
     else:
         _shut_down(*parts)

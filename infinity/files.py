@@ -356,18 +356,18 @@ class Directory:
 
     def _remove_dead(self, name: str, content: bytes) -> None:
         """Remove the lock file with this content; one that somebody else has made since then is put back."""
-        aside = _temporary_name()
+        temporary = _temporary_name()
         with suppress(FileNotFoundError):
-            self.rename(name, aside)
-            descriptor = self.open(aside)
+            self.rename(name, temporary)
+            descriptor = self.open(temporary)
             try:
                 same = os.pread(descriptor, _RECORD_BYTES, 0).strip(b"\0") == content
             finally:
                 os.close(descriptor)
             if not same:
                 with suppress(OSError):
-                    os.link(aside, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
-            self.remove(aside)
+                    os.link(temporary, name, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
+            self.remove(temporary)
 
     def _in_use(self, name: str, holder: Holder | None, flock: bool) -> PathInUseError:
         pid = holder.pid if holder is not None else "unknown"

@@ -127,15 +127,15 @@ def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> lis
     """All comparisons, over `count` units of `nbytes` bytes."""
     total = count * nbytes
     with ExitStack() as stack:
-        near, far, straight = folder / "memory", folder / "drive", folder / "direct"
-        for each in (near, far, straight):
+        memory_folder, drive_folder, direct_folder = folder / "memory", folder / "drive", folder / "direct"
+        for each in (memory_folder, drive_folder, direct_folder):
             each.mkdir()
-        memory = Units("cpu", count, nbytes, near, kind)
+        memory = Units("cpu", count, nbytes, memory_folder, kind)
         stack.callback(memory.store.close)
-        drive = Units("nvme", count, nbytes, far, kind)
+        drive = Units("nvme", count, nbytes, drive_folder, kind)
         stack.callback(drive.store.close)
         drive.write()
-        direct = Units("nvme", count, nbytes, straight, kind, "auto")
+        direct = Units("nvme", count, nbytes, direct_folder, kind, "auto")
         stack.callback(direct.store.close)
         straight_too = direct.store.gpu_direct
         if straight_too:

@@ -269,7 +269,7 @@ class Exchange:
     def _join(self, collective: Collective) -> None:
         collective.arrive()
         collective.arrived = start = time.perf_counter()
-        with self._recorder.range("collective", collective.name), self.device.aside(collective.after):
+        with self._recorder.range("collective", collective.name), self.device.side_stream(collective.after):
             if not all(collectives.same(collective.order, group) for group in collective.groups):
                 raise InfinityError("the ranks have posted different collectives")
             result = collective.join()

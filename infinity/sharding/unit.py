@@ -337,7 +337,7 @@ class Unit:
 
     def bind(self, device: torch.device, buffer: GradientBuffer | None, exchange: Exchange | None) -> None:
         """The compute device, how gradients travel (through `buffer`, or straight into their home when it is None), and the
-        exchange of all units of this rank; None where neither other ranks nor a far device make it worth a thread."""
+        exchange of all units of this rank; None where neither other ranks nor a discrete device make it worth a thread."""
         self._placeholder, self.tier = self._placeholder.to(device), self.blocks[Kind.PARAM].tier
         self.exchange = exchange
         self.gradients.bind(buffer)

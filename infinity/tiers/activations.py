@@ -519,7 +519,7 @@ class Activations:
         if not self._stacks:
             return
         most = max(AHEAD, len(self._stacks))
-        for stack in self._stacks.values() if not self._device.shares_host else ():
+        for stack in self._stacks.values() if not self._device.unified_memory else ():
             saved = stack.next
             for _ in range(most // len(self._stacks)):
                 if saved is None:

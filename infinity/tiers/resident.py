@@ -90,7 +90,7 @@ class Loader:
         if memory is not None:
             return functools.partial(self._device.upload, part, memory[at : at + nbytes], used)
         direct = bool(self._drives.direct)
-        if not self._device.shares_host and not (direct and block.written):
+        if not self._device.unified_memory and not (direct and block.written):
             return functools.partial(self._fill_through_staging, block, part, begin, end)
         at -= block.placed.cached_bytes
         if direct:

@@ -93,14 +93,13 @@ class Staging:
         the home itself."""
         if block.tier == "nvme":
             return block.cached_elements
-        if block.tier == "gpu" and not self._device.shares_host:
+        if block.tier == "gpu" and not self._device.unified_memory:
             return block.elements if on_device and self.is_gpu_resident(block) else 0
         return block.elements
 
     def is_gpu_resident(self, block: Block) -> bool:
         """Whether `block` is at home on a compute device with memory and kernels of its own."""
-        own_memory = not self._device.shares_host
-        return block.tier == "gpu" and own_memory and self._device.has_kernels
+        return block.tier == "gpu" and not self._device.unified_memory and self._device.has_kernels
 
     def is_needed(self, block: Block) -> bool:
         """Whether a chunk of `block` may be a copy in a slot."""
@@ -129,26 +128,26 @@ class Staging:
         device), for the caller to put the second into the first, or with `add` to add it. Parts
         that hold `content` already are left out. To be iterated to its end, or closed.
         """
-        far = not self._device.shares_host and block.tier != "gpu"
+        discrete = not self._device.unified_memory and block.tier != "gpu"
         memory = block.home.memory
-        if memory is not None and not (far and add):
-            if far:
+        if memory is not None and not (discrete and add):
+            if discrete:
                 self._device.download(memory, content, self._device.mark())
             else:
                 yield memory, content
             return
         for begin in self.chunks(block):
             at, nbytes = self._chunks.bytes_of(block.placed, begin)
-            part, spare = content[at : at + nbytes], nbytes if far and add else 0
+            part, spare = content[at : at + nbytes], nbytes if discrete and add else 0
             chunks = self.check_out(ChunkRequest([block], begin, [block] if add else (), spare=spare))
             with ExitStack() as stack:
                 for chunk in chunks:
                     stack.callback(chunk.release)
                 chunks[0].wait()
-                if far:
+                if discrete:
                     self._device.download(chunks[-1].tensor, part, self._device.mark())
-                if add or not far:
-                    yield chunks[0].tensor, chunks[-1].tensor if far else part
+                if add or not discrete:
+                    yield chunks[0].tensor, chunks[-1].tensor if discrete else part
                 chunks[0].commit()
 
     def _stage(self, request: ChunkRequest, wait: bool) -> list[Checkout] | None:

@@ -92,7 +92,7 @@ class Store:
     @property
     def placement(self) -> Placement:
         """What was declared so far, to be asked before `open` what would fit."""
-        machine = Machine(self._device.shares_host, self._device.has_kernels)
+        machine = Machine(self._device.unified_memory, self._device.has_kernels)
         return Placement(self._config, machine, tuple(block.spec for block in self._blocks))
 
     def measure_drives(self) -> float:
@@ -150,7 +150,7 @@ class Store:
             self._closing.callback(self.activations.close)
             self._nvme.register(memory)
         self._nvme.register(staging.memory)
-        if self._device.shares_host:  # reads land in it
+        if self._device.unified_memory:  # reads land in it
             self._nvme.register(gpu.memory)
         self._attach(gpu)
 
@@ -159,7 +159,7 @@ class Store:
         wanted, problem = self._config.tuning.gpu_direct, "the compute device is the CPU"
         if wanted == "off" or not any(b.moved_bytes for b in self._blocks if b.kind is Kind.PARAM and not b.permanent):
             return
-        if not self._device.shares_host:
+        if not self._device.unified_memory:
             try:
                 self._nvme.attach(gpu.memory)
                 log.info("parameters on nvme are read straight into the memory of the GPU (GPUDirect Storage)")
@@ -198,7 +198,7 @@ class Store:
     @property
     def unified_memory(self) -> bool:
         """Whether the host works on the memory of the compute device where it is."""
-        return self._device.shares_host
+        return self._device.unified_memory
 
     def forget(self, block: Block) -> None:
         """Make `block` read as zeros again, without I/O."""

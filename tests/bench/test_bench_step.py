@@ -23,7 +23,7 @@ from infinity.config import Config, Tuning
 from infinity.observe import Report
 from infinity.rates import formats_of, updates
 from support.configs import config_of
-from support.far import FarDevice
+from support.discrete import DiscreteDevice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -102,9 +102,9 @@ def test_an_update_is_bound_by_the_kernels_that_do_it() -> None:
 def test_the_report_says_where_states_are_updated(
     tier: str, kept: str, on_gpu: float, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a device with kernels and memory of its own, which `far` plays."""
+    """On a device with kernels and memory of its own, which `discrete` plays."""
     for name in ("infinity.build", "infinity.bench.step.measure"):
-        monkeypatch.setitem(vars(sys.modules[name]), "ComputeDevice", FarDevice)
+        monkeypatch.setitem(vars(sys.modules[name]), "ComputeDevice", DiscreteDevice)
     kinds = ("--gradients", tier, "--optimizer", tier, "--parameters", "gpu", "--gpu-cache", kept)
     result = run("--model", model, *SMALL, "--gpu-memory", "32MiB", *kinds, "--nvme", tmp_path, "--json", tmp_path / "r.json")
     assert result.exit_code == 0, result.output

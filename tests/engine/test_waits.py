@@ -35,7 +35,7 @@ from infinity.tiers.block import DeviceCopy
 from infinity.tiers.resident import Residency
 from infinity.tiers.staging import ChunkRequest, Staging
 from support.configs import config_of
-from support.far import FarDevice
+from support.discrete import DiscreteDevice
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(100, method="thread")]
 
@@ -99,7 +99,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "device.py Copy.wait": DEVICE,
     "device.py ComputeDevice.settle": DEVICE,
     "device.py ComputeDevice.reach": DEVICE,
-    "device.py ComputeDevice.aside": DEVICE,
+    "device.py ComputeDevice.side_stream": DEVICE,
     "device.py ComputeDevice.upload": DEVICE,
     "device.py ComputeDevice.download": DEVICE,
     "device.py ComputeDevice.join": NEVER,  # queues the wait on a stream
@@ -621,10 +621,10 @@ FAULTS: dict[str, tuple[dict[str, Any], Patch]] = {
     "landing on the mover": ({}, raising(DeviceCopy, "to_ready", MOVER)),
     "asking for another place on the mover": ({}, raising(DeviceCopy, "_move_to", MOVER)),
     "settling on the mover": ({}, raising(Fetch, "settle", MOVER)),
-    "joining on the exchange": ({"far": True}, raising(Exchange, "_join", EXCHANGE)),
-    "ending on the exchange": ({"far": True}, raising(Collective, "end", EXCHANGE)),
+    "joining on the exchange": ({"discrete": True}, raising(Exchange, "_join", EXCHANGE)),
+    "ending on the exchange": ({"discrete": True}, raising(Collective, "end", EXCHANGE)),
     "joining on the exchange, and asking others": (
-        {"far": True}, broken(raising(FarDevice, "aside", EXCHANGE), raising(Exchange, "_explain", EXCHANGE))
+        {"discrete": True}, broken(raising(DiscreteDevice, "side_stream", EXCHANGE), raising(Exchange, "_explain", EXCHANGE))
     ),
 }  # fmt: skip
 
@@ -636,9 +636,9 @@ def test_close_ends_every_thread_whatever_fails_on_it(
 ) -> None:
     """The user's next call says what failed, though nobody who waits may have met it."""
     options, patch = FAULTS[fault]
-    if options.get("far"):
-        monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", FarDevice)
-    run = start(nn.Linear, gpu_memory="1MiB" if options.get("far") else 3 * 20480, gpu_cache=0)
+    if options.get("discrete"):
+        monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", DiscreteDevice)
+    run = start(nn.Linear, gpu_memory="1MiB" if options.get("discrete") else 3 * 20480, gpu_cache=0)
     run.step()
     run.engine.drain()
     assert (run.engine._exchange is None) is (not options)
@@ -666,7 +666,7 @@ def test_close_ends_every_thread_whatever_fails_on_it(
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_wait_for_a_collective_ends(ending: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", FarDevice)
+    monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", DiscreteDevice)
     monkeypatch.setattr(sys.modules["infinity.sharding.exchange"], "CLOSING_SECONDS", 0.1)
     run, joined = start(nn.Linear, gpu_memory="1MiB", gpu_cache=0), threading.Event()
     exchange = run.engine._exchange
@@ -678,7 +678,7 @@ def test_a_wait_for_a_collective_ends(ending: str, start: Start, monkeypatch: py
 
 
 def test_what_is_posted_when_nothing_is_joined_any_more_has_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", FarDevice)
+    monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", DiscreteDevice)
     run = start(nn.Linear, gpu_memory="1MiB", gpu_cache=0)
     run.store.latch.fail(ZeroDivisionError("on purpose"))
     with pytest.raises(EngineClosedError, match="on purpose"):
@@ -746,7 +746,7 @@ def test_ctrl_c_while_a_micro_batch_thread_starts(start: Start, monkeypatch: pyt
 
 
 def test_activations_end_though_a_copy_of_them_fails(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", FarDevice)
+    monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", DiscreteDevice)
     room = {"gpu_memory": "1MiB", "gpu_cache": 0, "cpu_memory": "32MiB", "activation_memory": "4MiB"}
     run = start(nn.Linear, activations="cpu", **room)
     loss, plain, left = run.model(torch.ones(2000, WIDTH)).mean(), Saved.settle, [Odd("on purpose")]

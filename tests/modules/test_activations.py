@@ -35,7 +35,7 @@ from infinity.tiers import drives as nvme_module
 from infinity.tiers.activations import AHEAD, Activations, Gaps, Saved, State
 from infinity.tiers.drives import ALIGNMENT, NvmeTier
 from support.configs import config_of
-from support.far import FarDevice
+from support.discrete import DiscreteDevice
 from support.models import text_batch, transformer
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
@@ -72,7 +72,7 @@ def test_gaps_give_each_byte_to_one_at_a_time(steps: list[tuple[bool, int]]) -> 
 
 
 class Watched(Copy):
-    """Like those of `far`, but it does not keep its source alive, which is for whoever asked for it."""
+    """Like those of `discrete`, but it does not keep its source alive, which is for whoever asked for it."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor, lost: list[str]) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Watched(Copy):
             copy_alone(target, whole[self.offset : self.offset + self.nbytes])
 
 
-class WatchedDevice(FarDevice):
+class WatchedDevice(DiscreteDevice):
     """`lost` says what went wrong; `marked` is the number of the last mark."""
 
     def __init__(self) -> None:
@@ -127,12 +127,12 @@ class WatchedDevice(FarDevice):
 class Rig:
     """A tier of `pages` pages of host memory; `drive` pages on NVMe, None for as many as it takes, "no" for no drive."""
 
-    def __init__(self, far: bool, pages: int, drive: int | str | None = None) -> None:
+    def __init__(self, discrete: bool, pages: int, drive: int | str | None = None) -> None:
         self.stack = ExitStack()
         patch = self.stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(nvme_module, "STRIPE_BYTES", 2 * PAGE)
         patch.setattr(tier_module, "GROWTH_BYTES", 4 * PAGE)
-        self.device = WatchedDevice() if far else ComputeDevice("cpu")
+        self.device = WatchedDevice() if discrete else ComputeDevice("cpu")
         self.stack.callback(self.device.close)
         self.nvme: NvmeTier | None = None
         if drive != "no":
@@ -186,9 +186,9 @@ class Machine(RuleBasedStateMachine):
 
     storages: Bundle[Any] = Bundle("storages")
 
-    @initialize(far=st.booleans(), pages=st.integers(0, 7), drive=st.sampled_from([None, None, "no", 0, 5]))
-    def open(self, far: bool, pages: int, drive: int | str | None) -> None:
-        self.rig, self.pages, self.failed = Rig(far, pages, drive), pages, False
+    @initialize(discrete=st.booleans(), pages=st.integers(0, 7), drive=st.sampled_from([None, None, "no", 0, 5]))
+    def open(self, discrete: bool, pages: int, drive: int | str | None) -> None:
+        self.rig, self.pages, self.failed = Rig(discrete, pages, drive), pages, False
         self.live: dict[Saved, tuple[float, int]] = {}
         self.seeds = 0
 
@@ -267,7 +267,7 @@ class TestMachine(Machine.TestCase):  # type: ignore[name-defined,misc]
 
 def test_the_end_of_a_forward_stays_in_memory_and_its_beginning_moves_once() -> None:
     """Of 32 pages 8 fit in memory: the last 8 are never read. Half of them were never written."""
-    with Rig(far=False, pages=8) as rig:
+    with Rig(discrete=False, pages=8) as rig:
         saved = [rig.save(1, seed) for seed in range(32)]
         assert [each.state for each in saved[:24]] == [State.AWAY] * 24
         for seed in reversed(range(32)):
@@ -278,9 +278,9 @@ def test_the_end_of_a_forward_stays_in_memory_and_its_beginning_moves_once() -> 
         rig.assert_empty()
 
 
-@pytest.mark.parametrize("far", [False, True])
-def test_what_is_likely_to_be_asked_for_next_comes_ahead(far: bool) -> None:
-    with Rig(far, pages=8) as rig:
+@pytest.mark.parametrize("discrete", [False, True])
+def test_what_is_likely_to_be_asked_for_next_comes_ahead(discrete: bool) -> None:
+    with Rig(discrete, pages=8) as rig:
         saved = [rig.save(1, seed) for seed in range(32)]
         for seed in range(31, 25, -1):
             rig.fetch(saved[seed])
@@ -288,11 +288,11 @@ def test_what_is_likely_to_be_asked_for_next_comes_ahead(far: bool) -> None:
         coming = [each for each in saved if each.state in (State.READING, State.CLEAN) and each.rank < 24]
         assert coming and max(each.rank for each in coming) == 23, "slots that are free are read into"
         copied = {each.rank for each in saved if each.memory is not None}
-        assert copied - {22, 23} == ({24, 25} if far else set()), "and what is in slots; 22 and 23 may still be being read"
+        assert copied - {22, 23} == ({24, 25} if discrete else set()), "and what is in slots; 22 and 23 may still be being read"
 
 
 def test_each_thread_that_saves_has_an_order_of_its_own() -> None:
-    with Rig(far=True, pages=16, drive="no") as rig:
+    with Rig(discrete=True, pages=16, drive="no") as rig:
         saved: list[Saved] = []
         in_turns([lambda n=n: saved.append(rig.save(1, n)) for n in range(3)] * 4)
         for each in rig.tier._leaving:
@@ -313,7 +313,7 @@ def in_turns(works: list[Callable[[], object]]) -> None:
 
 def test_memory_of_the_device_is_free_after_a_few_more_have_left() -> None:
     """The copies have not ended, for nobody has looked; and what is still there is not copied back."""
-    with Rig(far=True, pages=32, drive="no") as rig:
+    with Rig(discrete=True, pages=32, drive="no") as rig:
         saved = [rig.save(1, seed) for seed in range(3 * AHEAD)]
         alive = [not each.origin.expired() for each in saved]
         assert not any(alive[:-AHEAD]) and alive[-1]
@@ -327,7 +327,7 @@ def test_memory_of_the_device_is_free_after_a_few_more_have_left() -> None:
 
 
 def test_what_is_dropped_on_its_way_keeps_its_place_until_it_is_there() -> None:
-    with Rig(far=True, pages=2, drive="no") as rig:
+    with Rig(discrete=True, pages=2, drive="no") as rig:
         rig.tier.drop(rig.save(1, 0))
         gc.collect()
         assert rig.tier.used == PAGE
@@ -337,7 +337,7 @@ def test_what_is_dropped_on_its_way_keeps_its_place_until_it_is_there() -> None:
 
 
 def test_a_copy_is_given_up_when_all_that_saved_it_have_had_it() -> None:
-    with Rig(far=True, pages=8, drive="no") as rig:
+    with Rig(discrete=True, pages=8, drive="no") as rig:
         saved = rig.save(1, 0)
         for seed in range(1, 3 * AHEAD // 2):
             rig.save(1, seed)
@@ -351,7 +351,7 @@ def test_a_copy_is_given_up_when_all_that_saved_it_have_had_it() -> None:
 
 
 def test_a_drive_that_is_full_keeps_them_on_the_device_and_memory_that_is_full_too() -> None:
-    with Rig(far=False, pages=4, drive=4) as rig:
+    with Rig(discrete=False, pages=4, drive=4) as rig:
         tensors = [content(1, seed) for seed in range(10)]
         saved = [rig.tier.save(tensor.untyped_storage()) for tensor in tensors]
         assert [each is None for each in saved] == [False] * 8 + [True] * 2
@@ -425,10 +425,10 @@ def _small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def wrapped(model: nn.Module, far: bool = False, **config: Any) -> Iterator[infinity.Engine]:
+def wrapped(model: nn.Module, discrete: bool = False, **config: Any) -> Iterator[infinity.Engine]:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        if far:
-            patch.setattr(sys.modules["infinity.build"], "ComputeDevice", FarDevice)
+        if discrete:
+            patch.setattr(sys.modules["infinity.build"], "ComputeDevice", DiscreteDevice)
         with infinity.engine(infinity.wrap(model, config_of(**LEAST | {"nvme": folder, "device": "cpu"} | config))) as engine:
             yield engine
 
@@ -506,10 +506,10 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
 def test_numbers_are_those_of_activations_on_the_device(place: str, way: str) -> None:
-    far, config = PLACES[place]
+    discrete, config = PLACES[place]
     with wrapped(WAYS[way](transformer())) as engine:
         expected = train(engine)
-    with wrapped(WAYS[way](transformer()), far, **config) as engine:
+    with wrapped(WAYS[way](transformer()), discrete, **config) as engine:
         assert_same(train(engine), expected)
         report = engine.report()
         moves = place not in ("no host memory", "the host itself")
@@ -523,13 +523,13 @@ def test_numbers_are_those_of_activations_on_the_device(place: str, way: str) ->
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("place", ["host memory", "nvme", "nvme, from a device"])
 def test_numbers_are_the_same_where_micro_batches_run_together(place: str, reentrant: bool) -> None:
-    far, config = PLACES[place]
+    discrete, config = PLACES[place]
     build = checkpointed(reentrant)
     with wrapped(build(transformer(dropout=0.1))) as engine:
         torch.manual_seed(5)
         expected = train(engine, "horizontal", accumulation=4)
         assert engine.report().activations_peak == 0
-    with wrapped(build(transformer(dropout=0.1)), far, **config) as engine:
+    with wrapped(build(transformer(dropout=0.1)), discrete, **config) as engine:
         torch.manual_seed(5)
         assert_same(train(engine, "vertical", accumulation=4), expected)
         assert engine.report().activations_peak > 2 * 16384, "a micro-batch alone saves 16384 bytes"
@@ -611,7 +611,7 @@ def test_what_was_saved_is_gone_from_the_device() -> None:
 
     assert alive() == 4
     assert alive(activations="nvme", activation_memory="8KiB") == 0
-    assert alive(far=True, activations="cpu") < 4
+    assert alive(discrete=True, activations="cpu") < 4
 
 
 def test_a_loss_that_is_dropped_frees_what_its_forward_saved() -> None:
@@ -643,10 +643,10 @@ def test_a_backward_may_come_again_and_be_recorded_itself(place: str) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.down(self.up(x).tanh()).sigmoid().sum()
 
-    def gradients(far: bool, **config: Any) -> list[torch.Tensor]:
+    def gradients(discrete: bool, **config: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model, x = Smooth(), torch.randn(16, 32, requires_grad=True)
-        with wrapped(model, far, **config) as engine:
+        with wrapped(model, discrete, **config) as engine:
             loss = engine.model(x)
             first = torch.autograd.grad(loss, x, retain_graph=True)[0]
             again = torch.autograd.grad(loss, x, create_graph=True)[0]
@@ -707,10 +707,10 @@ class Fails(nn.Module):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("place", ["host memory", "nvme", "nvme, from a device"])
 def test_nothing_is_left_behind_by_an_error(place: str, where: str) -> None:
-    far, config = PLACES[place]
+    discrete, config = PLACES[place]
     model, fails = transformer(), Fails(where)
     vars(model)["run_block"] = lambda number, block, x: fails(block(x)) if number == 2 else block(x)
-    with wrapped(model, far, **config) as engine:
+    with wrapped(model, discrete, **config) as engine:
         with pytest.raises(ArithmeticError):
             engine.model(**text_batch(0)).loss.backward()
         sys.last_value = None  # type: ignore[assignment]
@@ -725,10 +725,10 @@ def test_nothing_is_left_behind_by_an_error(place: str, where: str) -> None:
 @pytest.mark.parametrize("place", ["nvme", "nvme, from a device"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_drive_that_fails_is_told_to_the_backward_and_training_goes_on(place: str, phase: str) -> None:
-    far, config = PLACES[place]
+    discrete, config = PLACES[place]
     with wrapped(transformer()) as other:
         expected = train(other)
-    with wrapped(transformer(), far, **config) as engine:
+    with wrapped(transformer(), discrete, **config) as engine:
 
         def fail() -> None:
             engine.io.set_faults(error_fraction=1.0, errnos=[errno.EIO])
@@ -749,9 +749,9 @@ def test_a_drive_that_fails_is_told_to_the_backward_and_training_goes_on(place: 
 
 @pytest.mark.parametrize("place", ["host memory", "nvme"])
 def test_a_closed_engine_says_what_became_of_a_forward(place: str) -> None:
-    far, config = PLACES[place]
+    discrete, config = PLACES[place]
     model = transformer()
-    with wrapped(model, far, **config) as engine:
+    with wrapped(model, discrete, **config) as engine:
         loss = engine.model(**text_batch(0)).loss
         tier = tier_of(engine)
     with pytest.raises(EngineClosedError, match=r"what a forward had saved for its backward; call backward\(\) before close\(\)"):
@@ -790,7 +790,7 @@ def test_after_the_first_step_no_more_space_is_taken() -> None:
 
 
 def test_memory_for_activations_is_part_of_cpu_memory() -> None:
-    for config in ({"activations": "nvme"}, {"activations": "cpu", "far": True}):
+    for config in ({"activations": "nvme"}, {"activations": "cpu", "discrete": True}):
         with wrapped(transformer(), **config, activation_memory="3MiB") as engine:
             assert tier_of(engine)._capacity == 3 << 20
         text = r"saved activations 20 MiB \(activation_memory\) and staging .*; the smallest cpu_memory that works is (\d+) "

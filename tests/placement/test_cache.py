@@ -20,7 +20,7 @@ from infinity.placement.spec import BF16, FP32, SPLIT, BlockSpec, Format, Kind
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 from support.configs import config_of
-from support.far import FarDevice
+from support.discrete import DiscreteDevice
 from support.models import text_batch, transformer
 from support.probe import come_to_rest
 
@@ -544,7 +544,7 @@ def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_pat
     elements = 2 * CHUNK_ELEMENTS + 2048
     cache = 1 << 30 if kept == 3 else kept * CHUNK_ELEMENTS * 2
     config = infinity.Config(nvme=tmp_path, gpu_memory=MIB, cpu_memory=2 * MIB, tuning=infinity.Tuning(cache=cache, poison=True))
-    device = FarDevice()
+    device = DiscreteDevice()
     store = Store(config, device, Recorder())
     block = store.add(BlockSpec(0, Kind.PARAM, elements, BF16, "nvme", 2 * elements, 0, "param"))
     store.open(store.placement.layout(block.spec.span))

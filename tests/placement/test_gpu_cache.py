@@ -19,7 +19,7 @@ from infinity.placement.cache import fill
 from infinity.placement.spec import Kind
 from infinity.quantities import round_up
 from support.configs import config_of
-from support.far import FarDevice
+from support.discrete import DiscreteDevice
 from support.models import text_batch, transformer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,7 +32,7 @@ TIERS: dict[str, dict[str, Any]] = {
     "cpu": {"parameters": "cpu", "optimizer": "cpu"},
     "parameters on the device": {"parameters": "gpu", "optimizer": "cpu"},
 }
-DEVICES = {"unified": ComputeDevice, "far": FarDevice}
+DEVICES = {"unified": ComputeDevice, "discrete": DiscreteDevice}
 MODELS: list[torch.nn.Module] = []
 """Those of the test that runs: an engine does not keep its model alive."""
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -118,7 +118,7 @@ def test_no_number_changes_and_what_stays_does_not_move(tiers: str, device: str,
             assert moved == (0, 0)
         elif before.read_per_parameter and tiers != "speculative":
             assert moved[0] < before.read_per_parameter and moved[1] < before.written_per_parameter
-        if device == "far" and tiers != "speculative":
+        if device == "discrete" and tiers != "speculative":
             assert (report.copied_to_device, report.copied_from_device) < (before.copied_to_device, before.copied_from_device)
 
 
@@ -136,7 +136,7 @@ def test_cpu_and_device_update_different_units_at_once(tmp_path: Path, monkeypat
                 ended.add(self)
                 waited.append({span.name for span in engines[0].recorder.spans() if span.lane == "adam"})
 
-    class Device(FarDevice):
+    class Device(DiscreteDevice):
         def updating(self, after: Mark | None) -> Any:
             class Context:
                 def __enter__(self) -> Copy:

@@ -23,7 +23,7 @@ from infinity.placement.decide import Machine, Placement
 from infinity.placement.spec import BF16, FP32, SPLIT, BlockSpec, Format, Kind
 from infinity.placement.traffic import Moves, moves
 from support.configs import config_of
-from support.far import FarDevice
+from support.discrete import DiscreteDevice
 from support.models import text_batch, transformer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -153,8 +153,8 @@ def test_a_model_of_many_units_is_weighed_quickly(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["infinity.build"], "ComputeDevice", FarDevice)
+def discrete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["infinity.build"], "ComputeDevice", DiscreteDevice)
 
 
 def configured(directory: Path, **options: Any) -> infinity.Config:
@@ -162,7 +162,7 @@ def configured(directory: Path, **options: Any) -> infinity.Config:
     return config_of(**(values | {"nvme": directory, "device": "cpu"} | options))
 
 
-@pytest.mark.usefixtures("far")
+@pytest.mark.usefixtures("discrete")
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("options", [{}, {"gpu_cache": "300KiB"}, {"gpu_memory": "150KiB"}])
@@ -204,7 +204,7 @@ def test_the_longest_says_how_long_a_step_takes() -> None:
     assert Moves(0.0, 0.0, 9.0, 0).seconds(Rates(5.0, 2.0, 0.0, 4.0)) == (0.0, 0.0, 9.0, 0.0), "a full drive gives nothing"
 
 
-@pytest.mark.usefixtures("far")
+@pytest.mark.usefixtures("discrete")
 @pytest.mark.parametrize("algorithm", ["adam", "adagrad", "lion", "momentum", "sgd"])
 @pytest.mark.parametrize("formats", [{}, {"moment_precision": "int8", "split_master": False}])
 def test_this_machine_is_measured(
@@ -228,7 +228,7 @@ def test_this_machine_is_measured(
         assert sorted(path.name for path in tmp_path.iterdir()) == ["infinity-states.bin", "infinity.lock"]
 
 
-@pytest.mark.usefixtures("far")
+@pytest.mark.usefixtures("discrete")
 def test_what_is_in_memory_needs_no_drive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     states = {"parameters": "cpu", "optimizer": "cpu"}
     with caplog.at_level(logging.INFO, "infinity"):
@@ -242,7 +242,7 @@ def test_nothing_is_copied_to_what_is_in_use_still() -> None:
     """The memory that is copied to may have been freed by who still has work on it in the queue of his stream."""
     seen: list[str] = []
 
-    class Device(FarDevice):
+    class Device(DiscreteDevice):
         def settle(self) -> None:
             seen.append("settled")
 
@@ -259,7 +259,7 @@ class Weights(torch.nn.Module):
             self.register_parameter(f"weight{number}", torch.nn.Parameter(torch.zeros(16384 // dtype.itemsize, dtype=dtype)))
 
 
-@pytest.mark.usefixtures("far")
+@pytest.mark.usefixtures("discrete")
 @pytest.mark.parametrize("last", [(torch.bfloat16,), (torch.bfloat16, torch.float16, torch.float32)])
 def test_auto_works_where_nothing_stays(last: tuple[torch.dtype, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where what does not stay is used together, and with as many gradient buffers."""
@@ -303,7 +303,7 @@ def test_moves_of_what_comes_and_goes() -> None:
     assert of("nvme", frozen=True) == (bf16 / 2 * 1.5, 0, bf16 / 2 * 1.5, 0)
 
 
-@pytest.mark.usefixtures("far")
+@pytest.mark.usefixtures("discrete")
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_drive_that_takes_no_files_is_refused_as_ever(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
@@ -311,7 +311,7 @@ def test_a_drive_that_takes_no_files_is_refused_as_ever(tmp_path: Path) -> None:
         infinity.wrap(transformer(), configured(tmp_path, gpu_cache="auto", gpu_memory="400KiB"))
 
 
-@pytest.mark.usefixtures("far")
+@pytest.mark.usefixtures("discrete")
 def test_a_directory_that_is_not_there_is_refused_as_ever(tmp_path: Path) -> None:
     model = transformer()
     before = {name: value.clone() for name, value in model.state_dict().items()}

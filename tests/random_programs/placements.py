@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import infinity
 from random_programs import modules
 from support.configs import config_of
-from support.far import FarDevice
+from support.discrete import DiscreteDevice
 
 MUCH = 1 << 26
 
@@ -23,7 +23,7 @@ class Placement(NamedTuple):
     gpu: int
     cpu: int
     options: dict[str, Any]
-    far: bool = False
+    discrete: bool = False
 
 
 HOST = {"parameters": "cpu", "optimizer": "cpu", "nvme": []}
@@ -38,7 +38,7 @@ PLACEMENTS = {
     "posix": Placement(1, 1, {"io_engine": "posix", "update": "speculative", "cache": 0, "split_master": False}),
     "activations": Placement(1, 0, {"activations": "nvme", "activation_memory": 1 << 14}),
     "gpu cache": Placement(0, 0, {"gpu_cache": 1 << 14}),
-    "far": Placement(1, 1, {"cache": 0, "gpu_cache": 0, "update": "speculative"}, far=True),
+    "discrete": Placement(1, 1, {"cache": 0, "gpu_cache": 0, "update": "speculative"}, discrete=True),
     "plain update": Placement(1, 0, HOST | {"update": "plain", "instruction_set": "scalar"}),
 }
 
@@ -48,8 +48,8 @@ def _device(placement: Placement) -> Iterator[None]:
     """Inside, engines are made for the compute device of the placement."""
     names = vars(sys.modules["infinity.build"])
     before = names["ComputeDevice"]
-    if placement.far:
-        names["ComputeDevice"] = FarDevice
+    if placement.discrete:
+        names["ComputeDevice"] = DiscreteDevice
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ KINDS = (
 )  # fmt: skip
 PLACEMENTS = (
     "nvme smallest", "nvme two units", "nvme cached", "cpu", "gpu", "mixed", "speculative", "posix", "activations", "gpu cache",
-    "far", "plain update",
+    "discrete", "plain update",
 )  # fmt: skip
 EACH = 7
 """How many placements run a program."""

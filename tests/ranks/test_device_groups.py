@@ -1,4 +1,4 @@
-"""A process group that takes tensors of the compute device alone, as NCCL's: played by gloo over a device that `far` plays.
+"""A process group that takes tensors of the compute device alone, as NCCL's: played by gloo over a device that `discrete` plays.
 
 What a collective is given of parameters, gradients and states has to lie in memory that the device has handed out; not the few
 numbers by which ranks agree on something. This file is also what each rank runs.
@@ -24,7 +24,7 @@ from infinity.sharding import collectives
 from infinity.sharding.ranks import Ranks, check_reach
 from support.children import CHILD
 from support.configs import config_of
-from support.far import FarDevice
+from support.discrete import DiscreteDevice
 from support.stages import CASES, flat, same, train
 
 RANKS = 2
@@ -40,7 +40,7 @@ NAMES = (
 )
 
 
-class StrictDevice(FarDevice):
+class StrictDevice(DiscreteDevice):
     """Knows which memory is its own."""
 
     spans: list[tuple[int, int]] = []  # noqa: RUF012 - of all devices of this process
@@ -77,7 +77,7 @@ def strict(call: Callable[..., Any]) -> Callable[..., Any]:
 def played() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", StrictDevice)
-        monkeypatch.setattr(collectives, "_backends", lambda group: {"cpu of the far device": "nccl"})
+        monkeypatch.setattr(collectives, "_backends", lambda group: {"cpu of the discrete device": "nccl"})
         monkeypatch.setattr(collectives, "_kind_for", lambda group: "cpu")
         monkeypatch.setattr(sys.modules["infinity.build"], "check_reach", lambda ranks, device: None)
         monkeypatch.setattr(collectives, "PASSING_BYTES", 4096)  # several pieces, the last one shorter
@@ -144,7 +144,7 @@ def serve(directory: Path, rank: int) -> None:
         expected = train(CASES[name], directory / f"{name} {rank}", rank, dist.group.WORLD)
         before = StrictDevice.passed
         with played():
-            found = train(CASES[name], directory / f"{name} far {rank}", rank, dist.group.WORLD)
+            found = train(CASES[name], directory / f"{name} discrete {rank}", rank, dist.group.WORLD)
         passed = StrictDevice.passed - before
         results[name] = same(found, expected, "weights", "states") and found["losses"] == expected["losses"], passed
     results["look"] = look(directory, rank), 1

@@ -17,7 +17,7 @@ from torch import nn
 
 import infinity
 from support.configs import config_of
-from support.far import FarDevice
+from support.discrete import DiscreteDevice
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,8 +28,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "kept in part": {"gradients": "nvme", "cache": "20KiB"},
     "speculative": {"update": "speculative"},
     "speculative, nvme": {"update": "speculative", "gradients": "nvme"},
-    "far": {"device": FarDevice},
-    "far, nvme": {"device": FarDevice, "gradients": "nvme"},
+    "discrete": {"device": DiscreteDevice},
+    "discrete, nvme": {"device": DiscreteDevice, "gradients": "nvme"},
 }
 LR = 2.0**-4
 """A power of two: then SGD rounds once, and torch and the kernels make the same bits."""

@@ -1,4 +1,5 @@
-"""Runs the tests' engines on another compute device: with INFINITY_TEST_DEVICE=cuda, or =far for the one that `far` plays.
+"""Runs the tests' engines on another compute device: with INFINITY_TEST_DEVICE=cuda, or =discrete
+for the one that `discrete` plays.
 
 Without the variable nothing changes. With it, every `Config` that says "cpu" or nothing means that device, and a wrapped model
 takes its inputs there, so tests need not know. Only files that compare runs of the engine with each other, or bytes, can run so
@@ -28,12 +29,12 @@ REASON = f"INFINITY_TEST_DEVICE={KIND}: compares with numbers of the CPU, or run
 
 def move() -> None:
     """Do what the variable says; called once, before any test is imported."""
-    if KIND not in ("", "cuda", "far"):
-        raise ValueError(f"INFINITY_TEST_DEVICE={KIND!r} is neither 'cuda' nor 'far'")
-    if KIND == "far":
-        from support.far import FarDevice
+    if KIND not in ("", "cuda", "discrete"):
+        raise ValueError(f"INFINITY_TEST_DEVICE={KIND!r} is neither 'cuda' nor 'discrete'")
+    if KIND == "discrete":
+        from support.discrete import DiscreteDevice
 
-        vars(sys.modules["infinity.build"])["ComputeDevice"] = FarDevice
+        vars(sys.modules["infinity.build"])["ComputeDevice"] = DiscreteDevice
         _configure()
     elif KIND == "cuda":
         _be_deterministic()

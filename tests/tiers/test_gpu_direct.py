@@ -26,8 +26,8 @@ from infinity.tiers.block import Block
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 from support.configs import config_of
-from support.far import FarDevice
-from support.far_engines import LEAST, Places, Wrap, assert_equal, train, wrapping
+from support.discrete import DiscreteDevice
+from support.discrete_engines import LEAST, Places, Wrap, assert_equal, train, wrapping
 from support.gpu_benchmarks import load
 from support.models import text_batch
 
@@ -100,7 +100,7 @@ def with_o_direct(folder: Path) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path, fake: Fake) -> Iterator[Callable[..., tuple[Store, FarDevice, list[Block]]]]:
+def store(tmp_path: Path, fake: Fake) -> Iterator[Callable[..., tuple[Store, DiscreteDevice, list[Block]]]]:
     """`store(units)`: blocks with content on two drives, and room for one of them and a half on the device."""
     with_o_direct(tmp_path)
     with_folders = [tmp_path / "a", tmp_path / "b"]
@@ -108,9 +108,9 @@ def store(tmp_path: Path, fake: Fake) -> Iterator[Callable[..., tuple[Store, Far
     for folder in with_folders:
         folder.mkdir()
 
-    def make(units: int = 2, nbytes: int = UNIT, **options: Any) -> tuple[Store, FarDevice, list[Block]]:
+    def make(units: int = 2, nbytes: int = UNIT, **options: Any) -> tuple[Store, DiscreteDevice, list[Block]]:
         settings = {"gpu_memory": nbytes, "cpu_memory": "8MiB", "cache": 0, "nvme_shares": "equal"} | options
-        device = FarDevice()
+        device = DiscreteDevice()
         stores.append(Store(config_of(nvme=with_folders, **settings), device, Recorder()))
         specs = [BlockSpec(n, Kind.PARAM, nbytes, BYTES, "nvme", nbytes, 0, f"unit {n}") for n in range(units)]
         blocks = [stores[-1].add(spec) for spec in specs]
@@ -292,7 +292,7 @@ def test_when_it_must_be_had_it_is_refused_in_a_sentence(fake: Fake, wrap: Wrap,
     with pytest.raises(infinity.ConfigError, match="needs parameters='nvme', not 'cpu'"):
         config_of(**LEAST | {"nvme": "x", "parameters": "cpu", "gpu_direct": "on"})
     with pytest.raises(infinity.ConfigError, match="the compute device is the CPU"):
-        wrap(far=False, gpu_direct="on")
+        wrap(discrete=False, gpu_direct="on")
     monkeypatch.setattr(native, "cufile_libraries", lambda: ["libinfinity-none.so.0"])
     with pytest.raises(infinity.ConfigError, match="libcufile is not installed; use gpu_direct='auto'"):
         wrap(gpu_direct="on")
@@ -317,9 +317,9 @@ def test_the_doctor_and_the_benchmark_of_links_say_so(fake: Fake, tmp_path: Path
     assert "file system is not supported" in (machine.gpu_direct_problem("cuda:0", [tmp_path]) or "")
     fake.file_code = 0
     links = load("links")
-    for far in (True, False):
-        folder = tmp_path / str(far)
+    for discrete in (True, False):
+        folder = tmp_path / str(discrete)
         folder.mkdir()
-        monkeypatch.setattr(links, "ComputeDevice", FarDevice if far else ComputeDevice)
+        monkeypatch.setattr(links, "ComputeDevice", DiscreteDevice if discrete else ComputeDevice)
         rows = links.measure("cpu", folder, 4, 1 << 20, 1)
-        assert ("nvme_to_device_direct" in {row.name for row in rows}) == far
+        assert ("nvme_to_device_direct" in {row.name for row in rows}) == discrete

@@ -46,9 +46,9 @@ class Load:
         """How long the load has run, all blocks together."""
         self.updated = self.copied = 0
         """Parameters updated, and bytes copied to the GPU, in that time."""
-        self.name = "CPU Adam" if self._device.shares_host else "CPU Adam and host-to-device copies"
+        self.name = "CPU Adam" if self._device.unified_memory else "CPU Adam and host-to-device copies"
         self._work: list[Callable[[], None]] = [self._adam]
-        if not self._device.shares_host:
+        if not self._device.unified_memory:
             self._source = self._device.host_memory(_COPY_BYTES)
             self._target = self._device.compute_memory(_COPY_BYTES)
             self._work.append(self._copies)

@@ -91,7 +91,7 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
         for where in parts_updated(trained.report):
             on_gpu = device if where == "adam_on_gpu" else None
             rates[where] = updates(formats, few, threads_of(config.tuning.threads), 2 * ROUNDS, on_gpu)
-        found = summary(work, trained, rates, (one, two), formats, on_cpu=device.shares_host)
+        found = summary(work, trained, rates, (one, two), formats, on_cpu=device.unified_memory)
         return {"device": device.name, **found, "peak_device_bytes": peak}
     finally:
         device.close()

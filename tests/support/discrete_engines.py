@@ -18,7 +18,7 @@ from infinity.device import Mark
 from infinity.tiers.block import Block
 from infinity.tiers.resident import Residency
 from support.configs import config_of
-from support.far import FarDevice
+from support.discrete import DiscreteDevice
 from support.models import text_batch, transformer
 
 STEPS = 6
@@ -28,7 +28,7 @@ LEAST: dict[str, Any] = {"gpu_memory": 0, "cpu_memory": "2MiB", "cache": 0, "poi
 class Places:
     """Until when the model may use each byte of the compute device: a copy there comes after that."""
 
-    def __init__(self, device: FarDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, device: DiscreteDevice, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device, self.lock, self.uploads = device, threading.Lock(), 0
         self.used: dict[tuple[int, int], int | None] = {}  # None: it is in use now
         real_wait, real_release = Residency.wait, Residency.release
@@ -72,19 +72,19 @@ Wrap = Callable[..., infinity.Engine]
 
 @contextmanager
 def wrapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
-    """Gives `wrap(far, model, **config)`: an engine on a far device, or on one that shares the host.
+    """Gives `wrap(discrete, model, **config)`: an engine on a discrete device, or on one that shares the host.
 
     The model is a transformer by default.
     """
     engines: list[tuple[Any, infinity.Engine]] = []
 
-    def make(far: bool = True, model: torch.nn.Module | None = None, **options: Any) -> infinity.Engine:
+    def make(discrete: bool = True, model: torch.nn.Module | None = None, **options: Any) -> infinity.Engine:
         folder = tmp_path / str(len(engines))
         folder.mkdir(exist_ok=True)  # one that was refused may have left it
         config = LEAST | {"nvme": folder, "device": "cpu", "gpu_cache": 0} | options
         with monkeypatch.context() as patch:
-            if far:
-                patch.setattr(sys.modules["infinity.build"], "ComputeDevice", FarDevice)
+            if discrete:
+                patch.setattr(sys.modules["infinity.build"], "ComputeDevice", DiscreteDevice)
             while True:
                 try:
                     model = infinity.wrap(transformer() if model is None else model, config_of(**config))

@@ -1,4 +1,5 @@
-"""The whole engine on a compute device with memory of its own (`far.FarDevice`): the same numbers, and copies in their order."""
+"""The whole engine on a compute device with memory of its own (`discrete.DiscreteDevice`): the same
+numbers, and copies in their order."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from infinity.optim.kernels import squared_gradient_norm
 from infinity.placement.budget import CHUNK_ELEMENTS
 from infinity.placement.spec import BlockSpec, Format, Kind
 from infinity.tiers.store import Store
-from support.far import FarDevice
-from support.far_engines import STEPS, Places, Wrap, assert_equal, train, wrapping
+from support.discrete import DiscreteDevice
+from support.discrete_engines import STEPS, Places, Wrap, assert_equal, train, wrapping
 from support.models import text_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,12 +47,12 @@ def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_numbers_are_those_of_a_device_that_shares_the_host(placement: str, accumulation: int, wrap: Wrap) -> None:
     precision = "bf16" if accumulation == 1 else "fp32"
-    expected = train(wrap(far=False, precision=precision), accumulation)
+    expected = train(wrap(discrete=False, precision=precision), accumulation)
     assert_equal(train(wrap(precision=precision, **PLACEMENTS[placement]), accumulation), expected)
 
 
 def test_without_kernels_for_the_device_states_are_updated_on_the_host(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = train(wrap(far=False))
+    expected = train(wrap(discrete=False))
     engine = wrap(**PLACEMENTS["all on the device"])
     engine._device.has_kernels = False
     assert_equal(train(engine), expected)
@@ -75,18 +76,18 @@ def test_no_copy_overtakes_the_model(placement: str, wrap: Wrap, monkeypatch: py
 def test_no_copy_overtakes_what_clears_the_memory(placement: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros and poison are queued on the stream of the caller, which copies do not wait for."""
     seen: list[str] = []
-    real = FarDevice.begin_upload
+    real = DiscreteDevice.begin_upload
 
-    def begin_upload(device: FarDevice, *values: Any) -> Any:
+    def begin_upload(device: DiscreteDevice, *values: Any) -> Any:
         seen.append("copy")
         return real(device, *values)
 
-    monkeypatch.setattr(FarDevice, "begin_upload", begin_upload)
+    monkeypatch.setattr(DiscreteDevice, "begin_upload", begin_upload)
     monkeypatch.setattr(
-        FarDevice, "compute_memory", lambda d, n, real=FarDevice.compute_memory: seen.append("memory") or real(d, n)
+        DiscreteDevice, "compute_memory", lambda d, n, real=DiscreteDevice.compute_memory: seen.append("memory") or real(d, n)
     )
-    monkeypatch.setattr(FarDevice, "settle", lambda device: seen.append("settled"))
-    train(wrap(FarDevice, **PLACEMENTS[placement]))
+    monkeypatch.setattr(DiscreteDevice, "settle", lambda device: seen.append("settled"))
+    train(wrap(DiscreteDevice, **PLACEMENTS[placement]))
     assert "copy" in seen
     assert seen.index("memory") < seen.index("settled") < seen.index("copy")
 
@@ -132,7 +133,7 @@ def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> 
     """And the update goes on meanwhile."""
     nbytes = 2 * CHUNK_ELEMENTS
     config = infinity.Config(nvme=tmp_path, gpu_memory="1MiB", cpu_memory="2MiB", tuning=infinity.Tuning(cache=0, poison=True))
-    store = Store(config, FarDevice(), Recorder())
+    store = Store(config, DiscreteDevice(), Recorder())
     block = store.add(BlockSpec(0, Kind.PARAM, nbytes, Format("byte", 1, 1), "nvme", nbytes, 0, "param"))
     store.open(store.placement.layout(block.spec.span))
     try:
@@ -160,9 +161,9 @@ def test_a_speculative_update_is_rolled_back_when_the_gradient_before_arrives_wi
     """The step before had one backward and this one has two: the second finds the reduction of the first, which says that all
     gradients are there, still under way."""
     weights = []
-    for far in (True, False):
+    for discrete in (True, False):
         torch.manual_seed(0)
-        engine = wrap(far, torch.nn.Linear(32, 32), update="speculative")
+        engine = wrap(discrete, torch.nn.Linear(32, 32), update="speculative")
         optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2)
         for backwards in (1, 1, 1, 2):
             optimizer.zero_grad()

@@ -32,7 +32,7 @@ class _Late(Copy):
             self._asked = 4
 
 
-class FarDevice(ComputeDevice):
+class DiscreteDevice(ComputeDevice):
     """What the model queues runs at once here, so a copy may come too early without a wrong number.
 
     `on_upload(target, after)` is told of each copy to this device, and what it comes after; `on_download()` of one from it, and
@@ -41,7 +41,7 @@ class FarDevice(ComputeDevice):
 
     def __init__(self, kind: Any = "cpu") -> None:
         super().__init__("cpu")
-        self.shares_host = False
+        self.unified_memory = False
         self.has_kernels = True  # those of the CPU
         self.numbers = itertools.count()
         self.on_upload: Callable[[torch.Tensor, Mark | None], None] = lambda target, after: None
@@ -50,34 +50,34 @@ class FarDevice(ComputeDevice):
         self.on_reach: Callable[[Mark | None], None] = lambda mark: None
 
     @contextmanager
-    def _near(self) -> Iterator[None]:
-        before, self.shares_host = self.shares_host, True  # nothing is pinned, and there are no generators but the CPU's
+    def _as_unified(self) -> Iterator[None]:
+        before, self.unified_memory = self.unified_memory, True  # nothing is pinned, and there are no generators but the CPU's
         try:
             yield
         finally:
-            self.shares_host = before
+            self.unified_memory = before
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        with self._near():
+        with self._as_unified():
             return super().host_memory(nbytes)
 
     def compute_memory(self, nbytes: int) -> torch.Tensor:
         return self.host_memory(nbytes)
 
     def random_state(self) -> list[torch.Tensor]:
-        with self._near():
+        with self._as_unified():
             return super().random_state()
 
     def set_random_state(self, states: list[torch.Tensor]) -> None:
-        with self._near():
+        with self._as_unified():
             super().set_random_state(states)
 
     def fork_random_state(self, count: int) -> list[list[torch.Tensor]]:
-        with self._near():
+        with self._as_unified():
             return super().fork_random_state(count)
 
     def follow(self) -> Callable[[], None]:
-        with self._near():
+        with self._as_unified():
             return super().follow()
 
     def mark(self) -> Mark:
@@ -87,7 +87,7 @@ class FarDevice(ComputeDevice):
         self.on_reach(mark)
 
     @contextmanager
-    def aside(self, after: Mark | None) -> Iterator[None]:
+    def side_stream(self, after: Mark | None) -> Iterator[None]:
         assert after is not None
         yield
 
