@@ -197,7 +197,7 @@ def adam() -> Lines:
         "fp32": "fp32",
         "bf16, fp32 master": "bf16, fp32 masters",
         "bf16, split master": "bf16, split masters",
-        "split, to a second home": "split masters, update into a shadow copy",
+        "split, to a shadow copy": "split masters, update into a shadow copy",
         "split, bf16 moments": "split masters, bf16 moments",
         "split, int8 moments": "split masters, int8 moments",
         "torch fused AdamW": "torch fused AdamW, fp32",

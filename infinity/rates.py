@@ -42,15 +42,15 @@ _STEPS: dict[str, tuple[str, dict[str, float]]] = {
 
 @dataclass(frozen=True)
 class Formats:
-    """The formats of one case: what is read and written for each parameter, in place or `elsewhere`, as an update writes a second
-    home."""
+    """The formats of one case: what is read and written for each parameter, in place or, with
+    `shadow`, to a shadow copy."""
 
     name: str
     grad: str
     param: str
     master: str
     moments: str
-    elsewhere: bool = False
+    shadow: bool = False
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -60,10 +60,10 @@ class Formats:
 
     @property
     def blocks(self) -> dict[str, float]:
-        """Bytes of each block per parameter; of what goes elsewhere the names begin with "to_"."""
+        """Bytes of each block per parameter; of what goes to a shadow copy the names begin with "to_"."""
         moments = _WIDTHS[self.moments]
         states = {"param": _WIDTHS[self.param], "master": _WIDTHS[self.master], "first": moments, "second": moments}
-        targets = {f"to_{name}": width for name, width in states.items()} if self.elsewhere else {}
+        targets = {f"to_{name}": width for name, width in states.items()} if self.shadow else {}
         return {"grad": _WIDTHS[self.grad], **states, **targets}
 
     def sizes(self, parameters: int) -> dict[str, int]:

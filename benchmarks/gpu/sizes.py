@@ -102,7 +102,7 @@ def staging(given: Machine) -> int:
 
 def in_host_memory(model: dict[str, Any], given: Machine) -> Plan:
     """States in host memory, with the widest moments that fit: all but those of the first units that the device has room for, at
-    most half of the model. What host memory is left is for second homes, so that updates may begin in backward."""
+    most half of the model. What host memory is left is for shadow copies, so that updates may begin in backward."""
     units, stage = units_of(model), staging(given)
     for moments in ("fp32", "bf16", "int8"):
         weight, gradient, optimizer = per_parameter(moments)

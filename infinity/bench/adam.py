@@ -37,7 +37,7 @@ CASES = (
     Formats("bf16, split master", "bf16", "bf16", "split", "fp32"),
     Formats("split, bf16 moments", "bf16", "bf16", "split", "bf16"),
     Formats("split, int8 moments", "bf16", "bf16", "split", "int8"),
-    Formats("split, to a second home", "bf16", "bf16", "split", "fp32", elsewhere=True),
+    Formats("split, to a shadow copy", "bf16", "bf16", "split", "fp32", shadow=True),
 )
 
 

@@ -5,7 +5,7 @@ A SPECULATIVE job was begun before the step it belongs to, on the guess that thi
 nothing. It reads the states and writes the new ones into the other extents of copy-on-write blocks,
 and touches nothing else. Until the step is fixed every reader sees the old content, and after
 `rollback` it always will. So a wrong guess costs I/O and never a number (invariant I8). The same
-goes for units in host memory that have second homes. It holds chunk by chunk: a block on NVMe may
+goes for units in host memory that have shadow copies. It holds chunk by chunk: a block on NVMe may
 be in host memory in part, and that part is rewritten in place. A chunk with any of that is not
 updated before its job is final.
 
@@ -176,7 +176,7 @@ class JobQueue:
         with `delayed` AWAITED -> DELAYED.
 
         The parameter blocks of jobs that are CONFIRMED are UPDATING until all is written. Those of
-        jobs that are DELAYED have a second place each (see `Tuning.update`).
+        jobs that are DELAYED have a shadow copy each (see `Tuning.update`).
         """
         with self.changed:
             for job, update in zip(jobs, updates, strict=True):

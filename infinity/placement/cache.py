@@ -3,7 +3,7 @@
 [Note: a part that always stays]
 Every step uses every block in the same order: a cyclic scan, for which no policy hits more than C of N bytes with C bytes of
 cache, and what is evicted has to be written besides. A part that never leaves reaches that bound, moves nothing, needs no
-second place on the drive, and is the same in every run, so that the planner can state the bytes that move.
+shadow copy on the drive, and is the same in every run, so that the planner can state the bytes that move.
 
 [Note: what is cached first]
 What saves most NVMe traffic per byte of memory (`infinity.placement.traffic`): 2 or 3 bytes in a step. Among equals the

@@ -2,7 +2,7 @@
 
 Three things are decided beside what the configuration says. Units all of whose states stay on the
 compute device (`with_gpu_cache`); what of the blocks on NVMe is cached in host memory
-(`infinity.placement.cache`); and which units in host memory have second homes, so that their
+(`infinity.placement.cache`); and which units in host memory have shadow copies, so that their
 updates may begin before their step. All of it follows from sizes, the configuration, and rates that
 ranks agree on.
 """
@@ -133,7 +133,7 @@ class Placement:
         return max(self.config.gpu_memory - self.home_bytes("gpu") - reserve, 0)
 
     def _may_choose(self) -> bool:
-        can_update = self.machine.has_kernels and self.config.algorithm != "other" and not self._twice
+        can_update = self.machine.has_kernels and self.config.algorithm != "other" and not self._shadowed_kinds
         return self.config.tuning.gpu_cache == "auto" and can_update
 
     def fixed(self) -> str:
@@ -188,11 +188,11 @@ class Placement:
     # Homes
 
     def home_bytes(self, tier: Tier) -> int:
-        """Bytes of all homes on a tier that is memory, but for second ones that `layout` finds room for."""
+        """Bytes of all homes on a tier that is memory, but for shadow copies that `layout` finds room for."""
         return sum(round_up(spec.home_bytes, PAGE) * self._copies(spec) for spec in self.specs if spec.tier == tier)
 
     @property
-    def _twice(self) -> set[Kind]:
+    def _shadowed_kinds(self) -> set[Kind]:
         """A delayed update writes new parameters while the old ones are in use: they have two places each, not one in the
         cache."""
         return {Kind.PARAM} if self.config.tuning.update == "delayed" else set()
@@ -200,8 +200,8 @@ class Placement:
     def _copies(self, spec: BlockSpec) -> int:
         """How many homes in memory, or extents on NVMe, a block has. What a failed step leaves of gradients is of no use: one."""
         on_nvme = self.config.tuning.copy_on_write and spec.kind is not Kind.GRAD
-        doubled = on_nvme if spec.tier == "nvme" else spec.kind in self._twice
-        return 2 if doubled and not spec.frozen else 1
+        shadowed = on_nvme if spec.tier == "nvme" else spec.kind in self._shadowed_kinds
+        return 2 if shadowed and not spec.frozen else 1
 
     # All budgets
 
@@ -225,10 +225,10 @@ class Placement:
         homes = self.home_bytes("cpu")
         plan, saved = self._divide_host(budget.cpu_memory - homes, homes)
         free = budget.cpu_memory - homes - plan.slots * plan.chunk_elements * WIDEST_ELEMENT - plan.cache - saved
-        doubled = self._doubled(free + (saved // 2 if budget.tuning.activation_memory == "auto" else 0))
-        more = _home_bytes(doubled)
+        shadowed = self._shadowed(free + (saved // 2 if budget.tuning.activation_memory == "auto" else 0))
+        more = _home_bytes(shadowed)
         cached = self._choose(plan.cache, resident=min(1.0, (device - home - reserve) / max(useful - reserve, 1)))
-        blocks = self._place(set(doubled), cached)
+        blocks = self._place(set(shadowed), cached)
         cache = sum(block.cached_bytes for block in blocks if block.spec.tier == "nvme")
         rooms = Rooms(device, homes + more, cache, saved - round_up(max(more - free, 0), PAGE), plan)
         cuts: dict[int, set[int]] = {}
@@ -236,9 +236,9 @@ class Placement:
             cuts.setdefault(spec.unit, set()).add(elements)
         return Layout(self, blocks, rooms, cuts, reserve, max(reserve, most_reserve))
 
-    def _place(self, doubled: Collection[BlockSpec], cached: Mapping[BlockSpec, int]) -> tuple[Placed, ...]:
+    def _place(self, shadowed: Collection[BlockSpec], cached: Mapping[BlockSpec, int]) -> tuple[Placed, ...]:
         return tuple(
-            Placed(spec, copies=2 if spec in doubled else self._copies(spec), cached_elements=cached.get(spec, 0))
+            Placed(spec, copies=2 if spec in shadowed else self._copies(spec), cached_elements=cached.get(spec, 0))
             for spec in self.specs
         )
 
@@ -278,7 +278,7 @@ class Placement:
 
     def _may_be_cached(self, spec: BlockSpec) -> bool:
         """Whether a part of a block may stay in host memory although it is at home on NVMe."""
-        return spec.tier == "nvme" and spec.kind not in self._twice
+        return spec.tier == "nvme" and spec.kind not in self._shadowed_kinds
 
     def _is_addressed(self, spec: BlockSpec) -> bool:
         """Whether the host works on a block where it is."""
@@ -287,10 +287,10 @@ class Placement:
     def _choose(self, cache_bytes: int, resident: float) -> dict[BlockSpec, int]:
         """What of the blocks on NVMe is at home in host memory; `resident` of the parameters fit on the compute device."""
         speculative = self.config.tuning.copy_on_write and self.config.tuning.update in ("auto", "speculative")
-        return choose(self.specs, cache_bytes, self._granule, speculative, resident, never=self._twice)
+        return choose(self.specs, cache_bytes, self._granule, speculative, resident, never=self._shadowed_kinds)
 
-    def _doubled(self, room: int) -> list[BlockSpec]:
-        """The blocks in host memory that get second homes in `room` bytes of it, by units: first those that come last in the
+    def _shadowed(self, room: int) -> list[BlockSpec]:
+        """The blocks in host memory that get shadow copies in `room` bytes of it, by units: first those that come last in the
         model, whose gradients come first. What is on NVMe is better cached instead."""
         speculative = self.config.tuning.update == "speculative" or (
             self.config.tuning.update == "auto" and not self.machine.unified_memory

@@ -45,7 +45,7 @@ def bytes_on_tiers(trainable: int, config: Config, ranks: int = 1, frozen: int =
     Without padding (a unit takes whole pages on every rank: multiples of 2048 elements, of 4096 where they have one byte),
     and without what passes through: gathered units and
     one gradient buffer on the compute device, staging in host memory. What is rewritten beside its old content counts twice, but
-    not in host memory, where a second home takes only what the budget leaves. What `gpu_cache` keeps on the compute device counts
+    not in host memory, where a shadow copy takes only what the budget leaves. What `gpu_cache` keeps on the compute device counts
     there where it is a number; what "auto" is depends on the units.
     """
     parameter, gradient, optimizer = bytes_per_parameter(config)
@@ -57,8 +57,8 @@ def bytes_on_tiers(trainable: int, config: Config, ranks: int = 1, frozen: int =
     stays = 0.0 if config.tuning.gpu_cache == "auto" or not may_stay else min(1.0, config.tuning.gpu_cache / may_stay)
     tiers["gpu"] += stays * may_stay
     for name, tier in places.items():
-        doubled = tier == "nvme" and config.tuning.copy_on_write and name != "gradients"
+        shadowed = tier == "nvme" and config.tuning.copy_on_write and name != "gradients"
         late = tier == "cpu" and config.tuning.update == "delayed" and name == "parameters"
         leaves = 1.0 if tier == "gpu" else 1.0 - stays
-        tiers[tier] += leaves * getattr(states, name) * (2 if doubled or late else 1) + getattr(frozen_states, name)
+        tiers[tier] += leaves * getattr(states, name) * (2 if shadowed or late else 1) + getattr(frozen_states, name)
     return tiers

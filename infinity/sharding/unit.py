@@ -203,9 +203,9 @@ class Unit:
             return self.trainable and any(parameter.requires_grad for parameter in self.parameters)
 
     @property
-    def copy_on_write(self) -> bool:
-        """Whether all that an update rewrites has a second place, but what is cached, so that it may be rolled back."""
-        return all(block.home.has_second_place for kind, block in self.blocks.items() if kind is not Kind.GRAD)
+    def has_shadow(self) -> bool:
+        """Whether all that an update rewrites has a shadow copy, but what is cached, so that it may be rolled back."""
+        return all(block.home.has_shadow for kind, block in self.blocks.items() if kind is not Kind.GRAD)
 
     @property
     def staged_from(self) -> int:
@@ -219,8 +219,8 @@ class Unit:
 
     @property
     def rewritten_in_place_until(self) -> int:
-        """The first element from which on all that an update rewrites has a second place; `shard_numel` when there is none."""
-        if not self.copy_on_write:
+        """The first element from which on all that an update rewrites has a shadow copy; `shard_numel` when there is none."""
+        if not self.has_shadow:
             return self.layout.shard_numel
         return max(block.cached_elements for kind, block in self.blocks.items() if kind is not Kind.GRAD)
 

@@ -112,7 +112,7 @@ class Checkout:
     """One chunk of one block on the host, as `tensor` (uint8): `wait`, then read it, change it, `commit` it; then `release`.
 
     Used by one thread. For a block at home in host memory `tensor` is the home itself and nothing is copied. Where an update
-    writes a second home, that is `tensor`, and what it reads is `source`, until `fill`.
+    writes a shadow copy, that is `tensor`, and what it reads is `source`, until `fill`.
     """
 
     def __init__(

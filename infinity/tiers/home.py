@@ -60,7 +60,7 @@ class Home:
         return self.extents[self.version]
 
     @property
-    def has_second_place(self) -> bool:
+    def has_shadow(self) -> bool:
         """Whether an update writes beside the old content what is not cached in memory."""
         return max(len(self.extents), len(self.buffers)) == 2
 

@@ -74,7 +74,7 @@ def test_what_is_planned_for_a_gpu_machine_fits_and_fills_it() -> None:
     held = sizes.in_host_memory(CONFIGS["llama-3-8b"], H100)
     assert held.options["moment-precision"] == "fp32"
     assert 7 * held.parameters <= held.states["cpu"] == 14 * held.parameters - held.states["gpu"]
-    assert held.budgets["cpu"] > held.states["cpu"] + 12 * held.states["cpu"] / 14, "second homes"
+    assert held.budgets["cpu"] > held.states["cpu"] + 12 * held.states["cpu"] / 14, "shadow copies"
     spread = sizes.over_three_tiers(CONFIGS["llama-2-13b"], H100, "fp32")
     biggest = sizes.largest(CONFIGS["llama-33b"], H100)
     assert biggest.parameters > 25e9

@@ -320,8 +320,8 @@ def test_a_unit_whose_states_have_no_second_place_waits_for_its_step(wrap: Calla
 
 
 def test_second_homes_take_what_host_memory_is_left_for_the_last_units(wrap: Callable[..., infinity.Engine]) -> None:
-    def doubled(engine: infinity.Engine) -> list[int]:
-        found = [unit.index for unit in engine.units if unit.copy_on_write]
+    def shadowed(engine: infinity.Engine) -> list[int]:
+        found = [unit.index for unit in engine.units if unit.has_shadow]
         assert engine.memory()["cpu"] <= engine.config.cpu_memory
         optimizer = infinity.AdamW(engine.model.parameters())
         for number in range(3):
@@ -333,11 +333,11 @@ def test_second_homes_take_what_host_memory_is_left_for_the_last_units(wrap: Cal
 
     engine = wrap("speculative", **WHERE["host"])
     units, homes = len(engine.units), engine.memory()["cpu"]
-    assert doubled(engine) == list(range(units))
-    some = doubled(wrap("speculative", cpu_memory=homes * 3 // 4, **WHERE["host"]))
+    assert shadowed(engine) == list(range(units))
+    some = shadowed(wrap("speculative", cpu_memory=homes * 3 // 4, **WHERE["host"]))
     assert units - 1 in some and len(some) < units
     for options in ({"copy_on_write": False}, {"update": "exact"}, {"update": "auto"}):
-        assert doubled(wrap(**({"update": "speculative"} | options | WHERE["host"]))) == []
+        assert shadowed(wrap(**({"update": "speculative"} | options | WHERE["host"]))) == []
 
 
 @pytest.mark.parametrize("fault", [{"fail_write_at": 0}, {"fail_write_at": 7}, {"fail_read_at": 3}])

@@ -364,7 +364,7 @@ def test_a_rolled_back_update_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
         """Whether all that may be written ahead is written."""
         return all(not job.chunks and job.in_flight == 0 for job in started.values())
 
-    begun = {unit.name for unit in engine.units if unit.copy_on_write}
+    begun = {unit.name for unit in engine.units if unit.has_shadow}
     assert {job.unit.name for job in started.values() if job.update is not None} == begun
     assert 0 < len(begun) < len(engine.units)
     with queue.changed:
@@ -385,7 +385,7 @@ def test_once_confirmed_what_is_kept_costs_no_io(wrap: Wrap) -> None:
     engine.model(**text_batch(2)).loss.backward()
     with queue.changed:
         assert queue.changed.wait_for(lambda: all(not j.chunks and j.in_flight == 0 for j in started.values()))
-    kept_whole = [u for u in engine.units if not u.copy_on_write]
+    kept_whole = [u for u in engine.units if not u.has_shadow]
     before = everything_kept(engine)
     written = engine.recorder.counters()["nvme bytes written"]
     optimizer.step()
