@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.engine import Engine, engine
 from infinity.errors import ConfigError
-from infinity.modules.vertical import Strand
+from infinity.modules.interleave import MicroBatch
 
 
 def accumulate(
@@ -43,7 +43,7 @@ def accumulate(
     Raises `ConfigError` for values that cannot be, under `torch.no_grad()`, and when `model` is not wrapped; `RuntimeError`
     inside of a forward or backward of the model, or of another call.
     """
-    weave, batches = engine(model).weave(), list(micro_batches)
+    interleaver, batches = engine(model).interleaver(), list(micro_batches)
     _check("order", order, ("vertical", "horizontal"))
     _check("reduction", reduction, ("mean", "sum"))
     if not batches:
@@ -51,9 +51,11 @@ def accumulate(
     if not torch.is_grad_enabled():
         raise ConfigError("infinity.accumulate runs backward; call it outside of torch.no_grad() and torch.inference_mode()")
     losses: list[torch.Tensor] = [torch.empty(0)] * len(batches)
-    autocast = [_autocast_of(kind) for kind in dict.fromkeys(("cpu", weave.device.torch.type)) if torch.is_autocast_enabled(kind)]
+    autocast = [
+        _autocast_of(kind) for kind in dict.fromkeys(("cpu", interleaver.device.torch.type)) if torch.is_autocast_enabled(kind)
+    ]
 
-    def run(index: int, strand: Strand) -> None:
+    def run(index: int, micro_batch: MicroBatch) -> None:
         batch = batches[index]
         with ExitStack() as stack:
             for kind, options in autocast:
@@ -64,7 +66,7 @@ def accumulate(
         losses[index] = value.detach()
         total = value / len(batches) if reduction == "mean" else value
         total = total if scale is None else scale(total)
-        strand.begin_backward(total)
+        micro_batch.begin_backward(total)
         with ExitStack() as stack:
             for kind, _ in autocast:
                 stack.enter_context(torch.autocast(kind, enabled=False))
@@ -75,7 +77,7 @@ def accumulate(
             torch.clear_autocast_cache()
 
     works = [functools.partial(run, index) for index in range(len(batches))]
-    weave.run(works, order == "vertical")
+    interleaver.run(works, order == "vertical")
     return losses
 
 

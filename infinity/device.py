@@ -6,9 +6,10 @@ more of them than CPUs, and from then on libgomp lets every team sleep where it 
 then waits for a wake-up at each of its thousands of operators. So threads of the engine call no operator that wants a team;
 `copy_alone` and `zero_alone` take its place.
 
-Threads that run the model in turns (`infinity.modules.vertical`) cannot avoid it, and pay some 70 us for each operator that wants
-a team: nothing beside operators that are worth offloading, twice the time with very small ones. Ending a team with each turn
-(`omp_pause_resource_all`) is no way out: the threads of the next one took 4 to 8 ms to find a CPU on a machine with four.
+Threads that run the model in turns (`infinity.modules.interleave`) cannot avoid it, and pay some 70
+us for each operator that wants a team: nothing beside operators that are worth offloading, twice
+the time with very small ones. Ending a team with each turn (`omp_pause_resource_all`) is no way
+out: the threads of the next one took 4 to 8 ms to find a CPU on a machine with four.
 """
 
 from __future__ import annotations

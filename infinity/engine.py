@@ -28,8 +28,8 @@ from infinity.device import profiler_ranges
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.modules.activations import Keeper
 from infinity.modules.hooks import Hooks, Listeners
+from infinity.modules.interleave import Interleaver
 from infinity.modules.load import persistent_buffers
-from infinity.modules.vertical import Weave
 from infinity.observe import Recorder, Report
 from infinity.optim.norm import clip, clip_factor
 from infinity.optim.optimizer import Optimizer
@@ -178,10 +178,10 @@ class Engine:
         gradient = gradient if scale == 1.0 else gradient.float() / scale
         return gradient if clip == 1.0 else gradient.mul_(clip)
 
-    def weave(self) -> Weave:
+    def interleaver(self) -> Interleaver:
         """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward, or what another one runs."""
         self._hooks.refuse_inside("infinity.accumulate")
-        return Weave(self._hooks, self._runtime.trace, self._device, self._updater.scales)
+        return Interleaver(self._hooks, self._runtime.trace, self._device, self._updater.scales)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

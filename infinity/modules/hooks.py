@@ -64,10 +64,10 @@ _MOST_OBJECTS = 256
 """In which `_tensors` looks: a configuration that a module is given may refer to anything."""
 
 
-class Weaver(Protocol):
-    """Who interleaves several executions, one at a time (`infinity.modules.vertical`)."""
+class Interleaving(Protocol):
+    """Who interleaves several executions, one at a time (`infinity.modules.interleave`)."""
 
-    def cross(self, unit: Unit) -> None:
+    def switch_at(self, unit: Unit) -> None:
         """The execution that runs is about to use `unit`, or to have a gradient of it; others may run before this returns."""
 
     def collect(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
@@ -108,7 +108,7 @@ class Hooks:
         self._listeners = listeners
         self._recorder = recorder
         self._packer = Packer(listeners.locate, keeper, self._bring)
-        self._weaver: Weaver | None = None
+        self._interleaver: Interleaving | None = None
         self._now = self.new_execution()  # what is under way
         self._claiming = threading.Lock()
         self._handles: list[Any] = []
@@ -162,11 +162,11 @@ class Hooks:
         return left
 
     @contextmanager
-    def woven(self, weaver: Weaver) -> Iterator[None]:
-        """Inside, `weaver` decides which of several executions goes on; all are one cycle of the trace. Not nested."""
+    def interleaved(self, interleaver: Interleaving) -> Iterator[None]:
+        """Inside, `interleaver` decides which of several executions goes on; all are one cycle of the trace. Not nested."""
         self.settle()
         self._runtime.begin(True)
-        self._weaver = weaver
+        self._interleaver = interleaver
         # Before a gradient is accumulated, not after: autograd locks the parameter's node for that, and others could not use it.
         borders = [
             parameter.register_hook(lambda _, unit=unit: self._before_gradient(unit))
@@ -178,16 +178,16 @@ class Hooks:
         try:
             yield
         finally:
-            self._weaver = None
+            self._interleaver = None
             for border in borders:
                 border.remove()
             self._listeners.after_backward()
 
     def refuse_inside(self, what: str) -> None:
-        """Raise `RuntimeError` inside of a forward, a backward or `woven`."""
+        """Raise `RuntimeError` inside of a forward, a backward or `interleaved`."""
         self.check_thread(what)
         self._now.unwind()
-        if self._weaver is not None or self._now.calls or in_backward():
+        if self._interleaver is not None or self._now.calls or in_backward():
             raise RuntimeError(f"{what} cannot be called inside of itself, nor of a forward or backward of its model")
 
     def check_thread(self, what: str) -> None:
@@ -232,7 +232,7 @@ class Hooks:
     def _begin_forward(self, module: nn.Module) -> None:
         """The outermost forward begins, of `module`."""
         self._now.begin_forward()
-        if self._weaver is None and (module is self._model() or self._runtime.stale):
+        if self._interleaver is None and (module is self._model() or self._runtime.stale):
             training = torch.is_grad_enabled()
             if not training:
                 self._listeners.before_evaluation()
@@ -302,8 +302,8 @@ class Hooks:
         return kept
 
     def _enter(self, unit: Unit) -> Showing:
-        if self._weaver is not None:
-            self._weaver.cross(unit)
+        if self._interleaver is not None:
+            self._interleaver.switch_at(unit)
         if in_backward():
             unit.begin_turn()
         return Showing(unit, self._runtime.enter(unit), self._left)
@@ -327,8 +327,8 @@ class Hooks:
             )
         found = self._now.backward_pass() if in_backward() else None
         self._now.sweep()
-        if self._weaver is not None:
-            self._weaver.cross(unit)
+        if self._interleaver is not None:
+            self._interleaver.switch_at(unit)
         unit.begin_turn()
         use = Unpacking(unit, self._runtime.enter(unit), self._runtime.leave)
         view = use.window.tensor(saved.size, saved.stride, saved.offset // saved.dtype.itemsize, saved.dtype)
@@ -342,9 +342,9 @@ class Hooks:
     # Backward
 
     def _before_gradient(self, unit: Unit) -> None:
-        if self._weaver is not None:
+        if self._interleaver is not None:
             self._now.sweep()
-            self._weaver.cross(unit)
+            self._interleaver.switch_at(unit)
 
     def _collector(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
@@ -352,10 +352,10 @@ class Hooks:
                 gradient = _GRAD.__get__(parameter)
                 _GRAD.__set__(parameter, None)
             if gradient is not None:
-                if self._weaver is None:
+                if self._interleaver is None:
                     unit.gradients.add(index, gradient, 1.0 if unit.updater is None else unit.updater.loss_scale)
                 else:
-                    self._weaver.collect(unit, index, gradient)
+                    self._interleaver.collect(unit, index, gradient)
                 self._now.backward_pass()
 
         return collect
@@ -379,7 +379,7 @@ class Hooks:
         return True
 
     def _backward_ended(self) -> None:
-        if self._weaver is None:
+        if self._interleaver is None:
             self._listeners.after_backward()
 
 

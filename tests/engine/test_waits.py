@@ -22,7 +22,7 @@ from torch import nn
 import infinity
 from infinity.device import ComputeDevice
 from infinity.errors import EngineClosedError
-from infinity.modules.vertical import Weave
+from infinity.modules.interleave import Interleaver
 from infinity.nvme.ticket import Ticket
 from infinity.optim.chunk import Chunk
 from infinity.optim.job import JobQueue
@@ -84,7 +84,7 @@ PIPELINE = (
     "test_waits.py::test_a_wait_for_an_update_ends",
 )
 TURN = (
-    "each strand hands its turn on when it ends, whatever ends it",
+    "each micro-batch hands its turn on when it ends, whatever ends it",
     "test_waits.py::test_whatever_fails_between_micro_batches_ends_all",
 )
 CLOSING = (
@@ -107,11 +107,14 @@ WAITS: dict[str, tuple[str, str]] = {
     "files.py _Held.__init__": NEVER,
     "modules/gathered.py _Reading.begin": STORE,
     "modules/gathered.py _Reading.end": STORE,
-    "modules/vertical.py Weave._run_together": TURN,
-    "modules/vertical.py Weave._await_end": ("the last strand releases it", "test_waits.py::test_ctrl_c_while_micro_batches_run"),
-    "modules/vertical.py Weave._live": TURN,
-    "modules/vertical.py Weave.cross": TURN,
-    "modules/vertical.py _closed": NEVER,  # the lock is new
+    "modules/interleave.py Interleaver._run_together": TURN,
+    "modules/interleave.py Interleaver._await_end": (
+        "the last micro-batch releases it",
+        "test_waits.py::test_ctrl_c_while_micro_batches_run",
+    ),
+    "modules/interleave.py Interleaver._live": TURN,
+    "modules/interleave.py Interleaver.switch_at": TURN,
+    "modules/interleave.py _closed": NEVER,  # the lock is new
     "nvme/io.py Io.write": DRIVE_OF_ALL,
     "nvme/io.py Io.read": DRIVE_OF_ALL,
     "nvme/io.py Io.write_many": DRIVE_OF_ALL,
@@ -186,7 +189,7 @@ WAITS: dict[str, tuple[str, str]] = {
 LOCKS: dict[str, str] = {
     "files.py _Held.guard": "taken where nobody can have it",
     "modules/hooks.py Hooks._claiming": "for a few lines",
-    "modules/vertical.py _closed.lock": "a turn, not a lock: see WAITS",
+    "modules/interleave.py _closed.lock": "a turn, not a lock: see WAITS",
     "nvme/submit.py Submitter._staging": "held while what is in flight of one call ends: DRIVE",
     "nvme/functions.py _Shared._lock": "for a few lines",
     "observe.py Meter._lock": "for a few lines",
@@ -691,9 +694,9 @@ def test_what_is_posted_when_nothing_is_joined_any_more_has_ended(start: Start, 
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (Weave, "_choose"),
-        (Weave, "_leave"),
-        (Weave, "_resume"),
+        (Interleaver, "_choose"),
+        (Interleaver, "_leave"),
+        (Interleaver, "_resume"),
         (ComputeDevice, "set_random_state"),
         (ComputeDevice, "random_state"),
     ],

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 import infinity
-from infinity.modules.vertical import Weave
+from infinity.modules.interleave import Interleaver
 from infinity.placement.spec import Kind
 from support.children import CHILD
 from support.configs import config_of
@@ -368,13 +368,13 @@ def test_no_gradient_is_kept_where_all_micro_batches_take_the_same_way(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build, batch = MODELS[name]
-    model, deliver, kept = wrap(build(), tmp_path, precision="fp32"), Weave._deliver, []
+    model, deliver, kept = wrap(build(), tmp_path, precision="fp32"), Interleaver._deliver, []
 
-    def delivering(weave: Weave, parameter: int) -> None:
-        deliver(weave, parameter)
-        kept.append(len(weave._kept))
+    def delivering(interleaver: Interleaver, parameter: int) -> None:
+        deliver(interleaver, parameter)
+        kept.append(len(interleaver._held))
 
-    monkeypatch.setattr(Weave, "_deliver", delivering)
+    monkeypatch.setattr(Interleaver, "_deliver", delivering)
     with infinity.engine(model):
         infinity.accumulate(model, [batch(number) for number in range(3)])
     assert kept and not any(kept)
@@ -441,8 +441,8 @@ def interruptible() -> Iterator[None]:
 def test_ctrl_c_ends_all_micro_batches(where: str, tmp_path: Path, footprint: Callable[[], Any]) -> None:
     model = wrap(transformer(), tmp_path, precision="fp32")
     with infinity.engine(model) as engine:
-        before, weave, noticed = footprint().python_threads, engine.weave(), threading.Event()
-        stop = weave._stop
+        before, interleaver, noticed = footprint().python_threads, engine.interleaver(), threading.Event()
+        stop = interleaver._stop
 
         def noticing(error: BaseException) -> None:
             stop(error)
@@ -452,13 +452,13 @@ def test_ctrl_c_ends_all_micro_batches(where: str, tmp_path: Path, footprint: Ca
             os.kill(os.getpid(), signal.SIGINT)
             assert noticed.wait()  # by the caller's thread
 
-        weave._stop = noticing  # type: ignore[method-assign]
-        engine.weave = lambda: weave  # type: ignore[method-assign]
+        interleaver._stop = noticing  # type: ignore[method-assign]
+        engine.interleaver = lambda: interleaver  # type: ignore[method-assign]
         handle = fail_in(model, where, 1, interrupt)
         with pytest.raises(KeyboardInterrupt):
             infinity.accumulate(model, [text_batch(number) for number in range(3)])
         handle.remove()
-        del engine.weave
+        del engine.interleaver
         assert footprint().python_threads == before
         assert_unused(model)
         model.zero_grad()

@@ -1,25 +1,28 @@
 """Micro-batches that pass a unit one after the other, before any of them goes on to the next unit.
 
-[Note: one strand at a time]
-A model is unmodified code, so what runs it cannot be cut in two at a unit's border except by stopping a thread there. Each
-micro-batch runs its forward and backward on a thread of its own, a *strand*, and exactly one strand runs at a time: at the use of
-another unit than the one that is there, it hands the turn on, to a strand that is about to use the same unit as long as there is
-one. So a unit is brought once for all micro-batches, forward, and backward (autograd runs on the strand's thread). The trace sees
-one cycle with each use once, and the planner needs to know nothing.
+[Note: one micro-batch at a time]
+A model is unmodified code, so what runs it cannot be cut in two at a unit's border except by
+stopping a thread there. Each micro-batch runs its forward and backward on a thread of its own, and
+exactly one of them runs at a time: at the use of another unit than the one that is there, it hands
+the turn on, to a micro-batch that is about to use the same unit as long as there is one. So a unit
+is brought once for all micro-batches, forward, and backward (autograd runs on the thread of each).
+The trace sees one cycle with each use once, and the planner needs to know nothing.
 
-Whose turn it is depends on what the strands want and on the trace, never on time: it is the same in every run, and on every
-rank. Strands want the same units in the same order as a rule; one that skips a block waits for the others where the trace says
-that they will come, or else runs ahead, which costs a fetch and nothing else.
+Whose turn it is depends on what the micro-batches want and on the trace, never on time: it is the
+same in every run, and on every rank. Micro-batches want the same units in the same order as a rule;
+one that skips a block waits for the others where the trace says that they will come, or else runs
+ahead, which costs a fetch and nothing else.
 
 [Note: the order of gradients]
 Sums of floating-point numbers depend on their order. A parameter takes the gradients of the first micro-batch first, then those
-of the second, as it would if one ran after the other. A gradient that comes before its turn is kept until no earlier strand
-owes one to the same parameter. What a strand owes is read from its autograd graph when its backward begins; a use without
-autograd may bring one, too, when it is recomputed (re-entrant checkpointing), and is counted until the strand ends.
+of the second, as it would if one ran after the other. A gradient that comes before its turn is held until no earlier micro-batch
+owes one to the same parameter. What a micro-batch owes is read from its autograd graph when its backward begins; a use without
+autograd may bring one, too, when it is recomputed (re-entrant checkpointing), and is counted until the micro-batch ends.
 
 [Note: what a thread has of its own]
-Besides what torch keeps per thread (`_carry`), each strand has its own state of the random number generators, so that what it
-draws does not depend on the others. On the CPU it also has a team of OpenMP threads of its own: see `infinity.device`.
+Besides what torch keeps per thread (`_carry`), each micro-batch has its own state of the random
+number generators, so that what it draws does not depend on the others. On the CPU it also has a
+team of OpenMP threads of its own: see `infinity.device`.
 """
 
 from __future__ import annotations
@@ -49,21 +52,21 @@ RandomState = list[torch.Tensor]
 
 
 class _Stopped(BaseException):
-    """Ends a strand from inside, as Ctrl-C would; another one failed, or the caller was interrupted."""
+    """Ends a micro-batch from inside, as Ctrl-C would; another one failed, or the caller was interrupted."""
 
 
-class Strand:
+class MicroBatch:
     """One micro-batch, and what is under way of it. Used by the thread whose turn it is."""
 
     def __init__(
-        self, index: int, work: Callable[[Strand], None], random: RandomState, execution: Execution, alone: bool
+        self, index: int, work: Callable[[MicroBatch], None], random: RandomState, execution: Execution, alone: bool
     ) -> None:
         self.index = index
         self.work = work
         self.random = random
         self.execution = execution
         self._alone = alone
-        self.turn = _closed()
+        self.wakeup = _closed()
         self.wanted: int | None = None
         """The unit that it is about to use; None before the first."""
         self.scaled: Noted = []
@@ -92,74 +95,74 @@ class Strand:
         return self._brought[parameter] < (parameter in self._reached) + self._hidden[unit.index]
 
 
-class _Kept(NamedTuple):
+class _HeldGradient(NamedTuple):
     """A gradient that came before its turn."""
 
-    strand: Strand
+    micro_batch: MicroBatch
     unit: Unit
     position: int
     gradient: torch.Tensor
     loss_scale: float
 
 
-class Weave:
-    """Runs strands, each until it is about to use another unit than the one that is there. Lives for one `run`.
+class Interleaver:
+    """Runs micro-batches, each until it is about to use another unit than the one that is there. Lives for one `run`.
 
     Everything is done by the thread whose turn it is; the caller's only waits, and may be interrupted. `device` is the engine's.
     """
 
     def __init__(self, hooks: Hooks, trace: Trace, device: ComputeDevice, scales: Scales) -> None:
         self._hooks, self._trace, self.device, self._scales = hooks, trace, device, scales
-        self._strands: list[Strand] = []
-        self._running: Strand
+        self._micro_batches: list[MicroBatch] = []
+        self._running: MicroBatch
         self._at: int | None = None  # the unit that is there
         self._idle = hooks.new_execution()  # the caller's, which has nothing under way
-        self._kept: dict[int, list[_Kept]] = {}  # by id of the parameter, in the order of the strands
-        self._last: dict[int, int] = {}  # the strand whose gradient a parameter took last
+        self._held: dict[int, list[_HeldGradient]] = {}  # by id of the parameter, in the order of the micro-batches
+        self._last: dict[int, int] = {}  # the micro-batch whose gradient a parameter took last
         self._errors: list[BaseException] = []
         self._stopping = False
         self._over = _closed()
 
-    def run(self, works: Sequence[Callable[[Strand], None]], vertical: bool) -> None:
-        """Run each of `works` as a strand, together if `vertical`, else one after the other on the calling thread.
+    def run(self, works: Sequence[Callable[[MicroBatch], None]], vertical: bool) -> None:
+        """Run each of `works` as a micro-batch, together if `vertical`, else one after the other on the calling thread.
 
         Each draws random numbers from a state of its own, the first one from the caller's, who goes on from the last one that
-        drew any. Raises what the first one raised that failed, or the caller's interrupt, when every strand has ended.
+        drew any. Raises what the first one raised that failed, or the caller's interrupt, when every micro-batch has ended.
         """
         together = vertical and len(works) > 1
         randoms = self.device.fork_random_state(len(works))
-        strands = [
-            Strand(index, work, random, self._hooks.new_execution(), not together)
+        micro_batches = [
+            MicroBatch(index, work, random, self._hooks.new_execution(), not together)
             for index, (work, random) in enumerate(zip(works, randoms, strict=True))
         ]
         if together:
-            self._run_together(strands)
+            self._run_together(micro_batches)
         else:
-            for strand in strands:
-                self.device.set_random_state(strand.random)
-                strand.work(strand)
-                strand.random = self.device.random_state()
-        drawn = [s.random for s, begun in zip(strands, randoms, strict=True) if not all(map(torch.equal, s.random, begun))]
+            for micro_batch in micro_batches:
+                self.device.set_random_state(micro_batch.random)
+                micro_batch.work(micro_batch)
+                micro_batch.random = self.device.random_state()
+        drawn = [s.random for s, begun in zip(micro_batches, randoms, strict=True) if not all(map(torch.equal, s.random, begun))]
         self.device.set_random_state([*randoms[:1], *drawn][-1])
 
-    def _run_together(self, strands: Sequence[Strand]) -> None:
-        with self._hooks.woven(self):
+    def _run_together(self, micro_batches: Sequence[MicroBatch]) -> None:
+        with self._hooks.interleaved(self):
             carry, threads = _carry(self.device), []
-            for strand in strands:
+            for micro_batch in micro_batches:
                 context = contextvars.copy_context()
-                name = f"infinity-micro-batch-{strand.index}"
-                thread = threading.Thread(target=context.run, args=(self._live, strand, carry), name=name)
+                name = f"infinity-micro-batch-{micro_batch.index}"
+                thread = threading.Thread(target=context.run, args=(self._live, micro_batch, carry), name=name)
                 try:
                     thread.start()
                     threads.append(thread)
-                    self._strands.append(strand)
+                    self._micro_batches.append(micro_batch)
                 except BaseException as error:  # no more threads: those that there are end at once
                     self._stop(error)
-                    if strand not in self._strands:
-                        strand.turn.release()  # an interrupt may have come when its thread had begun
+                    if micro_batch not in self._micro_batches:
+                        micro_batch.wakeup.release()  # an interrupt may have come when its thread had begun
                     break
-            if self._strands:
-                self._strands[0].turn.release()
+            if self._micro_batches:
+                self._micro_batches[0].wakeup.release()
                 self._await_end()
             for thread in threads:
                 thread.join()
@@ -179,106 +182,107 @@ class Weave:
         self._errors.append(error)
         self._stopping = True
 
-    # The life of a strand
+    # The life of a micro-batch
 
-    def _live(self, strand: Strand, carry: Callable[[], None]) -> None:
-        strand.turn.acquire()
-        if strand not in self._strands:  # what started its thread was interrupted
+    def _live(self, micro_batch: MicroBatch, carry: Callable[[], None]) -> None:
+        micro_batch.wakeup.acquire()
+        if micro_batch not in self._micro_batches:  # what started its thread was interrupted
             return
         try:
-            self._resume(strand)
+            self._resume(micro_batch)
             if not self._stopping:
                 carry()
-                strand.work(strand)
+                micro_batch.work(micro_batch)
         except _Stopped:
             pass
         except BaseException as error:
             self._stop(error)
         try:
-            strand.ended = True
+            micro_batch.ended = True
             self._hooks.settle()  # what is left of it when it was cut off
-            for parameter in () if self._stopping else list(self._kept):
+            for parameter in () if self._stopping else list(self._held):
                 self._deliver(parameter)
         except BaseException as error:
             self._stop(error)
         following = None
         try:
             following = self._choose()
-            self._leave(strand)
+            self._leave(micro_batch)
         except BaseException as error:
             self._stop(error)
         finally:  # somebody goes on, whatever has failed: all others wait for their turn
-            following = following or next((other for other in self._strands if not other.ended), None)
-            (self._over if following is None else following.turn).release()
+            following = following or next((other for other in self._micro_batches if not other.ended), None)
+            (self._over if following is None else following.wakeup).release()
 
-    def _leave(self, strand: Strand) -> None:
-        strand.execution = self._hooks.exchange(self._idle)
-        strand.random = self.device.random_state()
-        strand.scaled = self._scales.exchange([])
+    def _leave(self, micro_batch: MicroBatch) -> None:
+        micro_batch.execution = self._hooks.exchange(self._idle)
+        micro_batch.random = self.device.random_state()
+        micro_batch.scaled = self._scales.exchange([])
 
-    def _resume(self, strand: Strand) -> None:
-        self._idle = self._hooks.exchange(strand.execution)
-        self.device.set_random_state(strand.random)
-        self._scales.exchange(strand.scaled)
-        self._running = strand
+    def _resume(self, micro_batch: MicroBatch) -> None:
+        self._idle = self._hooks.exchange(micro_batch.execution)
+        self.device.set_random_state(micro_batch.random)
+        self._scales.exchange(micro_batch.scaled)
+        self._running = micro_batch
 
     # Whose turn it is
 
-    def cross(self, unit: Unit) -> None:
-        """The strand that runs is about to use `unit`, or to have a gradient of it: let others use what is there first."""
-        strand = self._running
+    def switch_at(self, unit: Unit) -> None:
+        """The micro-batch that runs is about to use `unit`, or to have a gradient of it: let others use what is there first."""
+        micro_batch = self._running
         if not torch.is_grad_enabled() and not in_backward():
-            strand.use_hidden(unit)
-        strand.wanted = unit.index
+            micro_batch.use_hidden(unit)
+        micro_batch.wanted = unit.index
         following = self._choose()
-        if following is not None and following is not strand:
-            self._leave(strand)
-            following.turn.release()
-            strand.turn.acquire()
-            self._resume(strand)
+        if following is not None and following is not micro_batch:
+            self._leave(micro_batch)
+            following.wakeup.release()
+            micro_batch.wakeup.acquire()
+            self._resume(micro_batch)
         if self._stopping:
             raise _Stopped
 
-    def _choose(self) -> Strand | None:
-        """Who runs next: the first strand that uses what is there, or else one that uses what the trace says comes next.
+    def _choose(self) -> MicroBatch | None:
+        """Who runs next: the first micro-batch that uses what is there, or else one that uses what the trace says comes next.
 
-        Where the trace does not know, the unit that most strands want comes first. None when all have ended.
+        Where the trace does not know, the unit that most micro-batches want comes first. None when all have ended.
         """
-        strands = [strand for strand in self._strands if not strand.ended]
-        for strand in strands:
-            if strand.wanted in (None, self._at):
-                return strand
-        wanted = Counter(strand.wanted for strand in strands)
+        micro_batches = [micro_batch for micro_batch in self._micro_batches if not micro_batch.ended]
+        for micro_batch in micro_batches:
+            if micro_batch.wanted in (None, self._at):
+                return micro_batch
+        wanted = Counter(micro_batch.wanted for micro_batch in micro_batches)
         if not wanted:
             return None
         self._at = min(wanted, key=lambda unit: (self._trace.next_use(unit or 0), -wanted[unit]))
-        return next(strand for strand in strands if strand.wanted == self._at)
+        return next(micro_batch for micro_batch in micro_batches if micro_batch.wanted == self._at)
 
     # Gradients
 
     def collect(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
-        """The strand that runs has the gradient of parameter `index` of `unit`: add it when its turn has come."""
-        strand, parameter = self._running, id(unit.parameters[index])
-        if self._last.get(parameter, 0) > strand.index:
+        """The micro-batch that runs has the gradient of parameter `index` of `unit`: add it when its turn has come."""
+        micro_batch, parameter = self._running, id(unit.parameters[index])
+        if self._last.get(parameter, 0) > micro_batch.index:
             raise InfinityError(
-                f"{unit.names[index]} got a gradient of micro-batch {strand.index} after one of a later micro-batch, which sums "
-                'them in another order than one after the other; use infinity.accumulate(..., order="horizontal")'
+                f"{unit.names[index]} got a gradient of micro-batch {micro_batch.index} after one of a later micro-batch, "
+                "which sums them in another order than one after the other; "
+                'use infinity.accumulate(..., order="horizontal")'
             )
-        strand.bring(parameter)
-        kept = self._kept.setdefault(parameter, [])
-        kept.append(_Kept(strand, unit, index, gradient, self._scales.current))
-        kept.sort(key=lambda each: each.strand.index)
+        micro_batch.bring(parameter)
+        held = self._held.setdefault(parameter, [])
+        held.append(_HeldGradient(micro_batch, unit, index, gradient, self._scales.current))
+        held.sort(key=lambda each: each.micro_batch.index)
         self._deliver(parameter)
 
     def _deliver(self, parameter: int) -> None:
-        """Add what is kept for the parameter with this id, as far as no earlier strand owes it a gradient."""
-        kept = self._kept[parameter]
-        while kept and not any(s.owes(kept[0].unit, parameter) for s in self._strands[: kept[0].strand.index]):
-            first = kept.pop(0)
-            self._last[parameter] = first.strand.index
+        """Add what is held for the parameter with this id, as far as no earlier micro-batch owes it a gradient."""
+        held = self._held[parameter]
+        while held and not any(s.owes(held[0].unit, parameter) for s in self._micro_batches[: held[0].micro_batch.index]):
+            first = held.pop(0)
+            self._last[parameter] = first.micro_batch.index
             first.unit.gradients.add(first.position, first.gradient, first.loss_scale)
-        if not kept:
-            del self._kept[parameter]
+        if not held:
+            del self._held[parameter]
 
 
 def _closed() -> threading.Lock:
