@@ -26,10 +26,10 @@ from infinity.checkpoint.state import State
 from infinity.config import Config
 from infinity.device import profiler_ranges
 from infinity.errors import ConfigError, EngineClosedError
-from infinity.modules.activations import Keeper
 from infinity.modules.hooks import Hooks, Listeners
 from infinity.modules.interleave import Interleaver
 from infinity.modules.load import persistent_buffers
+from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.observe import Recorder, Report
 from infinity.optim.norm import clip, clip_factor
 from infinity.optim.optimizer import Optimizer
@@ -44,7 +44,7 @@ from infinity.sharding.ranks import GivenGroup, whole_group
 from infinity.sharding.tensor_parallel import local, whole
 from infinity.sharding.unit import MOMENTS, Unit
 from infinity.sharding.use import described
-from infinity.tiers.activations import Moved
+from infinity.tiers.activations import ActivationTraffic
 from infinity.tiers.drives import ALIGNMENT
 from infinity.tiers.store import Store
 
@@ -91,9 +91,9 @@ class Engine:
             self._store, self._units, build.jobs, build.kernels, self._runtime, policy, listeners, self.recorder, delay
         )
         build.undo.callback(self._updater.close)
-        keeper = Keeper(self._store.activations, model, self._device.torch)
+        offloader = SavedTensorOffloader(self._store.activations, model, self._device.torch)
         told = Listeners(self._locate, self._before_evaluation, self._after_backward)
-        self._hooks = Hooks(model, build.users, self._units, self._runtime, told, self.recorder, keeper)
+        self._hooks = Hooks(model, build.users, self._units, self._runtime, told, self.recorder, offloader)
         build.undo.callback(self._hooks.close)
         vars(model)[ATTRIBUTE] = self
         vars(model)["zero_grad"], vars(model)["no_sync"] = self.zero_grad, self.no_sync
@@ -362,7 +362,7 @@ class Engine:
         config, counters = self.config, self.recorder.counters()
         cached, on_nvme = self._store.cached()
         activations = self._store.activations
-        moved = Moved() if activations is None else activations.last_step
+        moved = ActivationTraffic() if activations is None else activations.last_step
         return Report(
             parameters=count,
             steps=self._updater.posted_steps,
@@ -385,8 +385,8 @@ class Engine:
             gpu_direct=self._store.gpu_direct,
             updated=sum(map(_renewed, self._units)),
             updated_on_gpu=sum(_renewed(unit) for unit in self._units if unit.gpu_resident),
-            activations_offloaded=moved.left,
-            activations_left=moved.stayed,
+            activations_offloaded=moved.offloaded,
+            activations_not_offloaded=moved.not_offloaded,
             activations_written=moved.written,
             activations_read=moved.read,
             activations_peak=0 if activations is None else activations.peak,

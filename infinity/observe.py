@@ -181,12 +181,13 @@ class Report:
     """Of those, what kernels of the compute device renew in its memory; the CPU renews the rest."""
     activations_offloaded: int = 0
     """Bytes that autograd saved in the last finished step and that left the compute device, each storage once."""
-    activations_left: int = 0
-    """Bytes that should have, and stayed for want of room."""
+    activations_not_offloaded: int = 0
+    """Bytes that autograd saved in the last finished step and that stayed on the compute device for want
+    of room."""
     activations_written: int = 0
     """Bytes of them that went on to NVMe in the last finished step; not among `written_per_parameter`."""
     activations_read: int = 0
-    """And bytes that were read from there."""
+    """Bytes of them that were read back from NVMe in the last finished step."""
     activations_peak: int = 0
     """The most bytes of them that were off the compute device at any time."""
 

@@ -105,7 +105,7 @@ _MOVED = (
     "copied_from_device",
     "updated",
     "activations_offloaded",
-    "activations_left",
+    "activations_not_offloaded",
     "activations_written",
     "activations_read",
 )
@@ -169,7 +169,7 @@ def summarize(
         "gpu_resident": report.gpu_resident,
         "activations": {
             "offloaded": report.activations_offloaded,
-            "left_on_the_device": report.activations_left,
+            "not_offloaded": report.activations_not_offloaded,
             "written_to_nvme": report.activations_written,
             "peak": report.activations_peak,
         },

@@ -145,9 +145,9 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary["gpu_resident"]:
         rows.append(("GPU-resident", format_bytes(summary["gpu_resident"])))
     saved = summary["activations"]
-    if saved["offloaded"] or saved["left_on_the_device"]:
+    if saved["offloaded"] or saved["not_offloaded"]:
         text = f"{format_bytes(saved['offloaded'])} in the last step, {format_bytes(saved['written_to_nvme'])} of it to NVMe"
-        stayed = f"; {format_bytes(saved['left_on_the_device'])} had no room" if saved["left_on_the_device"] else ""
+        stayed = f"; {format_bytes(saved['not_offloaded'])} had no room" if saved["not_offloaded"] else ""
         rows.append(("activations offloaded", f"{text}; peak {format_bytes(saved['peak'])}{stayed}"))
     rows += [(name, summary[name]) for name in ("output", "report", "trace") if summary.get(name)]
     if not summary["output"]:

@@ -48,9 +48,9 @@ from torch import nn
 
 from infinity.backward import in_backward
 from infinity.errors import ShardedParameterError
-from infinity.modules.activations import Keeper
 from infinity.modules.execution import Call, Execution, caller
 from infinity.modules.packing import PackedView, Packer, uncompiled
+from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.observe import Recorder
 from infinity.placement.spec import Kind
 from infinity.schedule.runtime import Runtime
@@ -99,7 +99,7 @@ class Hooks:
         runtime: Runtime,
         listeners: Listeners,
         recorder: Recorder,
-        keeper: Keeper,
+        offloader: SavedTensorOffloader,
     ) -> None:
         self._model = weakref.ref(model)
         self._units_of = weakref.WeakKeyDictionary(units_of)  # the model may die before the engine
@@ -107,7 +107,7 @@ class Hooks:
         self._runtime = runtime
         self._listeners = listeners
         self._recorder = recorder
-        self._packer = Packer(listeners.locate, keeper, self._bring)
+        self._packer = Packer(listeners.locate, offloader, self._bring)
         self._interleaver: Interleaving | None = None
         self._now = self.new_execution()  # what is under way
         self._claiming = threading.Lock()

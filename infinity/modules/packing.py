@@ -34,7 +34,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from infinity.modules.activations import Keeper, Kept, Packed
+from infinity.modules.saved_tensors import OffloadedTensor, SavedInPlace, SavedTensorOffloader
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import Form, form_of, local
 from infinity.sharding.unit import Unit
@@ -93,9 +93,12 @@ class Packer:
     """Packs and unpacks for one engine. `locate` maps an address to (unit, byte offset); `bring` gives the tensor of a view."""
 
     def __init__(
-        self, locate: Callable[[int], tuple[Unit, int] | None], keeper: Keeper, bring: Callable[[PackedView], torch.Tensor]
+        self,
+        locate: Callable[[int], tuple[Unit, int] | None],
+        offloader: SavedTensorOffloader,
+        bring: Callable[[PackedView], torch.Tensor],
     ) -> None:
-        self._locate, self._keeper, self._bring = locate, keeper, bring
+        self._locate, self._offloader, self._bring = locate, offloader, bring
         self.unpack_hook = uncompiled(self.unpack)
         """`unpack`, for torch to call."""
 
@@ -119,7 +122,7 @@ class Packer:
         if found is None:
             if under is not None:
                 return HandedDown(under[0](tensor), under[1])
-            return self._keeper.pack_here(tensor) if recomputing else self._keeper.pack(tensor)
+            return self._offloader.pack_here(tensor) if recomputing else self._offloader.pack(tensor)
         unit, offset = found
         form, tensor = form_of(tensor), local(tensor)
         with torch._C.DisableTorchFunctionSubclass():
@@ -134,7 +137,7 @@ class Packer:
             return self._bring(saved)
         if isinstance(saved, HandedDown):
             return saved.unpack(saved.packed)
-        return saved.unpack() if isinstance(saved, Kept | Packed) else saved
+        return saved.unpack() if isinstance(saved, SavedInPlace | OffloadedTensor) else saved
 
     def locate(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
         """The unit in whose bytes `tensor` begins, whatever its class, and the byte offset there."""

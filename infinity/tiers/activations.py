@@ -87,7 +87,7 @@ class Gaps:
             self._ends.insert(at, end)
 
 
-class State(Enum):
+class StorageState(Enum):
     """Where the bytes are; a copy on the compute device may be beside them in any state."""
 
     LEAVING = auto()
@@ -108,17 +108,17 @@ class State(Enum):
     """Nowhere: nobody needs them, or the engine was closed."""
 
 
-_IN_SLOT = (State.HELD, State.WRITING, State.CLEAN)
+_IN_SLOT = (StorageState.HELD, StorageState.WRITING, StorageState.CLEAN)
 
 
-class Saved:
+class SavedStorage:
     """One storage that autograd saved, `nbytes` long. All but `nbytes` is for `Activations`, under its lock."""
 
     def __init__(
         self, storage: torch.UntypedStorage, source: torch.Tensor, leaving: Copy, start: int, slot: torch.Tensor
     ) -> None:
         self.nbytes = storage.nbytes()
-        self.state = State.LEAVING
+        self.state = StorageState.LEAVING
         self.start: int | None = start  # of the slot, in the memory of the tier; None: the slot is memory of its own
         self.slot: torch.Tensor | None = slot
         self.extent: Extent | None = None
@@ -134,8 +134,8 @@ class Saved:
         self.passed = False  # all of them, once
         self.stack: Stack | None = None
         self.rank = 0
-        self.above: Saved | None = None
-        self.below: Saved | None = None
+        self.above: SavedStorage | None = None
+        self.below: SavedStorage | None = None
 
     def alive(self) -> torch.UntypedStorage | None:
         """The storage itself, if anybody still has it as it was."""
@@ -169,20 +169,20 @@ class Stack:
     """What one thread saved, in order, and what of it is likely to be asked for next."""
 
     def __init__(self) -> None:
-        self.top: Saved | None = None
-        self.next: Saved | None = None  # to be asked for
-        self.away: Saved | None = None  # to be read: whatever is AWAY is this, or below it
+        self.top: SavedStorage | None = None
+        self.next: SavedStorage | None = None  # to be asked for
+        self.away: SavedStorage | None = None  # to be read: whatever is AWAY is this, or below it
 
-    def push(self, saved: Saved, rank: int) -> None:
+    def push(self, saved: SavedStorage, rank: int) -> None:
         """`saved` is the last now, and the first to be asked for."""
         saved.stack, saved.rank, saved.below, saved.above = self, rank, self.top, None
         if self.top is not None:
             self.top.above = saved
         self.top = self.next = saved
-        if saved.state is State.AWAY:
+        if saved.state is StorageState.AWAY:
             self.away = saved
 
-    def remove(self, saved: Saved) -> None:
+    def remove(self, saved: SavedStorage) -> None:
         """`saved` is not in it any more."""
         above, below = saved.above, saved.below
         if above is not None:
@@ -194,28 +194,29 @@ class Stack:
         self.away = below if self.away is saved else self.away
         saved.stack = saved.above = saved.below = None
 
-    def reach(self, saved: Saved) -> None:
+    def reach(self, saved: SavedStorage) -> None:
         """`saved` was asked for: what is below it comes next. Several that one operator saved are asked for in any order."""
         if saved.passed or self.next is None or saved.rank <= self.next.rank:
             self.next = saved.below
 
-    def went_away(self, saved: Saved) -> None:
+    def went_away(self, saved: SavedStorage) -> None:
         """`saved` is on the drive only."""
         if self.away is None or saved.rank > self.away.rank:
             self.away = saved
 
-    def next_away(self) -> Saved | None:
+    def next_away(self) -> SavedStorage | None:
         """What to read next."""
-        while self.away is not None and self.away.state is not State.AWAY:
+        while self.away is not None and self.away.state is not StorageState.AWAY:
             self.away = self.away.below
         return self.away
 
 
-class Moved(NamedTuple):
-    """Bytes of saved storages: that left the compute device; that stayed there for want of room; written to NVMe and read."""
+class ActivationTraffic(NamedTuple):
+    """Bytes of saved storages: offloaded from the compute device; not offloaded for want of room;
+    written to NVMe; and read."""
 
-    left: int = 0
-    stayed: int = 0
+    offloaded: int = 0
+    not_offloaded: int = 0
     written: int = 0
     read: int = 0
 
@@ -236,17 +237,17 @@ class Activations:
         self._capacity = memory.numel()
         self._slots, self._extents = Gaps(self._capacity), Gaps()
         self._full = False  # the drive
-        self._dropped: deque[Saved] = deque()
-        self._ending: list[Saved] = []  # dropped, with something in flight
+        self._dropped: deque[SavedStorage] = deque()
+        self._ending: list[SavedStorage] = []  # dropped, with something in flight
         self._stacks: dict[int, Stack] = {}  # by thread
         self._ranks = itertools.count()
-        self._leaving: deque[Saved] = deque()
-        self._in_memory: dict[Saved, None] = {}  # who has a slot, the oldest first
-        self._unwritten: dict[Saved, None] = {}  # LEAVING or HELD, the oldest first
+        self._leaving: deque[SavedStorage] = deque()
+        self._in_memory: dict[SavedStorage, None] = {}  # who has a slot, the oldest first
+        self._unwritten: dict[SavedStorage, None] = {}  # LEAVING or HELD, the oldest first
         self._unwritten_bytes = 0
-        self._reading: list[Saved] = []
-        self._ahead: deque[Saved] = deque()  # copied to the device, and not asked for
-        self._moved, self._before, self.last_step = Moved(), Moved(), Moved()
+        self._reading: list[SavedStorage] = []
+        self._ahead: deque[SavedStorage] = deque()  # copied to the device, and not asked for
+        self._traffic, self._before, self.last_step = ActivationTraffic(), ActivationTraffic(), ActivationTraffic()
         self._live = 0
         self.peak = 0
         """The most bytes of storages that were saved here at any time."""
@@ -262,7 +263,7 @@ class Activations:
 
     # Saving
 
-    def save(self, storage: torch.UntypedStorage) -> Saved | None:
+    def save(self, storage: torch.UntypedStorage) -> SavedStorage | None:
         """Begin to move a storage of the compute device away; None where it has to stay, for there is no room.
 
         May wait for the drive. The caller lets go of the storage, and calls `drop` in the end.
@@ -271,7 +272,7 @@ class Activations:
         with self._locked():
             start = None if self._closed else self._make_room(nbytes)
             if start is None:
-                self._moved = self._moved._replace(stayed=self._moved.stayed + storage.nbytes())
+                self._traffic = self._traffic._replace(not_offloaded=self._traffic.not_offloaded + storage.nbytes())
                 return None
             slot = self._memory[start : start + nbytes]
             source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
@@ -280,19 +281,19 @@ class Activations:
             except BaseException:
                 self._slots.give(start, nbytes)
                 raise
-            saved = Saved(storage, source, leaving, start, slot)
+            saved = SavedStorage(storage, source, leaving, start, slot)
             self._in_memory[saved] = self._unwritten[saved] = None
             self._unwritten_bytes += nbytes
             self._leaving.append(saved)
             self._stack().push(saved, next(self._ranks))
-            self._moved = self._moved._replace(left=self._moved.left + saved.nbytes)
+            self._traffic = self._traffic._replace(offloaded=self._traffic.offloaded + saved.nbytes)
             self._live += saved.nbytes
             self.peak = max(self.peak, self._live)
             self._land()
             self._write_ahead()
         return saved
 
-    def save_again(self, saved: Saved) -> None:
+    def save_again(self, saved: SavedStorage) -> None:
         """The same storage was saved once more, and is now the first that the backward will ask for."""
         with self._locked():
             saved.saves += 1
@@ -303,7 +304,7 @@ class Activations:
     def _stack(self) -> Stack:
         return self._stacks.setdefault(threading.get_ident(), Stack())
 
-    def _unstack(self, saved: Saved) -> None:
+    def _unstack(self, saved: SavedStorage) -> None:
         stack = saved.stack
         if stack is not None:
             stack.remove(saved)
@@ -319,12 +320,12 @@ class Activations:
                 self._device.join(saved.leaving, saved.source)
                 saved.source = None
 
-    def _landed(self, saved: Saved) -> None:
+    def _landed(self, saved: SavedStorage) -> None:
         saved.source = saved.leaving = None
-        if saved.state is State.LEAVING:
-            saved.state = State.HELD
+        if saved.state is StorageState.LEAVING:
+            saved.state = StorageState.HELD
 
-    def _await_landing(self, saved: Saved) -> None:
+    def _await_landing(self, saved: SavedStorage) -> None:
         if saved.leaving is not None:
             saved.leaving.wait()
             self._leaving.remove(saved)
@@ -349,30 +350,30 @@ class Activations:
         self.used_peak = max(self.used_peak, self.used)
         return start
 
-    def _send_away(self, saved: Saved) -> bool:
+    def _send_away(self, saved: SavedStorage) -> bool:
         """Give the slot of `saved` to others when the drive has what is in it; waits. False where the drive has no room."""
         self._await_landing(saved)
-        if saved.state is State.READING:
+        if saved.state is StorageState.READING:
             with suppress(NvmeError):
                 self._finish_reading(saved)
-        if saved.state is State.HELD and not self._write(saved):
+        if saved.state is StorageState.HELD and not self._write(saved):
             return False
-        if saved.state is State.WRITING and saved.ticket is not None:
+        if saved.state is StorageState.WRITING and saved.ticket is not None:
             saved.ticket.promote()
             try:
                 with self._recorder.span("wait nvme", "activations"):
                     saved.ticket.wait()
-                saved.state, saved.ticket = State.CLEAN, None
+                saved.state, saved.ticket = StorageState.CLEAN, None
             except NvmeError:
-                saved.state = State.LOST
+                saved.state = StorageState.LOST
         self._free_slot(saved)
-        if saved.state is State.CLEAN:
-            saved.state = State.AWAY
+        if saved.state is StorageState.CLEAN:
+            saved.state = StorageState.AWAY
             if saved.stack is not None:
                 saved.stack.went_away(saved)
         return True
 
-    def _free_slot(self, saved: Saved) -> None:
+    def _free_slot(self, saved: SavedStorage) -> None:
         if saved.slot is None:
             return
         if saved.coming is not None:
@@ -388,10 +389,10 @@ class Activations:
         """Start writing the oldest, while more than half of the memory is not written."""
         while self._nvme is not None and self._unwritten_bytes > self._capacity // 2:
             saved = next(iter(self._unwritten))
-            if saved.state is State.LEAVING or not self._write(saved):
+            if saved.state is StorageState.LEAVING or not self._write(saved):
                 return
 
-    def _write(self, saved: Saved) -> bool:
+    def _write(self, saved: SavedStorage) -> bool:
         """Start writing what is HELD; False where the drive has no room."""
         if self._nvme is None or saved.slot is None:
             return False
@@ -403,10 +404,10 @@ class Activations:
         address = saved.slot.data_ptr()
         saved.ticket = self._nvme.write(saved.extent, 0, nbytes, address, "activations", self.meter, background=True)
         self._forget_unwritten(saved)
-        saved.state = State.WRITING
+        saved.state = StorageState.WRITING
         return True
 
-    def _forget_unwritten(self, saved: Saved) -> None:
+    def _forget_unwritten(self, saved: SavedStorage) -> None:
         if saved in self._unwritten:
             del self._unwritten[saved]
             self._unwritten_bytes -= round_up(saved.nbytes, ALIGNMENT)
@@ -425,13 +426,13 @@ class Activations:
 
     # Bringing back
 
-    def fetch(self, saved: Saved) -> torch.UntypedStorage:
+    def fetch(self, saved: SavedStorage) -> torch.UntypedStorage:
         """The content of `saved` on the compute device, for what the caller queues from now on; may be called again.
 
         Raises `NvmeError` where it could not be written or read, `EngineClosedError` after `close`.
         """
         with self._locked():
-            if saved.state is State.ENDED:
+            if saved.state is StorageState.ENDED:
                 raise EngineClosedError(
                     "the engine was closed, and with it what a forward had saved for its backward; call backward() before close()"
                 )
@@ -461,17 +462,17 @@ class Activations:
             with suppress(NvmeError):  # who asks for it reads it again, and is told
                 self._finish_reading(saved)
 
-    def _bring_to_slot(self, saved: Saved) -> None:
+    def _bring_to_slot(self, saved: SavedStorage) -> None:
         self._await_landing(saved)
-        if saved.state is State.LOST and saved.ticket is not None:
+        if saved.state is StorageState.LOST and saved.ticket is not None:
             saved.ticket.wait()  # raises again why
-        if saved.state is State.AWAY:
+        if saved.state is StorageState.AWAY:
             self._read(saved, wanted=True)
-        if saved.state is State.READING:
+        if saved.state is StorageState.READING:
             with self._recorder.span("wait nvme", "activations"):
                 self._finish_reading(saved)
 
-    def _read(self, saved: Saved, wanted: bool) -> bool:
+    def _read(self, saved: SavedStorage, wanted: bool) -> bool:
         """Start reading what is AWAY; False where there is no free slot, and nobody wants it now."""
         if saved.extent is None or self._nvme is None:
             raise RuntimeError("a saved storage is on no drive")
@@ -486,29 +487,29 @@ class Activations:
             self._in_memory[saved] = None
         address = saved.slot.data_ptr()
         saved.ticket = self._nvme.read(saved.extent, 0, nbytes, address, "activations", self.meter)
-        saved.state = State.READING
+        saved.state = StorageState.READING
         self._reading.append(saved)
         return True
 
-    def _finish_reading(self, saved: Saved) -> None:
+    def _finish_reading(self, saved: SavedStorage) -> None:
         if saved.ticket is None:
             raise RuntimeError("nothing is being read")
         try:
             saved.ticket.wait()
         except NvmeError:
             self._free_slot(saved)
-            saved.state = State.AWAY
+            saved.state = StorageState.AWAY
             if saved.stack is not None:
                 saved.stack.went_away(saved)
             raise
         else:
-            saved.state = State.CLEAN
+            saved.state = StorageState.CLEAN
         finally:
-            if saved.state is not State.READING:
+            if saved.state is not StorageState.READING:
                 saved.ticket = None
                 self._reading.remove(saved)
 
-    def _upload(self, saved: Saved) -> None:
+    def _upload(self, saved: SavedStorage) -> None:
         """Start copying what is in a slot to the compute device."""
         if saved.slot is None:
             raise RuntimeError("a saved storage that is to be copied has no slot")
@@ -538,7 +539,7 @@ class Activations:
                 away = stack.next_away()
                 going |= away is not None and len(self._reading) < most and self._read(away, wanted=False)
 
-    def _let_go(self, saved: Saved) -> None:
+    def _let_go(self, saved: SavedStorage) -> None:
         """Give the copy on the device up, which nobody asked for."""
         if saved.memory is not None and saved.coming is not None:
             self._device.join(saved.coming, saved.memory)
@@ -546,7 +547,7 @@ class Activations:
 
     # The end of one, and of all
 
-    def drop(self, saved: Saved) -> None:
+    def drop(self, saved: SavedStorage) -> None:
         """Nobody will ask for `saved` any more. Never waits."""
         self._dropped.append(saved)
         self._sweep()
@@ -570,34 +571,34 @@ class Activations:
     def _collect(self) -> None:
         while self._dropped:
             saved = self._dropped.popleft()
-            if saved.state is not State.ENDED:
+            if saved.state is not StorageState.ENDED:
                 self._end(saved)
         for saved in [each for each in self._ending if not each.in_flight()]:
             self._ending.remove(saved)
             self._finish(saved)
 
-    def _end(self, saved: Saved) -> None:
+    def _end(self, saved: SavedStorage) -> None:
         self._unstack(saved)
         self._forget_unwritten(saved)
         if saved.leaving is not None:
             self._leaving.remove(saved)
-        if saved.state is State.READING:
+        if saved.state is StorageState.READING:
             self._reading.remove(saved)
         if saved in self._ahead:
             self._ahead.remove(saved)
         self._in_memory.pop(saved, None)
         self._live -= saved.nbytes
-        saved.state = State.ENDED
+        saved.state = StorageState.ENDED
         self._ending.append(saved)
 
-    def _finish(self, saved: Saved) -> None:
+    def _finish(self, saved: SavedStorage) -> None:
         """Wait for what is in flight of one that has ended; its places go back even when that fails."""
         try:
             saved.settle()
         finally:
             self._release(saved)
 
-    def _release(self, saved: Saved) -> None:
+    def _release(self, saved: SavedStorage) -> None:
         self._free_slot(saved)
         if saved.extent is not None:
             self._extents.give(*saved.extent)
@@ -606,9 +607,9 @@ class Activations:
     def stepped(self) -> None:
         """A step has ended: `last_step` is what moved since the one before."""
         with self._locked():
-            now = self._moved._replace(written=self.meter.written, read=self.meter.read)
+            now = self._traffic._replace(written=self.meter.written, read=self.meter.read)
             before, self._before = self._before, now
-            self.last_step = Moved(*(new - old for new, old in zip(now, before, strict=True)))
+            self.last_step = ActivationTraffic(*(new - old for new, old in zip(now, before, strict=True)))
 
     def close(self) -> None:
         """Wait for what is in flight and give all of it up. May be called twice."""

@@ -30,7 +30,7 @@ from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.tiers.access import Checkout, Fetch, Placing
-from infinity.tiers.activations import Saved
+from infinity.tiers.activations import SavedStorage
 from infinity.tiers.block import DeviceCopy
 from infinity.tiers.resident import Residency
 from infinity.tiers.staging import ChunkRequest, Staging
@@ -752,14 +752,14 @@ def test_activations_end_though_a_copy_of_them_fails(start: Start, monkeypatch: 
     monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", DiscreteDevice)
     room = {"gpu_memory": "1MiB", "gpu_cache": 0, "cpu_memory": "32MiB", "activation_memory": "4MiB"}
     run = start(nn.Linear, activations="cpu", **room)
-    loss, plain, left = run.model(torch.ones(2000, WIDTH)).mean(), Saved.settle, [Odd("on purpose")]
+    loss, plain, left = run.model(torch.ones(2000, WIDTH)).mean(), SavedStorage.settle, [Odd("on purpose")]
 
-    def settle(saved: Saved) -> None:
+    def settle(saved: SavedStorage) -> None:
         plain(saved)
         if left:
             raise left.pop()
 
-    monkeypatch.setattr(Saved, "settle", settle)
+    monkeypatch.setattr(SavedStorage, "settle", settle)
     activations = run.store.activations
     assert activations is not None and activations.used > 0
     with pytest.raises(Odd):

@@ -27,12 +27,12 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from infinity.device import ComputeDevice, Copy, Mark, copy_alone
 from infinity.errors import BudgetError, EngineClosedError, NvmeError
-from infinity.modules import activations as keeper_module
+from infinity.modules import saved_tensors
 from infinity.observe import Recorder
 from infinity.placement.budget import WIDEST_ELEMENT, Staged, divide_with_activations
 from infinity.tiers import activations as tier_module
 from infinity.tiers import drives as nvme_module
-from infinity.tiers.activations import AHEAD, Activations, Gaps, Saved, State
+from infinity.tiers.activations import AHEAD, Activations, Gaps, SavedStorage, StorageState
 from infinity.tiers.drives import ALIGNMENT, NvmeTier
 from support.configs import config_of
 from support.discrete import DiscreteDevice
@@ -152,12 +152,12 @@ class Rig:
         self.stack.close()
         assert getattr(self.device, "lost", []) == []
 
-    def save(self, pages: float, seed: int = 0) -> Saved:
+    def save(self, pages: float, seed: int = 0) -> SavedStorage:
         saved = self.tier.save(content(pages, seed).untyped_storage())
         assert saved is not None
         return saved
 
-    def fetch(self, saved: Saved) -> torch.Tensor:
+    def fetch(self, saved: SavedStorage) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8).set_(self.tier.fetch(saved)).clone()
 
     def fail(self, fails: bool) -> None:
@@ -189,7 +189,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(discrete=st.booleans(), pages=st.integers(0, 7), drive=st.sampled_from([None, None, "no", 0, 5]))
     def open(self, discrete: bool, pages: int, drive: int | str | None) -> None:
         self.rig, self.pages, self.failed = Rig(discrete, pages, drive), pages, False
-        self.live: dict[Saved, tuple[float, int]] = {}
+        self.live: dict[SavedStorage, tuple[float, int]] = {}
         self.seeds = 0
 
     @rule(target=storages, sizes=st.lists(SIZES, min_size=1, max_size=4), keep=st.booleans())
@@ -269,7 +269,7 @@ def test_the_end_of_a_forward_stays_in_memory_and_its_beginning_moves_once() -> 
     """Of 32 pages 8 fit in memory: the last 8 are never read. Half of them were never written."""
     with Rig(discrete=False, pages=8) as rig:
         saved = [rig.save(1, seed) for seed in range(32)]
-        assert [each.state for each in saved[:24]] == [State.AWAY] * 24
+        assert [each.state for each in saved[:24]] == [StorageState.AWAY] * 24
         for seed in reversed(range(32)):
             assert torch.equal(rig.fetch(saved[seed]), content(1, seed))
             rig.tier.drop(saved.pop())
@@ -285,7 +285,7 @@ def test_what_is_likely_to_be_asked_for_next_comes_ahead(discrete: bool) -> None
         for seed in range(31, 25, -1):
             rig.fetch(saved[seed])
             rig.tier.drop(saved.pop())
-        coming = [each for each in saved if each.state in (State.READING, State.CLEAN) and each.rank < 24]
+        coming = [each for each in saved if each.state in (StorageState.READING, StorageState.CLEAN) and each.rank < 24]
         assert coming and max(each.rank for each in coming) == 23, "slots that are free are read into"
         copied = {each.rank for each in saved if each.memory is not None}
         assert copied - {22, 23} == ({24, 25} if discrete else set()), "and what is in slots; 22 and 23 may still be being read"
@@ -293,7 +293,7 @@ def test_what_is_likely_to_be_asked_for_next_comes_ahead(discrete: bool) -> None
 
 def test_each_thread_that_saves_has_an_order_of_its_own() -> None:
     with Rig(discrete=True, pages=16, drive="no") as rig:
-        saved: list[Saved] = []
+        saved: list[SavedStorage] = []
         in_turns([lambda n=n: saved.append(rig.save(1, n)) for n in range(3)] * 4)
         for each in rig.tier._leaving:
             each.leaving.wait()  # type: ignore[union-attr]
@@ -356,7 +356,7 @@ def test_a_drive_that_is_full_keeps_them_on_the_device_and_memory_that_is_full_t
         saved = [rig.tier.save(tensor.untyped_storage()) for tensor in tensors]
         assert [each is None for each in saved] == [False] * 8 + [True] * 2
         rig.tier.stepped()
-        assert rig.tier.last_step.stayed == 2 * PAGE
+        assert rig.tier.last_step.not_offloaded == 2 * PAGE
         del tensors
         for seed, each in enumerate(filter(None, saved)):  # in the order in which nobody has room for them
             assert torch.equal(rig.fetch(each), content(1, seed))
@@ -421,7 +421,7 @@ PLACES: dict[str, tuple[bool, dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def _small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper_module, "LEAST_BYTES", 512)
+    monkeypatch.setattr(saved_tensors, "LEAST_BYTES", 512)
 
 
 @contextmanager
@@ -514,7 +514,7 @@ def test_numbers_are_those_of_activations_on_the_device(place: str, way: str) ->
         report = engine.report()
         moves = place not in ("no host memory", "the host itself")
         assert (report.activations_offloaded > 0) == moves
-        assert (report.activations_left > 0) == (place in ("some of host memory", "no host memory"))
+        assert (report.activations_not_offloaded > 0) == (place in ("some of host memory", "no host memory"))
         assert (report.activations_written > 0) == (
             config.get("activation_memory") == "24KiB" and config["activations"] == "nvme"
         )
@@ -560,7 +560,7 @@ def test_a_fused_projection_and_the_input_of_three_layers_move_once() -> None:
     with wrapped(Fused(), activations="nvme") as engine:
         engine.model(torch.randn(16, 64)).backward()
         tier_of(engine).stepped()
-        assert tier_of(engine).last_step.left == 3 * 16 * 64 * 4
+        assert tier_of(engine).last_step.offloaded == 3 * 16 * 64 * 4
 
 
 @pytest.mark.parametrize("config", [{}, {"activations": "nvme", "activation_memory": "8KiB"}], ids=["gpu", "nvme"])
@@ -834,4 +834,4 @@ def test_a_limit_on_nvme_holds_for_activations_too() -> None:
         optimizer.step()
         engine.drain()
         assert engine.memory()["nvme"] <= 4 << 20
-        assert engine.report().activations_left > 0
+        assert engine.report().activations_not_offloaded > 0

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from infinity.modules import execution, gathered, packing
-from infinity.modules.activations import Packed
+from infinity.modules.saved_tensors import OffloadedTensor
 from infinity.optim import job, kernels, norm, optimizer
 from infinity.placement.spec import Kind
 from infinity.sharding import codec, gradients
@@ -148,7 +148,7 @@ MUTATIONS = (
     Mutation("a saved view begins at the first parameter", packing.Packer, "locate", _views_begin_at_the_unit, 3),
     Mutation("the low bits of a master are lost when it is read", codec, "decode_master", _low_bits_are_lost, 17),
     Mutation("copies stay as they were before an update", Residency, "begin_update", _old_copies_stay, 0),
-    Mutation("an activation comes back from a neighbour's place", Packed, "unpack", _another_activation, 3),
+    Mutation("an activation comes back from a neighbour's place", OffloadedTensor, "unpack", _another_activation, 3),
     Mutation("what a checkpoint recomputes may leave at once", execution.Execution, "sweep", _all_uses_end, 35),
     Mutation("a copy that is in use is evicted", Residency, "_next_use_of", _pins_are_ignored, 1),
     Mutation("what gathered(write=True) leaves is not written", gathered, "_write_back", _nothing, 2),

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.modules import activations
+from infinity.modules import saved_tensors
 from random_programs import modules, placements
 from random_programs.modules import Fault, Interrupt, Pass
 from random_programs.plain import Rule
@@ -501,7 +501,7 @@ def run(make: Callable[[], Player]) -> list[Seen]:
     Raises `BudgetError` when a checkpoint spans more units than the budget has room for, which no `wrap` can know.
     """
     torch.set_num_threads(1)
-    with warnings.catch_warnings(), mock.patch.object(activations, "LEAST_BYTES", 0):  # also what is small is moved
+    with warnings.catch_warnings(), mock.patch.object(saved_tensors, "LEAST_BYTES", 0):  # also what is small is moved
         warnings.simplefilter("ignore")
         player = None
         seen: list[Seen] = []

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.tiers.activations import Activations, Saved
+from infinity.tiers.activations import Activations, SavedStorage
 
 LEAST_BYTES = 64 << 10
 """Smaller storages stay: on a link of 25 GB/s they would take 3 us, less than it takes to ask for the copy, and what is so small,
@@ -29,19 +29,19 @@ statistics of norms and the like, is a hundredth of all."""
 _PLAIN = (torch.Tensor, nn.Parameter)  # a subclass, such as a DTensor, wants more than bytes
 
 
-class _Storage:
-    """A storage that was moved; lives as long as anything that was packed from it."""
+class _OffloadedStorage:
+    """A storage that was offloaded; lives as long as anything that was packed from it."""
 
     __slots__ = ("__weakref__", "saved", "tier")
 
-    def __init__(self, tier: Activations, saved: Saved) -> None:
+    def __init__(self, tier: Activations, saved: SavedStorage) -> None:
         self.tier, self.saved = tier, saved
 
     def __del__(self) -> None:
         self.tier.drop(self.saved)
 
 
-class Kept:
+class SavedInPlace:
     """A saved tensor that stays where it is."""
 
     __slots__ = ("__weakref__", "tensor", "version")
@@ -55,12 +55,12 @@ class Kept:
         return self.tensor
 
 
-class Packed:
-    """A saved tensor whose storage was moved."""
+class OffloadedTensor:
+    """A saved tensor whose storage was offloaded."""
 
     __slots__ = ("conjugate", "counter", "negative", "offset", "shape", "storage", "stride", "version")
 
-    def __init__(self, tensor: torch.Tensor, storage: _Storage) -> None:
+    def __init__(self, tensor: torch.Tensor, storage: _OffloadedStorage) -> None:
         self.storage, self.version = storage, tensor._version
         self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
         self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()
@@ -68,7 +68,8 @@ class Packed:
         self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def unpack(self) -> torch.Tensor:
-        """The same view of the same bytes, on the compute device; raises what `Activations.fetch` does, and like `Kept`."""
+        """The same view of the same bytes, on the compute device; raises what `Activations.fetch`
+        does, and like `SavedInPlace`."""
         like = self.counter
         storage = self.storage.tier.fetch(self.storage.saved)
         view = torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, self.offset, self.shape, self.stride)
@@ -86,40 +87,42 @@ def _check_version(counter: torch.Tensor, version: int, tensor: torch.Tensor) ->
         )
 
 
-class Keeper:
+class SavedTensorOffloader:
     """Packs what autograd saves inside of the model's forwards. `tier` is None where everything stays on `device`."""
 
     def __init__(self, tier: Activations | None, model: nn.Module, device: torch.device) -> None:
         self._tier, self._device = tier, device
-        self._known: weakref.WeakValueDictionary[tuple[int, int], Kept | _Storage] = weakref.WeakValueDictionary()
+        self._known: weakref.WeakValueDictionary[tuple[int, int], SavedInPlace | _OffloadedStorage] = (
+            weakref.WeakValueDictionary()
+        )
         # Buffers live as long as the model: to move a copy of one saves nothing. A weak reference keeps the number from another.
         buffers = [buffer for buffer in model.buffers() if type(buffer) in _PLAIN and buffer.layout is torch.strided]
         self._buffers = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
         self._lasting = {reference.cdata for reference in self._buffers}
 
-    def pack_here(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
+    def pack_here(self, tensor: torch.Tensor) -> torch.Tensor | SavedInPlace:
         """Like `pack`, of what stays where it is."""
-        return tensor if _storage_of(tensor) is None else Kept(tensor)
+        return tensor if _storage_of(tensor) is None else SavedInPlace(tensor)
 
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept | Packed:
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | SavedInPlace | OffloadedTensor:
         """What autograd keeps of `tensor`, which is no view of a parameter."""
         storage = _storage_of(tensor)
         if storage is None:
             return tensor
         number = storage._cdata
         if self._tier is None or storage.nbytes() < LEAST_BYTES or tensor.device != self._device or number in self._lasting:
-            return Kept(tensor)
+            return SavedInPlace(tensor)
         key = number, tensor._version
         known = self._known.get(key)
-        if isinstance(known, _Storage):
+        if isinstance(known, _OffloadedStorage):
             self._tier.save_again(known.saved)
-            return Packed(tensor, known)
+            return OffloadedTensor(tensor, known)
         if known is None and (saved := self._tier.save(storage)) is not None:
-            moved = self._known[key] = _Storage(self._tier, saved)
-            return Packed(tensor, moved)
-        kept = Kept(tensor)
-        self._known.setdefault(key, kept)
-        return kept
+            offloaded = self._known[key] = _OffloadedStorage(self._tier, saved)
+            return OffloadedTensor(tensor, offloaded)
+        in_place = SavedInPlace(tensor)
+        self._known.setdefault(key, in_place)
+        return in_place
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
