@@ -2,8 +2,9 @@
 
 from infinity import nvme
 from infinity.accumulation import accumulate, no_sync
+from infinity.build import wrap
 from infinity.config import Config, Tuning
-from infinity.engine import Engine, engine, wrap
+from infinity.engine import Engine, engine
 from infinity.errors import (
     BudgetError,
     CheckpointError,

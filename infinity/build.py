@@ -1,8 +1,8 @@
-"""The steps of `infinity.wrap` until the model is hooked: check, group, size, place, allocate, fill.
+"""Building an engine: `wrap`, and the steps that it takes.
 
 [Note: all or nothing]
 What can be refused is refused by the first steps, which change nothing. From then on every step tells `Build.undo` how it is
-taken back, before the next one begins, and the last line of `Engine.__init__` is covered, too. So after a failure however late
+taken back, before the next one begins, and the last line of the last step is covered, too. So after a failure however late
 (memory of the device that is exhausted, Ctrl-C) the model, the process and the directories are as they were. What the parameters
 hold stays alive until all is done: see `infinity.modules.snapshot`.
 
@@ -13,45 +13,54 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from infinity.closing import end_with
 from infinity.config import Config
-from infinity.device import ComputeDevice
+from infinity.device import ComputeDevice, profiler_ranges
+from infinity.engine import ATTRIBUTE, Engine, Parts
 from infinity.errors import ConfigError
 from infinity.modules.check import check_model
+from infinity.modules.execution import Executions
 from infinity.modules.grouping import find_owners, find_users, group_parameters, join_small
+from infinity.modules.hooks import Hooks
 from infinity.modules.init import replace_meta
 from infinity.modules.load import Weights, fill_units, open_weights, persistent_buffers
+from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
 from infinity.observe import Recorder
 from infinity.optim.job import JobQueue
 from infinity.optim.kernels import Kernels
+from infinity.optim.speculation import Policy
+from infinity.optim.updater import StepListeners, Updater
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Placement, describe_choice
 from infinity.rates import DTYPES, copies, formats_of, updates
+from infinity.report import Reporter, StepMeter
+from infinity.schedule.runtime import Runtime
 from infinity.schedule.trace import Trace
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
 from infinity.sharding.tensor_parallel import with_tensor_parallel
-from infinity.sharding.unit import Unit
+from infinity.sharding.unit import Unit, UnitListeners
 from infinity.sharding.watch import together
 from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store
 
 log = logging.getLogger("infinity")
 
+Model = TypeVar("Model", bound=nn.Module)
+
 Units = Sequence[type[nn.Module] | nn.Module] | None
 """What `infinity.wrap` takes as `units`."""
-
-ATTRIBUTE = "_infinity_engine"
-"""The attribute of a wrapped model that holds its engine."""
 
 PROBE_BYTES = 64 << 20
 """What is copied to see how fast this machine is: more than caches hold."""
@@ -60,22 +69,37 @@ PROBE_PARAMETERS = 16 << 20
 PROBE_ROUNDS = 3
 
 
-@contextmanager
-def building(
-    model: nn.Module,
+def wrap(
+    model: Model,
     config: Config,
-    recorder: Recorder,
-    weights: str | Path | None,
-    units: Units,
-    group: GivenGroup,
-    seed: int | None,
-) -> Iterator[Build]:
-    """Gives all parts of the engine of `model`, whose states are on their tiers, for the caller to add hooks and the rest.
+    *,
+    weights: str | Path | None = None,
+    units: Units = None,
+    group: GivenGroup = "auto",
+    seed: int | None = None,
+) -> Model:
+    """Move the states of `model` to the tiers that `config` says, and train it from then on; returns the same module.
 
-    All of it is undone when a step, the caller or another rank fails; the arguments are those of `infinity.wrap`.
+    Parameters built inside `infinity.init()` get their values from the safetensors in `weights` (a Hugging Face directory or
+    one file), or from the modules' own initialisation under `seed`. `units` chooses classes or modules whose parameters move
+    together (default: the repeated blocks, small ones with those beside them).
+
+    `group` says which ranks train one model together. "auto" takes all ranks where `torch.distributed` is initialized, as DDP and
+    FSDP2 do, and one rank elsewhere; None is one rank. A process group shards over its ranks. A `DeviceMesh` has one dimension,
+    or two (replicate, shard): parts are then shared inside the second, and each has a replica along the first. Parameters may be
+    DTensors on another dimension of the mesh (`parallelize_module`), placed as `Shard` or `Replicate`: each rank then shards what
+    it has of them. Plain ones, and their gradients, must be the same on all tensor parallel ranks, as they are where these see
+    the same activations.
+
+    Several ranks may be given one `Config(nvme=...)`: each has files in `rank<N>` below it.
+
+    All or nothing: whatever fails, and be it Ctrl-C, leaves the model as it was, and no thread or file. Raises `ConfigError` for
+    a model, a configuration or weights that cannot work, `BudgetError`, `PathInUseError`, `NvmeError`, and `InfinityError` where
+    another rank fails, which it names. What parameters held is freed at the end, so wrapping takes host memory for the model
+    beside `cpu_memory`; a model that was built inside `infinity.init()` has no memory to keep.
     """
     with ExitStack() as files, ExitStack() as undo:
-        build = Build(model, config, recorder, group, undo)
+        build = Build(model, config, group, undo)
         with build.together():
             build.check()
             values = None if weights is None else files.enter_context(open_weights(weights, model))
@@ -90,20 +114,23 @@ def building(
             build.meet()
             build.fill(values, seed)
             build.move_buffers()
-            yield build
+            build.hook()
         undo.pop_all()
+    return model
 
 
 class Build:
     """The parts of an engine on their way: each step adds some. The steps are called once, in the order in which they stand."""
 
-    def __init__(self, model: nn.Module, config: Config, recorder: Recorder, group: GivenGroup, undo: ExitStack) -> None:
+    def __init__(self, model: nn.Module, config: Config, group: GivenGroup, undo: ExitStack) -> None:
         self.undo = undo
         """What takes back all that was done so far, the last first."""
         self.ranks = find_ranks(group, config.stage)
         self.exchange: Exchange | None = None
         self.buffer: GradientBuffer | None = None
-        self._model, self._config, self._recorder = model, config, recorder
+        self._model = model
+        self._config = config
+        self._recorder = Recorder(profiler_ranges())
 
     def together(self) -> AbstractContextManager[list[float]]:
         """A block that ends well on all ranks or on none."""
@@ -139,8 +166,7 @@ class Build:
             groups = join_small(groups, owners)
         self.ranks = with_tensor_parallel(self.ranks, model, self.device.torch)
         self.units = [Unit(index, g.name, g.parameters, g.dtype, self.ranks) for index, g in enumerate(groups)]
-        self.unit_of = {id(p): unit for unit in self.units for p in unit.parameters}
-        numbers = {key: unit.index for key, unit in self.unit_of.items()}
+        numbers = {id(p): unit.index for unit in self.units for p in unit.parameters}
         self.users = {m: [self.units[i] for i in used] for m, used in find_users(model, owners, numbers).items()}
 
     def size(self) -> None:
@@ -234,6 +260,45 @@ class Build:
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self.device.torch)
+
+    def hook(self) -> None:
+        """Tie the model to its units: what runs it, what updates it, and who is told of what."""
+        config, store, units = self._config, self.store, self.units
+        runtime = Runtime(store, units, self.trace, self._recorder)
+        executions = Executions(runtime, self._recorder, self.buffer)
+        meter = StepMeter(store, self.device)
+        policy = Policy(self._update_mode(), config.tuning.delayed_after)
+        told = StepListeners(executions.settle, meter.stepped)
+        updater = Updater(store, units, self.jobs, self.kernels, runtime, policy, told, self._recorder)
+        self.undo.callback(updater.close)
+        offloader = SavedTensorOffloader(store.activations, self._model, self.device.torch)
+        hooks = Hooks(self._model, self.users, units, runtime, executions, updater, self._recorder, offloader)
+        self.undo.callback(hooks.close)
+        for unit in units:
+            unit.connect(UnitListeners(updater, hooks))
+        finalizer = end_with(self._model, hooks, updater, store, units)
+        self.undo.callback(finalizer.detach)
+        reporter = Reporter(config, store, units, runtime, updater, self.exchange, meter, self._recorder)
+        parts = Parts(
+            self._recorder,
+            self.device,
+            store,
+            units,
+            self.buffer,
+            self.exchange,
+            runtime,
+            executions,
+            updater,
+            hooks,
+            reporter,
+            finalizer,
+        )
+        Engine(self._model, config, parts).attach(self._model)
+
+    def _update_mode(self) -> str:
+        """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and one set of CPUs for all."""
+        alone = self.store.io is None and self.device.unified_memory
+        return "plain" if self._config.tuning.update == "auto" and alone else self._config.tuning.update
 
 
 def _concurrent_bytes(model: nn.Module, users: dict[nn.Module, list[Unit]], placement: Placement) -> int:

@@ -7,7 +7,6 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 LANES = ("model", "compute", "wait nvme", "wait adam", "wait collective", "nvme read", "nvme write", "adam", "collective")
@@ -134,67 +133,3 @@ class Recorder:
         """Total seconds per span name of one lane."""
         with self._lock:
             return {name: total for (at, name), total in self._seconds.items() if at == lane}
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a run did, for people and for `--json`; times in seconds, sizes in bytes."""
-
-    parameters: int
-    steps: int
-    read_per_parameter: float
-    """NVMe bytes read per parameter in the last finished step, by our own count."""
-    written_per_parameter: float
-    planned_read_per_parameter: float
-    """What the planner states for the same step."""
-    planned_written_per_parameter: float
-    seconds: dict[str, float]
-    """Total per cause: "compute", "wait nvme", "wait adam", "adam" (the last runs beside the others); with several ranks also
-    "wait collective" (for the other ranks, when this one's shard was there) and "collective" (beside the others)."""
-    updates_kept: int
-    """Unit updates that began in backward and were what their step asked for, since the start."""
-    updates_rolled_back: int
-    """Those that were not: they were done again, or not at all where the step was skipped."""
-    waits: dict[str, float]
-    """Seconds the main thread waited for NVMe, by unit name."""
-    cached: int
-    """Bytes of the states whose tier is nvme that are cached in host memory, and so never move."""
-    on_nvme: int
-    """Bytes of all those states, each counted once."""
-    peaks: dict[str, int]
-    """Highest bytes in use per tier: "gpu", "cpu", "nvme"."""
-    budgets: dict[str, int]
-    """Budget per tier, same keys."""
-    skipped_steps: int = 0
-    """Steps left out because a gradient was not finite; not among `steps`."""
-    copied_to_device: int = 0
-    """Bytes copied from host memory to the compute device in the last finished step, by our own count; where both are the same
-    memory, what moved between a home there and the engine's place for the model."""
-    copied_from_device: int = 0
-    gpu_resident: int = 0
-    """Bytes of the states that `Tuning.gpu_cache` keeps on the compute device, whatever tier the others are on."""
-    gpu_direct: bool = False
-    """Whether drives write parameters on nvme straight into the memory of the GPU; those bytes are not among the copied ones."""
-    updated: int = 0
-    """Bytes of masters and moments that a step renews."""
-    updated_on_gpu: int = 0
-    """Of those, what kernels of the compute device renew in its memory; the CPU renews the rest."""
-    activations_offloaded: int = 0
-    """Bytes that autograd saved in the last finished step and that left the compute device, each storage once."""
-    activations_not_offloaded: int = 0
-    """Bytes that autograd saved in the last finished step and that stayed on the compute device for want
-    of room."""
-    activations_written: int = 0
-    """Bytes of them that went on to NVMe in the last finished step; not among `written_per_parameter`."""
-    activations_read: int = 0
-    """Bytes of them that were read back from NVMe in the last finished step."""
-    activations_peak: int = 0
-    """The most bytes of them that were off the compute device at any time."""
-
-    @property
-    def limits(self) -> dict[str, int]:
-        """Budget per tier that has one; without a limit on NVMe, `budgets` has what the files take there."""
-        limited = dict(self.budgets)
-        if limited.get("nvme", 0) <= self.peaks.get("nvme", 0):
-            limited.pop("nvme", None)
-        return limited

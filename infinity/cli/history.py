@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from infinity.observe import Report
 from infinity.quantities import format_bytes
+from infinity.report import Report
 
 TIERS = ("gpu", "cpu", "nvme")
 WORST_WAITS = 5

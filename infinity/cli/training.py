@@ -21,7 +21,8 @@ from infinity.cli.sampler import Sampler
 from infinity.errors import InfinityError
 from infinity.models.data import Windows
 from infinity.models.schedule import learning_rate_factor
-from infinity.observe import Recorder, Report
+from infinity.observe import Recorder
+from infinity.report import Report
 
 
 class Engine(Saver, Protocol):

@@ -23,14 +23,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from infinity.backward import BackwardPass, current_pass, in_backward
 from infinity.errors import ShardedParameterError
 from infinity.observe import Recorder
 from infinity.schedule.runtime import Runtime
+from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import Showing, Unpacking, Use, collected, described
 
@@ -233,6 +235,78 @@ class Execution:
         """To a profiler: what went on so far has ended, and `name`, if that has letters, begins."""
         self._recorder.hide(self._shown)
         self._shown = self._recorder.show("model", name) if name else None
+
+
+class Interleaving(Protocol):
+    """Who interleaves several executions, one at a time (`infinity.modules.interleave`)."""
+
+    def switch_at(self, unit: Unit) -> None:
+        """The execution that runs is about to use `unit`, or to have a gradient of it; others may run before this returns."""
+
+    def collect(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
+        """The execution that runs has the gradient of parameter `index`, for `unit.gradients.add`."""
+
+
+class Executions:
+    """The executions of one model. One runs; there are several while a `Interleaving` interleaves them.
+
+    The thread that runs the model calls all methods, but `check_thread` is for any. `buffer` is
+    where gradients are collected; what it holds goes home when the last backward has ended.
+    """
+
+    def __init__(self, runtime: Runtime, recorder: Recorder, buffer: GradientBuffer | None) -> None:
+        self._runtime = runtime
+        self._recorder = recorder
+        self._buffer = buffer
+        self.interleaver: Interleaving | None = None
+        """Who interleaves several; None while there is one."""
+        self.now = self.new()
+        """What is under way."""
+
+    def new(self) -> Execution:
+        """An execution of which nothing is under way."""
+        return Execution(self._runtime, self._recorder, self._backward_ended)
+
+    def exchange(self, execution: Execution) -> Execution:
+        """Leave the execution that is under way for another one; returns the one that was left."""
+        left, self.now = self.now, execution
+        left.pause()
+        execution.resume()
+        return left
+
+    def settle(self) -> None:
+        """End what an exception or an interrupt cut off: forwards, and a backward. Does nothing inside of either."""
+        if in_backward():
+            return
+        self.check_thread("a step was asked for")
+        self.now.unwind()
+        if not self.now.calls:
+            self.now.bury()
+
+    def check_thread(self, what: str) -> None:
+        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the caller wants to do."""
+        self.now.check_thread(what)
+
+    def refuse_inside(self, what: str) -> None:
+        """Raise `RuntimeError` inside of a forward, a backward, or interleaved micro-batches."""
+        self.check_thread(what)
+        self.now.unwind()
+        if self.interleaver is not None or self.now.calls or in_backward():
+            raise RuntimeError(f"{what} cannot be called inside of itself, nor of a forward or backward of its model")
+
+    def begin_turn(self, unit: Unit) -> None:
+        """The backward is about to use `unit`."""
+        if self._buffer is not None:
+            self._buffer.begin_turn(unit)
+
+    def flush(self) -> None:
+        """Send what gradients were collected home: no backward brings more of them."""
+        if self._buffer is not None:
+            self._buffer.flush()
+
+    def _backward_ended(self) -> None:
+        if self.interleaver is None:
+            self.flush()
 
 
 def caller() -> FrameType | None:

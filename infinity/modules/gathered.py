@@ -41,8 +41,8 @@ def gathered(target: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write
         for read in reads:
             read.begin()
             stack.callback(read.end)
-        if units and units[0].border is not None:  # for a loss that is built here and goes backward when the units have moved
-            stack.enter_context(units[0].border.packing())
+        if units:  # for a loss that is built here and goes backward when the units have moved
+            stack.enter_context(units[0].listeners.border.packing())
         yield
     changed = [name for read in reads for name in read.changed]
     if changed:
@@ -72,10 +72,12 @@ class _Reading:
     def begin(self) -> None:
         """Gather the unit and show its parameters."""
         unit = self._unit
-        if unit.border is not None:
-            unit.border.check_thread("infinity.gathered")
-        if unit.updater is not None:
-            (unit.updater.drain if self._write else unit.updater.look)()
+        updates, border = unit.listeners
+        border.check_thread("infinity.gathered")
+        if self._write:
+            updates.drain()
+        else:
+            updates.look()
         if unit.blocks[Kind.PARAM].permanent:  # a write goes straight to the home: only a copy tells what was there
             self._before = unit.read(Kind.PARAM)
         unit.start()

@@ -41,20 +41,21 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.backward import in_backward
 from infinity.errors import ShardedParameterError
-from infinity.modules.execution import Call, Execution, caller
+from infinity.modules.execution import Call, Execution, Executions, Interleaving, caller
 from infinity.modules.packing import PackedView, Packer, uncompiled
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.observe import Recorder
+from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.schedule.runtime import Runtime
-from infinity.sharding.unit import Unit, UnitState
+from infinity.sharding.unit import Border, Unit, UnitState
 from infinity.sharding.use import Showing, Unpacking, collected, described
 
 _GRAD: Any = torch.Tensor.grad
@@ -64,28 +65,7 @@ _MOST_OBJECTS = 256
 """In which `_tensors` looks: a configuration that a module is given may refer to anything."""
 
 
-class Interleaving(Protocol):
-    """Who interleaves several executions, one at a time (`infinity.modules.interleave`)."""
-
-    def switch_at(self, unit: Unit) -> None:
-        """The execution that runs is about to use `unit`, or to have a gradient of it; others may run before this returns."""
-
-    def collect(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
-        """The execution that runs has the gradient of parameter `index`, for `unit.collect`."""
-
-
-class Listeners(NamedTuple):
-    """What the hooks ask of the engine, and tell it; given at construction."""
-
-    locate: Callable[[int], tuple[Unit, int] | None]
-    """(unit, byte offset) of an address in the compute arena."""
-    before_evaluation: Callable[[], None]
-    """Called before a forward that trains nothing starts a cycle."""
-    after_backward: Callable[[], None]
-    """Called when the last backward pass under way has ended."""
-
-
-class Hooks:
+class Hooks(Border):
     """The hooks of one engine on one model, from construction to `close`.
 
     A forward of `model` is a cycle of the trace; `units_of` maps each hooked module to the units its forward uses.
@@ -97,7 +77,8 @@ class Hooks:
         units_of: Mapping[nn.Module, Sequence[Unit]],
         units: Sequence[Unit],
         runtime: Runtime,
-        listeners: Listeners,
+        executions: Executions,
+        updater: Updater,
         recorder: Recorder,
         offloader: SavedTensorOffloader,
     ) -> None:
@@ -105,11 +86,10 @@ class Hooks:
         self._units_of = weakref.WeakKeyDictionary(units_of)  # the model may die before the engine
         self._units = tuple(units)
         self._runtime = runtime
-        self._listeners = listeners
+        self._executions = executions
+        self._updater = updater
         self._recorder = recorder
-        self._packer = Packer(listeners.locate, offloader, self._bring)
-        self._interleaver: Interleaving | None = None
-        self._now = self.new_execution()  # what is under way
+        self._packer = Packer(runtime.locate, offloader, self._bring)
         self._claiming = threading.Lock()
         self._handles: list[Any] = []
         try:
@@ -125,48 +105,23 @@ class Hooks:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(after, always_call=True))
         for unit in self._units:
-            unit.border = self
             if unit.trainable:
                 for index, parameter in enumerate(unit.parameters):
                     self._handles.append(parameter.register_post_accumulate_grad_hook(self._collector(unit, index)))
 
     def close(self) -> None:
         """Take every hook off the model. May be called twice."""
-        self._now.close()
-        for unit in self._units:
-            unit.border = None
+        self._executions.now.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def settle(self) -> None:
-        """End what an exception or an interrupt cut off: forwards, and a backward. Does nothing inside of either."""
-        if in_backward():
-            return
-        self.check_thread("a step was asked for")
-        self._now.unwind()
-        if not self._now.calls:
-            self._now.bury()
-
-    # Several executions, interleaved
-
-    def new_execution(self) -> Execution:
-        """An execution of which nothing is under way."""
-        return Execution(self._runtime, self._recorder, self._backward_ended)
-
-    def exchange(self, execution: Execution) -> Execution:
-        """Leave the execution that is under way for another one; returns the one that was left."""
-        left, self._now = self._now, execution
-        left.pause()
-        execution.resume()
-        return left
-
     @contextmanager
     def interleaved(self, interleaver: Interleaving) -> Iterator[None]:
         """Inside, `interleaver` decides which of several executions goes on; all are one cycle of the trace. Not nested."""
-        self.settle()
+        self._executions.settle()
         self._runtime.begin(True)
-        self._interleaver = interleaver
+        self._executions.interleaver = interleaver
         # Before a gradient is accumulated, not after: autograd locks the parameter's node for that, and others could not use it.
         borders = [
             parameter.register_hook(lambda _, unit=unit: self._before_gradient(unit))
@@ -178,21 +133,18 @@ class Hooks:
         try:
             yield
         finally:
-            self._interleaver = None
+            self._executions.interleaver = None
             for border in borders:
                 border.remove()
-            self._listeners.after_backward()
-
-    def refuse_inside(self, what: str) -> None:
-        """Raise `RuntimeError` inside of a forward, a backward or `interleaved`."""
-        self.check_thread(what)
-        self._now.unwind()
-        if self._interleaver is not None or self._now.calls or in_backward():
-            raise RuntimeError(f"{what} cannot be called inside of itself, nor of a forward or backward of its model")
+            self._executions.flush()
 
     def check_thread(self, what: str) -> None:
         """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the caller wants to do."""
-        self._now.check_thread(what)
+        self._executions.check_thread(what)
+
+    @property
+    def _now(self) -> Execution:
+        return self._executions.now
 
     # Forward
 
@@ -232,10 +184,10 @@ class Hooks:
     def _begin_forward(self, module: nn.Module) -> None:
         """The outermost forward begins, of `module`."""
         self._now.begin_forward()
-        if self._interleaver is None and (module is self._model() or self._runtime.stale):
+        if self._executions.interleaver is None and (module is self._model() or self._runtime.stale):
             training = torch.is_grad_enabled()
             if not training:
-                self._listeners.before_evaluation()
+                self._updater.before_evaluation()
             self._runtime.begin(training)
 
     def _check(self, module: nn.Module) -> None:
@@ -266,7 +218,7 @@ class Hooks:
         units = self._units_of[module]
         if not call.recomputing and torch.is_grad_enabled():
             for unit in units:
-                unit.pass_forward()
+                self._updater.pass_forward(unit)
         now = time.perf_counter()
         if units:
             self._recorder.add("compute", f"forward {units[0].name}", call.start, now)
@@ -302,10 +254,10 @@ class Hooks:
         return kept
 
     def _enter(self, unit: Unit) -> Showing:
-        if self._interleaver is not None:
-            self._interleaver.switch_at(unit)
+        if self._executions.interleaver is not None:
+            self._executions.interleaver.switch_at(unit)
         if in_backward():
-            unit.begin_turn()
+            self._executions.begin_turn(unit)
         return Showing(unit, self._runtime.enter(unit), self._left)
 
     def _left(self, unit: Unit) -> None:
@@ -327,9 +279,9 @@ class Hooks:
             )
         found = self._now.backward_pass() if in_backward() else None
         self._now.sweep()
-        if self._interleaver is not None:
-            self._interleaver.switch_at(unit)
-        unit.begin_turn()
+        if self._executions.interleaver is not None:
+            self._executions.interleaver.switch_at(unit)
+        self._executions.begin_turn(unit)
         use = Unpacking(unit, self._runtime.enter(unit), self._runtime.leave)
         view = use.window.tensor(saved.size, saved.stride, saved.offset // saved.dtype.itemsize, saved.dtype)
         if found is None or torch.is_grad_enabled():  # a backward that is recorded keeps what it unpacks
@@ -342,9 +294,9 @@ class Hooks:
     # Backward
 
     def _before_gradient(self, unit: Unit) -> None:
-        if self._interleaver is not None:
+        if self._executions.interleaver is not None:
             self._now.sweep()
-            self._interleaver.switch_at(unit)
+            self._executions.interleaver.switch_at(unit)
 
     def _collector(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
@@ -352,10 +304,11 @@ class Hooks:
                 gradient = _GRAD.__get__(parameter)
                 _GRAD.__set__(parameter, None)
             if gradient is not None:
-                if self._interleaver is None:
-                    unit.gradients.add(index, gradient, 1.0 if unit.updater is None else unit.updater.loss_scale)
+                interleaver = self._executions.interleaver
+                if interleaver is None:
+                    unit.gradients.add(index, gradient, self._updater.scales.current)
                 else:
-                    self._interleaver.collect(unit, index, gradient)
+                    interleaver.collect(unit, index, gradient)
                 self._now.backward_pass()
 
         return collect
@@ -377,10 +330,6 @@ class Hooks:
         self._now.sweep()
         found.touched.append(self._enter(unit))
         return True
-
-    def _backward_ended(self) -> None:
-        if self._interleaver is None:
-            self._listeners.after_backward()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 from infinity.backward import in_backward
 from infinity.device import ComputeDevice
 from infinity.errors import InfinityError
-from infinity.modules.execution import Execution
+from infinity.modules.execution import Execution, Executions
 from infinity.modules.hooks import Hooks
 from infinity.optim.scaler import Noted, Scales
 from infinity.schedule.trace import Trace
@@ -111,12 +111,16 @@ class Interleaver:
     Everything is done by the thread whose turn it is; the caller's only waits, and may be interrupted. `device` is the engine's.
     """
 
-    def __init__(self, hooks: Hooks, trace: Trace, device: ComputeDevice, scales: Scales) -> None:
-        self._hooks, self._trace, self.device, self._scales = hooks, trace, device, scales
+    def __init__(self, hooks: Hooks, executions: Executions, trace: Trace, device: ComputeDevice, scales: Scales) -> None:
+        self._hooks = hooks
+        self._executions = executions
+        self._trace = trace
+        self.device = device
+        self._scales = scales
         self._micro_batches: list[MicroBatch] = []
         self._running: MicroBatch
         self._at: int | None = None  # the unit that is there
-        self._idle = hooks.new_execution()  # the caller's, which has nothing under way
+        self._idle = executions.new()  # the caller's, which has nothing under way
         self._held: dict[int, list[_HeldGradient]] = {}  # by id of the parameter, in the order of the micro-batches
         self._last: dict[int, int] = {}  # the micro-batch whose gradient a parameter took last
         self._errors: list[BaseException] = []
@@ -132,7 +136,7 @@ class Interleaver:
         together = vertical and len(works) > 1
         randoms = self.device.fork_random_state(len(works))
         micro_batches = [
-            MicroBatch(index, work, random, self._hooks.new_execution(), not together)
+            MicroBatch(index, work, random, self._executions.new(), not together)
             for index, (work, random) in enumerate(zip(works, randoms, strict=True))
         ]
         if together:
@@ -199,7 +203,7 @@ class Interleaver:
             self._stop(error)
         try:
             micro_batch.ended = True
-            self._hooks.settle()  # what is left of it when it was cut off
+            self._executions.settle()  # what is left of it when it was cut off
             for parameter in () if self._stopping else list(self._held):
                 self._deliver(parameter)
         except BaseException as error:
@@ -215,12 +219,12 @@ class Interleaver:
             (self._over if following is None else following.wakeup).release()
 
     def _leave(self, micro_batch: MicroBatch) -> None:
-        micro_batch.execution = self._hooks.exchange(self._idle)
+        micro_batch.execution = self._executions.exchange(self._idle)
         micro_batch.random = self.device.random_state()
         micro_batch.scaled = self._scales.exchange([])
 
     def _resume(self, micro_batch: MicroBatch) -> None:
-        self._idle = self._hooks.exchange(micro_batch.execution)
+        self._idle = self._executions.exchange(micro_batch.execution)
         self.device.set_random_state(micro_batch.random)
         self._scales.exchange(micro_batch.scaled)
         self._running = micro_batch

@@ -144,9 +144,10 @@ class Optimizer(torch.optim.Optimizer):
             if not isinstance(parameter, ShardedParameter):
                 raise ConfigError(f"{who} got a parameter of no wrapped model; first model = infinity.wrap(model, config)")
             unit = type(parameter).unit
-            if not isinstance(unit.updater, Updater) or updater not in (None, unit.updater):
+            found = unit.listeners.updates
+            if not isinstance(found, Updater) or updater not in (None, found):
                 raise ConfigError(f"the parameters of one {who} must belong to one wrapped model whose engine is open")
-            updater = unit.updater
+            updater = found
             if unit.trainable:  # as in torch: one that is not gets no gradient, and cannot be made to
                 taken.setdefault(unit, []).append(unit.position(parameter))
         if updater is None:

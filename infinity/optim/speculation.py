@@ -10,6 +10,7 @@ So the update hides behind the backward, too, and the numbers are those of an up
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from infinity.optim.job import Job, JobQueue, UnitUpdate
@@ -27,8 +28,9 @@ Places = Mapping[Unit, int]
 
 
 class Policy:
-    """Decides whether the updates of the next step begin in its backward, before anybody knows
-    whether it will be clipped.
+    """Decides when updates begin and when they are seen, as `Tuning.update` says: "plain",
+    "speculative", "delayed" or "auto". Whether the updates of the next step begin in its backward,
+    before anybody knows whether it will be clipped, may change with every step.
 
     The numbers are the same either way. A speculative update hides behind forward and backward
     instead of the forward alone, so "auto" does it while an update takes longer than a forward.
@@ -37,13 +39,23 @@ class Policy:
     is guessed right.
     """
 
-    def __init__(self, mode: str) -> None:
+    def __init__(self, mode: str, delayed_after: float = math.inf) -> None:
+        self._delayed_after = delayed_after if mode == "delayed" else math.inf
         self.waits = mode == "plain"
         """Whether a step returns only when its updates have ended."""
         self.speculates = mode == "speculative"
         """Whether the updates of the next step begin in its backward."""
         self._auto = mode == "auto"
         self._pause, self._penalty = 0, 1
+
+    @property
+    def ever_delays(self) -> bool:
+        """Whether there are steps that are seen one step late."""
+        return self._delayed_after < math.inf
+
+    def delays(self, number: int) -> bool:
+        """Whether step `number`, counted from 0, is seen one step late."""
+        return number >= self._delayed_after
 
     def learn(self, update_seconds: float, forward_seconds: float, held: bool) -> None:
         """A step was fixed. `update_seconds`: how long updates kept the pipeline busy since the

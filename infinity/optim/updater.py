@@ -18,7 +18,6 @@ Updates that begin before their step are in `infinity.optim.speculation`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -35,20 +34,20 @@ from infinity.optim.step import Share, Step, StepRun
 from infinity.placement.spec import Kind
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.gradients import GradientState
-from infinity.sharding.unit import MOMENTS, Unit
+from infinity.sharding.unit import MOMENTS, Unit, Updates
 from infinity.tiers.store import Store
 
 
 class StepListeners(NamedTuple):
-    """Who is told of steps, on the thread that runs the model."""
+    """Who is told of steps, on the thread that runs the model: given at construction."""
 
     settle: Callable[[], None]
     """Called before a step is fixed, to end a backward that an exception cut off."""
-    stepped: Callable[[], None]
-    """Called when a step has been fixed, before its updates start."""
+    stepped: Callable[[StepRun], None]
+    """Called when a step has been fixed, before its updates start, with what became of the last."""
 
 
-class Updater:
+class Updater(Updates):
     """Fixes what a step is, and has it run by the pipeline. All methods are for the thread that
     runs the model."""
 
@@ -62,16 +61,12 @@ class Updater:
         policy: Policy,
         listeners: StepListeners,
         recorder: Recorder,
-        delay_after: float = math.inf,
     ) -> None:
-        """From step number `delay_after` on, counted from 0, what a step makes is seen one step
-        late."""
         self._store = store
         self._units = list(units)
         self._runtime = runtime
         self._listeners = listeners
         self._recorder = recorder
-        self._delay_after = delay_after
         self._jobs = jobs
         self._delayed: dict[Unit, Job] = {}  # of the last step, and not seen yet
         self.speculation = Speculation(store, self._jobs, policy)
@@ -89,13 +84,6 @@ class Updater:
         self.last = StepRun()
         """What became of the last step."""
         self._pipeline = Pipeline(store, self._jobs, kernels, recorder)  # last, because it begins a thread
-        for unit in units:
-            unit.updater = self
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss was multiplied by of the backward pass that runs; 1 outside of any."""
-        return self.scales.current
 
     @property
     def next_number(self) -> int:
@@ -162,6 +150,7 @@ class Updater:
         parameters share a unit changes no number.
         """
         self._await_updates()
+        self._store.latch.check_usable()
         self._listeners.settle()
         added = any(unit.gradients.state is GradientState.COLLECTING for unit in self._units)
         exchange = self._units[0].exchange
@@ -195,7 +184,7 @@ class Updater:
             if any(map(unit.gradients.has, positions)):
                 self.rollback(unit)
                 unit.gradients.spend(positions)
-        self._listeners.stepped()
+        self._announce()
         self._end_step(unclipped=False)
         self.skipped_steps += 1
 
@@ -208,7 +197,7 @@ class Updater:
         one of its units are in use.
         """
         self._begin_step(step.shares)
-        delayed = self.posted_steps >= self._delay_after
+        delayed = self.speculation.policy.delays(self.posted_steps)
         places = self._places(backwards=delayed)
         updates = sorted(step.updates, key=lambda update: places[update.unit])
         jobs = [self.speculation.claim(update, places[update.unit]) for update in updates]
@@ -219,7 +208,7 @@ class Updater:
             for unit in replaced:
                 self._store.resident.begin_update(unit.blocks[Kind.PARAM], keep=True)
             step.spend()
-            self._listeners.stepped()
+            self._announce()
             if delayed:
                 self._delayed = {job.unit: job for job in jobs}
             self._jobs.fix(jobs, updates, delayed)
@@ -246,7 +235,7 @@ class Updater:
                     self._store.latch.fail(error)
                 raise
         step.spend()
-        self._listeners.stepped()
+        self._announce()
         self._end_step(unclipped=True)
         self.posted_steps += 1
 
@@ -257,6 +246,13 @@ class Updater:
         if used:
             raise RuntimeError(f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered (invariant I7)")
         self.land()
+
+    def _announce(self) -> None:
+        """A step has been fixed, and its updates have yet to start."""
+        self._listeners.stepped(self.last)
+        if self._store.activations is not None:
+            self._store.activations.stepped()
+        self._runtime.stepped()
 
     def _end_step(self, unclipped: bool, jobs: Iterable[Job] = (), kept: int = 0) -> None:
         """A step has been fixed: report it, and learn from it."""
@@ -333,6 +329,13 @@ class Updater:
             self.rest()
         else:
             self.drain()
+
+    def before_evaluation(self) -> None:
+        """Like `look`, before a forward that trains nothing starts a cycle, where steps are seen
+        late."""
+        if self.speculation.policy.ever_delays:
+            self._store.latch.check_usable()  # a forked child would wait for a thread that it does not have
+            self.look()
 
     def _await_updates(self) -> None:
         self._jobs.drain()

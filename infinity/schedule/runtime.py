@@ -92,6 +92,11 @@ class Runtime:
             self._recorder.add("wait collective", unit.name, arrived, end)
         self.waited += end - start
 
+    def locate(self, address: int) -> tuple[Unit, int] | None:
+        """The unit whose copy on the compute device holds `address`, and the byte offset in it."""
+        found = self._store.resident.block_at(address)
+        return None if found is None else (self._units[found[0].unit], found[1])
+
     def leave(self, unit: Unit) -> None:
         """End one `enter`."""
         unit.release()

@@ -53,8 +53,12 @@ class GradientBuffer:
             part.copy_(gradient)
 
     def begin_turn(self, unit: Unit) -> None:
-        """The backward is about to use `unit`: another one that holds the buffer has all its gradients, as a rule."""
-        if self._holder is not None and self._holder is not unit:
+        """The backward is about to use `unit`: another one that holds the buffer has all its gradients, as a rule.
+
+        It is reduced first, before the gathers that are posted with this use. So the buffer is free
+        again when the unit after this one needs it. Frozen units come and go between gradients.
+        """
+        if unit.trainable and self._holder is not None and self._holder is not unit:
             self.flush()
 
     def flush(self) -> None:

@@ -268,11 +268,6 @@ class Gradients:
 
     # On their way
 
-    def begin_turn(self) -> None:
-        """The backward is about to use the unit: see `GradientBuffer.begin_turn`."""
-        if self._buffer is not None:
-            self._buffer.begin_turn(self._unit)
-
     def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Collective | None:
         """For the buffer: average `full` (numel,), gradients of the parameters `collected`, over the ranks; add this rank's part
         to the block.
@@ -311,13 +306,13 @@ class Gradients:
     def _bring_home(self, full: torch.Tensor, first: bool, collected: int) -> None:
         """Reduce and add up; if these were the last gradients of the step, say what their norm needs, while the model goes on."""
         self._block.add_up(self._block.reduced(full), first)
-        if collected == self._expected and self._unit.updater is not None:
-            self._measured = collected, self._unit.updater.square_ahead(self._unit)
+        if collected == self._expected:
+            self._measured = collected, self._unit.listeners.updates.square_ahead(self._unit)
 
     def _announce(self) -> None:
         """Tell the updater where these may be all that the step brings."""
-        if self._collected == self._expected and self._unit.updater is not None and not self._is_apart:
-            self._unit.updater.gradients_came(self._unit)
+        if self._collected == self._expected and not self._is_apart:
+            self._unit.listeners.updates.gradients_came(self._unit)
 
     # Inside of the step
 
@@ -327,8 +322,7 @@ class Gradients:
 
     def _await_readers(self) -> None:
         """Return when no update reads the gradient block any more."""
-        if self._unit.updater is not None:
-            self._unit.updater.await_readers(self._unit)
+        self._unit.listeners.updates.await_readers(self._unit)
 
     def _set(self, indices: Iterable[int], where: Where) -> None:
         for index in indices:

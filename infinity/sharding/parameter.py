@@ -77,7 +77,7 @@ class ShardedParameter(nn.Parameter):
             raise EngineClosedError(f"{who} has no data any more, for its engine was closed; save what you need before that")
         if attribute == "grad":
             raise kept_by_engine(who)
-        if unit.border is not None and unit.border.touched(unit):
+        if unit.listeners.border.touched(unit):
             return func(*args, **(kwargs or {}))
         raise ShardedParameterError(
             f"{who} (unit {unit.name}) lives on {unit.tier} and its data was touched ({name}) outside of its module's forward; "

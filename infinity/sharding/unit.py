@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -47,46 +47,49 @@ class UnitState(enum.Enum):
     UNSHARDED = enum.auto()
 
 
-class Border(Protocol):
-    """Who ties units to the model, as far as a unit, or who reads it, needs that."""
+class Border:
+    """Whoever ties units to the model, as far as units need that. This base class does nothing."""
 
     def touched(self, unit: Unit) -> bool:
         """A parameter was touched while its unit is SHARDED: True once it is UNSHARDED."""
+        return False
 
     def packing(self) -> AbstractContextManager[object]:
         """The context in which autograd saves views of units so that these may move."""
+        return nullcontext()
 
     def check_thread(self, what: str) -> None:
         """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the caller wants to do."""
 
 
-class Updates(Protocol):
-    """Who updates units, as far as a unit needs to tell it something, or to know."""
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss was multiplied by of the backward pass that runs."""
+class Updates:
+    """Whoever updates units, as far as a unit tells or asks it something. This base class does nothing."""
 
     def gradients_came(self, unit: Unit) -> None:
         """`unit` has as many gradients as it had in the last step: they may be final."""
 
-    def pass_forward(self, unit: Unit) -> None:
-        """A training forward has used `unit`."""
-
     def square_ahead(self, unit: Unit) -> float | None:
-        """The sum of squares of the gradients of `unit`, if that is worth having before the step; for who brings them."""
+        """The sum of squares of the gradients of `unit`, if that is worth having before the step."""
+        return None
 
     def rollback(self, unit: Unit) -> None:
-        """What a speculative update of `unit` was begun with changes; return when nothing of it is in flight."""
+        """Return when no speculative update of `unit` is in flight, because what it began with changes."""
 
     def await_readers(self, unit: Unit) -> None:
-        """Return when no update reads the gradients of `unit` any more; the caller brings no place on the compute device."""
+        """Return when no update reads the gradients of `unit`; the caller brings no place for it."""
 
     def drain(self) -> None:
         """Return when no update is under way, and what was begun before its step is rolled back; all others are seen."""
 
     def look(self) -> None:
         """Return when parameters may be read."""
+
+
+class UnitListeners(NamedTuple):
+    """Who is told of what happens to a unit, and asked for what it cannot know."""
+
+    updates: Updates
+    border: Border
 
 
 class Unit:
@@ -120,10 +123,8 @@ class Unit:
         self.blocks: dict[Kind, Block] = {}
         self.tier = ""
         """Where its parameters are at home; "" while nobody manages them."""
-        self.updater: Updates | None = None
-        """Who updates this unit; set by the optimizer layer."""
-        self.border: Border | None = None
-        """Who ties this unit to the model; set by the hooks."""
+        self.listeners = UnitListeners(Updates(), Border())
+        """Who is told; nobody before `connect`."""
         self.state = UnitState.UNSHARDED
         self.gradients = Gradients(self)
         self.shown = 0
@@ -223,6 +224,10 @@ class Unit:
         if not self.has_shadow:
             return self.layout.shard_numel
         return max(block.cached_elements for kind, block in self.blocks.items() if kind is not Kind.GRAD)
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether this is one of this unit's parameters."""
+        return id(parameter) in self._positions
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """The qualified name of one of this unit's parameters."""
@@ -342,21 +347,13 @@ class Unit:
         self.exchange = exchange
         self.gradients.bind(buffer)
 
-    def begin_turn(self) -> None:
-        """The backward is about to use the unit. What the one before has collected is reduced first, before the gathers that are
-        posted with this use, so that the buffer is free again when the one after this needs it."""
-        if self.trainable:  # frozen ones come and go between gradients of one unit
-            self.gradients.begin_turn()
-
-    def pass_forward(self) -> None:
-        """A training forward has used the unit."""
-        if self.updater is not None:
-            self.updater.pass_forward(self)
+    def connect(self, listeners: UnitListeners) -> None:
+        """Tell `listeners` from now on: the last step of building, because they need units that are filled."""
+        self.listeners = listeners
 
     def rollback(self) -> None:
         """What a speculative update of the unit was begun with changes; return when nothing of it is in flight."""
-        if self.updater is not None:
-            self.updater.rollback(self)
+        self.listeners.updates.rollback(self)
 
     def _sent(self, shard: torch.Tensor) -> int:
         """Bytes that this rank sends when its `shard` is gathered by all."""

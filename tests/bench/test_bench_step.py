@@ -20,8 +20,8 @@ from infinity.bench.step.limits import extrapolated
 from infinity.bench.step.measure import bounds, parts_updated
 from infinity.cli.main import app
 from infinity.config import Config, Tuning
-from infinity.observe import Report
 from infinity.rates import formats_of, updates
+from infinity.report import Report
 from support.configs import config_of
 from support.discrete import DiscreteDevice
 

@@ -33,7 +33,8 @@ from infinity.errors import EngineClosedError, InfinityError, NvmeError, sentenc
 from infinity.models.schedule import learning_rate_factor
 from infinity.models.source import ModelSource, find_model
 from infinity.models.tokenizer import ByteTokenizer
-from infinity.observe import LANES, Recorder, Report
+from infinity.observe import LANES, Recorder
+from infinity.report import Report
 from infinity.sharding.unit import Unit
 
 KIB = 1 << 10

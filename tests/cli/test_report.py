@@ -18,7 +18,8 @@ from infinity.cli.history import History, Sample, Step, Validation, summarize
 from infinity.cli.perfetto import lane_order, rows, trace_events, write_trace
 from infinity.cli.progress import print_summary, summary_rows
 from infinity.cli.report import render_report, write_report
-from infinity.observe import Report, Span
+from infinity.observe import Span
+from infinity.report import Report
 
 
 def made_up_run(steps: int = 12) -> tuple[History, list[Span], Report]:

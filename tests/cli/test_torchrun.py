@@ -39,7 +39,7 @@ from infinity.cli.ranks import ALONE, World, find_world
 from infinity.errors import InfinityError
 from infinity.files import LOCK_NAME
 from infinity.models.data import Windows
-from infinity.observe import Report
+from infinity.report import Report
 from infinity.sharding.watch import Note, Watch
 from infinity.tiers.drives import STATES_NAME
 from support.children import CHILD

@@ -46,7 +46,7 @@ class Profiler:
 @pytest.fixture
 def profiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Profiler]:
     profiler = Profiler()
-    monkeypatch.setattr(sys.modules["infinity.engine"], "profiler_ranges", lambda: Ranges(profiler.begin, profiler.end))
+    monkeypatch.setattr(sys.modules["infinity.build"], "profiler_ranges", lambda: Ranges(profiler.begin, profiler.end))
     yield profiler
     assert not profiler.open, "begun and never ended"
 
@@ -106,7 +106,7 @@ def test_a_range_ends_where_a_forward_or_a_backward_fails(tmp_path: Path, profil
             with pytest.raises(failure, match="in forward"):
                 model(**text_batch(0))
             handle.remove()
-            engine._hooks.settle()
+            engine._executions.settle()
             assert not [text for text in profiler.open.values() if not text.startswith("nvme")]
             assert profiler.closed["model: forward"] == profiler.closed["compute: forward blocks.1"] == count
         handle = block.register_forward_hook(lambda module, args, output: Fails.apply(output))

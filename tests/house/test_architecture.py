@@ -24,7 +24,7 @@ LAYERS = """\
 6 optim
 7 checkpoint
 7 modules
-8 infinity: __init__ accumulation build engine
+8 infinity: __init__ accumulation build closing engine report
 8 models
 9 bench
 10 cli

@@ -441,7 +441,7 @@ def tier_of(engine: infinity.Engine) -> Activations:
 
 def assert_nothing_is_held(engine: infinity.Engine) -> None:
     gc.collect()
-    engine._hooks.settle()  # as the next forward does, for a backward that was cut off
+    engine._executions.settle()  # as the next forward does, for a backward that was cut off
     tier = engine._store.activations
     if tier is not None:
         settle(tier)

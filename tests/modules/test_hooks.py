@@ -201,7 +201,7 @@ def test_a_forward_that_was_interrupted(settle: bool, wrap: Wrap) -> None:
     def stop() -> None:
         raise Interrupted
 
-    hooks = infinity.engine(model)._hooks
+    executions = infinity.engine(model)._executions
     vars(model)["run_block"] = interrupt
     handle = model.norm.register_forward_pre_hook(lambda *_: None)
     with pytest.raises(Interrupted):
@@ -211,7 +211,7 @@ def test_a_forward_that_was_interrupted(settle: bool, wrap: Wrap) -> None:
     with pytest.raises(infinity.ShardedParameterError, match="outside of its module's forward"):
         model.norm.weight.sum()
     if settle:
-        hooks.settle()
+        executions.settle()
         assert_unused(model)
     torch.ones(1, requires_grad=True).exp().sum().backward()
     model(**text_batch(0)).loss.backward()
@@ -232,14 +232,14 @@ def test_a_model_that_calls_itself(wrap: Wrap) -> None:
     model = wrap(Recursive(nn.Linear(WIDTH, WIDTH)), room=2)
     for _ in range(2):
         loss = model(torch.ones(3, WIDTH)).sum()
-        infinity.engine(model)._hooks.settle()
+        infinity.engine(model)._executions.settle()
         loss.backward()
         assert_unused(model)
 
 
 def test_settle_inside_of_a_forward_does_nothing(wrap: Wrap) -> None:
     model = wrap(Model(nn.Linear(WIDTH, WIDTH)))
-    model.blocks[1].register_forward_hook(lambda *_: infinity.engine(model)._hooks.settle())
+    model.blocks[1].register_forward_hook(lambda *_: infinity.engine(model)._executions.settle())
     model(torch.ones(3, WIDTH)).sum().backward()
     assert all(infinity.engine(model).gradient(p) is not None for p in model.parameters())
 

@@ -525,7 +525,7 @@ def test_wrong_input_is_refused(order: Any, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=nested):
             loss.backward()
         handle.remove()
-        engine._hooks.settle()
+        engine._executions.settle()
         assert_unused(model)
         model.eval()
         model.zero_grad()

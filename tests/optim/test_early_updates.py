@@ -376,7 +376,7 @@ def test_kept_updates_write_once_and_read_a_parameter_twice_more_at_most(wrap: C
         if number > 3:
             # An update that runs ahead may find no copy of the old parameter, and has no place for the new one.
             plan, parameters = engine.plan(), sum(unit.blocks[Kind.PARAM].nbytes for unit in engine.units)
-            read, written = engine._traffic_last  # of the step before the last, which was not drained
+            read, written = engine._reporter.meter.traffic  # of the step before the last, which was not drained
             assert written == plan.update_written
             assert plan.update_read <= read <= plan.read + 2 * parameters
     assert counts(engine)[0] > 0
@@ -393,7 +393,7 @@ def test_rolled_back_updates_are_counted_twice(wrap: Callable[..., infinity.Engi
     engine.drain()
     backward(engine.model, 5)
     optimizer.step()
-    assert engine._traffic_last[1] == 2 * engine.plan().update_written
+    assert engine._reporter.meter.traffic[1] == 2 * engine.plan().update_written
     assert engine.report().seconds["adam"] > 0
 
 
@@ -426,7 +426,7 @@ def test_what_is_ahead_goes_to_the_copy_that_the_next_forward_uses(
     plan = engine.plan()
     assert plan.fetched == 0
     assert [len(blocks) for blocks in placed[1:]] == [len(engine.units)] * 3
-    assert engine._traffic_last == (plan.read, plan.update_written)
+    assert engine._reporter.meter.traffic == (plan.read, plan.update_written)
     assert counts(engine) == (3 * len(engine.units), 0)
 
 

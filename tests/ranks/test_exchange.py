@@ -106,10 +106,10 @@ def gathers_run_under_the_forward_before(directory: Path, rank: int) -> None:
 
         for block in model:
             block.during = await_next
-        engine._rest()
+        engine._checkpoints.rest()
         with watched() as joined:
             train(model, optimizer, 2)
-            engine._rest()
+            engine._checkpoints.rest()
         assert joined.count("all_gather") == 2 * DEPTH
 
 
@@ -176,10 +176,10 @@ def each_pass_has_one_gather_and_one_reduction(directory: Path, rank: int) -> No
         model, optimizer = wrap(directory, rank, stage=stage, gpu_memory=memory, **place)
         with infinity.engine(model) as engine:
             train(model, optimizer, 2)
-            engine._rest()
+            engine._checkpoints.rest()
             with watched() as joined:
                 train(model, optimizer, 2)
-                engine._rest()
+                engine._checkpoints.rest()
             found = Counter(joined)
             assert found["reduce_scatter_mean"] == 2 * DEPTH
             least, most = (2 * DEPTH, 2 * DEPTH) if gathers == 1 else (2 * DEPTH + 1, 4 * DEPTH)
@@ -197,7 +197,7 @@ def a_reduction_is_posted_before_the_next_use(directory: Path, rank: int) -> Non
     model, optimizer = wrap(directory, rank, gpu_memory="112KiB")
     with infinity.engine(model) as engine:
         train(model, optimizer, 2)
-        engine._rest()
+        engine._checkpoints.rest()
         events: list[str] = []
         enter, post = engine._runtime.enter, engine._exchange.post
 
@@ -225,7 +225,7 @@ def a_place_is_not_taken_while_its_gather_is_queued(directory: Path, rank: int) 
         model, optimizer = wrap(directory, rank, gpu_memory="112KiB")
         with infinity.engine(model) as engine:
             train(model, optimizer, 2)
-            engine._rest()
+            engine._checkpoints.rest()
             if blocked:
                 with infinity.gathered(list(model[2].parameters())):
                     evict_one_that_is_being_gathered(engine.units[0], engine.units[-1])
@@ -293,7 +293,7 @@ def a_closed_engine_keeps_no_group(directory: Path, rank: int) -> None:
     model, optimizer = wrap(directory, rank)
     engine = infinity.engine(model)
     train(model, optimizer, 2)
-    engine._rest()
+    engine._checkpoints.rest()
     before = sys.getrefcount(dist.group.WORLD)
     assert engine._exchange is not None
     copy = weakref.ref(engine._exchange.ranks.shards)

@@ -95,7 +95,7 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2, eps=1e-6, max_grad_norm=0.5)
         losses, norms = [0.0] * STEPS, []
         for step in range(STEPS):
-            engine._rest()  # what was gathered ahead belongs to the step before
+            engine._checkpoints.rest()  # what was gathered ahead belongs to the step before
             calls.clear()
             batch = torch.randint(0, WORDS, (ROWS, 4), generator=torch.Generator().manual_seed(step))
             mine = batch if ranks is None else batch.chunk(dist.get_world_size())[rank]
@@ -107,7 +107,7 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
             optimizer.step()
             optimizer.zero_grad()
             norms.append(optimizer.grad_norm)
-        engine._rest()
+        engine._checkpoints.rest()
         in_last_step = dict(calls)
         saved = directory.parent / f"saved {directory.name.rpartition(' ')[0]}"  # the same for all ranks
         engine.save_checkpoint(saved, optimizer)

@@ -22,8 +22,8 @@ from infinity.bench.step import flops, limits
 from infinity.bench.step.train import Trained, Workload, train
 from infinity.bench.summary import spread
 from infinity.device import ComputeDevice
-from infinity.observe import Report
 from infinity.rates import Formats, copies, formats_of, threads_of, updates
+from infinity.report import Report
 
 _KERNELS = ("adam", "adam_on_gpu")  # of the CPU, and of the compute device
 ROUNDS = 3

@@ -23,7 +23,7 @@ from infinity.config import Config
 from infinity.models.description import described_by, read_description
 from infinity.models.source import DTYPES, ModelSource, find_model
 from infinity.modules.load import INDEX, SINGLE
-from infinity.observe import Report
+from infinity.report import Report
 
 WAITS = ("wait nvme", "wait adam", "wait collective")
 _PATTERN = 1_000_003  # a prime, so that rows of a matrix differ

@@ -1,0 +1,74 @@
+"""Saving and loading the state of one engine, while nothing of it is under way."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.loading import load
+from infinity.checkpoint.saving import save
+from infinity.checkpoint.state import State
+from infinity.errors import ConfigError
+from infinity.optim.optimizer import Optimizer
+from infinity.optim.updater import Updater
+from infinity.sharding import collectives
+from infinity.sharding.exchange import Exchange
+from infinity.sharding.ranks import whole_group
+from infinity.sharding.unit import MOMENTS, Unit
+from infinity.sharding.use import described
+
+Buffers = Mapping[str, torch.Tensor]
+"""The persistent buffers of the model, by name; of a DTensor what this rank has."""
+
+Optimizers = Optimizer | Sequence[Optimizer]
+
+
+class Checkpoints:
+    """The checkpoints of one engine. All ranks call its methods."""
+
+    def __init__(self, units: Sequence[Unit], updater: Updater, exchange: Exchange | None) -> None:
+        self._units = units
+        self._updater = updater
+        self._exchange = exchange
+        self._run = uuid.uuid4().hex  # tells the checkpoints of this engine from those of others
+
+    @cached_property
+    def _savers(self) -> collectives.Group:
+        """The ranks that save together; made once, when it is first needed."""
+        return whole_group(self._units[0].ranks)
+
+    def save(self, buffers: Buffers, directory: Path, optimizers: Optimizers, extra: Mapping[str, Any]) -> None:
+        """See `Engine.save_checkpoint`."""
+        save(self._state(buffers, optimizers), directory.absolute(), extra)
+
+    def load(self, buffers: Buffers, directory: Path, optimizers: Optimizers) -> dict[str, Any]:
+        """See `Engine.load_checkpoint`."""
+        state, owners = self._state(buffers, optimizers), self._updater.owners
+        shared = owners.beside({u: None for each in state.optimizers for u in each.units}, state.optimizers)
+        others = [name for _, names in shared for name in names]
+        if others:
+            raise ConfigError(
+                f"another optimizer than those given updates {described(others)}, whose states lie together with theirs; save "
+                "and load them together: load_checkpoint(directory, [first, second])"
+            )
+        extra = load(state, directory.absolute())
+        for share, _ in shared:  # of these the checkpoint may have some, of an optimizer that was not saved
+            owners.forget_states(share, [kind for kind in MOMENTS[share.unit.algorithm] if kind in share.unit.blocks])
+        return extra
+
+    def _state(self, buffers: Buffers, given: Optimizers) -> State:
+        optimizers = list(given) if isinstance(given, Sequence) else [given]
+        if not all(isinstance(each, Optimizer) and each.updater is self._updater for each in optimizers):
+            raise ConfigError("a checkpoint takes optimizers of infinity for the parameters of this model")
+        return State(self._units, buffers, optimizers, self.rest, self._savers, self._updater, self._run)
+
+    def rest(self) -> None:
+        """Return when nothing is under way, so that others may read and write states and join collectives."""
+        self._updater.drain()
+        if self._exchange is not None:
+            self._exchange.rest()

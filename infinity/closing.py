@@ -1,0 +1,66 @@
+"""How an engine ends: by `close`, with its model, or with the interpreter."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from infinity.modules.hooks import Hooks
+from infinity.optim.updater import Updater
+from infinity.sharding.unit import Unit
+from infinity.tiers.store import Store
+
+_OURS = f"{__name__.partition('.')[0]}."
+
+
+def end_with(model: nn.Module, hooks: Hooks, updater: Updater, store: Store, units: Sequence[Unit]) -> weakref.finalize[Any, Any]:
+    """Have these parts shut down when `model` is collected or the interpreter ends.
+
+    They must not keep the model alive. Whoever ends them sooner detaches the result, and calls
+    `shut_down` with the arguments that it had.
+    """
+    return weakref.finalize(model, _collected, os.getpid(), hooks, updater, store, units)
+
+
+def _collected(*parts: Any) -> None:
+    """The finalizer of the model: shut down here, or on a thread of its own when this one is in the middle of our code, or of
+    operators that somebody intercepts, as torch.compile does while it traces.
+
+    A collection may start at any allocation: on a thread that the shutdown joins, or under a lock that it needs.
+    """
+    if os.getpid() != parts[0]:
+        return
+    frame: FrameType | None = sys._getframe(1)
+    detached = bool(_get_current_dispatch_mode_stack())
+    while frame is not None and not detached:
+        detached, frame = frame.f_globals.get("__name__", "").startswith(_OURS), frame.f_back
+    if detached:
+        threading.Thread(target=shut_down, args=parts, name="infinity-closing", daemon=False).start()
+    else:
+        shut_down(*parts)
+
+
+def shut_down(process: int, hooks: Hooks, updater: Updater, store: Store, units: Sequence[Unit]) -> None:
+    """End every thread, the last that was begun first; the parameters have no data from then on.
+
+    Nothing in a forked child: the threads are not there, and files and locks are the parent's.
+    """
+    if os.getpid() != process:
+        return
+    with ExitStack() as stack:  # each of these happens, whatever the others meet
+        stack.callback(store.close)
+        for unit in units:
+            stack.callback(unit.close)
+        if units[0].exchange is not None:  # may be in the middle of a gather, into memory of the store
+            stack.callback(units[0].exchange.close)
+        stack.callback(hooks.close)
+        stack.callback(updater.close)

@@ -1,0 +1,223 @@
+"""What a run did: counted from step to step, stated by the planner, and put together for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from infinity.config import Config
+from infinity.device import ComputeDevice
+from infinity.observe import Recorder
+from infinity.optim.step import StepRun
+from infinity.optim.updater import Updater
+from infinity.placement.spec import Kind
+from infinity.schedule.planner import Traffic, UnitCost, predict
+from infinity.schedule.runtime import Runtime
+from infinity.sharding.exchange import Exchange
+from infinity.sharding.unit import Unit
+from infinity.tiers.activations import ActivationTraffic
+from infinity.tiers.drives import ALIGNMENT
+from infinity.tiers.store import Store
+
+STATES = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run did, for people and for `--json`; times in seconds, sizes in bytes."""
+
+    parameters: int
+    steps: int
+    read_per_parameter: float
+    """NVMe bytes read per parameter in the last finished step, by our own count."""
+    written_per_parameter: float
+    planned_read_per_parameter: float
+    """What the planner states for the same step."""
+    planned_written_per_parameter: float
+    seconds: dict[str, float]
+    """Total per cause: "compute", "wait nvme", "wait adam", "adam" (the last runs beside the others); with several ranks also
+    "wait collective" (for the other ranks, when this one's shard was there) and "collective" (beside the others)."""
+    updates_kept: int
+    """Unit updates that began in backward and were what their step asked for, since the start."""
+    updates_rolled_back: int
+    """Those that were not: they were done again, or not at all where the step was skipped."""
+    waits: dict[str, float]
+    """Seconds the main thread waited for NVMe, by unit name."""
+    cached: int
+    """Bytes of the states whose tier is nvme that are cached in host memory, and so never move."""
+    on_nvme: int
+    """Bytes of all those states, each counted once."""
+    peaks: dict[str, int]
+    """Highest bytes in use per tier: "gpu", "cpu", "nvme"."""
+    budgets: dict[str, int]
+    """Budget per tier, same keys."""
+    skipped_steps: int = 0
+    """Steps left out because a gradient was not finite; not among `steps`."""
+    copied_to_device: int = 0
+    """Bytes copied from host memory to the compute device in the last finished step, by our own count; where both are the same
+    memory, what moved between a home there and the engine's place for the model."""
+    copied_from_device: int = 0
+    gpu_resident: int = 0
+    """Bytes of the states that `Tuning.gpu_cache` keeps on the compute device, whatever tier the others are on."""
+    gpu_direct: bool = False
+    """Whether drives write parameters on nvme straight into the memory of the GPU; those bytes are not among the copied ones."""
+    updated: int = 0
+    """Bytes of masters and moments that a step renews."""
+    updated_on_gpu: int = 0
+    """Of those, what kernels of the compute device renew in its memory; the CPU renews the rest."""
+    activations_offloaded: int = 0
+    """Bytes that autograd saved in the last finished step and that left the compute device, each storage once."""
+    activations_not_offloaded: int = 0
+    """Bytes that autograd saved in the last finished step and that stayed on the compute device for want
+    of room."""
+    activations_written: int = 0
+    """Bytes of them that went on to NVMe in the last finished step; not among `written_per_parameter`."""
+    activations_read: int = 0
+    """Bytes of them that were read back from NVMe in the last finished step."""
+    activations_peak: int = 0
+    """The most bytes of them that were off the compute device at any time."""
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Budget per tier that has one; without a limit on NVMe, `budgets` has what the files take there."""
+        limited = dict(self.budgets)
+        if limited.get("nvme", 0) <= self.peaks.get("nvme", 0):
+            limited.pop("nvme", None)
+        return limited
+
+
+class StepMeter:
+    """What the last finished step moved, in bytes; begins when it is made."""
+
+    def __init__(self, store: Store, device: ComputeDevice) -> None:
+        self._store = store
+        self._device = device
+        self._fetched_before = (0, 0)
+        self._copied_before = self._copied()
+        self.traffic = (0, 0)
+        """Read from NVMe, and written to it."""
+        self.copied = (0, 0)
+        """Copied to the compute device, and from it."""
+
+    def stepped(self, before: StepRun) -> None:
+        """A step has been fixed; the updates of the one `before` ran between that step and this one."""
+        meter = self._store.meter
+        fetched, earlier = (meter.read, meter.written), self._fetched_before
+        read, written = sum(m.read for m in before.meters), sum(m.written for m in before.meters)
+        self.traffic = fetched[0] - earlier[0] + read, fetched[1] - earlier[1] + written
+        self._fetched_before = fetched
+        copied, earlier = self._copied(), self._copied_before
+        self.copied = copied[0] - earlier[0], copied[1] - earlier[1]
+        self._copied_before = copied
+
+    def _copied(self) -> tuple[int, int]:
+        """So far."""
+        return self._device.copied.written, self._device.copied.read
+
+
+class Reporter:
+    """Puts the report of one engine together, from what its parts have counted."""
+
+    def __init__(
+        self,
+        config: Config,
+        store: Store,
+        units: Sequence[Unit],
+        runtime: Runtime,
+        updater: Updater,
+        exchange: Exchange | None,
+        meter: StepMeter,
+        recorder: Recorder,
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._units = units
+        self._runtime = runtime
+        self._updater = updater
+        self._exchange = exchange
+        self.meter = meter
+        """What the last step moved."""
+        self._recorder = recorder
+
+    def plan(self) -> Traffic:
+        """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states for the recorded trace."""
+        cycles = max(self._runtime.accumulation, 1)
+        costs = [self._cost(unit, cycles) for unit in self._units]
+        cycle = self._runtime.trace.train_cycle()
+        mode, slots = self._config.tuning.update, self._store.copy_slots
+        waits, delayed = mode == "plain", mode == "delayed"
+        return predict(cycle.order, costs, slots, cycles, cycle.held, waits=waits, delayed=delayed)
+
+    def _cost(self, unit: Unit, cycles: int) -> UnitCost:
+        """What `unit` moves in a step of so many `cycles`."""
+
+        def on_nvme(*kinds: Kind) -> int:
+            return sum(unit.blocks[k].moved_bytes for k in kinds if k in unit.blocks)
+
+        states, param, gradient = on_nvme(*STATES), on_nvme(Kind.PARAM), on_nvme(Kind.GRAD)
+        slots = 0 if unit.blocks[Kind.PARAM].permanent else -(-unit.nbytes // ALIGNMENT)
+        old = 0 if unit.is_rounded else param
+        # A gradient is written by every backward, and read by all but the first, by each norm and by the update.
+        read = states + gradient * (cycles + self._updater.norm.asked)
+        return UnitCost(slots, param, old, read, states + param + gradient * cycles, unit.trains)
+
+    def report(self) -> Report:
+        """What the run did so far; waits for pending updates."""
+        self._updater.rest()
+        count = sum(p.numel() for unit in self._units for p in unit.parameters)
+        planned = self.plan()
+        config, counters = self._config, self._recorder.counters()
+        cached, on_nvme = self._store.cached()
+        activations = self._store.activations
+        moved = ActivationTraffic() if activations is None else activations.last_step
+        traffic, copied = self.meter.traffic, self.meter.copied
+        return Report(
+            parameters=count,
+            steps=self._updater.posted_steps,
+            read_per_parameter=traffic[0] / count,
+            written_per_parameter=traffic[1] / count,
+            planned_read_per_parameter=planned.read / count,
+            planned_written_per_parameter=planned.update_written / count,
+            seconds=self._seconds(),
+            updates_kept=counters.get("updates kept", 0),
+            updates_rolled_back=counters.get("updates rolled back", 0),
+            skipped_steps=self._updater.skipped_steps,
+            copied_to_device=copied[0],
+            copied_from_device=copied[1],
+            gpu_direct=self._store.gpu_direct,
+            updated=sum(map(_renewed, self._units)),
+            updated_on_gpu=sum(_renewed(unit) for unit in self._units if unit.gpu_resident),
+            activations_offloaded=moved.offloaded,
+            activations_not_offloaded=moved.not_offloaded,
+            activations_written=moved.written,
+            activations_read=moved.read,
+            activations_peak=0 if activations is None else activations.peak,
+            waits=self._recorder.seconds("wait nvme"),
+            cached=cached,
+            on_nvme=on_nvme,
+            gpu_resident=self._store.layout.placement.gpu_cache_bytes,
+            peaks=self._store.peaks(),
+            budgets={
+                "gpu": config.gpu_memory,
+                "cpu": config.cpu_memory,
+                "nvme": config.tuning.nvme_memory or self._store.used()["nvme"],
+            },
+        )
+
+    def _seconds(self) -> dict[str, float]:
+        """See `Report.seconds`."""
+
+        def total(lane: str) -> float:
+            return sum(self._recorder.seconds(lane).values())
+
+        for_nvme, for_adam = total("wait nvme"), total("wait adam")
+        lanes = () if self._exchange is None else ("wait collective", "collective")
+        for_ranks = {lane: total(lane) for lane in lanes}
+        compute = total("model") - for_nvme - for_adam - for_ranks.get("wait collective", 0.0)
+        own = {"compute": compute, "wait nvme": for_nvme, "wait adam": for_adam, "adam": total("adam")}
+        return own | for_ranks
+
+
+def _renewed(unit: Unit) -> int:
+    """Bytes of masters and moments that a step renews."""
+    return sum(unit.blocks[kind].nbytes for kind in STATES if kind in unit.blocks) if unit.trains else 0
