@@ -26,19 +26,22 @@ def accumulate(
 ) -> list[torch.Tensor]:
     """Run forward and backward of every micro-batch; returns their losses (0-dimensional, detached, not divided).
 
-    `model` is wrapped. A micro-batch is passed to it as `model(**batch)` when it is a mapping, as `model(*batch)` when it is a
-    tuple or a list, and else as `model(batch)`; `loss(outputs, batch)` makes a loss of what it returns (default: its `.loss`).
-    With `reduction="mean"` each loss is divided by the number of micro-batches before its backward. `scale` is applied last:
-    `optimizer.scale`, or that of a `torch.amp.GradScaler`. Forward and loss run under the autocast that is on around the call,
+    `model` is wrapped. A mapping is passed as `model(**batch)`, a tuple or a list as
+    `model(*batch)`, and anything else as `model(batch)`; `loss(outputs, batch)` makes a loss of
+    what it returns (default: its `.loss`). With `reduction="mean"` each loss is divided by the
+    number of micro-batches before its backward. `scale` is applied last: `optimizer.scale`, or that
+    of a `torch.amp.GradScaler`. Forward and loss run under the autocast that is on around the call,
     backward outside of it.
 
-    order="horizontal" runs one micro-batch after the other. order="vertical" takes all of them through a unit before the next
-    one, so that parameters, and gradients that are on NVMe, move once per call and not once per micro-batch. Losses, gradients
-    and weights are bitwise the same; so they are as in a loop of your own, unless the model draws random numbers: here each
-    micro-batch draws from a state of its own, the first one from the one that there is. In vertical order the model's code runs
-    on several threads, one at a time, and the activations of all micro-batches are alive at once: with activation checkpointing
-    one hidden state per checkpoint and micro-batch. What a module remembers from one forward to the next (running
-    statistics) it sees unit by unit. Of several errors the first one is raised.
+    order="horizontal" runs one micro-batch after the other. order="vertical" takes all of them
+    through a unit before the next unit. So parameters, and gradients on NVMe, move once per call
+    and not once per micro-batch. Losses, gradients and weights are bitwise the same; so they are as
+    in a loop of your own, unless the model draws random numbers: here each micro-batch draws from a
+    state of its own, the first one from the one that there is. In vertical order the model's code
+    runs on several threads, one at a time, and the activations of all micro-batches are alive at
+    once: with activation checkpointing one hidden state per checkpoint and micro-batch. What a
+    module remembers from one forward to the next (running statistics) it sees unit by unit. Of
+    several errors the first one is raised.
 
     Raises `ConfigError` for values that cannot be, under `torch.no_grad()`, and when `model` is not wrapped; `RuntimeError`
     inside of a forward or backward of the model, or of another call.
@@ -88,11 +91,13 @@ def no_sync(wrapped: nn.Module | Engine) -> AbstractContextManager[None]:
             with infinity.no_sync(model) if number + 1 < len(micro_batches) else contextlib.nullcontext():
                 model(**batch).loss.backward()
 
-    The sums are the same to rounding, also when the last backward before the step is inside. With stage 0, and along the
-    replicate dimension of a mesh, each rank adds up its own gradients, and averages them with the others' in the first backward
-    outside, or in the step. With stage 2 and 3 a rank has memory for its part of the gradients only, so parts are reduced among
-    the shards in every backward, inside as outside. With stage 1 whole gradients are kept, and reduced once per step anyway.
-    All ranks have to do alike. Also `infinity.engine(model).no_sync()` and, as with DistributedDataParallel, `model.no_sync()`.
+    The sums are the same to rounding, also when the last backward before the step is inside. With
+    stage 0, and along the replicate dimension of a mesh, each rank sums its own gradients. The
+    first backward outside, or the step, averages them with the others'. With stages 2 and 3 a rank
+    only has memory for its shard of the gradients. So every backward reduce-scatters them, inside
+    as outside. With stage 1 whole gradients are kept, and reduced once per step anyway. All ranks
+    have to do alike. Also `infinity.engine(model).no_sync()` and, as with DistributedDataParallel,
+    `model.no_sync()`.
     """
     return (wrapped if isinstance(wrapped, Engine) else engine(wrapped)).no_sync()
 

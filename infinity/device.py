@@ -1,10 +1,11 @@
 """The compute device and the memory it can reach: the only file that says torch.cuda.
 
 [Note: one team of threads]
-On the CPU each thread that calls a large torch operator gets a team of OpenMP threads of its own. With a second team there are
-more of them than CPUs, and from then on libgomp lets every team sleep where it used to spin between two operators: the model
-then waits for a wake-up at each of its thousands of operators. So threads of the engine call no operator that wants a team;
-`copy_alone` and `zero_alone` take its place.
+On the CPU each thread that calls a large torch operator gets a team of OpenMP threads of its own.
+With a second team there are more threads than CPUs. From then on libgomp lets every team sleep
+between two operators instead of spinning. The model then waits for a wake-up at each of its
+thousands of operators. So threads of the engine call no operator that wants a team; `copy_alone`
+and `zero_alone` take its place.
 
 Threads that run the model in turns (`infinity.modules.interleave`) cannot avoid it, and pay some 70
 us for each operator that wants a team: nothing beside operators that are worth offloading, twice

@@ -1,11 +1,13 @@
 """Times of one optimizer step over all of a large buffer, beside a plain loop and the peers, in interleaved rounds.
 
 [Note: a fair comparison]
-An update of this kind is limited by memory, so the figure is bytes moved per second, and the yardstick is a plain in-place loop
-over three fp32 arrays (`in_place_update` of native/cpu_adam, 20 bytes an element) with the same threads and cuts. All work in one
-allocation on huge pages that was touched before; the peers get views of the very arrays that our fp32 update works on, as their
-parameter, gradient and moments. Every round runs everyone once, in an order that turns from round to round, and ratios are taken
-within a round: what else the machine does changes the speeds of a round together.
+Memory limits an update of this kind, so the figure is bytes moved per second. The yardstick is a
+plain in-place loop over three fp32 arrays with the same threads and cuts (`in_place_update` of
+native/cpu_adam, 20 bytes per element). All work in one allocation on huge pages that was touched
+before; the peers get views of the very arrays that our fp32 update works on, as their parameter,
+gradient and moments. Every round runs everyone once, in an order that turns from round to round,
+and ratios are taken within a round: what else the machine does changes the speeds of a round
+together.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Writing a checkpoint.
 
 [Note: all or nothing]
-All ranks write into `.<name>.partial` beside the directory. When everything is on the drive, the first rank moves the old
-checkpoint to `.<name>.old` and the new one to its name, and removes the old one. So a save that is cut off harms nothing, and
-there always is a whole checkpoint, under its name or, between the two moves, as `.old`, where it is found as well.
+All ranks write into `.<name>.partial` beside the directory. When everything is on the drive, the
+first rank moves the old checkpoint to `.<name>.old` and the new one to its name. Then it removes
+the old one. So an interrupted save harms nothing. A whole checkpoint always exists, under its name
+or, between the two moves, as `.old`. A load finds it there, too.
 """
 
 from __future__ import annotations

@@ -12,14 +12,15 @@ so, else in fp32: int8 is decoded, and encodes to the same bytes. Moments that n
 Objects are `optimizer.<number>.<unit>`, what an optimizer of torch has of a unit, `extra.<rank>`, what the caller gave, and
 `infinity`, which describes the rest (`header`). They are read without running code (`checkpoint/inert`).
 
-Files: `infinity.json`, which says what must be there with a digest of each item (`checkpoint/manifest`),
-`__<rank>_0.distcp` with the items, and `.metadata`, DCP's own index, which DCP's tools need and this package
-does not read. Checkpoints of version 1 have no `infinity.json`; they are read by `.metadata`, without digests
-(`checkpoint/earlier`).
+Three kinds of files: `infinity.json` lists the items with a digest of each (`checkpoint/manifest`).
+`__<rank>_0.distcp` holds the items. `.metadata` is DCP's own index, which DCP's tools need and this
+package does not read. Checkpoints of version 1 have no `infinity.json`; they are read by
+`.metadata`, without digests (`checkpoint/earlier`).
 
 [Note: how much memory]
-Saving and loading hold, at a time, a piece of at most `PIECE` elements, also as the bytes of its file, and a chunk of the store,
-however large model and units are; and the states of one unit with `infinity.adapt`.
+Saving and loading hold a piece of at most `PIECE` elements at a time, the bytes of its file, and a
+chunk of the store, however large model and units are. With `infinity.adapt` they also hold the
+states of one unit.
 """
 
 from __future__ import annotations

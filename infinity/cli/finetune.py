@@ -53,8 +53,9 @@ def finetune(
 ) -> None:
     """Fine-tune a causal language model with parameters and optimizer states on NVMe, CPU or GPU.
 
-    On many ranks: torchrun --nproc-per-node N -m infinity finetune ... shards the model over them. The batch size is that of all
-    ranks together, host memory and NVMe are those of a node, and each rank works in a directory of its own below every --nvme.
+    On many ranks: torchrun --nproc-per-node N -m infinity finetune ... shards the model over them.
+    The batch size is that of all ranks together. Host memory and NVMe are those of a node. Each
+    rank works in a directory of its own below every --nvme.
     """
     values: dict[str, Any] = {**locals()}
     for name in ("as_json", "debug"):

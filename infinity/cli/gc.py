@@ -22,8 +22,9 @@ def collect(directory: Path) -> dict[str, int]:
     """Remove the leftovers of a dead run from `directory`, and from those of its ranks there; returns the removed paths with
     their bytes on disk.
 
-    Raises `PathInUseError` while a live process trains or measures there, `ConfigError` when something else has the name of one
-    of our files, or lies in the folder of a benchmark, and `NotADirectoryError` for a path that is none.
+    Raises `PathInUseError` while a live process trains or measures there, and `NotADirectoryError`
+    for a path that is not a directory. Raises `ConfigError` when a foreign file has the name of one
+    of ours, or lies in the folder of a benchmark.
     """
     if not directory.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "not a directory", str(directory))

@@ -1,8 +1,9 @@
 """config.json of a model directory: checked before `transformers` sees it, and blamed by name for what `transformers` raises.
 
-`transformers` checks the types of values when it makes a configuration, but most of their ranges only by what goes wrong later: a
-division by zero, a negative dimension, a loop over a billion layers. So ranges of sizes are checked here, and any failure while a
-configuration or a model is made from the file becomes one sentence that names the file.
+`transformers` checks the types of values when it makes a configuration, but most of their ranges
+only by what goes wrong later: a division by zero, a negative dimension, a loop over a billion
+layers. So this module checks ranges of sizes. Any failure while a configuration or a model is made
+from the file becomes one sentence that names the file.
 """
 
 from __future__ import annotations

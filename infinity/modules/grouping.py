@@ -93,11 +93,13 @@ def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list
     """`groups` with small neighbours of one kind joined, so that they share their collectives and their I/O.
 
     [Note: what is small]
-    A unit takes a gather, a reduction, and I/O of its own, whatever its size, so adapters, or the layers of a long `Sequential`,
-    are better together. Yet budgets hold whole units: what is joined is at most an eighth of the largest unit, which the smallest
-    budget has room for anyway, or else a MiB, and a sixteenth of the model. And an element of a `Sequential` or `ModuleList` of
-    a 64th of the one before it, a norm between blocks, goes with that one. Modules that have parameters of other units below
-    them stay as they are: their units are in use for longer. Whatever is joined has no effect on numbers.
+    A unit of any size needs an all-gather, a reduction and I/O of its own. So adapters, or the
+    layers of a long `Sequential`, are better together. Yet budgets hold whole units. So a joined
+    unit has at most an eighth of the largest unit, which the smallest budget has room for anyway.
+    If it is more, a MiB is allowed, or a sixteenth of the model, whichever is less. An element of a
+    `Sequential` or `ModuleList` that is a 64th of the one before it, such as a norm between blocks,
+    joins that one. Modules with parameters of other units below them stay as they are: their units
+    are in use for longer. Joining has no effect on numbers.
     """
     sizes = [group.dtype.itemsize * sum(p.numel() for _, p in group.parameters) for group in groups]
     most = max(max(sizes) // 8, min(sum(sizes) // 16, 1 << 20))
@@ -133,8 +135,9 @@ def _joined(groups: Sequence[Group]) -> Group:
 def find_users(model: nn.Module, owners: dict[str, nn.Module], unit_of: dict[int, int]) -> dict[nn.Module, list[int]]:
     """For each module to be hooked, the numbers of the units that its forward uses, given the unit of each parameter's id.
 
-    Hooked are the model itself, the owners, with all parameters below them, and every module that holds parameters itself and
-    can be reached without passing through an owner (a part of an owner that another module shares can).
+    Three kinds of modules are hooked: the model itself; the owners, with all parameters below them;
+    and every module with parameters of its own that can be reached without passing through an
+    owner. (A part of an owner that another module shares can be reached so.)
     """
     users: dict[nn.Module, list[int]] = {model: []}
     for owner in owners.values():

@@ -15,16 +15,19 @@ Whatever points at a unit's bytes holds a `Use` of it (`infinity.sharding.use`),
 A view that outlives the outermost forward, or a backward, is refused: its bytes would change.
 
 [Note: recomputation]
-Activation checkpointing runs a module's forward again inside the backward. What that saves of parameters is packed like anything
-else, so the unit may go with the call, however much a checkpoint spans. Where the checkpoint is inside of the module's call
-(transformers wraps `forward`), no hook runs again. Then the first touch of a parameter begins a use. The recomputed graph may
-refer to the parameter itself, which no count of references to its bytes shows. So this use stays until the gradient of that
-module's input is there, which is after the last node of the module has run, or else until the pass ends.
+Activation checkpointing runs a module's forward again inside the backward. What that saves of
+parameters is packed like anything else, so the unit may go with the call, however much a checkpoint
+spans. Where the checkpoint is inside of the module's call (transformers wraps `forward`), no hook
+runs again. Then the first touch of a parameter begins a use. The recomputed graph may refer to the
+parameter itself, which no count of references to its bytes shows. So this use stays until the
+gradient of that module's input is there: then the last node of the module has run. Without such a
+gradient it stays until the pass ends.
 
 [Note: casts]
-Autocast keeps what it makes of each parameter until its context ends: a copy of the whole model on the compute device that no
-budget knows, and a stale one after an update. So casts are dropped when a unit leaves. A weight that a forward uses twice, its
-unit being away in between, is cast twice, and its gradients are added in its own dtype, as with `cache_enabled=False`. What
+Autocast keeps what it makes of each parameter until its context ends: a copy of the whole model on
+the compute device that no budget knows, and a stale one after an update. So casts are dropped when
+a unit leaves. A forward may use a weight twice while its unit is away in between. The weight is
+then cast twice, and its gradients are added in its own dtype, as with `cache_enabled=False`. What
 autograd saves of casts stays until the backward, unless the activations are checkpointed.
 
 [Note: graphs]

@@ -1,17 +1,17 @@
 """Micro-batches that pass a unit one after the other, before any of them goes on to the next unit.
 
 [Note: one micro-batch at a time]
-A model is unmodified code, so what runs it cannot be cut in two at a unit's border except by
-stopping a thread there. Each micro-batch runs its forward and backward on a thread of its own, and
-exactly one of them runs at a time: at the use of another unit than the one that is there, it hands
-the turn on, to a micro-batch that is about to use the same unit as long as there is one. So a unit
-is brought once for all micro-batches, forward, and backward (autograd runs on the thread of each).
-The trace sees one cycle with each use once, and the planner needs to know nothing.
+A model is unmodified code, so only stopping a thread can interrupt it at a unit's border. Each
+micro-batch runs its forward and backward on a thread of its own. Exactly one of them runs at a
+time. Before it uses another unit than the current one, it hands the turn on, to a micro-batch that
+is about to use the same unit if there is one. So a unit is brought once for all micro-batches, in
+forward and in backward (autograd runs on the thread of each). The trace sees one cycle with each
+use once, and the planner needs to know nothing.
 
 Whose turn it is depends on what the micro-batches want and on the trace, never on time: it is the
-same in every run, and on every rank. Micro-batches want the same units in the same order as a rule;
-one that skips a block waits for the others where the trace says that they will come, or else runs
-ahead, which costs a fetch and nothing else.
+same in every run, and on every rank. As a rule micro-batches want the same units in the same order.
+One that skips a block waits for the others if the trace predicts that they will come. Otherwise it
+runs ahead, which only costs a fetch.
 
 [Note: the order of gradients]
 Sums of floating-point numbers depend on their order. A parameter takes the gradients of the first micro-batch first, then those
@@ -20,9 +20,9 @@ owes one to the same parameter. What a micro-batch owes is read from its autogra
 autograd may bring one, too, when it is recomputed (re-entrant checkpointing), and is counted until the micro-batch ends.
 
 [Note: what a thread has of its own]
-Besides what torch keeps per thread (`_carry`), each micro-batch has its own state of the random
-number generators, so that what it draws does not depend on the others. On the CPU it also has a
-team of OpenMP threads of its own: see `infinity.device`.
+Torch keeps some state per thread (`_carry`). Each micro-batch also has its own state of the random
+number generators, so its draws do not depend on the others. On the CPU it also has a team of OpenMP
+threads of its own: see `infinity.device`.
 """
 
 from __future__ import annotations

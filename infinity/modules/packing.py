@@ -1,24 +1,27 @@
 """What autograd saves inside of a wrapped model's forward, and what comes back for the backward.
 
 [Note: slots and saved tensors]
-A unit's parameters point into its run of the compute arena only while a module that uses them is in its forward. Autograd saves
-views of them for the backward, and keeping those views alive would pin the run. So `Packer` replaces each view by a `PackedView`
-(unit, geometry). Autograd gets the same view again from `bring`, wherever the unit then lies. Of a DTensor that is its local
-tensor.
+A unit's parameters point into its run of the compute arena only during the forward of a module that
+uses them. Autograd saves views of them for the backward. To keep those views alive would pin the
+run. So `Packer` replaces each view by a `PackedView` (unit, geometry). Autograd gets the same view
+again from `bring`, wherever the unit then lies. Of a DTensor that is its local tensor.
 
 [Note: hooks under ours]
-Torch asks only the innermost hooks on saved tensors, and a model may enter some itself: non-reentrant checkpoints are such hooks,
-and `save_on_cpu`. They must not get views of parameters: they would keep them, and the bytes would change below them. So the
-packer goes on top of them again at each call of a hooked module, keeps the parameters for itself, and hands all else down.
-Example: checkpoint(block, x) enters hooks that drop what they are given and recompute it in backward. With the packer on top, the
-views of the block's weights never get there, in the forward and in the recomputation alike, so the counts that the checkpoint
-compares agree.
+Torch asks only the innermost hooks on saved tensors, and a model may enter some itself:
+non-reentrant checkpoints are such hooks, and `save_on_cpu`. They must not get views of parameters:
+they would keep them, and the bytes would change below them. So the packer goes on top of them again
+at each call of a hooked module. It keeps the parameters for itself and hands everything else down.
+Example: checkpoint(block, x) enters hooks that drop what they are given and recompute it in
+backward. With the packer on top, views of the block's weights never reach these hooks, in the
+forward or in the recomputation. So the counts that the checkpoint compares agree.
 
 [Note: hooks on top of ours]
-A module may enter hooks inside of its own forward, around an operation on its own parameter: what torch then gives them is the
-parameter itself, which no count of references shows. So while a packer is on top anywhere, `_Push` takes the place of torch's
-function that enters hooks. Where the packer of the thread is on top, it enters the hooks with the packer in front of them, as one
-pair, so whoever takes them off needs to know nothing. On other threads, and under no packer, it does what torch's does.
+A module may enter hooks inside of its own forward, around an operation on its own parameter: what
+torch then gives them is the parameter itself, which no count of references shows. So while a packer
+is on top anywhere, `_Push` takes the place of torch's function that enters hooks. Where the packer
+of the thread is on top, it enters the hooks with the packer in front of them, as one pair. So the
+code that takes them off needs to know nothing. On other threads, and under no packer, it does the
+same as torch's.
 
 The hooks of a checkpoint get the parameters, too, where it is entered so. They keep nothing, and count what they are given, again
 in the recomputation, where no packer is on top. The packer stays in front of them for hooks that are entered in the checkpoint.

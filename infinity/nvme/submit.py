@@ -184,8 +184,9 @@ class Submitter:
     ) -> None:
         """Move `pieces`, in order of the file, through the slots; raises the `NvmeError` of a run. Blocks.
 
-        A piece lies in its slot as far from the start of a block as it does in the file, so that whole blocks are not copied
-        once more. With `ticket` the runs are among its requests, so that it raises the same error.
+        A piece has the same distance from the start of a block in its slot as in the file. So whole
+        blocks are not copied once more. With `ticket` the runs are among its requests, so that it
+        raises the same error.
         """
         with self._staging:
             slots = self._slots(pinned=not all(data.is_cpu for _, data in pieces))

@@ -1,10 +1,11 @@
 """Any other `torch.optim.Optimizer` over parameters of a wrapped model, on a slow path: one unit after the other on the host.
 
 [Note: what it costs]
-A unit's gradients, its parameters in fp32 and its states are in host memory together, beside the budgets, and `step` returns
-when all units are done; nothing runs beside the model. Between steps the states lie where `Config.optimizer` says: with "nvme" in
-unnamed files in the directories, which go with the process however it ends, else in host memory. With several ranks each
-rank computes the whole unit, so a rule may look at a parameter as a whole.
+A unit's gradients, its parameters in fp32 and its states are in host memory together, beside the
+budgets. `step` returns when all units are done; nothing runs beside the model. Between steps the
+states lie where `Config.optimizer` says: with "nvme" in unnamed files in the directories, which go
+with the process however it ends, else in host memory. With several ranks each rank computes the
+whole unit, so a rule may look at a parameter as a whole.
 """
 
 from __future__ import annotations

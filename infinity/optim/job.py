@@ -1,16 +1,16 @@
 """The updates on their way to the pipeline: how far each one is, and which chunk comes next.
 
 [Note: an update that may be rolled back]
-A SPECULATIVE job was begun before the step it belongs to, on the guess that this step clips
-nothing. It reads the states and writes the new ones into the other extents of copy-on-write blocks,
-and touches nothing else. Until the step is fixed every reader sees the old content, and after
-`rollback` it always will. So a wrong guess costs I/O and never a number (invariant I8). The same
-goes for units in host memory that have shadow copies. It holds chunk by chunk: a block on NVMe may
-be in host memory in part, and that part is rewritten in place. A chunk with any of that is not
-updated before its job is final.
+A SPECULATIVE job starts before its step and guesses that this step clips nothing. It reads the
+states and writes the new ones into the other extents of copy-on-write blocks, and touches nothing
+else. Until the step is fixed every reader sees the old content, and after `rollback` it always
+will. So a wrong guess costs I/O and never a number (invariant I8). The same goes for units in host
+memory that have shadow copies. It holds chunk by chunk: a block on NVMe may be in host memory in
+part, and that part is rewritten in place. A chunk with any of that is not updated before its job is
+final.
 
 [Note: which chunk is next]
-The next chunk is always one of the unit that the next forward needs first, even if another unit is
+The next chunk always belongs to the unit that the next forward needs first, even if another unit is
 half done. In backward that is the unit whose gradients came last, because it is the first in
 forward. What is left over when the step comes is then spread evenly over the units: the forward
 meets a little of it at each unit instead of a whole update at the first ones. With I/O as long as

@@ -5,9 +5,9 @@ Which chunk is next is said in `infinity.optim.job`; what an update does to one,
 `infinity.optim.chunk`.
 
 [Note: nobody waits for writes]
-The forward needs a unit's copy and not what is written of it, so writes go behind reads, and the
-forward goes on while they are under way. It waits for them only where it has to read the unit
-again, because there was no place for what a speculative update made.
+The forward needs a unit's copy, not its writes. So writes go behind reads, and the forward
+continues while they are under way. It waits for them only if it has to read the unit again, because
+a speculative update had no place for its result.
 
 [Note: how it fails]
 Whatever is raised on the thread ends it, in this order: the store learns why, so that nobody begins

@@ -2,10 +2,11 @@
 read ahead for them.
 
 [Note: exact although speculative]
-As soon as a unit has as many gradients as in the last step, its update may begin, on the guess that
-these are all, that nothing will be clipped and that the hyper-parameters stay. The step keeps it if
-it is, term for term, the update that the step asks for; if not, it is rolled back and made again.
-So the update hides behind the backward, too, and the numbers are those of an update that waited.
+As soon as a unit has as many gradients as in the last step, its update may begin. It guesses that
+these are all gradients, that nothing will be clipped, and that the hyper-parameters stay. The step
+keeps the update if it asks for the same one, term for term. If not, the update is rolled back and
+redone. So updates hide behind the backward, too, and the numbers are those of an update that
+waited.
 """
 
 from __future__ import annotations

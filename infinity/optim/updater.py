@@ -7,11 +7,10 @@ forward needs them; that forward waits for its unit alone. Nothing is stale: a u
 replaced between its last use in one step and its first in the next.
 
 [Note: one step late]
-With `Tuning.update="delayed"` a step is fixed like any other, but what its updates make is seen
-only when the next step is fixed, or when something else than training looks before the next
-forward: evaluation, `state_dict`, a checkpoint. By then a forward and a backward have passed. The
-updates read the gradients first that the backward will overwrite first; one that was not read yet
-is waited for.
+With `Tuning.update="delayed"` a step is fixed like any other. The model sees its new values when
+the next step is fixed: a forward and a backward later. Evaluation, `state_dict` and checkpoints
+before the next forward see them at once. The updates first read the gradients that the backward
+will overwrite first. The backward waits for one that was not read yet.
 
 Updates that begin before their step are in `infinity.optim.speculation`.
 """

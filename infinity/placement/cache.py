@@ -1,9 +1,10 @@
 """Which part of the states on NVMe stays in host memory: pure functions of sizes and a budget. Imports no torch.
 
 [Note: a part that always stays]
-Every step uses every block in the same order: a cyclic scan, for which no policy hits more than C of N bytes with C bytes of
-cache, and what is evicted has to be written besides. A part that never leaves reaches that bound, moves nothing, needs no
-shadow copy on the drive, and is the same in every run, so that the planner can state the bytes that move.
+Every step uses every block in the same order: a cyclic scan. For that no policy hits more than C of
+N bytes with C bytes of cache, and evicted bytes must be written besides. A part that never leaves
+reaches that bound. It moves nothing and needs no shadow copy on the drive. It is the same in every
+run, so the planner can state the bytes that move.
 
 [Note: what is cached first]
 What saves most NVMe traffic per byte of memory (`infinity.placement.traffic`): 2 or 3 bytes in a step. Among equals the

@@ -19,9 +19,9 @@ MOST_STEPS = 16
 def look_ahead(trace: Trace, has_copy: Callable[[int], bool], bring: Callable[[int, float], bool]) -> None:
     """Bring the units that will be used next, soonest first, until there is no room.
 
-    `bring(unit, beyond)` may evict only what is used later than `beyond`: with the trace as the future that is Belady's
-    rule among the units that are not in use. So looking ahead costs a read that waiting would save only where the unit in
-    use is the one needed last, which in a forward and its backward it never is.
+    `bring(unit, beyond)` may evict only what is used later than `beyond`: with the trace as the
+    future that is Belady's rule among the units that are not in use. So look-ahead costs an extra
+    read only if the unit in use is the one needed last. In a forward and its backward it never is.
     """
     for unit, distance in trace.upcoming():
         if not has_copy(unit) and not bring(unit, distance):

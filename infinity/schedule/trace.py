@@ -1,15 +1,17 @@
 """The trace: the order in which units are used, recorded as it happens and taken as a prediction of the next round.
 
-Imports no torch. A *cycle* is one forward of the model with what follows it (its backward, in training) up to the next
-forward. The trace predicts, it does not bind: a use that was not predicted costs a miss, and the order that really happened
-is the prediction for the next cycle of the same phase.
+Imports no torch. A *cycle* is one forward of the model with what follows it (its backward, in
+training) up to the next forward. The trace predicts, it does not bind: a use that was not predicted
+costs a miss. The order that really happened is the prediction for the next cycle of the same phase.
 
 [Note: a cycle that does not end]
-A program that calls submodules and never the model, and makes no step, begins no cycle: inference in parts is one cycle without
-end. So a use that the cycle before does not know is compared with what came before it in this one. Where the last uses repeat
-those before them, at least once as a whole, that *round* is the prediction, until something else comes that the cycle before
-does know. Of several rounds that fit, the one that has gone on for longest is taken: so a program that repeats itself has no
-misses after its third time, however its rounds look inside. What was recorded stays as it is, up to a bound.
+A program that calls submodules and never the model, and makes no step, begins no cycle: inference
+in parts is one cycle without end. So a use that the cycle before does not know is compared with
+what came before it in this one. If the last uses repeat those before them, at least once as a
+whole, that *round* is the prediction. It holds until a use comes that the cycle before knows. Of
+several rounds that fit, the trace takes the one that has lasted longest. So a program that repeats
+itself has no misses after its third time, however its rounds look inside. What was recorded stays
+as it is, up to a bound.
 """
 
 from __future__ import annotations

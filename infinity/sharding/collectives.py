@@ -1,16 +1,18 @@
 """The collectives of a sharded unit, as functions over a process group; with one rank they move nothing.
 
 [Note: reductions over gloo]
-Gloo makes a reduce-scatter by an all-reduce, which sends twice as much. So on the host each rank sends every other one that one's
-part, (N-1)/N of the whole, and adds what it receives to its own, in the order of the ranks: the sum has the same bits whoever
-makes it, and an all-reduce is this and the parts once more. What arrives goes through two halves of a memory of constant size,
-piece by piece, so however large a unit is, nothing is allocated.
+Gloo makes a reduce-scatter from an all-reduce, which sends twice as much. So on the host each rank
+sends every other rank that rank's part, together (N-1)/N of the whole. It adds the received parts
+to its own, in rank order. So the sum has the same bits on every rank, and an all-reduce is this and
+an exchange of the parts. Received pieces pass two halves of a memory of constant size, so a unit of
+any size allocates nothing.
 
 [Note: what a group reaches]
-A backend takes tensors of some kinds of device: NCCL those of GPUs alone, gloo those of the host, "cpu:gloo,cuda:nccl" both.
-Units are gathered, and gradients reduced, in the memory of the compute device. What lies at home on the host is gathered there
-where the group reaches it, and else passes the device, a piece at a time (`all_gather_home`), as what is averaged over replicas
-does. The few bytes by which ranks agree on something are made where the group takes them.
+A backend takes tensors of some kinds of device: NCCL those of GPUs alone, gloo those of the host,
+"cpu:gloo,cuda:nccl" both. Units are gathered, and gradients reduced, in the memory of the compute
+device. A block at home on the host is gathered there if the group reaches it. Otherwise it passes
+the device, a piece at a time (`all_gather_home`). The same holds for averages over replicas. The
+few bytes by which ranks agree on something are made where the group takes them.
 """
 
 from __future__ import annotations

@@ -3,29 +3,32 @@
 With one rank and a GPU the same thread brings gradients home: a reduction among nobody.
 
 [Note: one order]
-All ranks must join the same collectives in the same order (invariant I6). They are posted by the thread that runs the model, at
-points that follow from the uses of units alone, and joined first come, first served. So the first one in the queue waits for
-what this rank brings to it, a shard that is still being read or updated, even if a later one could go on at once: what has
-arrived here is no reason to go on, for it need not have arrived elsewhere. Before each one the ranks compare what they have
-posted so far, a few bytes: units are often of one size, so ranks that run different modules would take each other's data for
-their own, and where sizes differ gloo ends the process.
+All ranks must join the same collectives in the same order (invariant I6). The thread that runs the
+model posts them, at points that follow from the uses of units alone. They are joined first come,
+first served. So the first one in the queue waits for this rank's part, a shard that is still being
+read or updated. A later one could perhaps go on at once, but its part need not have arrived on
+other ranks. Before each one the ranks compare what they have posted so far, a few bytes. Units
+often have one size, so ranks that run different modules would otherwise take each other's data for
+their own. Where sizes differ, gloo would end the process.
 
 [Note: groups of its own]
-They run in copies of the process groups that the engine was given. In the groups themselves the user's code, or a checkpoint,
-may join collectives from another thread meanwhile, and which of two comes first would differ from rank to rank.
+They run in copies of the process groups that the engine was given. The user's code, or a
+checkpoint, may meanwhile join collectives in the given groups from another thread. Their order
+would differ from rank to rank.
 
 [Note: a place that is being gathered into]
-A gather is posted when the unit has its place, ahead of its use. Until it has ended the place is neither given to another unit
-nor rewritten by an update: who wants to waits (`DeviceCopy.gathering`). Not to evict it would be a choice that depends on time.
-An update whose gather is posted must be able to end without the thread that waits: it is posted after all that
-`Residency.begin_update` may have to wait for.
+A gather is posted when the unit has its place, ahead of its use. Until it has ended, no other unit
+gets the place and no update rewrites it: both wait (`DeviceCopy.gathering`). To evict something
+else instead would be a choice that depends on time. An update whose gather is posted must be able
+to end without the thread that waits: it is posted after all that `Residency.begin_update` may have
+to wait for.
 
 [Note: ranks that are stuck]
-Who waits for a collective looks now and then at what the other ranks have noted (`infinity.sharding.watch`). It gives up when
-the first one in the queue has waited for the others for `Tuning.collective_timeout`, when another rank gave up or failed, and
-when the orders differ. A rank where anything fails for good, an update in the background above all, notes that at once: the
-others need not wait for that very thing. torch's own call goes on in this thread meanwhile, and ends by its own timeout, which
-is a little longer.
+A thread that waits for a collective reads the notes of other ranks now and then
+(`infinity.sharding.watch`). It gives up in three cases: the first one in the queue has waited for
+`Tuning.collective_timeout`; another rank gave up or failed; the orders differ. A rank that fails
+for good, for example in a background update, notes that at once. torch's own call goes on in this
+thread meanwhile, and ends by its own timeout, which is a little longer.
 """
 
 from __future__ import annotations

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 class GradientBuffer:
     """Compute buffers as large as the largest unit, in which a unit's gradients are collected before they are reduced.
 
-    Needed with several ranks, and where the gradient's home cannot be addressed from the compute device. A unit that asks
-    while another holds one makes the other reduce what it has, and so does a parameter that comes a second time (re-entrant
-    checkpointing of a module used twice, micro-batches that pass the unit one after the other) where other ranks' gradients, or
-    earlier ones at home, have to be added first: gradients are added in the same order as without a buffer (invariant I8).
+    Needed with several ranks, and where the gradient's home cannot be addressed from the compute
+    device. If a unit asks while another unit holds the buffer, the other one reduces what it has. A
+    parameter may also come a second time: in re-entrant checkpointing of a module used twice, and
+    with micro-batches one after the other. If gradients of other ranks or earlier ones at home come
+    first, the unit then reduces, too. So gradients are added in the same order as without a buffer
+    (invariant I8).
 
     With two `parts` of `memory` (uint8) one is collected into while the other is reduced.
     """

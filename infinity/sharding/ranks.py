@@ -20,8 +20,9 @@ GivenGroup = Group | DeviceMesh | Literal["auto"]
 
 
 class Ranks(NamedTuple):
-    """`shards` is the group that a unit is cut up among, `replicas` the group of those that hold the same part of it,
-    `tensor` the group of those that hold other parts of the same DTensors (`infinity.sharding.tensor_parallel`).
+    """`shards` is the group that shards a unit. `replicas` is the group of ranks that hold the same
+    part of it. `tensor` is the group of ranks that hold other parts of the same DTensors
+    (`infinity.sharding.tensor_parallel`).
 
     Each is None for a single rank. Example: a mesh of 2 x 4 ranks, two nodes of four: 4 shards, each on two replicas (hybrid
     sharding: gathers stay inside a node, and gradients are averaged between nodes after they were inside).

@@ -1,22 +1,25 @@
 """What autograd saved for the backward, off the compute device until it is needed: in host memory, and beyond that on NVMe.
 
 [Note: the last comes first]
-The backward asks for what was saved in reverse order, so what was saved first is needed last. Host memory therefore holds the
-end of a forward, and its beginning goes on to the drive: always the oldest, as soon as more than half of the memory is not
-written, so that who needs a slot finds one whose write has ended. On the way back each request looks ahead along the same order:
-the next few on the drive are read as far as there are free slots, and the next few in slots are copied to the device. Every
-thread that saves has an order of its own (micro-batches that run together are threads of their own), and the order is a guess
-only: who asks for something else gets that, and waits for nothing but it.
+The backward asks for what was saved in reverse order, so what was saved first is needed last. So
+host memory holds the end of a forward, and its beginning continues to the drive. The oldest go
+first, as soon as more than half of the memory is not written. So a request for a slot finds one
+whose write has ended. On the way back each request looks ahead along the same order. It reads the
+next few from the drive into free slots, and copies the next few in slots to the device. Every
+thread that saves has an order of its own (interleaved micro-batches are threads of their own). The
+order is only a guess: a request for something else gets that, and waits for nothing but it.
 
 [Note: when memory of the device is free]
-A copy to the host waits, on its own stream, for what made the bytes. Their memory is kept until the copy has ended; beyond the
-last `AHEAD` copies the stream of the model is told to come after them, and the memory goes at once: freed in the order of that
-stream, as everything that autograd drops. So a host that runs far ahead of the device does not hold all of a forward, nobody
-sleeps, and where copies keep up nothing waits. What is still there when it is asked for, held by whomever, is not copied.
+A copy to the host waits, on its own stream, for the producer of the bytes. Their memory is kept
+until the copy has ended. Beyond the last `AHEAD` copies, the stream of the model waits for the
+copies, and the memory is freed at once, in the order of that stream. So a host that runs far ahead
+of the device does not hold all of a forward. No thread sleeps, and where copies keep up nothing
+waits. A storage that is still on the device when it is asked for is not copied.
 
 [Note: dropped at any moment]
-Autograd drops what it does not need on any thread, and so does the collector of garbage, at any allocation, ours included. So
-`drop` only notes it, and whoever has the lock, or gets it without waiting, ends it; what is in flight first lands.
+Autograd drops tensors on any thread. So does the garbage collector, at any allocation, ours
+included. So `drop` only notes it. The thread that has the lock, or gets it without waiting, ends
+it, after anything in flight has landed.
 """
 
 from __future__ import annotations

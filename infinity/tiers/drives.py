@@ -43,10 +43,11 @@ class Extent(NamedTuple):
 class NvmeTier:
     """Extents on one or more directories, each holding one states file and one lock file, and served by a native engine.
 
-    Declare extents with `reserve`, then `open` locks the directories, reclaims what a dead run left there and preallocates.
-    A range of the address space is striped over the directories in pieces of 4 MiB, so that a block of some size uses every
-    drive. `shares` says what part of the pieces each one gets: "equal", numbers, or "measured" for its speed beside the others.
-    `read` and `write` may be called by any thread; the caller's memory outlives the transfer.
+    Declare extents with `reserve`, then `open` locks the directories, reclaims what a dead run left
+    there and preallocates. The address space is striped over the directories in pieces of 4 MiB, so
+    a block of some size uses every drive. `shares` says what part of the pieces each one gets:
+    "equal", numbers, or "measured" for its speed beside the others. `read` and `write` may be
+    called by any thread; the caller's memory outlives the transfer.
     """
 
     def __init__(

@@ -9,12 +9,13 @@ evicting it moves no byte.
 is not pinned. A prefetch may only evict what is needed later than what it brings.
 
 What is evicted follows from the uses alone, never from what happens to have landed. The ranks of a
-group gather a unit when they fetch it, so they must choose alike (invariant I6), and the planner
-states the reads of this choice. So a copy that is still on its way is not spared but waited for.
+group gather a unit when they fetch it, so they must choose alike (invariant I6). The planner states
+the reads of this choice, too. So a copy that is still on its way is not spared: the thread waits
+for it.
 
 [Note: the place of a copy outlives an update]
-The copy of a parameter block that is on the compute device when the step comes is what the update
-reads, if it reads the parameter at all. The new content goes to NVMe and into the same place. A
+A parameter block may have a copy on the compute device when the step comes. The update reads the
+parameter there, if it reads it at all. The new content goes to NVMe and into the same place. A
 place that the next forward takes while the update is still to come is filled the same way. So a
 parameter moves once for a forward, once for its backward and once for its update, and none of these
 twice. An update that begins before its step puts what it makes there, too, once backward has left
@@ -22,11 +23,11 @@ the unit. Who uses the unit before the step is fixed, or rolls the update back, 
 content again (`rollback`).
 
 [Note: what a place may be filled after]
-On a stream device the model's work is queued, and long after `release` a kernel may still read the
-copy. So each `release` marks where the model's stream is (`DeviceCopy.used`). What is copied into
-the place, for this block or for the one that gets the place next, comes after that mark, and waits
-for nothing that is queued later. A copy is queued behind the mark. A drive that writes to the device
-itself (`Tuning.gpu_direct`) is asked to when the mark has been reached.
+A stream device queues the model's work. Long after `release` a kernel may still read the copy. So
+each `release` marks where the model's stream is (`DeviceCopy.used`). A copy into the place, for
+this block or for the next one there, comes after that mark. It waits for nothing that is queued
+later. A copy is queued behind the mark. A drive that writes to the device itself
+(`Tuning.gpu_direct`) is asked to when the mark has been reached.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Chunks of blocks on the host: checked out, changed, committed, released.
 
-The optimizer needs every block of a unit in pieces, on the host, and writes them back. A chunk of
-a block at home in host memory is handed out in place, and so is one of the part of a block on
-NVMe that is cached there (`infinity.placement.cache`). The rest passes through staging slots. Chunks
-do not cross the border between the two.
+The optimizer needs every block of a unit in pieces, on the host, and writes them back. A chunk at
+home in host memory is handed out in place. So is a chunk of the cached part of a block on NVMe
+(`infinity.placement.cache`). The rest passes through staging slots. Chunks do not cross the border
+between the two.
 
 [Note: nobody starves]
-Slots are taken all at once for a request or not at all, and only by threads that can give back
-what they hold. So there is always one that can go on.
+A request takes all its slots at once or none. Only threads that can give back their slots take any.
+So there is always one that can go on.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class Staging:
     def bring_home(
         self, block: Block, content: torch.Tensor, add: bool
     ) -> Generator[tuple[torch.Tensor, torch.Tensor], None, None]:
-        """Parts of `block`, and beside them those of `content` (uint8, of its size, on the compute
-        device), for the caller to put the second into the first, or with `add` to add it. Parts
+        """Parts of `block`, each beside its part of `content` (uint8, of the size of `block`, on
+        the compute device). The caller puts the second into the first, or with `add` adds it. Parts
         that hold `content` already are left out. To be iterated to its end, or closed.
         """
         discrete = not self._device.unified_memory and block.tier != "gpu"

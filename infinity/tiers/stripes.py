@@ -1,10 +1,11 @@
 """How one address space is spread over files whose drives differ in speed and room: arithmetic only. Imports no torch.
 
 [Note: a share is a place in a short pattern]
-Stripes go round the files in a pattern of at most 32 that repeats, in which a file occurs as often as its share says and as
-evenly as can be, so that a block of a few stripes already keeps every drive busy for about as long. A file that has no more room
-drops out, and the others go on in the pattern of their shares. That is as fast as using the small drive less from the beginning
-on: either way the others work all the time, and hold the same bytes.
+Stripes go round the files in a repeating pattern of at most 32. A file occurs in it as often as its
+share says, spread evenly. So a block of a few stripes already keeps every drive busy for about as
+long. A full file drops out, and the others continue in the pattern of their shares. That is as fast
+as using the small drive less from the start: either way the others work all the time and hold the
+same bytes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Finding the setting of the I/O engine that a device is fastest with, in few measurements: a pure function of them.
 
 [Note: a climb, not a grid]
-Speed over request size and requests in flight rises to a plateau and may fall behind it, so from a middling setting each axis
-is climbed in factors of two, one after the other, until nothing is better: about 10 measurements per engine instead of 48.
-A disk's speed also moves by itself. So the best few, and the best of each engine, are measured again in turns, and medians
-decide. Of those that are about as fast io_uring wins, which needs no thread per request, and then the one with the fewest bytes
-in flight: more costs memory and latency for nothing.
+Speed rises with request size and requests in flight up to a plateau, and may fall after it. So the
+search starts from a middling setting. It climbs one axis after the other in factors of two until
+nothing is better: about 10 measurements per engine instead of 48. A disk's speed also moves by
+itself. So the best few, and the best of each engine, are measured again in turns, and medians
+decide. Of those that are about as fast io_uring wins, which needs no thread per request, and then
+the one with the fewest bytes in flight: more costs memory and latency for nothing.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """One benchmark from its workload to its summary: measure the devices, train, compute alone, measure the devices again, conclude.
 
 [Note: the roofline]
-A step cannot be faster than what has most to do: the device with its matrix multiplications, the drives, either direction of the
-link, or the kernels of the update. Each of these times is bytes (or operations) of this very step, as the engine counted them,
-over what the device gave in this run before and after the steps. The longest is the bound; step over bound says what is left to
-gain by more overlap. The drives have three bounds: what is read at the speed of reading, what is written at that of writing, and
-both together at that of both at once. So has the update where some units have all their states on a GPU, whose kernels renew them
-there while the CPU's renew the others': two times, side by side. Where the compute device is the CPU, compute and update want
-the same cores, and their sum is stated, too.
+A step cannot be faster than what has most to do: the device with its matrix multiplications, the
+drives, either direction of the link, or the kernels of the update. Each of these times is bytes (or
+operations) over a rate. The engine counted the bytes in this very step, and the rate is that of the
+device in this run, before and after the steps. The longest is the bound; step over bound says what
+is left to gain by more overlap. The drives have three bounds: what is read at the speed of reading,
+what is written at that of writing, and both together at that of both at once. So has the update
+where some units have all their states on a GPU, whose kernels renew them there while the CPU's
+renew the others': two times, side by side. Where the compute device is the CPU, compute and update
+want the same cores, and their sum is stated, too.
 """
 
 from __future__ import annotations
