@@ -126,7 +126,7 @@ class Engine:
         if not unit.gradients.has(index):
             return None
         place, scale, clip = unit.layout.places[index], unit.gradients.loss_scale, unit.gradients.clip_of(index)
-        found = unit.gather(Kind.GRAD)[place.offset : place.end].view(place.shape)
+        found = unit.states.gather(Kind.GRAD)[place.offset : place.end].view(place.shape)
         gradient = whole(found, unit.parameters[index]).clone()
         gradient = gradient if scale == 1.0 else gradient.float() / scale
         return gradient if clip == 1.0 else gradient.mul_(clip)
@@ -159,7 +159,7 @@ class Engine:
         """
         self._updater.look()
         for unit in self._units:
-            flat = unit.gather(Kind.PARAM)
+            flat = unit.states.gather(Kind.PARAM)
             for name, parameter, place in zip(unit.names, unit.parameters, unit.layout.places, strict=True):
                 yield name, whole(flat[place.offset : place.end].view(place.shape), parameter)
             del flat  # before the next one is made

@@ -156,7 +156,7 @@ class Reporter:
 
         states, param, gradient = on_nvme(*STATES), on_nvme(Kind.PARAM), on_nvme(Kind.GRAD)
         slots = 0 if unit.blocks[Kind.PARAM].permanent else -(-unit.nbytes // ALIGNMENT)
-        old = 0 if unit.is_rounded else param
+        old = 0 if unit.states.is_rounded else param
         # A gradient is written by every backward, and read by all but the first, by each norm and by the update.
         read = states + gradient * (cycles + self._updater.norm.asked)
         return UnitCost(slots, param, old, read, states + param + gradient * cycles, unit.trains)
@@ -186,7 +186,7 @@ class Reporter:
             copied_from_device=copied[1],
             gpu_direct=self._store.gpu_direct,
             updated=sum(map(_renewed, self._units)),
-            updated_on_gpu=sum(_renewed(unit) for unit in self._units if unit.gpu_resident),
+            updated_on_gpu=sum(_renewed(unit) for unit in self._units if unit.states.gpu_resident),
             activations_offloaded=moved.offloaded,
             activations_not_offloaded=moved.not_offloaded,
             activations_written=moved.written,

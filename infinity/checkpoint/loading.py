@@ -328,11 +328,11 @@ class Loading(LoadPlanner):
 
     def _fill(self, series: Series) -> None:
         """In chunks of the store, out of pieces that are cut at other places."""
-        unit, end, dtype = series.unit, series.unit.layout.shard_numel, series.unit.dtype_of(series.kind)
+        unit, end, dtype = series.unit, series.unit.layout.shard_numel, series.unit.states.dtype_of(series.kind)
         fill = functools.partial(self._fill_window, self._pieces.get(series, []))
         windows = Reblocked(range(0, end, layout.PIECE), end, dtype, fill)
         chunk = torch.empty(unit.store.chunk_elements, dtype=dtype)
-        unit.write_chunks(series.kind, lambda begin, end: windows.read(begin, chunk[: end - begin]))
+        unit.states.write_chunks(series.kind, lambda begin, end: windows.read(begin, chunk[: end - begin]))
 
     def _fill_window(self, pieces: Sequence[Piece], begin: int, values: torch.Tensor) -> None:
         """`values` is the shard from `begin` on, with zeros between the parameters; no piece lies across an end of it."""

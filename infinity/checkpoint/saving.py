@@ -166,7 +166,10 @@ class Saving(SavePlanner):
         if self._open is None or self._open[0] is not series:
             unit, kind = series.unit, series.kind
             chunks = Reblocked(
-                unit.chunks(), unit.layout.shard_numel, unit.dtype_of(kind), functools.partial(unit.read_chunk, kind)
+                unit.states.chunks(),
+                unit.layout.shard_numel,
+                unit.states.dtype_of(kind),
+                functools.partial(unit.states.read_chunk, kind),
             )
             self._open = series, chunks
         return self._open[1].read(piece.in_shard, values).view(piece.sizes)

@@ -118,7 +118,7 @@ class Series(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """In the checkpoint."""
-        return torch.bfloat16 if self.unit.blocks[self.kind].format is BF16 else self.unit.dtype_of(self.kind)
+        return torch.bfloat16 if self.unit.blocks[self.kind].format is BF16 else self.unit.states.dtype_of(self.kind)
 
     def size(self, number: int) -> torch.Size:
         """The shape of what this rank saves under the key of parameter `number`."""

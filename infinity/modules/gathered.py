@@ -79,7 +79,7 @@ class _Reading:
         else:
             updates.look()
         if unit.blocks[Kind.PARAM].permanent:  # a write goes straight to the home: only a copy tells what was there
-            self._before = unit.read(Kind.PARAM)
+            self._before = unit.states.read(Kind.PARAM)
         unit.start()
         try:
             self._use = Showing(unit, unit.wait(), Unit.release, self._write)
@@ -103,10 +103,10 @@ class _Reading:
         finally:
             use.end()
         if after is not None:
-            before = unit.read(Kind.PARAM) if self._before is None else self._before
+            before = unit.states.read(Kind.PARAM) if self._before is None else self._before
             _write_back(unit, before, after)
         elif self.changed and self._before is not None:
-            unit.write(Kind.PARAM, self._before)
+            unit.states.write(Kind.PARAM, self._before)
 
 
 def _write_back(unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
@@ -118,7 +118,7 @@ def _write_back(unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
     master = unit.blocks.get(Kind.MASTER)
     if master is not None and master.written:  # one that was never written is the parameter, widened
         if unit.blocks[Kind.PARAM].permanent:  # a split master is what its parameter lacks: it needs the old one
-            unit.write(Kind.PARAM, before)
-        unit.write(Kind.MASTER, torch.where(same, unit.read(Kind.MASTER), after.float()))
+            unit.states.write(Kind.PARAM, before)
+        unit.states.write(Kind.MASTER, torch.where(same, unit.states.read(Kind.MASTER), after.float()))
     else:
-        unit.write(Kind.PARAM, after)
+        unit.states.write(Kind.PARAM, after)

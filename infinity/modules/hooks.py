@@ -266,7 +266,7 @@ class Hooks(Border):
     def _left(self, unit: Unit) -> None:
         if unit.state is UnitState.SHARDED and any(map(torch.is_autocast_enabled, _AUTOCAST)):  # see [Note: casts]
             torch.clear_autocast_cache()
-        self._runtime.leave(unit)
+        unit.release()
 
     def packing(self) -> AbstractContextManager[object]:
         """The context in which autograd saves views of units so that these may move."""
@@ -285,7 +285,7 @@ class Hooks(Border):
         if self._executions.interleaver is not None:
             self._executions.interleaver.switch_at(unit)
         self._executions.begin_turn(unit)
-        use = Unpacking(unit, self._runtime.enter(unit), self._runtime.leave)
+        use = Unpacking(unit, self._runtime.enter(unit), Unit.release)
         view = use.window.tensor(saved.size, saved.stride, saved.offset // saved.dtype.itemsize, saved.dtype)
         if found is None or torch.is_grad_enabled():  # a backward that is recorded keeps what it unpacks
             view = view.clone()

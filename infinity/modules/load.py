@@ -131,7 +131,7 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
                 else:
                     view.copy_(local(parameter.data))
             initialise(model, uninitialised)
-            unit.write(kind, unit.shard_of(flat))
+            unit.states.write(kind, unit.shard_of(flat))
             unit.guard()
     forget(model)
     for name, buffer in persistent_buffers(model):

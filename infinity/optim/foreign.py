@@ -198,8 +198,8 @@ class Adapted(Optimizer):
 
     def _update(self, unit: Unit, factor: float) -> None:
         kept = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
-        values = unit.gather(kept)
-        gradients = unit.gather(Kind.GRAD).float()
+        values = unit.states.gather(kept)
+        gradients = unit.states.gather(Kind.GRAD).float()
         bench, updated = self._bench(unit), self._updated(unit)
         try:
             optimizer = bench.lay_out(self, values)
@@ -211,7 +211,7 @@ class Adapted(Optimizer):
             optimizer.step()
         finally:
             bench.clear()
-        unit.write(kept, unit.shard_of(values))
+        unit.states.write(kept, unit.shard_of(values))
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch: per parameter the states of the torch optimizer and, for bf16 and fp16 parameters, the fp32 `master`."""

@@ -82,9 +82,9 @@ class Job:
         self.state = JobState.AWAITED
         self.update: UnitUpdate | None = None
         """None while AWAITED."""
-        starts = unit.update_chunks()
-        staged = bisect_left(starts, unit.staged_from)
-        self.in_place_until = unit.rewritten_in_place_until
+        starts = unit.states.update_chunks()
+        staged = bisect_left(starts, unit.states.staged_from)
+        self.in_place_until = unit.states.rewritten_in_place_until
         """The element from which on an update may be rolled back."""
         beside = bisect_left(starts, self.in_place_until, lo=staged)
         self.in_memory = deque(starts[:staged])
@@ -380,6 +380,6 @@ class JobQueue:
 def reads(unit: Unit, kind: Kind) -> bool:
     """Whether the old content of `kind` goes into the update: a master that was never written is
     the parameter, widened."""
-    if unit.is_rounded and kind in (Kind.PARAM, Kind.MASTER):
+    if unit.states.is_rounded and kind in (Kind.PARAM, Kind.MASTER):
         return unit.blocks[Kind.MASTER].written is (kind is Kind.MASTER)
     return True

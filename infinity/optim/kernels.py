@@ -190,7 +190,7 @@ def nonfinite_gradients(unit: Unit, positions: Sequence[int]) -> list[bool]:
     there = [unit.gradients.has(index) for index in positions]
     if not any(there):
         return there
-    shard = unit.read(Kind.GRAD)
+    shard = unit.states.read(Kind.GRAD)
     parts = [unit.layout.overlap(index, unit.rank) for index in positions]
     finite = [bool(shard[part.in_shard : part.in_shard + part.length].isfinite().all()) for part in parts]
     return [has and not good for has, good in zip(there, finite, strict=True)]

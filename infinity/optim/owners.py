@@ -81,4 +81,4 @@ class Owners:
             if has_all or (alone and kind is not Kind.MASTER):
                 self._store.forget(share.unit.blocks[kind])
             else:
-                share.unit.restart(kind, share.positions)
+                share.unit.states.restart(kind, share.positions)

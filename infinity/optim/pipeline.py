@@ -188,7 +188,7 @@ class Pipeline:
         taken = self.jobs.take_in_memory(before)
         chunk = None if taken is None else self._open(*taken, taken[0].in_memory, wait=False)
         if chunk is not None:
-            self._update(chunk, Phase.RUNNING if chunk.job.unit.gpu_resident else Phase.PLACING)
+            self._update(chunk, Phase.RUNNING if chunk.job.unit.states.gpu_resident else Phase.PLACING)
         return chunk is not None
 
     def _settle_one(self, turn: _Turn) -> bool:
@@ -259,7 +259,7 @@ class Pipeline:
         try:
             blocks = list(unit.blocks.values())
             load = [block for kind, block in unit.blocks.items() if reads(unit, kind)]
-            request = ChunkRequest(blocks, begin, load, updates=True, on_device=unit.gpu_resident, meter=job.meter)
+            request = ChunkRequest(blocks, begin, load, updates=True, on_device=unit.states.gpu_resident, meter=job.meter)
             staging = self._store.staging
             outs = staging.check_out(request) if wait else staging.try_check_out(request)
         finally:
@@ -282,7 +282,7 @@ class Pipeline:
             self._retire(chunk)
             return
         start = time.perf_counter()
-        running = self._store.resident.updating(unit.blocks[Kind.PARAM]) if unit.gpu_resident else contextlib.nullcontext()
+        running = self._store.resident.updating(unit.blocks[Kind.PARAM]) if unit.states.gpu_resident else contextlib.nullcontext()
         with self._recorder.range("adam", unit.name), running as chunk.running:
             chunk.apply(update, self._kernels)
         self._recorder.add("adam", unit.name, start, time.perf_counter())

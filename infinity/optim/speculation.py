@@ -94,7 +94,7 @@ class Speculation:
         units that come next."""
         if unit in self.jobs and self.jobs[unit].is_rolled_back:
             self.rollback(unit)
-        if self.policy.speculates and unit.has_shadow:
+        if self.policy.speculates and unit.states.has_shadow:
             job = self.jobs.setdefault(unit, Job(unit, places[unit]))
             self._queue.speculate(job, UnitUpdate(unit, owner.segments(unit)))
         self._final[unit] = None

@@ -45,7 +45,7 @@ def add_states(packed: dict[str, Any], optimizer: Optimizer, steps: Mapping[int,
         for name, kind in kinds(optimizer):
             if kind not in unit.blocks or not unit.blocks[kind].written:
                 continue
-            full = unit.gather(kind)
+            full = unit.states.gather(kind)
             for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
                 count, part = steps.get(id(parameter), 0), full[place.offset : place.end].view(place.shape)
                 if count:
@@ -58,11 +58,11 @@ def add_states(packed: dict[str, Any], optimizer: Optimizer, steps: Mapping[int,
 
 def restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
     """Replace the states of `kind` of the parameters of `unit` by `values`, where these are there; every rank must call it."""
-    full = unit.gather(kind)
+    full = unit.states.gather(kind)
     for parameter, place, value in zip(unit.parameters, unit.layout.places, values, strict=True):
         if value is not None:
             full[place.offset : place.end].view(place.shape).copy_(part_in(value, parameter))
-    unit.write(kind, unit.shard_of(full))
+    unit.states.write(kind, unit.shard_of(full))
 
 
 def states_in(state_dict: Mapping[str, Any], optimizer: Optimizer) -> list[Mapping[str, Any]]:

@@ -61,7 +61,10 @@ class Runtime:
         self.look_ahead()
 
     def enter(self, unit: Unit) -> torch.Tensor:
-        """`unit` is in use until `leave`: start bringing it and what comes next, then wait for it; returns its flat buffer."""
+        """`unit` is in use until `Unit.release`: start bringing it and what comes next, then wait for it.
+
+        Returns its flat buffer.
+        """
         new = self.trace.current != unit.index
         if new:
             self.trace.use(unit.index, frozenset(u.index for u in self._units if u.blocks[Kind.PARAM].copy.pins))
@@ -96,10 +99,6 @@ class Runtime:
         """The unit whose copy on the compute device holds `address`, and the byte offset in it."""
         found = self._store.resident.block_at(address)
         return None if found is None else (self._units[found[0].unit], found[1])
-
-    def leave(self, unit: Unit) -> None:
-        """End one `enter`."""
-        unit.release()
 
     def look_ahead(self) -> None:
         """Start bringing what will be used next, as far as there is room, and have it gathered in this order."""

@@ -46,7 +46,7 @@ class GradientBlock:
         """
         unit = self._unit
         block, overlaps = unit.blocks[Kind.GRAD], {i: unit.layout.overlap(i, unit.rank) for i in factors}
-        starts = unit.chunks()
+        starts = unit.states.chunks()
         for begin, end in zip(starts, [*starts[1:], unit.layout.shard_numel], strict=True):
             spans = {i: (max(o.in_shard, begin), min(o.in_shard + o.length, end)) for i, o in overlaps.items()}
             spans = {i: (low - begin, high - begin) for i, (low, high) in spans.items() if low < high}
@@ -78,7 +78,7 @@ class GradientBlock:
                     (copy_alone if first else add_alone)(home.view(unit.gradient_dtype), part.view(unit.gradient_dtype))
             unit.store.resident.end_update([block])
         if average:
-            for begin in unit.chunks():
+            for begin in unit.states.chunks():
                 (chunk,) = unit.store.staging.check_out(ChunkRequest([block], begin, [block]))
                 try:
                     chunk.wait()

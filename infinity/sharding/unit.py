@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -14,18 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from infinity.config import Config, Tier
 from infinity.placement.spec import BF16, FP32, INT8, SPLIT, BlockSpec, Format, Kind
-from infinity.placement.traffic import is_rounded
-from infinity.sharding import codec, collectives
+from infinity.sharding import collectives
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.gradients import Gradients
 from infinity.sharding.layout import Layout
 from infinity.sharding.parameter import guard_for, kept_by_engine
 from infinity.sharding.ranks import ALONE, Ranks
+from infinity.sharding.states import States
 from infinity.sharding.tensor_parallel import attach, cut_along, local, part_of
 from infinity.sharding.use import GatheredParameter, Views, Window
 from infinity.tiers.block import Block
-from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
 _MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
@@ -127,6 +126,9 @@ class Unit:
         """Who is told; nobody before `connect`."""
         self.state = UnitState.UNSHARDED
         self.gradients = Gradients(self)
+        """Those of the step under way."""
+        self.states = States(self)
+        """What its blocks hold, on the host."""
         self.shown = 0
         """How many uses show the parameters."""
         self._window: Window | None = None
@@ -193,37 +195,10 @@ class Unit:
                 add(kind, _MOMENT_FORMATS[config.moment_precision], config.optimizer)
 
     @property
-    def is_rounded(self) -> bool:
-        """Whether the parameters are nothing but their masters, rounded: then an update writes them and does not read them."""
-        return is_rounded({kind: block.spec for kind, block in self.blocks.items()})
-
-    @property
     def trains(self) -> bool:
         """Whether a parameter takes gradients now: a trainable unit may be frozen for some steps."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.trainable and any(parameter.requires_grad for parameter in self.parameters)
-
-    @property
-    def has_shadow(self) -> bool:
-        """Whether all that an update rewrites has a shadow copy, but what is cached, so that it may be rolled back."""
-        return all(block.home.has_shadow for kind, block in self.blocks.items() if kind is not Kind.GRAD)
-
-    @property
-    def staged_from(self) -> int:
-        """The first element of this rank's shard of which something has to be copied for an update: what is before is not."""
-        return min(self.store.staging.staged_from(block, self.gpu_resident) for block in self.blocks.values())
-
-    @property
-    def gpu_resident(self) -> bool:
-        """Whether all of it is at home where the kernels of the compute device update it."""
-        return all(self.store.staging.is_gpu_resident(block) for block in self.blocks.values())
-
-    @property
-    def rewritten_in_place_until(self) -> int:
-        """The first element from which on all that an update rewrites has a shadow copy; `shard_numel` when there is none."""
-        if not self.has_shadow:
-            return self.layout.shard_numel
-        return max(block.cached_elements for kind, block in self.blocks.items() if kind is not Kind.GRAD)
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether this is one of this unit's parameters."""
@@ -262,7 +237,7 @@ class Unit:
             collectives.all_gather(flat, shard, exchange.ranks.shards)
 
         arrive = functools.partial(self.store.resident.wait, block)
-        self.gather_posted = exchange.post("gather", self.name, join, self._sent(shard), arrive, everywhere=False)
+        self.gather_posted = exchange.post("gather", self.name, join, self.sent_bytes(shard), arrive, everywhere=False)
         self._gathered_lease = block.copy.lease
         self.store.resident.gather(block, self.gather_posted)
 
@@ -355,7 +330,7 @@ class Unit:
         """What a speculative update of the unit was begun with changes; return when nothing of it is in flight."""
         self.listeners.updates.rollback(self)
 
-    def _sent(self, shard: torch.Tensor) -> int:
+    def sent_bytes(self, shard: torch.Tensor) -> int:
         """Bytes that this rank sends when its `shard` is gathered by all."""
         return shard.nbytes * (self.layout.ranks - 1)
 
@@ -372,131 +347,6 @@ class Unit:
         self.guard()
         self.views.close()
         self._window = None
-
-    # Whole content on the host
-
-    def chunks(self) -> Sequence[int]:
-        """The first element of every chunk of this rank's shard."""
-        return self.store.staging.chunks(self.blocks[Kind.PARAM])
-
-    def update_chunks(self) -> Sequence[int]:
-        """The first element of every chunk that an update takes at once."""
-        return self.store.staging.chunks(self.blocks[Kind.PARAM], self.gpu_resident)
-
-    def _pieces(self, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The first element of every chunk, and its part of `shard` (shard_numel,)."""
-        starts = self.chunks()
-        return zip(starts, shard.tensor_split(starts[1:]), strict=True)
-
-    def read(self, kind: Kind) -> torch.Tensor:
-        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else in the dtype it is kept in. A copy.
-
-        A master that was never written is the parameter, widened.
-        """
-        shard = torch.empty(self.layout.shard_numel, dtype=self.dtype_of(kind))
-        for begin, values in self._pieces(shard):
-            self.read_chunk(kind, begin, values)
-        return shard
-
-    def read_chunk(self, kind: Kind, begin: int, values: torch.Tensor) -> None:
-        """Fill `values`, of the dtype that `read` gives, with the chunk of `kind` from element `begin` on."""
-        block = self.blocks[kind]
-        if kind is Kind.GRAD:
-            self.gradients.wait()
-        if kind is Kind.MASTER and not block.written:
-            param = torch.empty_like(values, dtype=self.dtype)
-            self.read_chunk(Kind.PARAM, begin, param)
-            values.copy_(param)
-            return
-        kinds = (Kind.PARAM, kind) if block.format is SPLIT else (kind,)
-        with self._checked_out(kinds, begin, load=True) as tensors:
-            if kind in (Kind.PARAM, Kind.GRAD):
-                values.copy_(tensors[0].view(values.dtype))
-            elif kind is Kind.MASTER:
-                codec.decode_master(block.format, tensors, values)
-            else:
-                codec.decode_moment(block.format, kind, tensors[0], values)
-
-    def write(self, kind: Kind, shard: torch.Tensor) -> None:
-        """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the dtype that `read` gives.
-
-        A master takes its parameter along, which is the master rounded. When that fails the content is in part new: whoever
-        uses the engine from then on gets `EngineClosedError`.
-        """
-        self.write_chunks(kind, lambda begin, end: shard[begin:end])
-
-    def write_chunks(self, kind: Kind, content: Callable[[int, int], torch.Tensor]) -> None:
-        """Like `write`, but of one chunk after the other: `content(begin, end)` gives these elements of the shard."""
-        kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
-        form = self.blocks[kind].format
-        self.rollback()
-        if Kind.PARAM in kinds:
-            self.store.resident.begin_update(self.blocks[Kind.PARAM])
-        try:
-            starts = self.chunks()
-            for begin, end in zip(starts, [*starts[1:], self.layout.shard_numel], strict=True):
-                values = content(begin, end)
-                with self._checked_out(kinds, begin, load=False) as tensors:
-                    if kind is Kind.MASTER:
-                        codec.encode_master(form, values, tensors[0].view(self.dtype), tensors[1])
-                    elif kind in (Kind.PARAM, Kind.GRAD):
-                        tensors[0].view(self.dtype_of(kind)).copy_(values)
-                    else:
-                        codec.encode_moment(form, kind, values, tensors[0])
-        except BaseException as error:
-            self.store.latch.fail(error)
-            raise
-        self.store.resident.end_update([self.blocks[k] for k in kinds])
-
-    def restart(self, kind: Kind, positions: Sequence[int]) -> None:
-        """Let the states of `kind` of these parameters begin anew: a moment is zeros, a master the parameter. The others stay."""
-        overlaps = [self.layout.overlap(index, self.rank) for index in positions]
-
-        def content(begin: int, end: int) -> torch.Tensor:
-            values, fresh = torch.empty(end - begin, dtype=self.dtype_of(kind)), torch.zeros(end - begin, dtype=self.dtype)
-            self.read_chunk(kind, begin, values)
-            if kind is Kind.MASTER:
-                self.read_chunk(Kind.PARAM, begin, fresh)
-            for overlap in overlaps:
-                low, high = max(overlap.in_shard, begin) - begin, min(overlap.in_shard + overlap.length, end) - begin
-                if low < high:
-                    values[low:high].copy_(fresh[low:high])
-            return values
-
-        if self.blocks[kind].written:
-            self.write_chunks(kind, content)
-
-    def dtype_of(self, kind: Kind) -> torch.dtype:
-        """What `read` gives and `write` takes."""
-        return {Kind.PARAM: self.dtype, Kind.GRAD: self.gradient_dtype}.get(kind, torch.float32)
-
-    @contextmanager
-    def _checked_out(self, kinds: Sequence[Kind], begin: int, load: bool) -> Iterator[list[torch.Tensor]]:
-        """The chunks from element `begin` on of these blocks, uint8; what the context leaves in them is written unless `load`."""
-        blocks = [self.blocks[kind] for kind in kinds]
-        chunks = self.store.staging.check_out(ChunkRequest(blocks, begin, blocks if load else ()))
-        try:
-            for chunk in chunks:
-                chunk.wait()
-            yield [chunk.tensor for chunk in chunks]
-            if not load:
-                for chunk in chunks:
-                    chunk.commit()
-        finally:
-            with ExitStack() as stack:
-                for chunk in chunks:
-                    stack.callback(chunk.release)
-
-    def gather(self, kind: Kind) -> torch.Tensor:
-        """Like `read`, but the whole unit (numel,) from all ranks; every rank must call it."""
-        shard = self.read(kind)
-        exchange = self.exchange
-        if exchange is None or not self.shared:
-            return shard
-        full = torch.empty(self.layout.numel, dtype=shard.dtype)
-        join = functools.partial(collectives.all_gather_home, full, shard, exchange.ranks.shards, exchange.device)
-        exchange.post(f"gather {kind.value} of", self.name, join, self._sent(shard), everywhere=False).wait()
-        return full
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat buffer (numel,)."""

@@ -202,7 +202,7 @@ def test_every_format_with_many_chunks_and_pieces(
     monkeypatch.setattr(state, "PIECE", 5000)
     least = smallest(transformer(width=64), **FORMATS[form], nvme=[tmp_path], optimizer="nvme", parameters="nvme")
     one = start(transformer(width=64), **FORMATS[form], **least, update="exact", cache=0)
-    assert max(len(unit.chunks()) for unit in one.engine.units) > 1
+    assert max(len(unit.states.chunks()) for unit in one.engine.units) > 1
     one.steps(range(2))
     one.save(tmp_path / "checkpoint")
     saved, losses, whole = one.everything(), one.steps(range(2, 5)), one.everything()

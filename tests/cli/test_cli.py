@@ -35,7 +35,7 @@ from infinity.models.source import ModelSource, find_model
 from infinity.models.tokenizer import ByteTokenizer
 from infinity.observe import LANES, Recorder
 from infinity.report import Report
-from infinity.sharding.unit import Unit
+from infinity.sharding.states import States
 
 KIB = 1 << 10
 SMALL = ["--sequence-length", "32", "--batch-size", "2", "--steps", "4", "--eval-batches", "2"]
@@ -461,15 +461,15 @@ def test_the_engine_gives_one_unit_at_a_time(tmp_path: Path, monkeypatch: pytest
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
     config = infinity.Config(gpu_memory="1MiB", cpu_memory="1MiB", parameters="cpu", optimizer="cpu", gradients="cpu")
     with infinity.engine(infinity.wrap(model, config)) as engine:
-        gather, alive, most = Unit.gather, [], []
+        gather, alive, most = States.gather, [], []
 
-        def noted(unit: Unit, kind: Any) -> torch.Tensor:
+        def noted(states: States, kind: Any) -> torch.Tensor:
             most.append(sum(one() is not None for one in alive))
-            flat = gather(unit, kind)
+            flat = gather(states, kind)
             alive.append(weakref.ref(flat.untyped_storage()))
             return flat
 
-        monkeypatch.setattr(Unit, "gather", noted)
+        monkeypatch.setattr(States, "gather", noted)
         output.write_weights(tmp_path, engine.weights())
     assert len(most) == len(engine.units) and not any(most)
 

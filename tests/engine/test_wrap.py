@@ -24,7 +24,7 @@ import infinity
 from infinity.build import Build
 from infinity.modules.hooks import Hooks
 from infinity.optim.updater import Updater
-from infinity.sharding.unit import Unit
+from infinity.sharding.states import States
 from support.configs import config_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
@@ -223,7 +223,7 @@ def trains(model: nn.Module) -> None:
 
 
 LATE: dict[str, tuple[Any, str]] = {
-    "a parameter that is written": (Unit, "write"),
+    "a parameter that is written": (States, "write"),
     "a buffer that is moved": (torch.Tensor, "to"),
     "a hook of a parameter": (torch.Tensor, "register_post_accumulate_grad_hook"),
     "the finalizer": (weakref, "finalize"),

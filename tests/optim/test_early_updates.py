@@ -274,8 +274,8 @@ def test_nothing_is_seen_of_an_update_before_its_step(where: str, wrap: Callable
     with torch.no_grad():
         assert torch.equal(engine.model(**text_batch(50)).loss, loss)
     for unit in engine.units:
-        nearest = (unit.read(Kind.MASTER).view(torch.int32) + 0x8000 >> 16).to(torch.int16)  # ties away from zero
-        assert torch.equal(unit.read(Kind.PARAM).view(torch.int16), nearest)
+        nearest = (unit.states.read(Kind.MASTER).view(torch.int32) + 0x8000 >> 16).to(torch.int16)  # ties away from zero
+        assert torch.equal(unit.states.read(Kind.PARAM).view(torch.int16), nearest)
     optimizer.step()
     assert counts(engine) == (2 * len(engine.units), 0)
     after = engine.state_dict()
@@ -321,7 +321,7 @@ def test_a_unit_whose_states_have_no_second_place_waits_for_its_step(wrap: Calla
 
 def test_second_homes_take_what_host_memory_is_left_for_the_last_units(wrap: Callable[..., infinity.Engine]) -> None:
     def shadowed(engine: infinity.Engine) -> list[int]:
-        found = [unit.index for unit in engine.units if unit.has_shadow]
+        found = [unit.index for unit in engine.units if unit.states.has_shadow]
         assert engine.memory()["cpu"] <= engine.config.cpu_memory
         optimizer = infinity.AdamW(engine.model.parameters())
         for number in range(3):
@@ -360,7 +360,7 @@ def test_an_early_update_that_fails_leaves_the_last_step_whole(
     assert isinstance(caught.value.__cause__, infinity.NvmeError)
     engine.io.set_faults()
     for unit in engine.units:
-        values = unit.read(Kind.PARAM)
+        values = unit.states.read(Kind.PARAM)
         for name, place in zip(unit.names, unit.layout.places, strict=True):
             assert torch.equal(values[place.offset : place.end].view(place.shape), before[name])
     assert engine._store._arenas["staging"].used == 0

@@ -43,7 +43,12 @@ def contents(engine: infinity.Engine) -> dict[str, torch.Tensor]:
     """Every byte that a step may change: parameters, masters and moments."""
     engine.drain()
     kinds = (kind for kind in Kind if kind is not Kind.GRAD)
-    return {f"{u.name} {kind.value}": u.read(kind).view(torch.uint8) for kind in kinds for u in engine.units if kind in u.blocks}
+    return {
+        f"{u.name} {kind.value}": u.states.read(kind).view(torch.uint8)
+        for kind in kinds
+        for u in engine.units
+        if kind in u.blocks
+    }
 
 
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:

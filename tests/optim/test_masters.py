@@ -17,7 +17,7 @@ from torch import nn
 
 import infinity
 from infinity.placement.spec import Kind
-from infinity.sharding.unit import Unit
+from infinity.sharding.states import States
 from support.configs import config_of
 from support.models import Transformer, rounded, text_batch, transformer
 from support.rank_group import RANKS, Group, serve
@@ -122,7 +122,7 @@ def test_any_type_that_the_stored_one_cannot_hold(source: torch.dtype, precision
     expected = {name: value.float() for name, value in values_of(model).items()}
     with infinity.engine(infinity.wrap(model, config_of(nvme=[tmp_path], precision=precision, **ROOMY))) as engine:
         for unit in engine.units:
-            flat = unit.gather(Kind.MASTER)
+            flat = unit.states.gather(Kind.MASTER)
             for name, place in zip(unit.names, unit.layout.places, strict=True):
                 assert torch.equal(flat[place.offset : place.end].view(place.shape), expected[name]), name
     assert any(not torch.equal(value.to(FLOATS[precision]).float(), value) for value in expected.values())
@@ -233,15 +233,15 @@ def test_a_state_dict_of_what_was_never_updated_has_all_bits(tmp_path: Path) -> 
 def test_a_wrap_that_fails_gives_all_bits_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     expected = values_of(model)
-    before, calls = Unit.write, []
+    before, calls = States.write, []
 
-    def write(unit: Unit, kind: Kind, shard: torch.Tensor) -> None:
+    def write(states: States, kind: Kind, shard: torch.Tensor) -> None:
         calls.append(kind)
         if len(calls) == 3:
             raise OSError("the drive is gone")
-        before(unit, kind, shard)
+        before(states, kind, shard)
 
-    monkeypatch.setattr(Unit, "write", write)
+    monkeypatch.setattr(States, "write", write)
     with pytest.raises(OSError, match="the drive is gone"):
         infinity.wrap(model, config_of(nvme=[tmp_path], **ROOMY, precision="bf16"))
     assert calls[:2] == [Kind.MASTER, Kind.MASTER]

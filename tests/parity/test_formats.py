@@ -101,7 +101,9 @@ class Training:
     def blocks(self) -> dict[tuple[str, str], torch.Tensor]:
         """Every block of parameters and states, as it reads now."""
         units = self.engine.units
-        return {(unit.name, kind.value): unit.read(kind) for unit in units for kind in unit.blocks if kind is not Kind.GRAD}
+        return {
+            (unit.name, kind.value): unit.states.read(kind) for unit in units for kind in unit.blocks if kind is not Kind.GRAD
+        }
 
     def outcome(self) -> Outcome:
         """All numbers of the run."""

@@ -337,14 +337,14 @@ def test_what_was_forgotten_is_zero_in_memory_and_on_the_drive_without_io(wrap: 
     engine.drain()
     unit = next(u for u in engine.units if 0 < u.blocks[Kind.EXP_AVG].cached_elements < u.layout.shard_numel)
     block, border = unit.blocks[Kind.EXP_AVG], unit.blocks[Kind.EXP_AVG].cached_elements
-    values = unit.read(Kind.EXP_AVG)
+    values = unit.states.read(Kind.EXP_AVG)
     assert border % CHUNK_ELEMENTS == 0 and values[:border].any() and values[border:].any()
     before = engine.io.counters()["bytes_read"]
     unit.store.forget(block)
-    assert not unit.read(Kind.EXP_AVG).any()
+    assert not unit.states.read(Kind.EXP_AVG).any()
     assert engine.io.counters()["bytes_read"] == before
-    unit.write(Kind.EXP_AVG, values)
-    assert torch.equal(unit.read(Kind.EXP_AVG), values)
+    unit.states.write(Kind.EXP_AVG, values)
+    assert torch.equal(unit.states.read(Kind.EXP_AVG), values)
     assert engine.io.counters()["bytes_read"] == before + values[border:].nbytes
 
 
@@ -364,7 +364,7 @@ def test_a_rolled_back_update_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
         """Whether all that may be written ahead is written."""
         return all(not job.chunks and job.in_flight == 0 for job in started.values())
 
-    begun = {unit.name for unit in engine.units if unit.has_shadow}
+    begun = {unit.name for unit in engine.units if unit.states.has_shadow}
     assert {job.unit.name for job in started.values() if job.update is not None} == begun
     assert 0 < len(begun) < len(engine.units)
     with queue.changed:
@@ -385,7 +385,7 @@ def test_once_confirmed_what_is_kept_costs_no_io(wrap: Wrap) -> None:
     engine.model(**text_batch(2)).loss.backward()
     with queue.changed:
         assert queue.changed.wait_for(lambda: all(not j.chunks and j.in_flight == 0 for j in started.values()))
-    kept_whole = [u for u in engine.units if not u.has_shadow]
+    kept_whole = [u for u in engine.units if not u.states.has_shadow]
     before = everything_kept(engine)
     written = engine.recorder.counters()["nvme bytes written"]
     optimizer.step()
@@ -421,7 +421,7 @@ def test_a_speculative_update_that_fails_leaves_the_last_step_whole_in_both_plac
     assert isinstance(caught.value.__cause__, infinity.NvmeError)
     engine.io.set_faults()
     for unit in engine.units:
-        values = unit.read(Kind.PARAM)
+        values = unit.states.read(Kind.PARAM)
         for name, place in zip(unit.names, unit.layout.places, strict=True):
             assert torch.equal(values[place.offset : place.end].view(place.shape), before[name])
     assert engine._store._arenas["staging"].used == 0

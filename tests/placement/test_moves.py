@@ -196,7 +196,7 @@ def test_what_is_stated_is_what_moves(tiers: str, split: bool, options: dict[str
         assert up == pytest.approx(stated.upload, abs=slack)
         assert down == pytest.approx(stated.download, abs=slack)
         assert on_drives == pytest.approx(stated.nvme, abs=slack, rel=1e-9)
-        assert stated.updates == sum(u.layout.shard_numel for u in engine.units if not u.gpu_resident)
+        assert stated.updates == sum(u.layout.shard_numel for u in engine.units if not u.states.gpu_resident)
 
 
 def test_the_longest_says_how_long_a_step_takes() -> None:
@@ -280,7 +280,7 @@ def test_auto_works_where_nothing_stays(last: tuple[torch.dtype, ...], tmp_path:
             with infinity.engine(model) as found:
                 assert found._buffer is not None
                 buffers.append(len(found._buffer._free))
-                most = max(most, sum(unit.gpu_resident for unit in found.units))
+                most = max(most, sum(unit.states.gpu_resident for unit in found.units))
         assert len(set(buffers)) <= 1
     assert most > 0
 

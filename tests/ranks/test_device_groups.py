@@ -106,7 +106,7 @@ def look(directory: Path, rank: int) -> bool:
                 gradient = engine.gradient(model.weight)
                 optimizer.step()
                 engine.drain()
-                master = [unit.gather(Kind.EXP_AVG) for unit in engine.units]
+                master = [unit.states.gather(Kind.EXP_AVG) for unit in engine.units]
                 found.append([gradient, *master, *engine.state_dict().values(), *flat(optimizer).values()])
     return all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
@@ -127,7 +127,7 @@ def agree(directory: Path, rank: int) -> bool:
             layers = [torch.nn.Linear(64, 64) for _ in range(40)]
             model = infinity.wrap(torch.nn.Sequential(*layers), config, units=[torch.nn.Linear], group=dist.group.WORLD)
             with infinity.engine(model) as wrapped:
-                mine = [unit.gpu_resident for unit in wrapped.units]
+                mine = [unit.states.gpu_resident for unit in wrapped.units]
             everywhere: list[Any] = [None] * RANKS
             dist.all_gather_object(everywhere, mine)
             assert all(each == mine for each in everywhere), everywhere

@@ -27,7 +27,7 @@ from torch import nn
 
 import infinity
 from infinity.sharding import watch
-from infinity.sharding.unit import Unit
+from infinity.sharding.states import States
 from support.configs import config_of
 from support.rank_group import PATIENCE, RANKS, Group, serve
 
@@ -116,15 +116,15 @@ def no_room_when_the_model_is_wrapped(directory: Path, rank: int) -> None:
 
 
 def a_write_that_fails_when_the_model_is_wrapped(directory: Path, rank: int) -> None:
-    write = Unit.write
+    write = States.write
 
-    def fail(self: Unit, *values: Any) -> None:
-        if rank == 1 and self.index == 2:
+    def fail(self: States, *values: Any) -> None:
+        if rank == 1 and self.unit.index == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(self, *values)
 
     with pytest.MonkeyPatch.context() as monkeypatch, told_soon(), pytest.raises((OSError, infinity.InfinityError)) as caught:
-        monkeypatch.setattr(Unit, "write", fail)
+        monkeypatch.setattr(States, "write", fail)
         wrap(directory)
     expected = "[Errno 28] No space left on device"
     assert str(caught.value) == (expected if rank == 1 else f"rank 1 failed: OSError: {expected}")

@@ -903,7 +903,7 @@ def test_the_norm_of_what_counts_does_not_depend_on_chunks(tmp_path: Path) -> No
             engine._updater.settle([unit])
             unit.counted = [False, True, True, False, True]
             store, kernels = engine._store, engine._updater.norm._kernels
-            chunks, norm = len(unit.chunks()), squared_gradient_norm(unit, store, kernels, range(5))
+            chunks, norm = len(unit.states.chunks()), squared_gradient_norm(unit, store, kernels, range(5))
             counted = [
                 (3 * p.detach().double() ** 2).float() for p, counts in zip(Many().parts, unit.counted, strict=True) if counts
             ]

@@ -38,7 +38,9 @@ class Run:
     def states(self) -> dict[tuple[str, str], torch.Tensor]:
         """Every block of parameters and states, as it reads now."""
         units = self.engine.units
-        return {(unit.name, kind.value): unit.read(kind) for unit in units for kind in unit.blocks if kind is not Kind.GRAD}
+        return {
+            (unit.name, kind.value): unit.states.read(kind) for unit in units for kind in unit.blocks if kind is not Kind.GRAD
+        }
 
     def pins(self) -> int:
         return sum(block.copy.pins for unit in self.engine.units for block in unit.blocks.values())

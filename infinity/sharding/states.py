@@ -1,0 +1,187 @@
+"""The blocks of a unit on the host: where an update finds them, and what they hold, for whoever reads or replaces it.
+
+Whoever saves, loads or shows content comes here. An update does not: the pipeline checks chunks
+out itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from infinity.placement.spec import SPLIT, Kind
+from infinity.placement.traffic import is_rounded
+from infinity.sharding import codec, collectives
+from infinity.tiers.staging import ChunkRequest
+
+if TYPE_CHECKING:
+    from infinity.sharding.unit import Unit
+
+
+class States:
+    """The parameters, gradients, masters and moments of one unit, as the host sees them.
+
+    For the thread that runs the model. It reads and writes while no update of the unit is under way
+    (`Updates.drain`).
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    # What an update asks
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the parameters are nothing but their masters, rounded: then an update writes them and does not read them."""
+        return is_rounded({kind: block.spec for kind, block in self.unit.blocks.items()})
+
+    @property
+    def has_shadow(self) -> bool:
+        """Whether all that an update rewrites has a shadow copy, but what is cached, so that it may be rolled back."""
+        return all(block.home.has_shadow for kind, block in self.unit.blocks.items() if kind is not Kind.GRAD)
+
+    @property
+    def staged_from(self) -> int:
+        """The first element of this rank's shard of which something has to be copied for an update: what is before is not."""
+        return min(self.unit.store.staging.staged_from(block, self.gpu_resident) for block in self.unit.blocks.values())
+
+    @property
+    def gpu_resident(self) -> bool:
+        """Whether all of it is at home where the kernels of the compute device update it."""
+        return all(self.unit.store.staging.is_gpu_resident(block) for block in self.unit.blocks.values())
+
+    @property
+    def rewritten_in_place_until(self) -> int:
+        """The first element from which on all that an update rewrites has a shadow copy; `shard_numel` when there is none."""
+        if not self.has_shadow:
+            return self.unit.layout.shard_numel
+        return max(block.cached_elements for kind, block in self.unit.blocks.items() if kind is not Kind.GRAD)
+
+    def update_chunks(self) -> Sequence[int]:
+        """The first element of every chunk that an update takes at once."""
+        return self.unit.store.staging.chunks(self.unit.blocks[Kind.PARAM], self.gpu_resident)
+
+    # Whole content
+
+    def chunks(self) -> Sequence[int]:
+        """The first element of every chunk of this rank's shard."""
+        return self.unit.store.staging.chunks(self.unit.blocks[Kind.PARAM])
+
+    def _pieces(self, shard: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """The first element of every chunk, and its part of `shard` (shard_numel,)."""
+        starts = self.chunks()
+        return zip(starts, shard.tensor_split(starts[1:]), strict=True)
+
+    def read(self, kind: Kind) -> torch.Tensor:
+        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else in the dtype it is kept in. A copy.
+
+        A master that was never written is the parameter, widened.
+        """
+        shard = torch.empty(self.unit.layout.shard_numel, dtype=self.dtype_of(kind))
+        for begin, values in self._pieces(shard):
+            self.read_chunk(kind, begin, values)
+        return shard
+
+    def read_chunk(self, kind: Kind, begin: int, values: torch.Tensor) -> None:
+        """Fill `values`, of the dtype that `read` gives, with the chunk of `kind` from element `begin` on."""
+        block = self.unit.blocks[kind]
+        if kind is Kind.GRAD:
+            self.unit.gradients.wait()
+        if kind is Kind.MASTER and not block.written:
+            param = torch.empty_like(values, dtype=self.unit.dtype)
+            self.read_chunk(Kind.PARAM, begin, param)
+            values.copy_(param)
+            return
+        kinds = (Kind.PARAM, kind) if block.format is SPLIT else (kind,)
+        with self._checked_out(kinds, begin, load=True) as tensors:
+            if kind in (Kind.PARAM, Kind.GRAD):
+                values.copy_(tensors[0].view(values.dtype))
+            elif kind is Kind.MASTER:
+                codec.decode_master(block.format, tensors, values)
+            else:
+                codec.decode_moment(block.format, kind, tensors[0], values)
+
+    def write(self, kind: Kind, shard: torch.Tensor) -> None:
+        """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the dtype that `read` gives.
+
+        A master takes its parameter along, which is the master rounded. When that fails the content is in part new: whoever
+        uses the engine from then on gets `EngineClosedError`.
+        """
+        self.write_chunks(kind, lambda begin, end: shard[begin:end])
+
+    def write_chunks(self, kind: Kind, content: Callable[[int, int], torch.Tensor]) -> None:
+        """Like `write`, but of one chunk after the other: `content(begin, end)` gives these elements of the shard."""
+        kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
+        form = self.unit.blocks[kind].format
+        self.unit.rollback()
+        if Kind.PARAM in kinds:
+            self.unit.store.resident.begin_update(self.unit.blocks[Kind.PARAM])
+        try:
+            starts = self.chunks()
+            for begin, end in zip(starts, [*starts[1:], self.unit.layout.shard_numel], strict=True):
+                values = content(begin, end)
+                with self._checked_out(kinds, begin, load=False) as tensors:
+                    if kind is Kind.MASTER:
+                        codec.encode_master(form, values, tensors[0].view(self.unit.dtype), tensors[1])
+                    elif kind in (Kind.PARAM, Kind.GRAD):
+                        tensors[0].view(self.dtype_of(kind)).copy_(values)
+                    else:
+                        codec.encode_moment(form, kind, values, tensors[0])
+        except BaseException as error:
+            self.unit.store.latch.fail(error)
+            raise
+        self.unit.store.resident.end_update([self.unit.blocks[k] for k in kinds])
+
+    def restart(self, kind: Kind, positions: Sequence[int]) -> None:
+        """Let the states of `kind` of these parameters begin anew: a moment is zeros, a master the parameter. The others stay."""
+        overlaps = [self.unit.layout.overlap(index, self.unit.rank) for index in positions]
+
+        def content(begin: int, end: int) -> torch.Tensor:
+            values, fresh = torch.empty(end - begin, dtype=self.dtype_of(kind)), torch.zeros(end - begin, dtype=self.unit.dtype)
+            self.read_chunk(kind, begin, values)
+            if kind is Kind.MASTER:
+                self.read_chunk(Kind.PARAM, begin, fresh)
+            for overlap in overlaps:
+                low, high = max(overlap.in_shard, begin) - begin, min(overlap.in_shard + overlap.length, end) - begin
+                if low < high:
+                    values[low:high].copy_(fresh[low:high])
+            return values
+
+        if self.unit.blocks[kind].written:
+            self.write_chunks(kind, content)
+
+    def dtype_of(self, kind: Kind) -> torch.dtype:
+        """What `read` gives and `write` takes."""
+        return {Kind.PARAM: self.unit.dtype, Kind.GRAD: self.unit.gradient_dtype}.get(kind, torch.float32)
+
+    @contextmanager
+    def _checked_out(self, kinds: Sequence[Kind], begin: int, load: bool) -> Iterator[list[torch.Tensor]]:
+        """The chunks from element `begin` on of these blocks, uint8; what the context leaves in them is written unless `load`."""
+        blocks = [self.unit.blocks[kind] for kind in kinds]
+        chunks = self.unit.store.staging.check_out(ChunkRequest(blocks, begin, blocks if load else ()))
+        try:
+            for chunk in chunks:
+                chunk.wait()
+            yield [chunk.tensor for chunk in chunks]
+            if not load:
+                for chunk in chunks:
+                    chunk.commit()
+        finally:
+            with ExitStack() as stack:
+                for chunk in chunks:
+                    stack.callback(chunk.release)
+
+    def gather(self, kind: Kind) -> torch.Tensor:
+        """Like `read`, but the whole unit (numel,) from all ranks; every rank must call it."""
+        shard = self.read(kind)
+        exchange = self.unit.exchange
+        if exchange is None or not self.unit.shared:
+            return shard
+        full = torch.empty(self.unit.layout.numel, dtype=shard.dtype)
+        join = functools.partial(collectives.all_gather_home, full, shard, exchange.ranks.shards, exchange.device)
+        exchange.post(f"gather {kind.value} of", self.unit.name, join, self.unit.sent_bytes(shard), everywhere=False).wait()
+        return full
