@@ -58,7 +58,8 @@ from infinity.observe import Recorder
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.schedule.runtime import Runtime
-from infinity.sharding.unit import Border, Unit, UnitState
+from infinity.sharding.parameter_data import UnitState
+from infinity.sharding.unit import Border, Unit
 from infinity.sharding.use import Showing, Unpacking, collected, described
 
 _GRAD: Any = torch.Tensor.grad
@@ -264,7 +265,7 @@ class Hooks(Border):
         return Showing(unit, self._runtime.enter(unit), self._left)
 
     def _left(self, unit: Unit) -> None:
-        if unit.state is UnitState.SHARDED and any(map(torch.is_autocast_enabled, _AUTOCAST)):  # see [Note: casts]
+        if unit.data.state is UnitState.SHARDED and any(map(torch.is_autocast_enabled, _AUTOCAST)):  # see [Note: casts]
             torch.clear_autocast_cache()
         unit.release()
 

@@ -132,7 +132,7 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
                     view.copy_(local(parameter.data))
             initialise(model, uninitialised)
             unit.states.write(kind, unit.shard_of(flat))
-            unit.guard()
+            unit.data.guard()
     forget(model)
     for name, buffer in persistent_buffers(model):
         if weights is not None and name in weights:

@@ -3,7 +3,8 @@
 [Note: twice sharded]
 `parallelize_module` makes of a parameter a DTensor, of which each rank of a tensor parallel mesh has a part or a copy: its local
 tensor. That is what a unit lays out, gathers over the data parallel ranks and updates. The parameter stays the DTensor that it
-was; what its local tensor is changes no more, but has its data in the unit or nowhere, as a plain parameter has (`Unit.guard`).
+was; what its local tensor is changes no more, but has its data in the unit or nowhere, as a plain parameter has
+(`ParameterData.guard`).
 
 [Note: the same on all tensor parallel ranks]
 Shards of a dimension that does not divide evenly differ in size. Each has the room of the largest, so that units, offsets and

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from infinity.config import Config, Tier
 from infinity.placement.spec import BF16, FP32, INT8, SPLIT, BlockSpec, Format, Kind
@@ -19,11 +17,10 @@ from infinity.sharding.exchange import Collective, Exchange
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.gradients import Gradients
 from infinity.sharding.layout import Layout
-from infinity.sharding.parameter import guard_for, kept_by_engine
+from infinity.sharding.parameter_data import ParameterData
 from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.states import States
-from infinity.sharding.tensor_parallel import attach, cut_along, local, part_of
-from infinity.sharding.use import GatheredParameter, Views, Window
+from infinity.sharding.tensor_parallel import cut_along, local, part_of
 from infinity.tiers.block import Block
 from infinity.tiers.store import Store
 
@@ -33,17 +30,6 @@ MOMENTS: dict[str, tuple[Kind, ...]] = {
     "momentum": (Kind.EXP_AVG,), "sgd": (), "other": (),
 }  # fmt: skip
 """The moments that each `Config.algorithm` has."""
-
-
-class UnitState(enum.Enum):
-    """What the parameters of a unit point at.
-
-    SHARDED: a one-element placeholder; touching the data raises. UNSHARDED: views of the unit's run of the compute arena. Of a
-    DTensor that is its local tensor, always the same object.
-    """
-
-    SHARDED = enum.auto()
-    UNSHARDED = enum.auto()
 
 
 class Border:
@@ -94,7 +80,8 @@ class UnitListeners(NamedTuple):
 class Unit:
     """Parameters of one dtype, all trainable or all frozen, in one flat buffer of which this rank keeps its shard.
 
-    Lives as long as the engine. The thread that runs the model calls `unshard`, `reshard` and `collect`.
+    Lives as long as the engine. Its parts are `data` (what the parameters point at), `gradients` and `states`. It brings the
+    parameters to the compute device itself: `start`, `wait`, `release`, for the thread that runs the model.
     """
 
     def __init__(
@@ -124,20 +111,10 @@ class Unit:
         """Where its parameters are at home; "" while nobody manages them."""
         self.listeners = UnitListeners(Updates(), Border())
         """Who is told; nobody before `connect`."""
-        self.state = UnitState.UNSHARDED
         self.gradients = Gradients(self)
         """Those of the step under way."""
         self.states = States(self)
         """What its blocks hold, on the host."""
-        self.shown = 0
-        """How many uses show the parameters."""
-        self._window: Window | None = None
-        self._placeholder = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype)
-        self._tensors = [torch.empty(0, dtype=dtype) if isinstance(p, DTensor) else p for p in self.parameters]
-        held = {id(t): t for t in (*self.parameters, *self._tensors)}.values()
-        guards = {kind: guard_for(self, kind) for kind in dict.fromkeys(map(type, held))}
-        self._guarded = [(t, type(t), guards[type(t)]) for t in held]  # with their classes while gathered, and while not
-        self._positions = {id(t): i for those in (self.parameters, self._tensors) for i, t in enumerate(those)}
         self.exchange: Exchange | None = None
         """Who joins the collectives of this unit and brings its gradients home; None with one rank that does that itself."""
         self.gather_posted: Collective | None = None
@@ -170,8 +147,8 @@ class Unit:
         """Add this unit's blocks to the store: parameters, and for a trainable unit gradients, master and moments."""
         shard = self.layout.shard_numel
         self.store, self.algorithm = store, config.algorithm
-        self.views = Views(self.parameters, self._tensors, self.layout.places, config.tuning.poison, self._assign_gradient)
-        """The parameters, as they point at the bytes of the unit while that is shown."""
+        self.data = ParameterData(self, config.tuning.poison)
+        """What the parameters point at."""
         self.spill = config.nvme if config.optimizer == "nvme" else ()  # directories for states that have no block
 
         def add(kind: Kind, form: Format, tier: Tier, span: int = 0, whole: bool = False) -> None:
@@ -202,21 +179,18 @@ class Unit:
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether this is one of this unit's parameters."""
-        return id(parameter) in self._positions
-
-    def name_of(self, parameter: torch.Tensor) -> str:
-        """The qualified name of one of this unit's parameters."""
-        return self.names[self._positions[id(parameter)]]
+        return self.data.position(parameter) is not None
 
     def position(self, parameter: torch.Tensor) -> int:
         """The index of one of this unit's parameters."""
-        return self._positions[id(parameter)]
+        found = self.data.position(parameter)
+        if found is None:
+            raise KeyError(f"no parameter of {self.name}")
+        return found
 
-    def _assign_gradient(self, index: int, value: torch.Tensor | None) -> None:
-        """The `.grad` of a parameter that is shown was set."""
-        if value is not None:
-            raise kept_by_engine(self.names[index])
-        self.gradients.forget([index])
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The qualified name of one of this unit's parameters."""
+        return self.names[self.position(parameter)]
 
     # Parameters
 
@@ -264,61 +238,21 @@ class Unit:
         """End one `start`: the unit may be evicted."""
         self.store.resident.release(self.blocks[Kind.PARAM])
 
-    def show(self, flat: torch.Tensor, writable: bool = False) -> None:
-        """SHARDED -> UNSHARDED: the parameters point at their places in `flat` (numel,); paired with `hide`. See `Showing`."""
-        if self.shown == 0:
-            self._lift_guard()
-            self.views.attach(flat)
-            for tensor, plain, _ in self._guarded:
-                if plain is nn.Parameter:
-                    tensor.__class__ = GatheredParameter
-            self.state = UnitState.UNSHARDED
-        self.shown += 1
-        self.views.writers += writable
-
-    def hide(self, writable: bool = False) -> None:
-        """End one `show`; after the last UNSHARDED -> SHARDED: the parameters point at a guarded placeholder."""
-        self.shown -= 1
-        self.views.writers -= writable
-        if self.shown == 0:
-            self.guard()
-            self.views.detach()
-
-    def window(self, flat: torch.Tensor) -> Window:
-        """The bytes of the unit in `flat` (numel,) as a storage of their own, one for as long as they lie there."""
-        if self._window is None or self._window.storage.data_ptr() != flat.data_ptr():
-            self._window = Window(flat, 0, flat.numel())
-        return self._window
-
     def changed(self) -> list[str]:
         """The names of parameters that were written to while nobody may, each told once. The copy is not used again."""
-        names = [self.names[index] for index in self.views.changed()] if self.shown else []
+        names = [self.names[index] for index in self.data.changed()]
         if names:
             self.outdate()
             self.store.resident.discard(self.blocks[Kind.PARAM])
         return names
-
-    def guard(self) -> None:
-        """Point the parameters at the placeholder; what they held is freed if nobody else holds it."""
-        self._lift_guard()  # it lets nobody touch the data, us included
-        for parameter, tensor, place in zip(self.parameters, self._tensors, self.layout.places, strict=True):
-            tensor.data = self._placeholder.expand(place.shape)
-            if isinstance(parameter, DTensor) and local(parameter) is not tensor:
-                attach(parameter, tensor)
-        for tensor, _, guard in self._guarded:
-            tensor.__class__ = guard
-        self.shown, self.state = 0, UnitState.SHARDED
-
-    def _lift_guard(self) -> None:
-        for tensor, plain, _ in self._guarded:
-            tensor.__class__ = plain
 
     # Gradients
 
     def bind(self, device: torch.device, buffer: GradientBuffer | None, exchange: Exchange | None) -> None:
         """The compute device, how gradients travel (through `buffer`, or straight into their home when it is None), and the
         exchange of all units of this rank; None where neither other ranks nor a discrete device make it worth a thread."""
-        self._placeholder, self.tier = self._placeholder.to(device), self.blocks[Kind.PARAM].tier
+        self.data.place_on(device)
+        self.tier = self.blocks[Kind.PARAM].tier
         self.exchange = exchange
         self.gradients.bind(buffer)
 
@@ -344,9 +278,7 @@ class Unit:
         self.tier, self._gathered_lease = "", None
         # A gloo group that lives until the interpreter ends may abort the process there (torch 2.13).
         self.ranks = ALONE
-        self.guard()
-        self.views.close()
-        self._window = None
+        self.data.close()
 
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat buffer (numel,)."""

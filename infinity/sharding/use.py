@@ -226,7 +226,7 @@ class Unpacking(Use):
 
     def __init__(self, unit: Unit, flat: torch.Tensor, leave: Callable[[Unit], None]) -> None:
         super().__init__(unit, leave)
-        self.window = unit.window(flat)
+        self.window = unit.data.window(flat)
 
     def referenced(self) -> list[str]:
         """The unit's name while there is a view."""
@@ -242,14 +242,15 @@ class Showing(Use):
     def __init__(self, unit: Unit, flat: torch.Tensor, leave: Callable[[Unit], None], writable: bool = False) -> None:
         super().__init__(unit, leave)
         self._writable = writable
-        unit.show(flat, writable)
+        unit.data.show(flat, writable)
 
     def referenced(self) -> list[str]:
         """The parameters that somebody refers to; none while other uses show them, too."""
-        return [self.unit.names[index] for index in self.unit.views.referenced()] if self.unit.shown == 1 else []
+        data = self.unit.data
+        return [self.unit.names[index] for index in data.views.referenced()] if data.shown == 1 else []
 
     def _hide(self) -> None:
-        self.unit.hide(self._writable)
+        self.unit.data.hide(self._writable)
 
 
 def collected(use: Use) -> list[str]:

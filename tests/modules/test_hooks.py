@@ -53,7 +53,7 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
 
 def assert_unused(model: nn.Module) -> None:
     for unit in infinity.engine(model).units:
-        assert unit.state.name == "SHARDED", unit.name
+        assert unit.data.state.name == "SHARDED", unit.name
         assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), unit.name
 
 

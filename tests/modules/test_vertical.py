@@ -96,7 +96,7 @@ def train(build: Build, batch: Batch, way: Way, count: int = 3, steps: int = 3, 
 
 def assert_unused(model: nn.Module) -> None:
     for unit in infinity.engine(model).units:
-        assert unit.state.name == "SHARDED", unit.name
+        assert unit.data.state.name == "SHARDED", unit.name
         assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), unit.name
 
 

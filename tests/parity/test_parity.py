@@ -69,7 +69,7 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
         engine = infinity.engine(model)
         engine.drain()
         for unit in engine.units:
-            assert unit.state.name == "SHARDED", unit.name
+            assert unit.data.state.name == "SHARDED", unit.name
             assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), unit.name
         engine.close()
 
