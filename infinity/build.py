@@ -276,7 +276,7 @@ class Build:
         self.undo.callback(hooks.close)
         for unit in units:
             unit.connect(UnitListeners(updater, hooks))
-        finalizer = end_with(self._model, hooks, updater, store, units)
+        finalizer = end_with(self._model, hooks, updater, self.buffer, store, units)
         self.undo.callback(finalizer.detach)
         reporter = Reporter(config, store, units, runtime, updater, self.exchange, meter, self._recorder)
         parts = Parts(

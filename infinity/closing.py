@@ -16,19 +16,27 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from infinity.modules.hooks import Hooks
 from infinity.optim.updater import Updater
+from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
 
 _OURS = f"{__name__.partition('.')[0]}."
 
 
-def end_with(model: nn.Module, hooks: Hooks, updater: Updater, store: Store, units: Sequence[Unit]) -> weakref.finalize[Any, Any]:
+def end_with(
+    model: nn.Module,
+    hooks: Hooks,
+    updater: Updater,
+    buffer: GradientBuffer | None,
+    store: Store,
+    units: Sequence[Unit],
+) -> weakref.finalize[Any, Any]:
     """Have these parts shut down when `model` is collected or the interpreter ends.
 
     They must not keep the model alive. Whoever ends them sooner detaches the result, and calls
     `shut_down` with the arguments that it had.
     """
-    return weakref.finalize(model, _collected, os.getpid(), hooks, updater, store, units)
+    return weakref.finalize(model, _collected, os.getpid(), hooks, updater, buffer, store, units)
 
 
 def _collected(*parts: Any) -> None:
@@ -49,7 +57,14 @@ def _collected(*parts: Any) -> None:
         shut_down(*parts)
 
 
-def shut_down(process: int, hooks: Hooks, updater: Updater, store: Store, units: Sequence[Unit]) -> None:
+def shut_down(
+    process: int,
+    hooks: Hooks,
+    updater: Updater,
+    buffer: GradientBuffer | None,
+    store: Store,
+    units: Sequence[Unit],
+) -> None:
     """End every thread, the last that was begun first; the parameters have no data from then on.
 
     Nothing in a forked child: the threads are not there, and files and locks are the parent's.
@@ -60,6 +75,8 @@ def shut_down(process: int, hooks: Hooks, updater: Updater, store: Store, units:
         stack.callback(store.close)
         for unit in units:
             stack.callback(unit.close)
+        if buffer is not None:
+            stack.callback(buffer.close)
         if units[0].exchange is not None:  # may be in the middle of a gather, into memory of the store
             stack.callback(units[0].exchange.close)
         stack.callback(hooks.close)

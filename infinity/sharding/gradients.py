@@ -196,7 +196,8 @@ class Gradients:
             if keeps or self.has(index):
                 self._entries[index] = Entry(Where.FORGOTTEN if keeps else Where.NOWHERE)
         self._measured = 0, None
-        if all(entry.where in (Where.FORGOTTEN, Where.ZEROED) for entry in self._entries) and not self._is_held():
+        held = self._buffer is not None and self._buffer.holder is unit
+        if not held and all(entry.where in (Where.FORGOTTEN, Where.ZEROED) for entry in self._entries):
             self.clear()
 
     def zero(self, indices: Iterable[int]) -> None:
@@ -298,11 +299,6 @@ class Gradients:
         if self._buffer is not None:
             self._buffer.settle()
 
-    def close(self) -> None:
-        """The engine was closed."""
-        if self._buffer is not None:
-            self._buffer.close()
-
     def _bring_home(self, full: torch.Tensor, first: bool, collected: int) -> None:
         """Reduce and add up; if these were the last gradients of the step, say what their norm needs, while the model goes on."""
         self._block.add_up(self._block.reduced(full), first)
@@ -327,9 +323,6 @@ class Gradients:
     def _set(self, indices: Iterable[int], where: Where) -> None:
         for index in indices:
             self._entries[index] = self._entries[index]._replace(where=where)
-
-    def _is_held(self) -> bool:
-        return self._buffer is not None and self._buffer.holder is self._unit
 
     def _open(self) -> None:
         """SETTLED or SPENT -> COLLECTING: what is added comes on top of what torch would have, clipped as it is."""

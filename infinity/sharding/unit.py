@@ -274,7 +274,6 @@ class Unit:
 
     def close(self) -> None:
         """The engine was closed: the parameters keep shape and dtype, and have no data on any tier."""
-        self.gradients.close()
         self.tier, self._gathered_lease = "", None
         # A gloo group that lives until the interpreter ends may abort the process there (torch 2.13).
         self.ranks = ALONE
