@@ -224,8 +224,8 @@ class Loading(LoadPlanner):
         found = self._reader.tensor(key)
         if found is not None and found.properties.dtype != dtype:
             raise CheckpointError(
-                f"{self._where} does not fit: {key} is {found.properties.dtype} there, and {dtype} here (what is trained is "
-                "saved in fp32, what is frozen in its own dtype)"
+                f"{self._where} does not fit: {key} is {found.properties.dtype} there, and {dtype} here (trained parameters "
+                "are saved in fp32, frozen ones in their own dtype)"
             )
 
     def _check_optimizers(self, here: list[dict[str, Any]]) -> None:

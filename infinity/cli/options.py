@@ -55,8 +55,8 @@ Accumulate = Annotated[
 AccumulationOrder = Annotated[
     Literal["horizontal", "vertical"],
     typer.Option(
-        help="vertical: all forward passes of a step go through a unit before the next one, so that parameters move once per "
-        "step, and activations of all of them are kept at once.",
+        help="vertical: all forward passes of a step go through one unit before the next unit. Parameters then move once per "
+        "step, and the activations of all passes are alive at once.",
         rich_help_panel=_TRAINING,
     ),
 ]

@@ -122,7 +122,11 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ranks = summary["ranks"]
     rows = [
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters"),
-        *([("ranks", f"{ranks}; bytes moved are of all, a peak is that of one rank, times are of rank 0")] if ranks > 1 else []),
+        *(
+            [("ranks", f"{ranks}; bytes moved are those of all, peaks those of one rank, times those of rank 0")]
+            if ranks > 1
+            else []
+        ),
         ("steps", str(summary["steps"]) + (" (interrupted)" if summary["signal"] is not None else "")),
         ("loss, first to last", f"{number(loss['first'])} to {number(loss['last'])}"),
         ("validation loss", number(loss["validation"])),
@@ -135,7 +139,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("speculative updates", f"{speculative['kept']:,} kept, {speculative['rolled_back']:,} rolled back"))
     if summary["loss_scale"] is not None or summary["steps_skipped"]:
         scale = "" if summary["loss_scale"] is None else f"; loss scale {summary['loss_scale']:,.0f} at the end"
-        rows.append(("steps skipped", f"{summary['steps_skipped']}, for gradients that were not finite{scale}"))
+        rows.append(("steps skipped", f"{summary['steps_skipped']}, because gradients were not finite{scale}"))
     rows += [(f"time: {cause}", format_seconds(spent)) for cause, spent in seconds.items()]
     rows += [(f"waited for {wait['unit']}", format_seconds(wait["seconds"])) for wait in summary["worst_waits"]]
     for tier, memory in summary["memory"].items():

@@ -79,8 +79,8 @@ def render_report(summary: dict[str, Any], history: History, spans: Sequence[Spa
         ),
         section(
             "Timeline of the last steps",
-            "Reading, writing and the optimizer should run while compute runs; what shows in the wait lanes is time the "
-            "model stood still. trace.json beside this page has every recorded span, for ui.perfetto.dev.",
+            "Reading, writing and the optimizer should run beside compute. In the wait lanes the model stands still. "
+            "trace.json beside this page has every recorded span, for ui.perfetto.dev.",
             timeline_figure(history, spans),
         ),
         '<div class="pair">',

@@ -49,14 +49,16 @@ def _check_modules(model: nn.Module) -> None:
 def _check_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(parameter):
-            raise ConfigError(f"{name} has no shape yet, for its module is lazy: run the model on one batch before infinity.wrap")
+            raise ConfigError(
+                f"{name} has no shape yet, because its module is lazy: run the model on one batch before infinity.wrap"
+            )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, (ShardedParameter, GatheredParameter)):
             _refuse_managed(name, isinstance(parameter, GatheredParameter) or bool(type(parameter).unit.tier))
         if _is_made_of_others(parameter):
             raise ConfigError(
                 f"{name} is a {type(parameter).__name__}, a tensor made of others, which cannot be laid out as bytes: wrap the "
-                "model before that replaces its parameters, or register it as a buffer, which stays on the compute device"
+                "model before that type replaces its parameters, or register it as a buffer, which stays on the compute device"
             )
         if parameter.layout is not torch.strided or parameter.is_quantized:
             kind = "quantized" if parameter.is_quantized else str(parameter.layout).removeprefix("torch.")
@@ -70,7 +72,9 @@ def _refuse_managed(name: str, is_open: bool) -> None:
         raise ConfigError(
             f"{name} belongs to a model that is wrapped already: build both anew, and wrap one module that holds them"
         )
-    raise ConfigError(f"{name} has no data any more, for its engine was closed: build the model again, and load what you saved")
+    raise ConfigError(
+        f"{name} has no data any more, because its engine was closed: build the model again and load your checkpoint"
+    )
 
 
 def _refuse_dtype(name: str, dtype: torch.dtype) -> None:

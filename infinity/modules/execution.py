@@ -94,7 +94,7 @@ class Execution:
         if busy is not None:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise RuntimeError(
-                f"{what} on thread {threading.current_thread().name}, while {names.get(busy)} is inside of a forward or backward "
+                f"{what} on thread {threading.current_thread().name}, while {names.get(busy)} runs a forward or backward "
                 "of the same wrapped model, which serves one thread at a time; hold a lock around both, or wrap a model for each"
             )
 

@@ -203,8 +203,8 @@ class Hooks(Border):
         transform = torch._C._functorch.peek_interpreter_stack()
         if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
             raise RuntimeError(
-                "torch.func.grad, vjp and their kind cannot pass a wrapped model, for they take no hooks on saved tensors, by "
-                "which parameters come back for the backward; use loss.backward(), and infinity.engine(model).gradient(parameter)"
+                "torch.func.grad, vjp and their kind cannot pass a wrapped model: they take no hooks on saved tensors, which "
+                "bring the parameters back for the backward; use loss.backward(), and infinity.engine(model).gradient(parameter)"
             )
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -236,9 +236,9 @@ class Hooks(Border):
             )
         if kept:
             raise ShardedParameterError(
-                f"{type(module).__name__} leaves a view of {described(kept)} behind, in what it returned, in an attribute or in "
-                "hooks on saved tensors, and the data leaves with the end of the forward; keep a copy (.clone()), or call it "
-                "inside `with infinity.gathered(model):`"
+                f"{type(module).__name__} leaves a view of {described(kept)} behind: in its output, in an attribute or in hooks "
+                "on saved tensors. The data leaves when the forward ends; keep a copy (.clone()), or call the module inside "
+                "`with infinity.gathered(model):`"
             )
 
     def _end_uses(self, call: Call, output: Any, failed: bool) -> list[str]:

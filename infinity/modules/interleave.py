@@ -269,7 +269,7 @@ class Interleaver:
         if self._last.get(parameter, 0) > micro_batch.index:
             raise InfinityError(
                 f"{unit.names[index]} got a gradient of micro-batch {micro_batch.index} after one of a later micro-batch, "
-                "which sums them in another order than one after the other; "
+                "so the sum would have another order than in horizontal order; "
                 'use infinity.accumulate(..., order="horizontal")'
             )
         micro_batch.bring(parameter)

@@ -43,7 +43,7 @@ from infinity.sharding.tensor_parallel import Form, form_of, local
 from infinity.sharding.unit import Unit
 
 NO_GRAPH = (
-    "infinity brings the parameters of each unit, such as a block, in a hook, which cannot be a part of a graph: "
+    "infinity brings the parameters of each unit, such as a block, in a hook, and a hook cannot be part of a graph: "
     "compile block after block, or leave out fullgraph=True"
 )
 

@@ -63,8 +63,8 @@ def adapt(
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"{optimizer.__name__} evaluates the loss again inside of its step, for all parameters at once, which cannot be done "
-            "unit by unit; take one whose step needs no closure"
+            f"{optimizer.__name__} evaluates the loss inside its step, for all parameters at once, but infinity updates unit by "
+            "unit; use an optimizer whose step needs no closure"
         )
     return Adapted(optimizer, params, settings, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
 
@@ -162,8 +162,8 @@ class Adapted(Optimizer):
         super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
         tier = "on nvme" if any(unit.spill for unit in self.units) else "in host memory"
         log.warning(
-            "%s is not among the optimizers that infinity has kernels for: it updates one unit after the other on the host while "
-            "step() waits, which needs memory beside the budgets for one unit; its states are kept %s, beside the budgets",
+            "infinity has no kernels for %s: it updates one unit after the other on the host while step() waits; "
+            "one unit needs memory beside the budgets; its states are %s, beside the budgets",
             kind.__name__,
             tier,
         )

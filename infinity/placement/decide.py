@@ -78,7 +78,7 @@ class Layout:
         copies = min(copies, sum(spec.span for spec in place.travelling()))
         need = place.home_bytes("gpu") + round_up(self.most_reserve, PAGE) + copies
         return BudgetError(
-            f"{wanted.name} does not fit into gpu_memory={format_bytes(place.config.gpu_memory)} beside what is in use at the "
+            f"{wanted.name} does not fit into gpu_memory={format_bytes(place.config.gpu_memory)} beside the units in use at the "
             f"same time ({', '.join(spec.name for spec in pinned)}); gpu_memory={need} ({format_bytes(need)}) is enough for "
             f"these{place.fixed()}"
         )
@@ -306,7 +306,7 @@ def describe_choice(placement: Placement, rates: Rates) -> str:
     """What `with_gpu_cache` chose by `rates`, for a log."""
     drives = f", {rates.nvme / 1e9:.1f} of the drives" if rates.nvme < math.inf else ""
     return (
-        f"{format_bytes(placement.gpu_cache_bytes)} of states stay on the compute device: measured were "
+        f"{format_bytes(placement.gpu_cache_bytes)} of states stay on the compute device; measured: "
         f"{rates.upload / 1e9:.1f} GB/s to it, {rates.download / 1e9:.1f} from it{drives}, and "
         f"{rates.updates / 1e9:.2f} billion updates of parameters per second on the CPU"
     )

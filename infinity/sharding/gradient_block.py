@@ -118,7 +118,7 @@ class GradientBlock:
 
     def _partners(self) -> Exchange:
         if self._unit.exchange is None:
-            raise RuntimeError(f"there is nobody to reduce {self._unit.name} with")
+            raise RuntimeError(f"there is no other rank to reduce {self._unit.name} with")
         return self._unit.exchange
 
     def _average(self, values: torch.Tensor) -> None:

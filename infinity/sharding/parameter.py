@@ -74,7 +74,7 @@ class ShardedParameter(nn.Parameter):
         unit = owner.unit
         who = unit.name_of(parameter) if parameter is not None else unit.name
         if not unit.tier:
-            raise EngineClosedError(f"{who} has no data any more, for its engine was closed; save what you need before that")
+            raise EngineClosedError(f"{who} has no data any more, because its engine was closed; save the data first, then close")
         if attribute == "grad":
             raise kept_by_engine(who)
         if unit.listeners.border.touched(unit):
@@ -98,8 +98,8 @@ class ShardedParameter(nn.Parameter):
         if isinstance(parameter, ShardedParameter) and requires_grad and not type(parameter).unit.trainable:
             raise ConfigError(
                 f"{type(parameter).unit.name_of(parameter)} was frozen (requires_grad=False) when the model was wrapped, so it "
-                "has no place for gradients and states; wrap what is to be trained later with requires_grad=True, and freeze it "
-                "after that: parameter.requires_grad_(False) keeps the place"
+                "has no place for gradients and states; to train it later, wrap it with requires_grad=True and freeze it "
+                "afterwards: parameter.requires_grad_(False) keeps the place"
             )
 
     @classmethod

@@ -85,13 +85,13 @@ class Latch:
         """Raise where nothing can be brought: `EngineClosedError` in a forked child, `RuntimeError` while a graph is captured."""
         if os.getpid() != self._process:
             raise EngineClosedError(
-                "this process was forked from the one that wrapped the model, whose threads and files it does not have; use the "
-                "model there, or start processes by torch.multiprocessing's 'spawn' and wrap a model in each"
+                "this process was forked from the one that wrapped the model, and has neither its threads nor its files; use the "
+                "model there, or start processes with torch.multiprocessing's 'spawn' and wrap a model in each"
             )
         if self._device.is_capturing():
             raise RuntimeError(
-                "a CUDA graph is being captured, which would replay this use of the model without what the engine does for it "
-                "(bringing parameters, taking gradients); capture what uses no parameters of a wrapped model, or leave graphs out"
+                "a CUDA graph is being captured, and its replay would skip the work of the engine (bringing parameters, taking "
+                "gradients); capture only code that uses no parameters of a wrapped model, or leave graphs out"
             )
 
     def _error(self) -> EngineClosedError:

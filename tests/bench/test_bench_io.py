@@ -767,8 +767,8 @@ def evidence(**changes: Any) -> Evidence:
         ([PLACE], {"together": 7.0}, "the PCIe link: 7.00 GB/s is 89% of its 7.88 GB/s"),
         ([PLACE], {}, "the device itself (nvme0n1): twice as much in flight is not faster than 3.00 GB/s, 38% of the PCIe link"),
         ([PLACE], {"cpu_share": 0.95}, "the CPU: each engine takes 95% of a core for 3.00 GB/s"),
-        ([PLACE], {"wider": 4.0}, "what is in flight: 3.00 GB/s, and the search saw 4.00 GB/s with more of it"),
-        ([PLACE], {"wider": None}, "what is in flight (32 requests of 2048 KiB) or by the device: 3.00 GB/s"),
+        ([PLACE], {"wider": 4.0}, "the bytes in flight: 3.00 GB/s, and the search saw 4.00 GB/s with more of it"),
+        ([PLACE], {"wider": None}, "the bytes in flight (32 requests of 2048 KiB) or by the device: 3.00 GB/s"),
         (
             [PLACE, PLACE],
             {"together": 4.0, "alone": [3.0, 3.0]},

@@ -734,7 +734,7 @@ def frozen() -> Transformer:
         (lambda: transformer(tied=False), r"belongs to another model: it has no head\.weight$"),
         (without_norm, r"belongs to another model: it has norm\.weight, which this one lacks$"),
         (lambda: transformer(width=16), r"belongs to another model: places has shape \[1, 64, 32\], here \[1, 64, 16\]$"),
-        (frozen, r"does not fit: model\.norm\.weight is torch\.float32 there, and torch\.bfloat16 here \(what is trained"),
+        (frozen, r"does not fit: model\.norm\.weight is torch\.float32 there, and torch\.bfloat16 here \(trained parameters"),
     ],
     ids=["missing", "unexpected", "shape", "dtype"],
 )

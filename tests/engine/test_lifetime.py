@@ -145,7 +145,7 @@ def test_after_close_everything_says_so(tmp_path: Path) -> None:
     parameter = model.tokens.weight
     engine.close()
     assert (parameter.shape, parameter.dtype, parameter.requires_grad) == (torch.Size([64, 32]), torch.float32, True)
-    gone = "tokens.weight has no data any more, for its engine was closed; save what you need before that"
+    gone = "tokens.weight has no data any more, because its engine was closed; save the data first, then close"
     for touch in (lambda: parameter + 1, lambda: parameter.data, lambda: parameter[0], lambda: model(**text_batch(0))):
         with pytest.raises(infinity.EngineClosedError, match=gone):
             touch()

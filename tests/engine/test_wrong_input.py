@@ -365,7 +365,7 @@ def test_gradients_are_not_silently_elsewhere(wrapped: Transformer) -> None:
 
 def test_gathering_more_than_fits(tmp_path: Path, smallest: Callable[..., dict[str, int]]) -> None:
     """Is refused, and leaves nothing in use."""
-    fits = r"does not fit into gpu_memory=\d+ KiB beside what is in use at the same time"
+    fits = r"does not fit into gpu_memory=\d+ KiB beside the units in use at the same time"
     model = transformer()
     model = infinity.wrap(model, config(tmp_path, **smallest(model, nvme=[tmp_path])))
     with infinity.engine(model) as engine:
@@ -577,7 +577,7 @@ def test_scripted_modules(inside: bool, tmp_path: Path) -> None:
 
 def test_lazy_modules(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8))
-    text = r"^1\.weight has no shape yet, for its module is lazy: run the model on one batch before infinity\.wrap$"
+    text = r"^1\.weight has no shape yet, because its module is lazy: run the model on one batch before infinity\.wrap$"
     refused(model, text, tmp_path)
     model(torch.ones(1, 8))
     infinity.engine(infinity.wrap(model, config(tmp_path))).close()
@@ -618,7 +618,7 @@ def test_a_model_whose_engine_was_closed(tmp_path: Path) -> None:
     model = infinity.wrap(transformer(), config(tmp_path))
     infinity.engine(model).close()
     with pytest.raises(
-        infinity.ConfigError, match=r"^places has no data any more, for its engine was closed: build the model again"
+        infinity.ConfigError, match=r"^places has no data any more, because its engine was closed: build the model again"
     ):
         infinity.wrap(model, config(tmp_path))
 

@@ -491,7 +491,7 @@ def test_a_second_thread_is_refused_while_the_first_is_inside(when: str, wrap: W
     assert len(refused) == 4
     for error in refused:
         assert isinstance(error, RuntimeError)
-        assert re.search(r"on thread second, while MainThread is inside of a forward or backward.*lock around both", str(error))
+        assert re.search(r"on thread second, while MainThread runs a forward or backward.*lock around both", str(error))
     optimizer.step()
     optimizer.zero_grad()
     assert run_beside(lambda: model(batch()).sum().backward()) is None  # one after the other is all right

@@ -176,8 +176,8 @@ def test_there_is_one_notice(wrap: Callable[..., infinity.Engine], caplog: pytes
     wrap(model)
     train(model, infinity.adapt(torch.optim.RMSprop, model.parameters()), range(3))
     assert caplog.messages == [
-        "RMSprop is not among the optimizers that infinity has kernels for: it updates one unit after the other on the host "
-        "while step() waits, which needs memory beside the budgets for one unit; its states are kept on nvme, beside the budgets"
+        "infinity has no kernels for RMSprop: it updates one unit after the other on the host while step() waits; "
+        "one unit needs memory beside the budgets; its states are on nvme, beside the budgets"
     ]
 
 
@@ -188,7 +188,7 @@ def test_there_is_one_notice(wrap: Callable[..., infinity.Engine], caplog: pytes
         (nn.Linear, "infinity.adapt takes a class of torch.optim optimizers that is not infinity's own, not <class"),
         (
             torch.optim.LBFGS,
-            "LBFGS evaluates the loss again inside of its step, for all parameters at once, which cannot be done",
+            "LBFGS evaluates the loss inside its step, for all parameters at once, but infinity updates unit by unit",
         ),
     ],
 )

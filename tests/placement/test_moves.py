@@ -221,7 +221,7 @@ def test_this_machine_is_measured(
     with caplog.at_level(logging.INFO, "infinity"):
         model = infinity.wrap(transformer(), config)
     with infinity.engine(model) as engine:
-        said = [record.getMessage() for record in caplog.records if "measured were" in record.getMessage()]
+        said = [record.getMessage() for record in caplog.records if "; measured: " in record.getMessage()]
         assert len(said) == 1 and "of the drives" in said[0] and " 0.0 " not in said[0]
         assert set(kernels) == {"scalar"}
         assert 0 < engine.report().gpu_resident < sum(b.nbytes for unit in engine.units for b in unit.blocks.values())
@@ -234,7 +234,7 @@ def test_what_is_in_memory_needs_no_drive(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.INFO, "infinity"):
         model = infinity.wrap(transformer(), configured(tmp_path, gpu_cache="auto", gpu_memory="400KiB", **states))
     infinity.engine(model).close()
-    (said,) = [record.getMessage() for record in caplog.records if "measured were" in record.getMessage()]
+    (said,) = [record.getMessage() for record in caplog.records if "; measured: " in record.getMessage()]
     assert "drive" not in said and "inf" not in said
 
 

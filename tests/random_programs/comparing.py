@@ -18,7 +18,7 @@ from random_programs.recipes import Recipe
 PATIENCE = 120
 """Seconds after which a player that has not ended is taken for one that never will: a hundred times what it needs."""
 
-REFUSED = 'sums them in another order than one after the other; use infinity.accumulate(..., order="horizontal")'
+REFUSED = 'the sum would have another order than in horizontal order; use infinity.accumulate(..., order="horizontal")'
 """Says an engine of a model whose gradients come in another order than its layers: the program ends there."""
 LEAST = 2.0**-100
 """What is smaller may come from subnormal numbers, which begin at 2**-126."""

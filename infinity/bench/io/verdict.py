@@ -60,10 +60,10 @@ def verdict(places: Sequence[Place], evidence: Evidence) -> str:
         link = f", {speed / sum(links):.0%} of the PCIe link" if len(links) == len(places) else ""
         cause = f"the device itself ({name}): twice as much in flight is not faster than {speed:.2f} GB/s{link}"
     elif evidence.wider is not None:
-        cause = f"what is in flight: {speed:.2f} GB/s, and the search saw {evidence.wider:.2f} GB/s with more of it"
+        cause = f"the bytes in flight: {speed:.2f} GB/s, and the search saw {evidence.wider:.2f} GB/s with more of it"
     else:
         flight = f"{evidence.setting.depth} requests of {evidence.setting.request_bytes >> 10} KiB"
-        cause = f"what is in flight ({flight}) or by the device: {speed:.2f} GB/s, and nothing with more in flight was tried"
+        cause = f"the bytes in flight ({flight}) or by the device: {speed:.2f} GB/s, and no setting with more in flight was tried"
     return f"{reached} {cause}{against}."
 
 
@@ -72,7 +72,7 @@ def lasting(first: float, last: float, written: int, write_set: int) -> str:
     if last < LASTS * first:
         return (
             f"Writes fall from {first:.2f} to {last:.2f} GB/s as {written / 1e9:.0f} GB are written: a cache of the drive is "
-            "full by then, and the lower figure is what training gets."
+            "full by then, and training gets the lower figure."
         )
     again = f", but on the same {write_set / 1e9:.0f} GB, which a cache may hold" if written > 1.1 * write_set else ""
     return f"Writes keep {last / first:.0%} of their first speed over {written / 1e9:.0f} GB{again}."
