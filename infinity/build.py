@@ -1,10 +1,11 @@
 """Building an engine: `wrap`, and the steps that it takes.
 
 [Note: all or nothing]
-What can be refused is refused by the first steps, which change nothing. From then on every step tells `Build.undo` how it is
-taken back, before the next one begins, and the last line of the last step is covered, too. So after a failure however late
-(memory of the device that is exhausted, Ctrl-C) the model, the process and the directories are as they were. What the parameters
-hold stays alive until all is done: see `infinity.modules.snapshot`.
+What can be refused is refused by the first steps, which change nothing. From then on every step
+tells `Build.undo` how to undo it, before the next one begins. The last line of the last step is
+covered, too. So after a failure, however late (exhausted device memory, Ctrl-C), the model, the
+process and the directories are as they were. The data of the parameters stays alive until all is
+done: see `infinity.modules.snapshot`.
 
 Several ranks meet after the steps that may fail on one of them alone, so that all go on or none (`together`).
 """
@@ -80,9 +81,10 @@ def wrap(
 ) -> Model:
     """Move the states of `model` to the tiers that `config` says, and train it from then on; returns the same module.
 
-    Parameters built inside `infinity.init()` get their values from the safetensors in `weights` (a Hugging Face directory or
-    one file), or from the modules' own initialisation under `seed`. `units` chooses classes or modules whose parameters move
-    together (default: the repeated blocks, small ones with those beside them).
+    Parameters built inside `infinity.init()` get their values from the safetensors in `weights`, a
+    Hugging Face directory or one file. Without `weights` the modules initialize them under `seed`.
+    `units` chooses classes or modules whose parameters move together (default: the repeated blocks,
+    small ones with those beside them).
 
     `group` says which ranks train one model together. "auto" takes all ranks where `torch.distributed` is initialized, as DDP and
     FSDP2 do, and one rank elsewhere; None is one rank. A process group shards over its ranks. A `DeviceMesh` has one dimension,

@@ -171,9 +171,9 @@ class Tuning(_Knobs):
     copy_on_write: bool = True
     """Write an updated state beside its old value, which takes twice the space on NVMe.
 
-    What a failed step leaves there is whole, and an update may begin before its step. Host memory
-    keeps both values of as many units as `cpu_memory` has room for, where all of a model is in
-    memory and `update` says early.
+    What a failed step leaves there is whole, and an update may begin before its step. If all of a
+    model is in memory and updates are speculative, host memory keeps both values of as many units
+    as `cpu_memory` has room for.
     """
     update: Literal["auto", "speculative", "exact", "plain", "delayed"] = "auto"
     """When optimizer updates run: "exact" beside the next forward, "speculative" from backward on,

@@ -15,8 +15,9 @@ descriptor, and a DataLoader worker may outlive a killed parent. So each child c
 the lock to the parent alone. A child that C code forked does not: it keeps the lock, and the error says so, because the
 file has the process, its start, and where both numbers are valid.
 
-A file system without flock() gets a file made with O_EXCL instead. It is taken over when the process in it has ended, which
-can be told only on the same machine and in the same pid namespace. Elsewhere the user has to remove the file.
+A file system without flock() gets a file made with O_EXCL instead. A new process takes it over when
+the process in it has ended. Only a process on the same machine and in the same pid namespace can
+tell. Elsewhere the user has to remove the file.
 
 [Note: a file that takes another's place]
 A new file is written in a folder beside its place, `.infinity-*.tmp`, which is locked. It is renamed when it is whole and on

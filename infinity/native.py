@@ -103,8 +103,9 @@ def _named_file() -> type[Any]:
 def make_engine(kind: str, **options: Any) -> Any:
     """A native I/O engine: "io_uring", "posix", or "auto" for the first that this machine allows.
 
-    `options` are those of `_aio.Engine`. Raises `ValueError` for options that cannot be, `RuntimeError` where io_uring was
-    asked for and cannot be had, and `InfinityError` when this process may not open another file.
+    `options` are those of `_aio.Engine`. Raises `ValueError` for impossible options, and
+    `RuntimeError` when io_uring is asked for and not available. Raises `InfinityError` when this
+    process may not open another file.
     """
     try:
         return aio().Engine(_best_kind() if kind == "auto" else kind, **options)

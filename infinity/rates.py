@@ -84,8 +84,8 @@ def formats_of(config: Config, dtype: torch.dtype) -> Formats:
 
 
 def threads_of(configured: int | None) -> int:
-    """How many threads the engine's kernels have: as many as are `configured`, or for None as there are CPUs for this process,
-    its part of them where torchrun says that there are several on this node.
+    """How many threads the engine's kernels have: `configured` threads, or for None one per CPU of
+    this process. With several ranks on this node, as torchrun says, a rank takes its part of them.
 
     Not what OMP_NUM_THREADS says: launchers set it to 1, which would starve the update.
     """

@@ -1,9 +1,9 @@
 """Reading a checkpoint.
 
 [Note: before anything is changed]
-What is wrong is found while the ranks agree on a plan: a manifest whose digest is wrong, files that are
-missing, cut off or of another save, items that are missing, and other names, shapes, dtypes or optimizers.
-Damage inside of a tensor shows when its piece is read, by its digest, and then the engine ends: to digest
+Errors are found while the ranks agree on a plan: a manifest with a wrong digest; files that are
+missing, cut off or of another save; missing items; other names, shapes, dtypes or optimizers.
+Damage inside a tensor shows by its digest, when its piece is read. Then the engine ends. To digest
 everything before would mean to read everything twice.
 
 [Note: nothing runs]

@@ -18,8 +18,8 @@ package does not read. Checkpoints of version 1 have no `infinity.json`; they ar
 `.metadata`, without digests (`checkpoint/earlier`).
 
 [Note: how much memory]
-Saving and loading hold a piece of at most `PIECE` elements at a time, the bytes of its file, and a
-chunk of the store, however large model and units are. With `infinity.adapt` they also hold the
+However large model and units are, saving and loading hold three things: a piece of at most `PIECE`
+elements, the bytes of its file, and a chunk of the store. With `infinity.adapt` they also hold the
 states of one unit.
 """
 

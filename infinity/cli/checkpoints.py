@@ -35,8 +35,9 @@ class Checkpoints:
     def prepare(self, resume: bool) -> Path | None:
         """Create `directory`, lock it, and remove what killed runs left; returns the last checkpoint in it, if there is any.
 
-        Raises `ValueError` when there is one although the run is not to go on from it, `PathInUseError` when another job writes
-        there, and `OSError` when `directory` cannot be created.
+        Raises `ValueError` when there is one and the run does not resume from it. Raises
+        `PathInUseError` when another job writes there, and `OSError` when `directory` cannot be
+        created.
         """
         if self.directory.exists() and not self.directory.is_dir():
             raise NotADirectoryError(f"--checkpoint {self.directory} is not a directory")

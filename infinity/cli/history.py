@@ -112,8 +112,9 @@ _MOVED = (
 
 
 def combine(reports: Sequence[Report], per_node: int) -> Report:
-    """What all ranks did, given the report of each, in the order of the ranks: bytes moved and kept are summed, a peak is the
-    highest of any rank, a budget is that of a node with `per_node` ranks, and times and counts are those of the first rank.
+    """What all ranks did, given the report of each, in the order of the ranks: bytes are sums over
+    ranks, a peak is the highest of any rank, and a budget is that of a node with `per_node` ranks.
+    Times and counts are those of the first rank.
     """
     if len(reports) == 1:
         return reports[0]

@@ -28,8 +28,8 @@ _OLD_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.partial)?|model-\d+
 def prepare_output(directory: Path, source: Path | None, overwrite: bool) -> None:
     """Create `directory` and make sure, before training starts, that the result can be written there.
 
-    Raises `ValueError` when it is the directory of the model itself, cannot be written or, without `overwrite`, is not empty,
-    and `OSError` when it cannot be created.
+    Raises `ValueError` when it is the directory of the model itself, cannot be written, or is not
+    empty without `overwrite`. Raises `OSError` when it cannot be created.
     """
     if source is not None and directory.exists() and directory.samefile(source):
         raise ValueError(f"--output {directory} is the directory of the model itself; choose another one")

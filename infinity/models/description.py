@@ -35,8 +35,8 @@ _MAY_BE_ZERO = frozenset(("num_local_experts", "num_experts", "n_routed_experts"
 def read_description(path: Path) -> dict[str, Any]:
     """The object in the config.json `path`.
 
-    Raises `ValueError` naming `path`, the key and the value for a size that no model has or a value that is no number, and
-    `OSError` when it cannot be read.
+    Raises `ValueError` with `path`, the key and the value for an impossible size or a value that is
+    no number. Raises `OSError` when the file cannot be read.
     """
     values = read_json(path, _MOST_BYTES)
     if not isinstance(values, dict):

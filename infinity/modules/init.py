@@ -128,8 +128,8 @@ def initialise(model: nn.Module, parameters: Sequence[tuple[nn.Parameter, torch.
 
 
 def check_initialisable(model: nn.Module, parameters: set[int]) -> None:
-    """Raise `ConfigError` naming the first of `parameters` (their ids) whose values would be lost, or the first module that holds
-    one of them and cannot initialise it."""
+    """Raise `ConfigError` if values of one of `parameters` (their ids) would be lost, or if its
+    module cannot initialise it. The error names the first such parameter or module."""
     initialisers, wanted, origins = _initialisers(model), set(parameters), origins_of(model)
     constants = _constants(origins)
     for name, module in model.named_modules():

@@ -115,9 +115,10 @@ class Io:
     ) -> dict[str, torch.Tensor]:
         """The tensors of a safetensors file by name, all or those in `names`, on `device` ("cpu" or a CUDA device). Blocks.
 
-        On the CPU they are views of one piece of memory, which the data lands in without a copy and which is freed with the
-        last of them: clone what is to outlive the others. Raises `WeightsError` for a file that is cut off or damaged, or has
-        no tensor of such a name, before tensors are made; `NvmeError` when reading fails.
+        On the CPU they are views of one piece of memory. The data lands there without a copy, and
+        the memory is freed with the last view: clone what is to outlive the others. Raises
+        `WeightsError` for a file that is cut off or damaged, or has no tensor of such a name,
+        before tensors are made; `NvmeError` when reading fails.
         """
         return tensor_file.load(self._submitter, path, names, device)
 

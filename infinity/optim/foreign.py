@@ -55,8 +55,8 @@ def adapt(
     schedulers and state dicts are as in `infinity.AdamW`; parameters in bf16 or fp16 are updated in fp32. Slow: see the note in
     `infinity.optim.foreign`. Wrap with `Config(algorithm="other")`, so that no place is kept for other states.
 
-    Raises `ConfigError` for an optimizer that is infinity's own, or that needs a closure, and what `optimizer` itself raises for
-    `settings` that it does not take.
+    Raises `ConfigError` for an optimizer that is infinity's own, or that needs a closure. For wrong
+    `settings`, raises the error of `optimizer` itself.
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)) or issubclass(optimizer, Optimizer):
         raise ConfigError(f"infinity.adapt takes a class of torch.optim optimizers that is not infinity's own, not {optimizer!r}")

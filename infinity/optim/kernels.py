@@ -55,8 +55,9 @@ class States(NamedTuple):
 
 
 class Kernels:
-    """The kernels of `native/cpu_adam` with one instruction set and one pool of `threads` threads, and those of `native/cuda` for
-    what lies on a GPU, with the same bits. None: as many as `threads_of` says."""
+    """The kernels of `native/cpu_adam` with one instruction set and one pool of `threads` threads.
+    For states on a GPU, the kernels of `native/cuda`, with the same bits. None: as many as
+    `threads_of` says."""
 
     def __init__(self, instruction_set: str, threads: int | None) -> None:
         self._module = native.cpu_adam()

@@ -58,8 +58,8 @@ class GradientNorm:
 
     def square_ahead(self, unit: Unit) -> float | None:
         """What `of` will ask of `unit`: read on the thread that brings gradients from a device with
-        memory of its own, else the step would wait until all of host memory was read. None where
-        the last step asked nothing, or that would move bytes."""
+        memory of its own. Otherwise the step would wait until all of host memory was read. None
+        where the last step asked nothing, or that would move bytes."""
         gradient = unit.blocks[Kind.GRAD]
         if not self.asked or self._store.unified_memory:
             return None

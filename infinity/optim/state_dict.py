@@ -37,8 +37,9 @@ def kinds(optimizer: Optimizer) -> list[tuple[str, Kind]]:
 
 
 def add_states(packed: dict[str, Any], optimizer: Optimizer, steps: Mapping[int, int]) -> None:
-    """Add to `packed`, a state dict of torch, the `state` of every parameter with more than 0 of `steps` (by its id), and the
-    `masters` of the others. Whole tensors on the host; every rank must call it."""
+    """Add states to `packed`, a state dict of torch: the `state` of every parameter with more than
+    0 `steps` (by its id), and the `masters` of the others. Whole tensors on the host; every rank
+    must call it."""
     number_of = numbers(optimizer)
     masters = packed["masters"] = {}
     for unit in optimizer.units:

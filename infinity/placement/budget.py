@@ -62,11 +62,12 @@ def divide_with_activations(
 def divide(available: int, staged: Staged, cache: int | None) -> HostPlan:
     """Divide `available` bytes of host memory, `staged.least` or more; `cache` is the most to cache, None for no limit.
 
-    Overlap needs `STAGED_SETS` chunks of full length. Of what is left then, a part is for reading ahead, which lets I/O start
-    before its gradients are there, and the larger part is cache, which saves the I/O. Longer chunks take no more than half.
-    Example: 100 million parameters in bf16 with gradients in host memory, so chunks of four kinds, 16 MiB a set. Of 210 MiB, 96
-    are the six sets, a quarter of the other 114 holds one set to read ahead, and 98 are cache. Where everything fits, nothing is
-    staged.
+    Overlap needs `STAGED_SETS` chunks of full length. The rest is divided. A part is for reading
+    ahead, which starts I/O before the gradients are there. The larger part is cache, which saves
+    the I/O. Longer chunks take no more than half. Example: 100 million parameters in bf16 with
+    gradients in host memory, so chunks of four kinds, 16 MiB a set. Of 210 MiB, 96 are the six
+    sets, a quarter of the other 114 holds one set to read ahead, and 98 are cache. Where everything
+    fits, nothing is staged.
     """
     kinds, cached = max(staged.kinds, 1), 0
     wanted = available if cache is None else cache

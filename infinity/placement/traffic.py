@@ -27,8 +27,9 @@ def moves(blocks: Iterable[BlockSpec], resident: float, cached: Mapping[BlockSpe
     """What a step moves of `blocks`, all of a rank's. The compute device has room for `resident` of all parameters that come and
     go, and of a block on NVMe `cached` elements are in host memory.
 
-    Where all of a unit is at home on the compute device nothing moves. Else a parameter is brought to each use that finds it
-    gone, which is one of two where the update puts it there for the first; a gradient leaves; and the CPU updates.
+    Where all of a unit is at home on the compute device nothing moves. Else a parameter is brought
+    to each use that finds it gone. If the update puts it there for the first use, that is one of
+    two. A gradient leaves, and the CPU updates.
     """
     upload = download = nvme = 0.0
     updates = 0

@@ -38,8 +38,9 @@ from infinity.sharding.ranks import Ranks
 class Part(NamedTuple):
     """What a rank has of a tensor: of the tensor as a matrix of `rows` x `columns`, the `width` columns from `begin` on.
 
-    No part has more than `room` elements. Example: of shape (4, 6, 5), cut along dimension 1, the second of two ranks has of
-    4 x 30 elements the 15 columns from 15 on, with room for 60. A whole tensor is one row.
+    No part has more than `room` elements. Example: a tensor of shape (4, 6, 5) is cut along
+    dimension 1. As a matrix it has 4 x 30 elements. The second of two ranks has the 15 columns from
+    15 on, with room for 60 elements. A whole tensor is one row.
     """
 
     rows: int

@@ -12,7 +12,7 @@ order is only a guess: a request for something else gets that, and waits for not
 [Note: when memory of the device is free]
 A copy to the host waits, on its own stream, for the producer of the bytes. Their memory is kept
 until the copy has ended. Beyond the last `AHEAD` copies, the stream of the model waits for the
-copies, and the memory is freed at once, in the order of that stream. So a host that runs far ahead
+copies. The memory is then freed at once, in the order of that stream. So a host that runs far ahead
 of the device does not hold all of a forward. No thread sleeps, and where copies keep up nothing
 waits. A storage that is still on the device when it is asked for is not copied.
 

@@ -15,8 +15,8 @@ def config_block(paths: Sequence[Path], setting: Setting, speeds: Sequence[float
 
     `speeds`: GB/s of each path, as shares for the engine, which then does not measure them again; none where there are none.
 
-    DeepSpeed has `queue_depth` requests in flight for each of `intra_op_parallelism` threads, so POSIX threads with one
-    request each become that many threads with a queue of one.
+    DeepSpeed has `queue_depth` requests in flight for each of `intra_op_parallelism` threads. So
+    POSIX threads with one request each become as many threads with a queue of one.
     """
     posix = setting.engine == "posix"
     tuning: dict[str, Any] = {"io_engine": setting.engine}

@@ -4,9 +4,10 @@ All of it in the step's own terms: the engine's I/O on its directories. Every fu
 second.
 
 [Note: the compute of a step without the engine]
-A model that is trained from NVMe need not fit anywhere. So models of one and of two blocks, else with the same configuration, run
-forward and backward as plain PyTorch, resident on the device, in turns. The second block's time is that of each further one; what
-is left of the first model's is embedding, head and loss. Exact for blocks that are alike, as decoders have them.
+A model that is trained from NVMe need not fit anywhere. So models of one and of two blocks,
+otherwise of the same configuration, run forward and backward in turns. They run as plain PyTorch,
+resident on the device. The second block's time is that of each further one; what is left of the
+first model's is embedding, head and loss. Exact for blocks that are alike, as decoders have them.
 """
 
 from __future__ import annotations
