@@ -1,9 +1,11 @@
-# Two commands are all a newcomer needs: `make demo` and `make test`. Each does its own set-up.
+# Three commands are all a newcomer needs: `make demo`, `make check` and `make test`. Each does its own set-up.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
+START := $(shell date +%s)
+TOOK = $$(($$(date +%s) - $(START)))
 
 PYTHON ?= python3
 WERROR ?= OFF
@@ -19,7 +21,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo test python-test random-programs native-test asan tsan lint format docs clean system
+.PHONY: help demo check test python-test random-programs native-test asan tsan lint format docs clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -28,7 +30,19 @@ demo: $(VENV)/installed  ## Fine-tune a small Llama on budgets that it does not 
 	@mkdir -p demo-nvme
 	"$(BIN)/infinity" $(DEMO)
 
+# On the sources: `-m pytest` puts this folder first on the path, before any installed package. Types are checked meanwhile.
+check: $(VENV)/checkers  ## Check style and types, and run the fast tests: under a minute, without a build
+	@status=0
+	mkdir -p build
+	$(MAKE) --no-print-directory lint >build/lint.log 2>&1 & lint=$$!
+	"$(BIN)/python" -m pytest -q -p no:cacheprovider tests/fast || status=1
+	wait $$lint || status=1
+	cat build/lint.log
+	echo "make check took $(TOOK) s"
+	exit $$status
+
 test: python-test native-test  ## Run every test (`make -k test`: the native ones too when a Python one fails)
+	@echo "make test took $$(($(TOOK) / 60)) min $$(($(TOOK) % 60)) s"
 
 # From an empty folder, so that Python finds the installed package and never the sources. Most tests keep one CPU busy, so two
 # processes share them, or three where there are four, file by file: a file may start ranks once for all of its tests.
@@ -64,14 +78,14 @@ $(CMAKE) -B build/$@ -DINFINITY_SANITIZE=$(SANITIZE) -DCMAKE_BUILD_TYPE=RelWithD
 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $$fixed "$(BIN)/ctest" --test-dir build/$@ --output-on-failure --no-tests=error --timeout 1500
 endef
 
-lint: $(VENV)/installed  ## Check style and types
+lint: $(VENV)/checkers  ## Check style and types
 	@status=0
 	"$(BIN)/ruff" check . || status=1
 	"$(BIN)/ruff" format --check . || status=1
 	"$(BIN)/mypy" || status=1
 	exit $$status
 
-format: $(VENV)/installed  ## Rewrite the Python files in the project's style
+format: $(VENV)/checkers  ## Rewrite the Python files in the project's style
 	@"$(BIN)/ruff" check --fix-only .
 	"$(BIN)/ruff" format .
 
@@ -85,7 +99,14 @@ clean:  ## Remove everything that make made, the virtual environment and the dem
 # Without build isolation the compiled files stay valid from one install to the next, so only what changed is built again.
 $(VENV)/installed: $(VENV)/tools $(SOURCES)
 	@echo "Building and installing infinity with what it needs (a few minutes the first time)"
-	$(PIP) --no-build-isolation ".[finetune,test,lint,docs]"
+	$(PIP) --no-build-isolation ".[finetune,test,check,docs]"
+	touch $@
+
+# What the sources and the fast tests import, without the package itself.
+$(VENV)/checkers: $(VENV)/tools pyproject.toml
+	@echo "Installing what checks need into $(VENV)"
+	"$(BIN)/python" .ci/requirements check >build/requirements.txt
+	$(PIP) -r build/requirements.txt
 	touch $@
 
 # torch comes from wherever pip is configured to look (PIP_EXTRA_INDEX_URL and so on); a CPU wheel is enough for everything here.
