@@ -406,7 +406,7 @@ def wait_for_staging(run: Run) -> Callable[[], object]:
     while (found := run.store.staging.try_check_out(request)) is not None:
         taken += found
     run.taken = taken  # type: ignore[attr-defined] - the test has them for good
-    return functools.partial(run.engine.units[1].read, Kind.PARAM)
+    return functools.partial(run.engine.units[1].states.read, Kind.PARAM)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
