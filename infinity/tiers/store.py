@@ -12,7 +12,6 @@ time only, never in the values (I8).
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import threading
@@ -23,7 +22,6 @@ from infinity.config import Config, Tier
 from infinity.device import ComputeDevice
 from infinity.errors import ConfigError
 from infinity.observe import Meter, Recorder
-from infinity.placement.budget import CHUNK_ELEMENTS
 from infinity.placement.decide import Layout, Machine, Placement
 from infinity.placement.spec import BlockSpec, Kind
 from infinity.tiers.activations import Activations
@@ -45,11 +43,13 @@ class Store:
     """
 
     layout: Layout
-    """What was decided about all blocks; set by `open`, as the two below."""
+    """What was decided about all blocks; set by `open`, as what is below."""
     resident: Residency
     """The copies of parameters on the compute device."""
     staging: Staging
     """The chunks of blocks on the host."""
+    copy_slots: int
+    """Slots of 4096 bytes on the compute device for copies of parameters."""
 
     def __init__(self, config: Config, device: ComputeDevice, recorder: Recorder, own: str = "") -> None:
         """What is on NVMe lies in directories called `own` below those of `config`, if that has letters."""
@@ -62,7 +62,6 @@ class Store:
         self._changed = threading.Condition()
         self._blocks: list[Block] = []
         self._arenas: dict[str, Arena] = {}
-        self._tokens = itertools.count()
         self._closing = ExitStack()  # what `close` does, the last first, each whatever the others meet
         self._closing.callback(self._drop_memory)
         self._closing.callback(device.close)
@@ -73,12 +72,6 @@ class Store:
         """What autograd saves, off the compute device; set by `open`, where the configuration wants that."""
         self.meter = Meter()
         """NVMe traffic of all that has no meter of its own."""
-        self.chunk_elements = CHUNK_ELEMENTS
-        """The most elements of a chunk; fixed by `open`."""
-        self.staged_sets = 0
-        """How many chunks of a unit, with all its kinds, staging holds at once; fixed by `open`."""
-        self.copy_slots = 0
-        """Slots of 4096 bytes on the compute device for copies of parameters; fixed by `open`."""
 
     # Declaration
 
@@ -104,14 +97,12 @@ class Store:
         """Allocate everything, as `layout` says, which is about the blocks that were declared."""
         self.layout = layout
         rooms = layout.rooms
-        self.chunk_elements = rooms.host.chunk_elements
-        self.staged_sets = rooms.host.staged_sets
         try:
             self._open_drives()
             self._allocate()
             self._settle_in(rooms.cache)
             self._device.settle()  # zeros and poison, and what was there before: copies would overtake them
-            gpu, chunks = self._arenas["gpu"], Chunks(self.chunk_elements, layout.cuts)
+            gpu, chunks = self._arenas["gpu"], Chunks(rooms.host.chunk_elements, layout.cuts)
             self.copy_slots = gpu.free_slots - gpu.slots_for(layout.reserve)
             parts = self._device, self._nvme
             self.staging = Staging(*parts, self._arenas["staging"], chunks, self.latch, self._changed, self.meter)
@@ -187,12 +178,22 @@ class Store:
 
     def reserve(self, tier: Tier, nbytes: int) -> Lease:
         """A lease for as long as the store lives, for a home or a buffer; part of what `open` was told."""
-        lease = self._arenas[tier].lease(next(self._tokens), nbytes)
+        lease = self._arenas[tier].lease(object(), nbytes)
         if lease is None:
             raise RuntimeError(f"{nbytes} bytes were not set aside on {tier} (invariant I10)")
         return lease
 
     # While it is open
+
+    @property
+    def chunk_elements(self) -> int:
+        """The most elements of a chunk."""
+        return self.layout.rooms.host.chunk_elements
+
+    @property
+    def staged_sets(self) -> int:
+        """How many chunks of a unit, with all its kinds, staging holds at once."""
+        return self.layout.rooms.host.staged_sets
 
     @property
     def unified_memory(self) -> bool:
