@@ -184,9 +184,9 @@ class State(NamedTuple):
                     yield optimizer, unit, ("optimizer", str(number), unit.name)
 
     def header(self) -> dict[str, Any]:
-        """What describes the rest: `version`, how many `ranks` wrote it, the `shapes` under `model`, how many steps were made
-        and skipped, and of each optimizer groups and counts (`Optimizer.header`), the `names` in its groups, and whose `states`
-        it has.
+        """A description of the rest: `version`, the number of `ranks` that wrote it, the `shapes`
+        under `model`, and how many steps were made and skipped. For each optimizer: groups and
+        counts (`Optimizer.header`), the `names` in its groups, and whose `states` it has.
         """
         shapes = {name: list(p.shape) for unit in self.units for name, p in zip(unit.names, unit.parameters, strict=True)}
         shapes |= {name: list(buffer.shape) for name, buffer in self.buffers.items()}

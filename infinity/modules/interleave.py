@@ -130,8 +130,9 @@ class Interleaver:
     def run(self, works: Sequence[Callable[[MicroBatch], None]], vertical: bool) -> None:
         """Run each of `works` as a micro-batch, together if `vertical`, else one after the other on the calling thread.
 
-        Each draws random numbers from a state of its own, the first one from the caller's, who goes on from the last one that
-        drew any. Raises what the first one raised that failed, or the caller's interrupt, when every micro-batch has ended.
+        Each draws random numbers from a state of its own, the first one from the caller's state.
+        The caller continues from the last state that was drawn from. When every micro-batch has
+        ended, it raises the error of the first one that failed, or the caller's interrupt.
         """
         together = vertical and len(works) > 1
         randoms = self.device.fork_random_state(len(works))

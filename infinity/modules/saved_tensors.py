@@ -24,8 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from infinity.tiers.activations import Activations, SavedStorage
 
 LEAST_BYTES = 64 << 10
-"""Smaller storages stay: on a link of 25 GB/s they would take 3 us, less than it takes to ask for the copy, and what is so small,
-statistics of norms and the like, is a hundredth of all."""
+"""Smaller storages stay: on a link of 25 GB/s they would take 3 us, less than it takes to ask for
+the copy. Such small storages, statistics of norms and the like, are a hundredth of all."""
 _PLAIN = (torch.Tensor, nn.Parameter)  # a subclass, such as a DTensor, wants more than bytes
 
 

@@ -49,8 +49,9 @@ class Optimizer(torch.optim.Optimizer):
     `error_if_nonfinite` `step` raises `NonFiniteError` before anything is changed, unless the loss is scaled, which skips.
     `skipped_steps` counts what was left out.
 
-    Raises `ConfigError` when a value is out of range, and when a parameter does not belong to a model wrapped by
-    `infinity.wrap` or has another optimizer; `NonFiniteError` from `step` also when the smallest loss scale is too large.
+    Raises `ConfigError` when a value is out of range. Raises it, too, when a parameter has another
+    optimizer or does not belong to a wrapped model. `step` raises `NonFiniteError` also when the
+    smallest loss scale is too large.
     """
 
     _step_supports_amp_scaling = True  # see [Note: torch.amp.GradScaler]

@@ -68,11 +68,13 @@ def predict(
 ) -> Traffic:
     """NVMe traffic of one optimizer step of `accumulation` cycles of `order`, with `slots` slots for copies.
 
-    Walks steps from an empty arena until one leaves it as it found it, mostly the third, and states that one; where sizes differ
-    there may be none, and it is the last of `MOST_STEPS`. `held[i]` are units that cannot be evicted when `order[i]` comes into
-    use (see `Cycle`); none when it is empty. An update puts what it makes where the unit has a place, and runs when it has one,
-    or with `waits` before the step returns. With `delayed` it runs when it likes: its reads are stated as if no place still held
-    the parameter, the most they can be, and every place is filled anew afterwards.
+    Walks steps from an empty arena until one leaves it as it found it, mostly the third, and states
+    that one; where sizes differ there may be none, and it is the last of `MOST_STEPS`. `held[i]`
+    are units that cannot be evicted when `order[i]` comes into use (see `Cycle`); none when it is
+    empty. An update puts its result into the place of the unit. It runs when the unit has a place,
+    or with `waits` before the step returns. With `delayed` it runs when it likes: its reads are
+    stated as if no place still held the parameter, the most they can be, and every place is filled
+    anew afterwards.
     """
     copies: SlotMap[int] = SlotMap(slots)
     trace = Trace()

@@ -1,7 +1,7 @@
 """What the ranks of an engine are at, for the error of one that waits too long: notes in torch.distributed's store.
 
-A rank writes a note only when it has waited for a while, or has failed, so that nothing is written while all goes well. A rank
-without a note computes, or has ended.
+A rank writes a note only when it has waited for a while or has failed. So nothing is written while
+all goes well. A rank without a note computes, or has ended.
 """
 
 from __future__ import annotations
