@@ -26,7 +26,7 @@ from infinity.modules.load import persistent_buffers
 from infinity.observe import Recorder
 from infinity.optim.norm import clip, clip_factor
 from infinity.optim.optimizer import Optimizer
-from infinity.optim.step import Share
+from infinity.optim.step import UnitShare
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.report import Report, Reporter
@@ -110,9 +110,9 @@ class Engine:
         clip(shares, clip_factor(norm, max_norm))
         return norm
 
-    def _all_shares(self) -> list[Share]:
+    def _all_shares(self) -> list[UnitShare]:
         """Everything that may have a gradient."""
-        return [Share(unit, tuple(range(len(unit.parameters)))) for unit in self._units if unit.trainable]
+        return [UnitShare(unit, tuple(range(len(unit.parameters)))) for unit in self._units if unit.trainable]
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A copy of what `parameter.grad` of the plain model would be, on the host: clipped, and until it is zeroed, also after a

@@ -77,7 +77,7 @@ class Row(_Strict):
         return self
 
 
-class Machine(_Strict):
+class MachineInfo(_Strict):
     """Where it was measured; None: not recorded. `versions` has the packages that were installed."""
 
     device: str
@@ -88,7 +88,7 @@ class Machine(_Strict):
     versions: dict[str, str] = {}
 
     @classmethod
-    def here(cls, device: str = "cpu") -> Machine:
+    def here(cls, device: str = "cpu") -> MachineInfo:
         """This machine, with the compute device that the benchmark used."""
         models = [line.split(":", 1)[1].strip() for line in lines("/proc/cpuinfo") if line.startswith("model name")]
         return cls(
@@ -114,7 +114,7 @@ class Summary(_Strict):
     seeds: list[int]
     commit: Annotated[str, Field(pattern="^[0-9a-f]{40}$")] | None
     changed: bool | None
-    machine: Machine
+    machine: MachineInfo
     settings: dict[str, Scalar]
     rows: Annotated[list[Row], Field(min_length=1)]
 
@@ -143,7 +143,7 @@ class Summary(_Strict):
             seeds=list(seeds),
             commit=commit,
             changed=None if commit is None else bool(_git(path.parent, "status", "--porcelain")),
-            machine=Machine.here(device),
+            machine=MachineInfo.here(device),
             settings={name: _scalar(value) for name, value in (settings or {}).items() if not isinstance(value, Path)},
             rows=list(rows),
         )

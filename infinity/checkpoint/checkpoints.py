@@ -12,7 +12,7 @@ import torch
 
 from infinity.checkpoint.loading import load
 from infinity.checkpoint.saving import save
-from infinity.checkpoint.state import State
+from infinity.checkpoint.state import EngineState
 from infinity.errors import ConfigError
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import Updater
@@ -61,11 +61,11 @@ class Checkpoints:
             owners.forget_states(share, [kind for kind in MOMENTS[share.unit.algorithm] if kind in share.unit.blocks])
         return extra
 
-    def _state(self, buffers: Buffers, given: Optimizers) -> State:
+    def _state(self, buffers: Buffers, given: Optimizers) -> EngineState:
         optimizers = list(given) if isinstance(given, Sequence) else [given]
         if not all(isinstance(each, Optimizer) and each.updater is self._updater for each in optimizers):
             raise ConfigError("a checkpoint takes optimizers of infinity for the parameters of this model")
-        return State(self._units, buffers, optimizers, self.rest, self._savers, self._updater, self._run)
+        return EngineState(self._units, buffers, optimizers, self.rest, self._savers, self._updater, self._run)
 
     def rest(self) -> None:
         """Return when nothing is under way, so that others may read and write states and join collectives."""

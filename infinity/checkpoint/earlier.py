@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from infinity.checkpoint.files import DATA_NAME
 from infinity.checkpoint.inert import DTYPES, unpickle
-from infinity.checkpoint.manifest import Manifest, Place, Stamp, tensor_metadata
+from infinity.checkpoint.manifest import ItemPlace, Manifest, Stamp, tensor_metadata
 
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 NAMES = frozenset(
@@ -54,7 +54,7 @@ def decode(data: bytes) -> Manifest:
         if DATA_NAME.fullmatch(name) is None or not 0 <= int(begin) <= int(begin) + int(length):
             raise ValueError(f"{key} lies in no file of ours")
         shape = None if offsets is None else sizes[key, offsets]
-        places[MetadataIndex(key, offsets)] = Place(name, int(begin), int(length), shape)
+        places[MetadataIndex(key, offsets)] = ItemPlace(name, int(begin), int(length), shape)
     files: dict[str, int] = {}
     for place in places.values():
         files[place.file] = max(files.get(place.file, 0), place.offset + place.length)

@@ -35,20 +35,20 @@ from infinity.checkpoint import earlier, manifest
 from infinity.checkpoint import state as layout
 from infinity.checkpoint.files import MANIFEST, METADATA, open_plain, sibling
 from infinity.checkpoint.inert import read_item
-from infinity.checkpoint.manifest import VERSION, Manifest, Place, Stamp
-from infinity.checkpoint.state import HEADER, Piece, Reblocked, Series, State, in_words, one_error
+from infinity.checkpoint.manifest import VERSION, ItemPlace, Manifest, Stamp
+from infinity.checkpoint.state import HEADER, EngineState, Reblocked, Series, ShardPiece, in_words, one_error
 from infinity.errors import CheckpointError
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 
 
-def load(state: State, directory: Path) -> dict[str, Any]:
+def load(state: EngineState, directory: Path) -> dict[str, Any]:
     """Fill `state` from `directory`; all ranks call it. Returns the `extra` of this rank's `save`, or if the number of ranks has
     changed that of the first rank.
 
     Raises `CheckpointError`; the engine is then as it was, or, if something was changed, cannot go on.
     """
-    reader = Reader(directory)
+    reader = CheckpointReader(directory)
     planner = Loading(state, reader)
     try:
         with one_error(), warnings.catch_warnings(), torch.no_grad():
@@ -61,7 +61,7 @@ def load(state: State, directory: Path) -> dict[str, Any]:
     return planner.extra
 
 
-class Reader(FileSystemReader):
+class CheckpointReader(FileSystemReader):
     """Reads tensors and objects of a checkpoint one by one, and checks their checksums."""
 
     def __init__(self, directory: Path) -> None:
@@ -150,7 +150,7 @@ class Reader(FileSystemReader):
             raise CheckpointError(f"{path} is damaged in {index.fqn}: {error}; take an earlier checkpoint") from error
 
 
-def _check_content(content: bytes, place: Place) -> None:
+def _check_content(content: bytes, place: ItemPlace) -> None:
     """Raise an `Exception` when the bytes of an item are not those that were written, as far as that can be told."""
     if place.sha256:
         if hashlib.sha256(content).hexdigest() != place.sha256:
@@ -169,12 +169,12 @@ def _check_tensor(found: Any, dtype: torch.dtype, sizes: tuple[int, ...] | None)
 class Loading(LoadPlanner):
     """Checks that a checkpoint fits `state`, and fills it. Lives for one load."""
 
-    def __init__(self, state: State, reader: Reader) -> None:
+    def __init__(self, state: EngineState, reader: CheckpointReader) -> None:
         self._state, self._reader, self._where = state, reader, reader.directory
         self._saved: dict[str, Any] = {}  # the header
         self._series: list[Series] = []
         self._items: dict[MetadataIndex, list[ReadItem]] = {}  # by the piece that they fill
-        self._pieces: dict[Series, list[Piece]] = {}
+        self._pieces: dict[Series, list[ShardPiece]] = {}
         self._boxes: dict[MetadataIndex, tuple[MetadataIndex, layout.Box | None]] = {}  # what is seen so of what is stored flat
         self.extra: dict[str, Any] = {}
         self.begun = False
@@ -272,7 +272,7 @@ class Loading(LoadPlanner):
 
     def _matched(
         self, series: Series, number: int, found: TensorStorageMetadata | None
-    ) -> tuple[list[Piece], TensorStorageMetadata | None]:
+    ) -> tuple[list[ShardPiece], TensorStorageMetadata | None]:
         """What this rank needs of parameter `number`, and what the checkpoint has of it, as parts of tensors of one shape."""
         size = series.size(number)
         if found is None or len(size) == 1 or found.size == size:
@@ -334,7 +334,7 @@ class Loading(LoadPlanner):
         chunk = torch.empty(unit.store.chunk_elements, dtype=dtype)
         unit.states.write_chunks(series.kind, lambda begin, end: windows.read(begin, chunk[: end - begin]))
 
-    def _fill_window(self, pieces: Sequence[Piece], begin: int, values: torch.Tensor) -> None:
+    def _fill_window(self, pieces: Sequence[ShardPiece], begin: int, values: torch.Tensor) -> None:
         """`values` is the shard from `begin` on, with zeros between the parameters; no piece lies across an end of it."""
         values.zero_()
         for piece in pieces:
@@ -351,15 +351,15 @@ class Loading(LoadPlanner):
         return found if box is None else found[box.number :][: box.rows * box.columns].view(box.rows, box.columns)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Never called, for `Reader.read_data` calls `load`."""
+        """Never called, for `CheckpointReader.read_data` calls `load`."""
         raise NotImplementedError
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Never called, for `Reader.read_data` calls `load`."""
+        """Never called, for `CheckpointReader.read_data` calls `load`."""
         raise NotImplementedError
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Never called, for `Reader.read_data` calls `load`."""
+        """Never called, for `CheckpointReader.read_data` calls `load`."""
         raise NotImplementedError
 
 

@@ -50,7 +50,7 @@ class Stamp(NamedTuple):
         return f"infinity checkpoint\nrun {self.run}\nsave {self.save}\nstep {self.step}\nfile {name}\n".encode()
 
 
-class Place(NamedTuple):
+class ItemPlace(NamedTuple):
     """Where an item lies. `sizes` is the shape of a tensor, None for an object; `sha256` is "" before version 2."""
 
     file: str
@@ -71,7 +71,7 @@ class Manifest(NamedTuple):
     tensors: Mapping[str, TensorStorageMetadata]
     """By key."""
 
-    places: Mapping[MetadataIndex, Place]
+    places: Mapping[MetadataIndex, ItemPlace]
     absent: frozenset[str] | None
     """The keys that mean zeros; None where the checkpoint does not say (version 1)."""
 
@@ -118,7 +118,7 @@ def decode(data: bytes) -> Manifest:
     tensors = {
         key: tensor_metadata(DTYPES[tensor["dtype"]], _numbers(tensor["size"]), ()) for key, tensor in content["tensors"].items()
     }
-    places: dict[MetadataIndex, Place] = {}
+    places: dict[MetadataIndex, ItemPlace] = {}
     for item in content["items"]:
         index, place = _decode_item(item, files, tensors)
         if index in places:
@@ -129,7 +129,7 @@ def decode(data: bytes) -> Manifest:
 
 def _decode_item(
     item: Mapping[str, Any], files: Mapping[str, int], tensors: Mapping[str, TensorStorageMetadata]
-) -> tuple[MetadataIndex, Place]:
+) -> tuple[MetadataIndex, ItemPlace]:
     """An item and its place; a tensor's chunk is added to `tensors`."""
     key, offsets, sizes = item["key"], None, None
     if "sizes" in item:
@@ -138,7 +138,7 @@ def _decode_item(
         if len(offsets) != len(whole) or any(a + n > end for a, n, end in zip(offsets, sizes, whole, strict=True)):
             raise ValueError(f"a part of {key} lies outside of it")
         tensors[key].chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-    place = Place(
+    place = ItemPlace(
         _text(item["file"], DATA_NAME), _number(item["offset"]), _number(item["length"]), sizes, _text(item["sha256"], _SHA256)
     )
     if place.offset + place.length > files[place.file]:

@@ -40,8 +40,8 @@ from torch.futures import Future
 from infinity.checkpoint import manifest
 from infinity.checkpoint.files import MANIFEST, hold, is_held, is_whole, sibling
 from infinity.checkpoint.inert import read_item
-from infinity.checkpoint.manifest import Manifest, Place, Stamp, encode
-from infinity.checkpoint.state import HEADER, Piece, Reblocked, Series, State, in_words, one_error
+from infinity.checkpoint.manifest import ItemPlace, Manifest, Stamp, encode
+from infinity.checkpoint.state import HEADER, EngineState, Reblocked, Series, ShardPiece, in_words, one_error
 from infinity.errors import CheckpointError
 from infinity.files import make_durable
 from infinity.optim.foreign import Adapted
@@ -49,7 +49,7 @@ from infinity.sharding import collectives
 from infinity.sharding.unit import Unit
 
 
-def save(state: State, directory: Path, extra: Mapping[str, Any]) -> None:
+def save(state: EngineState, directory: Path, extra: Mapping[str, Any]) -> None:
     """Write `state` and this rank's `extra` to `directory`; all ranks call it. Of replicas the first one writes.
 
     Raises `CheckpointError`; what was in `directory` is then as it was.
@@ -70,9 +70,9 @@ def save(state: State, directory: Path, extra: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{directory}: the first replica, which saves for all, could not; its error says why")
 
 
-def _save(state: State, directory: Path, extra: Mapping[str, Any]) -> None:
+def _save(state: EngineState, directory: Path, extra: Mapping[str, Any]) -> None:
     checksums = torch.serialization.get_crc32_options()
-    writer = Writer(directory, state)
+    writer = CheckpointWriter(directory, state)
     torch.serialization.set_crc32_options(True)
     try:
         with one_error(), warnings.catch_warnings():
@@ -90,7 +90,7 @@ def _save(state: State, directory: Path, extra: Mapping[str, Any]) -> None:
 class Saving(SavePlanner):
     """Tells DCP what this rank writes, and brings it piece by piece. Lives for one save."""
 
-    def __init__(self, state: State, extra: Mapping[str, Any]) -> None:
+    def __init__(self, state: EngineState, extra: Mapping[str, Any]) -> None:
         self._state, self._extra = state, dict(extra)
         self._items: list[WriteItem] = []
         self._paths: dict[str, tuple[str, ...]] = {}  # by key: where a nested dict of everything has it
@@ -109,7 +109,7 @@ class Saving(SavePlanner):
             self._plan(self._state)
         return SavePlan(self._items, planner_data=self._paths)
 
-    def _plan(self, state: State) -> None:
+    def _plan(self, state: EngineState) -> None:
         extra = _packed("extra", self._extra)  # before anything is written, so that it is refused in time
         self._add_object(("extra", str(state.rank)), lambda: extra)
         if state.rank == 0:
@@ -120,7 +120,7 @@ class Saving(SavePlanner):
                 self._add(("model", name), chunk, buffer.dtype, buffer.shape, buffer.detach)
         for series in state.series():
             if series.is_moment and not series.is_written:
-                continue  # zeros, and in `State.absent`
+                continue  # zeros, and in `EngineState.absent`
             for number, name in enumerate(series.unit.names):
                 size = series.size(number)
                 for piece in series.pieces(number, size) if series.unit.counted[number] else ():
@@ -160,7 +160,7 @@ class Saving(SavePlanner):
         content: torch.Tensor | io.BytesIO = self._sources[write_item.index]()
         return content
 
-    def _read(self, series: Series, piece: Piece) -> torch.Tensor:
+    def _read(self, series: Series, piece: ShardPiece) -> torch.Tensor:
         # All pieces are the same memory: were it not, malloc would find no room for large pieces between smaller ones.
         values = torch.frombuffer(self._memory, dtype=series.dtype, count=piece.length)
         if self._open is None or self._open[0] is not series:
@@ -191,7 +191,7 @@ def _packed(what: str, content: Any) -> io.BytesIO:
     return stream
 
 
-class Share(NamedTuple):
+class WriteInstructions(NamedTuple):
     """What the first rank tells each rank to write, besides its items."""
 
     name: str
@@ -202,13 +202,13 @@ class Written(NamedTuple):
     """An item that lies in its file."""
 
     address: MetadataIndex
-    place: Place
+    place: ItemPlace
 
 
-class Writer(FileSystemWriter):
+class CheckpointWriter(FileSystemWriter):
     """Writes beside the directory, and gives what is whole its name."""
 
-    def __init__(self, directory: Path, state: State) -> None:
+    def __init__(self, directory: Path, state: EngineState) -> None:
         self._directory = directory
         self._partial = sibling(directory, "partial")
         self._old = sibling(directory, "old")
@@ -239,12 +239,12 @@ class Writer(FileSystemWriter):
             self._held = hold(self._partial)
             self._stamp = Stamp(self._state.run, uuid.uuid4().hex, self._state.updater.posted_steps)
             self._absent = self._state.absent()
-        shares = [Share(f"__{rank}_0.distcp", self._stamp) for rank in range(len(plans))]
+        shares = [WriteInstructions(f"__{rank}_0.distcp", self._stamp) for rank in range(len(plans))]
         return [replace(plan, storage_data=share) for plan, share in zip(plans, shares, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write this rank's file, and make sure that it is on the drive: a head, and the items without a gap."""
-        share: Share = plan.storage_data
+        share: WriteInstructions = plan.storage_data
         written: list[Written] = []
         path = self._partial / share.name
         with in_words(f"{self._directory} cannot be written"), self.fs.create_stream(path, "xb") as stream:
@@ -254,7 +254,7 @@ class Writer(FileSystemWriter):
                 _write(planner.resolve_data(item), digested)
                 chunk = None if item.tensor_data is None else item.tensor_data.chunk
                 sizes = None if chunk is None else tuple(chunk.sizes)
-                place = Place(share.name, begin, stream.tell() - begin, sizes, digested.sha256.hexdigest())
+                place = ItemPlace(share.name, begin, stream.tell() - begin, sizes, digested.sha256.hexdigest())
                 written.append(Written(item.index, place))
             stream.flush()
             os.fsync(stream.fileno())
@@ -289,7 +289,7 @@ class Writer(FileSystemWriter):
             os.close(self._held)
             self._held = None
 
-    def _write_manifest(self, metadata: Metadata, places: Mapping[MetadataIndex, Place]) -> None:
+    def _write_manifest(self, metadata: Metadata, places: Mapping[MetadataIndex, ItemPlace]) -> None:
         files: dict[str, int] = {}
         for place in places.values():
             files[place.file] = max(files.get(place.file, 0), place.offset + place.length)

@@ -49,7 +49,7 @@ PIECE = 1 << 22  # elements: 16 MiB of fp32
 HEADER = "infinity"
 
 
-class Piece(NamedTuple):
+class ShardPiece(NamedTuple):
     """Elements of one parameter under `key`: their start in this rank's shard, and per dimension where they lie under it."""
 
     key: str
@@ -125,7 +125,7 @@ class Series(NamedTuple):
         part = self.unit.parts[number]
         return torch.Size((part.rows, part.columns)[part.rows == 1 :])
 
-    def pieces(self, number: int, size: torch.Size) -> Iterator[Piece]:
+    def pieces(self, number: int, size: torch.Size) -> Iterator[ShardPiece]:
         """What this rank has of parameter `number`, under a key of the shape `size`: that which `size` gives, or if this is one
         row any other."""
         key = ".".join((*self.prefix, self.unit.names[number]))
@@ -137,11 +137,11 @@ class Series(NamedTuple):
             begin = first + overlap.in_parameter + at - overlap.in_shard
             for box in boxes(begin, begin + end - at, width, left):
                 offsets, sizes = (box.row, box.column), (box.rows, box.columns)
-                yield Piece(key, at + box.number, offsets[-len(size) :], sizes[-len(size) :])
+                yield ShardPiece(key, at + box.number, offsets[-len(size) :], sizes[-len(size) :])
             at = end
 
 
-class State(NamedTuple):
+class EngineState(NamedTuple):
     """The parts of an engine that make its state, between two steps."""
 
     units: Sequence[Unit]

@@ -21,7 +21,7 @@ class Saver(Protocol):
     def load_checkpoint(self, directory: str | Path, optimizer: Any) -> dict[str, Any]: ...
 
 
-class Checkpoints:
+class CheckpointFolders:
     """The folders `step-<number>` in `directory`. One job at a time writes there, from `prepare` to `close`.
 
     A checkpoint is due `every` so many steps; the last `keep` of them are kept. Of several ranks all save, and the one that

@@ -63,9 +63,9 @@ def finetune(
     values["warmup"] = steps // 10 if warmup is None else warmup
     with joined(debug) as world:
         require_extras("transformers", *(["matplotlib"] if output and report else []))
-        from infinity.cli.job import Job
+        from infinity.cli.job import FinetuneJob
 
-        job = Job(**values)
+        job = FinetuneJob(**values)
         with Progress(steps, "" if world.size == 1 else "rank 0: ") if world.is_first else nullcontext(Silence()) as progress:
             summary = job.run(progress, world)
         if world.is_first and as_json:

@@ -19,7 +19,7 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:,.1f} s"
 
 
-class Step(NamedTuple):
+class StepRecord(NamedTuple):
     """One optimizer step; `number` counts from 1, `start` and `end` are seconds of `time.perf_counter`.
 
     `loss_scale` is what the next loss is multiplied by, if anything. A step whose gradients were not finite has no norm.
@@ -53,7 +53,7 @@ class History:
     """The record of one run; owned by the training loop, append-only."""
 
     tokens_per_step: int
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     validations: list[Validation] = field(default_factory=list)
     signal: int | None = None

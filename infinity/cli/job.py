@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity.cli.checkpoints import Checkpoints
+from infinity.cli.checkpoints import CheckpointFolders
 from infinity.cli.history import History, combine, summarize
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.knobs import configured
 from infinity.cli.output import prepare_output, save_model
 from infinity.cli.ranks import ALONE, World
-from infinity.cli.training import Engine, Schedule, Trainer, Watcher
+from infinity.cli.training import Schedule, TrainedEngine, Trainer, Watcher
 from infinity.config import Config
 from infinity.errors import BudgetError
 from infinity.models.data import load_windows
@@ -34,7 +34,7 @@ class Display(Watcher, Protocol):
     def phase(self, text: str) -> None:
         """The run goes on with `text`."""
 
-    def attach(self, engine: Engine) -> None:
+    def attach(self, engine: TrainedEngine) -> None:
         """The engine exists from now on."""
 
     def note(self, text: str) -> None:
@@ -42,7 +42,7 @@ class Display(Watcher, Protocol):
 
 
 @dataclass(frozen=True)
-class Job:
+class FinetuneJob:
     """The options of one run, as `infinity finetune` takes them; sizes in bytes. All ranks have the same."""
 
     model: str
@@ -106,7 +106,7 @@ class Job:
                 checkpoints.close()
 
     def _run(
-        self, display: Display, world: World, config: Config, checkpoints: Checkpoints | None, last: Path | None
+        self, display: Display, world: World, config: Config, checkpoints: CheckpointFolders | None, last: Path | None
     ) -> dict[str, Any]:
         display.phase("model")
         source = find_model(self.model, config.precision)
@@ -124,7 +124,7 @@ class Job:
         try:
             display.attach(engine)
             world.seed(self.seed)
-            parts = Parts(model, engine, optimizer, device)
+            parts = RunParts(model, engine, optimizer, device)
             trainer = Trainer(model, engine, optimizer, windows, self.schedule(), device, checkpoints, world)
             if last is not None:
                 trainer.resume(last)
@@ -133,13 +133,13 @@ class Job:
             with Interrupt():  # closing goes to its end
                 engine.close()
 
-    def _checkpoints(self, display: Display, world: World) -> tuple[Checkpoints | None, Path | None]:
+    def _checkpoints(self, display: Display, world: World) -> tuple[CheckpointFolders | None, Path | None]:
         """Where to save, and what to go on from."""
         if self.checkpoint is None:
             if self.resume:
                 raise ValueError("--resume needs --checkpoint DIR, the directory of the run that it goes on with")
             return None, None
-        checkpoints = Checkpoints(self.checkpoint, self.checkpoint_every, self.keep_checkpoints, prunes=world.is_first)
+        checkpoints = CheckpointFolders(self.checkpoint, self.checkpoint_every, self.keep_checkpoints, prunes=world.is_first)
         last = world.from_first(lambda: checkpoints.prepare(self.resume))
         if last is not None:
             display.note(f"going on from {last}")
@@ -147,7 +147,7 @@ class Job:
             display.note(f"no checkpoint in {self.checkpoint} yet: training starts from the beginning")
         return checkpoints, last
 
-    def _train(self, display: Display, tokenizer: Tokenizer, trainer: Trainer, parts: Parts, world: World) -> dict[str, Any]:
+    def _train(self, display: Display, tokenizer: Tokenizer, trainer: Trainer, parts: RunParts, world: World) -> dict[str, Any]:
         with Interrupt() as interrupt:
             display.phase("training")
             history = trainer.train(interrupt, display)
@@ -165,7 +165,7 @@ class Job:
             summary |= self._write_report(self.output, history, parts.engine, summary)
         return summary
 
-    def _write_report(self, output: Path, history: History, engine: Engine, summary: dict[str, Any]) -> dict[str, str]:
+    def _write_report(self, output: Path, history: History, engine: TrainedEngine, summary: dict[str, Any]) -> dict[str, str]:
         from infinity.cli.perfetto import write_trace
         from infinity.cli.report import write_report
 
@@ -184,18 +184,18 @@ def _check_name(output: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Parts:
+class RunParts:
     """What training needs, assembled."""
 
     model: torch.nn.Module
-    engine: Engine
+    engine: TrainedEngine
     optimizer: torch.optim.Optimizer
     device: torch.device
 
 
 def assemble(
-    job: Job, source: ModelSource, config: Config, world: World
-) -> tuple[torch.nn.Module, Engine, torch.optim.Optimizer, torch.device]:
+    job: FinetuneJob, source: ModelSource, config: Config, world: World
+) -> tuple[torch.nn.Module, TrainedEngine, torch.optim.Optimizer, torch.device]:
     """Build the model without memory, stream its weights into the tiers, and give it an optimizer."""
     import infinity
 
@@ -217,7 +217,7 @@ def assemble(
         raise BudgetError(
             f"{error}; that is of one rank, and {option} is divided among the {world.local_size} of a node"
         ) from None
-    engine: Engine = infinity.engine(model)
+    engine: TrainedEngine = infinity.engine(model)
     try:
         optimizer = infinity.AdamW(
             model.parameters(),

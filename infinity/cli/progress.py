@@ -15,7 +15,7 @@ from infinity.cli.history import TIERS, History, budget_text, cached_text, forma
 from infinity.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from infinity.cli.training import Engine
+    from infinity.cli.training import TrainedEngine
 
 LINES = 20
 """Where stderr is not a terminal, about this many plain lines are written instead of a bar."""
@@ -34,7 +34,7 @@ class Progress:
     def __init__(self, steps: int, whose: str = "") -> None:
         self._console, self._whose = _Stderr(stderr=True), whose
         self._steps = steps
-        self._engine: Engine | None = None
+        self._engine: TrainedEngine | None = None
         self._budgets: dict[str, int] = {}
         self._bar = bars.Progress(
             bars.TextColumn("[bold]{task.description}"),
@@ -58,7 +58,7 @@ class Progress:
         """The run goes on with `text`."""
         self._bar.update(self._task, description=text)
 
-    def attach(self, engine: Engine) -> None:
+    def attach(self, engine: TrainedEngine) -> None:
         """Show this engine's tiers from now on."""
         self._engine = engine
         self._budgets = engine.report().limits  # once: a report waits for pending updates
@@ -99,7 +99,7 @@ class Silence:
     def phase(self, text: str) -> None:
         """Nothing."""
 
-    def attach(self, engine: Engine) -> None:
+    def attach(self, engine: TrainedEngine) -> None:
         """Nothing."""
 
     def stepped(self, history: History) -> None:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from infinity.accumulation import accumulate
-from infinity.cli.checkpoints import Checkpoints, Saver
-from infinity.cli.history import History, Step, Validation
+from infinity.cli.checkpoints import CheckpointFolders, Saver
+from infinity.cli.history import History, StepRecord, Validation
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.ranks import ALONE, World
 from infinity.cli.sampler import Sampler
@@ -25,7 +25,7 @@ from infinity.observe import Recorder
 from infinity.report import Report
 
 
-class Engine(Saver, Protocol):
+class TrainedEngine(Saver, Protocol):
     """What the loop and the output need of `infinity.Engine`."""
 
     @property
@@ -73,12 +73,12 @@ class Trainer:
     def __init__(
         self,
         model: torch.nn.Module,
-        engine: Engine,
+        engine: TrainedEngine,
         optimizer: torch.optim.Optimizer,
         windows: Windows,
         schedule: Schedule,
         device: torch.device,
-        checkpoints: Checkpoints | None = None,
+        checkpoints: CheckpointFolders | None = None,
         world: World = ALONE,
     ) -> None:
         self.model, self.engine, self.optimizer = model, engine, optimizer
@@ -138,7 +138,7 @@ class Trainer:
             if self.device.type != "cpu":
                 torch.get_device_module(self.device).set_rng_state(state["device_rng"], self.device)
         self.history.validations = [Validation(*values) for values in state["validations"]]
-        steps = [Step(*values) for values in state["steps"]]
+        steps = [StepRecord(*values) for values in state["steps"]]
         shift = time.perf_counter() - steps[-1].end  # as if they had just been made
         self.history.steps = [step._replace(start=step.start + shift, end=step.end + shift) for step in steps]
 
@@ -169,7 +169,7 @@ class Trainer:
             "a number of windows of": len(self.windows.tokens),
         }
 
-    def _step(self, number: int, batches: list[Any]) -> Step:
+    def _step(self, number: int, batches: list[Any]) -> StepRecord:
         start = time.perf_counter()
         rate = float(self.optimizer.param_groups[0]["lr"])
         scaler = getattr(self.optimizer, "loss_scaler", None)
@@ -184,7 +184,7 @@ class Trainer:
         norm = getattr(self.optimizer, "grad_norm", None)
         self.optimizer.zero_grad()
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
-        return Step(number, total, rate, norm, start, time.perf_counter(), None if scaler is None else scaler.scale)
+        return StepRecord(number, total, rate, norm, start, time.perf_counter(), None if scaler is None else scaler.scale)
 
     def _backward(self, batches: list[Any], scaled: bool) -> Iterator[torch.Tensor]:
         """Accumulate the gradients of the mean loss; gives the loss of each batch."""

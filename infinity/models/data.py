@@ -37,7 +37,7 @@ VALIDATION_SHARE = 20
 MOST_VALIDATION = 512
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A part of a document; `last` when the document ends with it."""
 
     text: str
@@ -60,19 +60,19 @@ def _chunk(handle: TextIO) -> str:
     return text + handle.readline(_PIECE) if text and not text.endswith("\n") else text
 
 
-def _text(path: Path) -> Iterator[Piece]:
+def _text(path: Path) -> Iterator[TextPiece]:
     try:
         with io.TextIOWrapper(open_regular(path), encoding="utf-8", newline="") as handle:
             text = _chunk(handle)
             while text:
                 following = _chunk(handle)
-                yield Piece(text, not following)
+                yield TextPiece(text, not following)
                 text = following
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error.reason} (0x{error.object[error.start]:02x})") from None
 
 
-def _json_lines(path: Path) -> Iterator[Piece]:
+def _json_lines(path: Path) -> Iterator[TextPiece]:
     with open_regular(path) as handle:
         for number in itertools.count(1):
             line = handle.readline(MOST_LINE_BYTES + 1)
@@ -91,14 +91,14 @@ def _json_lines(path: Path) -> Iterator[Piece]:
             if not isinstance(text, str):
                 raise ValueError(f'{where}: no string under the key "text"')
             if text:
-                yield Piece(text, True)
+                yield TextPiece(text, True)
 
 
-def _document(path: Path) -> Iterator[Piece]:
+def _document(path: Path) -> Iterator[TextPiece]:
     return _json_lines(path) if path.suffix.lower() == ".jsonl" else _text(path)
 
 
-def standard_library() -> Iterator[Piece]:
+def standard_library() -> Iterator[TextPiece]:
     """The first `STDLIB_BYTES` of the Python sources of the running interpreter's standard library, in sorted order."""
     total = 0
     for path in _files(Path(sysconfig.get_paths()["stdlib"]), frozenset((".py",)), _NOT_IN_STDLIB):
@@ -108,7 +108,7 @@ def standard_library() -> Iterator[Piece]:
         yield from _text(path)
 
 
-def read_pieces(source: Path | None) -> Iterator[Piece]:
+def read_pieces(source: Path | None) -> Iterator[TextPiece]:
     """The documents in `source`, piece by piece: a text file, a JSONL file (key "text") or a folder of such files.
 
     None reads the Python standard library. Raises `FileNotFoundError`, or `ValueError` naming the file (and line) that is
@@ -128,19 +128,19 @@ def read_pieces(source: Path | None) -> Iterator[Piece]:
         yield from _document(source)
 
 
-def encode(pieces: Iterable[Piece], tokenizer: Tokenizer) -> npt.NDArray[Any]:
+def encode(pieces: Iterable[TextPiece], tokenizer: Tokenizer) -> npt.NDArray[Any]:
     """All tokens of `pieces` in one flat array (uint16 where the vocabulary allows), a separator after each document."""
     code = "H" if max(tokenizer.vocabulary, tokenizer.separator + 1) <= 1 << 16 else "I"
     dtype = np.uint16 if code == "H" else np.uint32
     tokens = array(code)  # grows in place: a list of parts would need twice the memory when joined
 
-    def flush(waiting: list[Piece]) -> None:
+    def flush(waiting: list[TextPiece]) -> None:
         for piece, ids in zip(waiting, tokenizer.encode([piece.text for piece in waiting]), strict=True):
             tokens.frombytes(ids.astype(dtype, copy=False).tobytes())
             if piece.last:
                 tokens.append(tokenizer.separator)
 
-    waiting: list[Piece] = []
+    waiting: list[TextPiece] = []
     size = 0
     for piece in pieces:
         waiting.append(piece)

@@ -87,7 +87,7 @@ def _refuse_dtype(name: str, dtype: torch.dtype) -> None:
     )
 
 
-class _Span(NamedTuple):
+class _MemorySpan(NamedTuple):
     """The bytes [begin, end) of `space`, a device or a storage without memory, that tensor `number` of the model lies in."""
 
     space: str
@@ -101,7 +101,7 @@ class _Span(NamedTuple):
 def _check_memory(model: nn.Module) -> None:
     """Parameters of a wrapped model have memory of their own each, so nothing may show what is written to one of them."""
     spans = sorted(_spans(model), key=lambda span: span[:4])
-    open_spans: list[_Span] = []
+    open_spans: list[_MemorySpan] = []
     for span in spans:
         open_spans = [other for other in open_spans if other.space == span.space and other.end > span.begin]
         for other in open_spans:
@@ -115,7 +115,7 @@ def _check_memory(model: nn.Module) -> None:
         open_spans.append(span)
 
 
-def _spans(model: nn.Module) -> Iterator[_Span]:
+def _spans(model: nn.Module) -> Iterator[_MemorySpan]:
     for number, (name, tensor) in enumerate([*model.named_parameters(), *model.named_buffers()]):
         mine = local(tensor)
         if mine.numel() == 0 or mine.layout is not torch.strided or _is_made_of_others(mine):
@@ -125,7 +125,7 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
         begin = (address or _ANYWHERE) + int(mine.storage_offset()) * mine.itemsize
         last = sum((int(size) - 1) * int(stride) for size, stride in zip(mine.shape, mine.stride(), strict=True))
         space = str(mine.device) if address else f"storage {storage._cdata}"
-        yield _Span(space, begin, begin + (last + 1) * mine.itemsize, number, name, tensor)
+        yield _MemorySpan(space, begin, begin + (last + 1) * mine.itemsize, number, name, tensor)
 
 
 def _is_made_of_others(tensor: torch.Tensor) -> bool:
@@ -133,12 +133,12 @@ def _is_made_of_others(tensor: torch.Tensor) -> bool:
     return bool(is_traceable_wrapper_subclass(tensor)) and not isinstance(tensor, DTensor)
 
 
-def _overlap(one: _Span, other: _Span) -> bool:
+def _overlap(one: _MemorySpan, other: _MemorySpan) -> bool:
     """Whether two tensors have a byte in common; columns of one matrix have none, although their spans overlap."""
     return bool(np.shares_memory(_as_array(one), _as_array(other)))
 
 
-def _as_array(span: _Span) -> np.ndarray:
+def _as_array(span: _MemorySpan) -> np.ndarray:
     """An array of the same geometry at the same address, whose elements nobody reads."""
     tensor = local(span.tensor)
     interface = {

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.modules.origins import Origin, Watch, Writer, fix, frames, origins_of
+from infinity.modules.origins import Origin, ParameterWriter, WriterWatch, fix, frames, origins_of
 from infinity.sharding.tensor_parallel import form_of, local, part_in
 
 
@@ -28,7 +28,7 @@ def init() -> Iterator[None]:
     """
     register = nn.Module.register_parameter
     outside = list(frames(sys._getframe()))  # kept, so that no other frame is taken for one of them
-    watch = Watch()
+    watch = WriterWatch()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
@@ -149,13 +149,13 @@ def check_initialisable(model: nn.Module, parameters: set[int]) -> None:
 def _check_origin(name: str, module: nn.Module, origin: Origin | None, by_model: bool) -> None:
     """Raise `ConfigError` where the initialisation of `module` would give the parameter `name` other values."""
     can_reset = callable(getattr(module, "reset_parameters", None))
-    if origin is None or not (by_model or can_reset) or origin.writer not in (Writer.OTHER, Writer.MODEL):
+    if origin is None or not (by_model or can_reset) or origin.writer not in (ParameterWriter.OTHER, ParameterWriter.MODEL):
         return
     way = (
         "build that module outside of init(), give wrap(..., weights=DIRECTORY), or write these values after wrap instead, "
         "inside `with infinity.gathered(parameter, write=True):`"
     )
-    if origin.writer is Writer.OTHER:
+    if origin.writer is ParameterWriter.OTHER:
         where = origin.where if origin.where.startswith("after") else f"inside infinity.init() ({origin.where})"
         again = "_init_weights" if by_model else f"{type(module).__name__}.reset_parameters()"
         raise ConfigError(
@@ -201,7 +201,7 @@ def _initialise(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         for key, p in others.items():  # of another unit: without data now, or initialised already
             module._parameters[key] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad)
         by_model = initialisers.get(module)
-        reset = [key in origins and origins[key].writer is Writer.RESET for key in mine]
+        reset = [key in origins and origins[key].writer is ParameterWriter.RESET for key in mine]
         try:
             if by_model is None or any(reset):
                 module.reset_parameters()  # type: ignore[operator]

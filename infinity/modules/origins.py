@@ -1,9 +1,10 @@
 """Where the values of parameters come from that are built without memory, so that none is replaced without a word.
 
 [Note: what a constructor does]
-Inside `infinity.init()` a parameter has no memory, and what a constructor writes to it is gone. `wrap` makes the values again, by
-`_init_weights` or `reset_parameters`. That is right where one of these wrote last, and wrong where other code did. So `Watch`
-sees every operator that writes while models are built, finds out from the stack who called it, and notes it with the module:
+Inside `infinity.init()` a parameter has no memory, and what a constructor writes to it is gone.
+`wrap` makes the values again, by `_init_weights` or `reset_parameters`. That is right where one of
+these wrote last, and wrong where other code did. So `WriterWatch` sees every operator that writes
+while models are built, finds out from the stack who called it, and notes it with the module:
 
     the last to write a parameter            what `wrap` does
     nobody: its memory came from torch.empty like RESET
@@ -41,7 +42,7 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _SAMPLE = 16
 
 
-class Writer(enum.Enum):
+class ParameterWriter(enum.Enum):
     """Who wrote a parameter last; see [Note: what a constructor does]."""
 
     NOBODY = enum.auto()
@@ -54,7 +55,7 @@ class Writer(enum.Enum):
 class Origin(NamedTuple):
     """Where the values of a parameter come from: `where` is file and line of OTHER, `constant` has no dimensions."""
 
-    writer: Writer
+    writer: ParameterWriter
     where: str = ""
     constant: torch.Tensor | None = None
 
@@ -69,7 +70,7 @@ class _Built:
         self.holders: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # and its names there
 
 
-class Watch(TorchDispatchMode):
+class WriterWatch(TorchDispatchMode):
     """Inside, notes who writes the parameters that were `registered`; of the thread that entered it."""
 
     def __init__(self) -> None:
@@ -78,7 +79,7 @@ class Watch(TorchDispatchMode):
         self._built: dict[int, _Built] = {}
         self._skipped = _Skipped(self)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> WriterWatch:
         self._skipped.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -100,7 +101,7 @@ class Watch(TorchDispatchMode):
         if number is None:
             return
         if number not in self._built:
-            origin = Origin(Writer.NOBODY) if _number(given) in self._empty or not given.numel() else _given(given)
+            origin = Origin(ParameterWriter.NOBODY) if _number(given) in self._empty or not given.numel() else _given(given)
             self._built[number] = _Built(parameter, origin)
         self._built[number].holders.setdefault(module, set()).add(name)
 
@@ -131,17 +132,17 @@ class Watch(TorchDispatchMode):
         if built is None:
             return
         built.origin = _origin(built.holders)
-        if built.origin.writer is Writer.OTHER and operator in _FILLS and tensor.numel() == built.numel:
+        if built.origin.writer is ParameterWriter.OTHER and operator in _FILLS and tensor.numel() == built.numel:
             value = args[1] if operator == "aten::fill_" else 0
             if not (isinstance(value, torch.Tensor) and value.is_meta):
                 constant = torch.empty((), dtype=tensor.dtype).fill_(value)
-                built.origin = Origin(Writer.CONSTANT, constant=constant)
+                built.origin = Origin(ParameterWriter.CONSTANT, constant=constant)
 
 
 class _Skipped(TorchFunctionMode):
     """Tells `watch` of the functions of `torch.nn.init` that look whether a tensor is on the meta device, and return then."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: WriterWatch) -> None:
         super().__init__()
         self._watch = watch
 
@@ -163,7 +164,7 @@ def fix(module: nn.Module, name: str) -> None:
     if number != id(parameter):
         del known[name]
     elif version != parameter._version:
-        known[name] = (Origin(Writer.OTHER, "after init()"), parameter._version, number)
+        known[name] = (Origin(ParameterWriter.OTHER, "after init()"), parameter._version, number)
 
 
 def origins_of(model: nn.Module) -> dict[int, Origin]:
@@ -192,7 +193,7 @@ def frames(frame: FrameType | None) -> Iterator[FrameType]:
 def _given(parameter: nn.Parameter) -> Origin:
     """Of the values with which a parameter was registered."""
     constant = _constant(parameter) if parameter.device.type != "meta" else None
-    return Origin(Writer.OTHER, _place()) if constant is None else Origin(Writer.CONSTANT, constant=constant)
+    return Origin(ParameterWriter.OTHER, _place()) if constant is None else Origin(ParameterWriter.CONSTANT, constant=constant)
 
 
 def _constant(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -207,15 +208,15 @@ def _constant(parameter: nn.Parameter) -> torch.Tensor | None:
 
 def _origin(holders: Mapping[nn.Module, set[str]]) -> Origin:
     """Of what is written now to a parameter of `holders`."""
-    writer = Writer.OTHER
+    writer = ParameterWriter.OTHER
     for frame in frames(sys._getframe(1)):
         if frame.f_code.co_name == "_init_weights":
-            return Origin(Writer.MODEL)
+            return Origin(ParameterWriter.MODEL)
         if frame.f_code.co_name == "reset_parameters":
             caller = frame.f_locals.get("self")
             if isinstance(caller, nn.Module) and caller in holders:
-                writer = Writer.RESET
-    return Origin(writer, _place() if writer is Writer.OTHER else "")
+                writer = ParameterWriter.RESET
+    return Origin(writer, _place() if writer is ParameterWriter.OTHER else "")
 
 
 def _place() -> str:

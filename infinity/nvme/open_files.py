@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from infinity import native
-from infinity.nvme.requests import Request
+from infinity.nvme.requests import IoRequest
 
 RESERVE_BYTES = 4 << 20  # files that grow by less are not worth the call
 OPEN_FILES = 64  # of one call; what is in flight keeps its own
@@ -23,7 +23,7 @@ class Files:
     is replaced or removed is never mistaken for its successor, and opening one costs microseconds.
     """
 
-    def __init__(self, writes: Iterable[Request] = (), name: bytes = b"") -> None:
+    def __init__(self, writes: Iterable[IoRequest] = (), name: bytes = b"") -> None:
         """`name` is what errors call a file whose path is a descriptor."""
         self._name = name
         self._open: OrderedDict[tuple[bytes, bool], Any] = OrderedDict()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 
-class Request(NamedTuple):
+class IoRequest(NamedTuple):
     """One tensor's bytes at `offset` of the file, checked."""
 
     tensor: torch.Tensor
@@ -18,14 +18,14 @@ class Request(NamedTuple):
     offset: int
 
 
-def check(operation: str, tensor: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> Request:
+def check(operation: str, tensor: torch.Tensor, path: str | os.PathLike[str], offset: int = 0) -> IoRequest:
     """Raises what is wrong with them, before anything has moved."""
     name = os.fsencode(path)
     if b"\0" in name:
         raise ValueError(f"the path {os.fsdecode(name)!r} has a null byte")
     if type(offset) is not int or offset < 0:
         raise ValueError(f"offset must be a number of bytes, 0 or more, not {offset!r}")
-    return Request(tensor, *memory_of(operation, tensor, f"{operation} of {os.fsdecode(name)}"), name, offset)
+    return IoRequest(tensor, *memory_of(operation, tensor, f"{operation} of {os.fsdecode(name)}"), name, offset)
 
 
 def memory_of(operation: str, tensor: torch.Tensor, what: str) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import torch
 from infinity.device import HostMemory
 from infinity.errors import NvmeError
 from infinity.nvme.open_files import Files
-from infinity.nvme.requests import Request
+from infinity.nvme.requests import IoRequest
 from infinity.nvme.safetensors import BLOCK
 from infinity.nvme.ticket import Ticket, Tickets, check_process
 from infinity.quantities import round_up
@@ -149,7 +149,7 @@ class Submitter:
             ticket.finish()
             raise
 
-    def move(self, ticket: Ticket, operation: str, files: Files, request: Request, whole: Range | None = None) -> None:
+    def move(self, ticket: Ticket, operation: str, files: Files, request: IoRequest, whole: Range | None = None) -> None:
         """Start moving the bytes of `request`, which is a part of `whole`, straight from or to the memory of its tensor.
 
         A block that is written in part goes through a descriptor without O_DIRECT. With it the block would be read, patched
@@ -216,7 +216,7 @@ class Submitter:
                     busy.append((moving, slot, run))
                     if ticket is not None:
                         ticket.add(moving)
-                    request = Request(slot, slot.data_ptr() + begin % BLOCK, end - begin, path, begin)
+                    request = IoRequest(slot, slot.data_ptr() + begin % BLOCK, end - begin, path, begin)
                     self.move(moving, operation, files, request, whole)
                 while busy:
                     retire()

@@ -17,7 +17,7 @@ from infinity.errors import ConfigError, WeightsError
 from infinity.files import Directory
 from infinity.nvme import safetensors
 from infinity.nvme.open_files import Files, allocate
-from infinity.nvme.requests import Request, memory_of
+from infinity.nvme.requests import IoRequest, memory_of
 from infinity.nvme.safetensors import BLOCK, Entry
 from infinity.nvme.submit import Piece, Submitter, bytes_of
 from infinity.quantities import round_up
@@ -54,7 +54,7 @@ def save(
                     if not tensor.is_cpu or last - first < DIRECT_BYTES:
                         edges.append((entry.begin, data))
                         continue
-                    request = Request(tensor, address + first - entry.begin, last - first, name, first)
+                    request = IoRequest(tensor, address + first - entry.begin, last - first, name, first)
                     io.move(ticket, "write", files, request)
                     edges.append((entry.begin, data[: first - entry.begin]))
                     edges.append((last, data[last - entry.begin :]))
@@ -113,7 +113,7 @@ def _fetch(io: Submitter, files: Files, name: bytes, targets: Sequence[tuple[tor
             while at < target.numel():
                 piece = target[at:][: FETCH_BYTES - (offset + at) % BLOCK]
                 piece[::HUGE_PAGE] = 0
-                io.move(ticket, "read", files, Request(piece, piece.data_ptr(), piece.numel(), name, offset + at))
+                io.move(ticket, "read", files, IoRequest(piece, piece.data_ptr(), piece.numel(), name, offset + at))
                 at += piece.numel()
     ticket.wait()
 

@@ -12,7 +12,7 @@ import torch
 
 from infinity.device import Copy, copy_alone
 from infinity.optim.job import Job, JobState, UnitUpdate
-from infinity.optim.kernels import Kernels, Segment, States
+from infinity.optim.kernels import Kernels, Segment, StateTensors
 from infinity.placement.spec import Kind
 from infinity.sharding import codec
 from infinity.tiers.access import Checkout, Placing
@@ -124,7 +124,7 @@ class Chunk:
             if begin < end:
                 kernels.update(states, begin, end, segment.hyper, segment.factor)
 
-    def _states(self) -> States:
+    def _states(self) -> StateTensors:
         unit, outs = self.job.unit, self.outs
         dtypes = {Kind.PARAM: unit.dtype, Kind.GRAD: unit.gradient_dtype}
         old = {kind: out.tensor if out.source is None else out.source for kind, out in outs.items()}
@@ -132,7 +132,7 @@ class Chunk:
         formats = {kind: block.format for kind, block in unit.blocks.items()}
         targets = {kind: out.tensor for kind, out in outs.items() if out.source is not None}
         position = unit.rank * unit.layout.shard_numel + self.begin
-        return States(tensors, formats, unit.index, position, targets)
+        return StateTensors(tensors, formats, unit.index, position, targets)
 
 
 class ChunksByPhase:

@@ -126,7 +126,7 @@ class Job:
         self.in_memory.clear()
 
 
-class Stage(enum.IntEnum):
+class QueueState(enum.IntEnum):
     """The life of a `JobQueue`, in this order.
 
     OPEN: it takes jobs. CLOSED: it finishes what is final. FAILED: the pipeline does nothing more. ENDED: its thread has ended,
@@ -149,7 +149,7 @@ class JobQueue:
         self.changed = threading.Condition()
         """The lock; notified when anything here changes."""
         self.jobs: list[Job] = []
-        self._stage = Stage.OPEN
+        self._state = QueueState.OPEN
         self._hurries = 0  # how many wait for all that is CONFIRMED
 
     # For the updater: how far a job is
@@ -158,7 +158,7 @@ class JobQueue:
         """Start reading for `job`, AWAITED. Its gradients need no staging, or else what is read of
         them is not final."""
         with self.changed:
-            if self._stage is Stage.OPEN:
+            if self._state is QueueState.OPEN:
                 self._add(job)
             else:
                 self._give_up(job)
@@ -166,7 +166,7 @@ class JobQueue:
     def speculate(self, job: Job, update: UnitUpdate) -> None:
         """AWAITED -> SPECULATIVE."""
         with self.changed:
-            if self._stage is Stage.OPEN:
+            if self._state is QueueState.OPEN:
                 self._set(job, update, JobState.SPECULATIVE)
             else:  # closed on another thread: nobody waits there for what may be rolled back
                 self._give_up(job)
@@ -234,7 +234,7 @@ class JobQueue:
     def close(self) -> None:
         """Let go of all that is not final, and take nothing new."""
         with self.changed:
-            self._stage = max(self._stage, Stage.CLOSED)
+            self._state = max(self._state, QueueState.CLOSED)
             for job in [job for job in self.jobs if not job.is_final]:
                 self._give_up(job)
             self.changed.notify_all()
@@ -244,7 +244,7 @@ class JobQueue:
     def await_work(self, may_hold: bool) -> bool:
         """Block until there is a chunk to take; False when it was closed and there is none."""
         with self.changed:
-            self.changed.wait_for(lambda: self._stage is not Stage.OPEN or self.has_work(may_hold))
+            self.changed.wait_for(lambda: self._state is not QueueState.OPEN or self.has_work(may_hold))
             return self.has_work(may_hold)
 
     def await_change(self, resumed: Callable[[], bool], may_hold: bool) -> None:
@@ -296,7 +296,7 @@ class JobQueue:
     def refuse(self) -> None:
         """The pipeline failed: nothing more is checked out, and no unit flips."""
         with self.changed:
-            self._stage = max(self._stage, Stage.FAILED)
+            self._state = max(self._state, QueueState.FAILED)
             for job in self.jobs:
                 job.drop()
 
@@ -311,14 +311,14 @@ class JobQueue:
     def end(self) -> None:
         """The pipeline's thread ends."""
         with self.changed:
-            self._stage = Stage.ENDED
+            self._state = QueueState.ENDED
             self.changed.notify_all()
 
     # Under the lock
 
     def _wait_for(self, over: Callable[[], bool]) -> None:
         """Block until `over`, or until the thread has ended."""
-        self.changed.wait_for(lambda: self._stage is Stage.ENDED or over())
+        self.changed.wait_for(lambda: self._state is QueueState.ENDED or over())
 
     def _set(self, job: Job, update: UnitUpdate, state: JobState) -> None:
         self._add(job)
@@ -326,7 +326,7 @@ class JobQueue:
         job.state = state
 
     def _add(self, job: Job) -> None:
-        if job not in self.jobs and self._stage < Stage.FAILED:
+        if job not in self.jobs and self._state < QueueState.FAILED:
             self.jobs.append(job)
         self.changed.notify_all()
 
@@ -339,7 +339,7 @@ class JobQueue:
 
     def _end_if_written(self, job: Job) -> None:
         fixed = job in self.jobs and job.state is JobState.CONFIRMED
-        if fixed and job.written and self._stage < Stage.FAILED:
+        if fixed and job.written and self._state < QueueState.FAILED:
             job.state = JobState.ENDED
             self.jobs.remove(job)
             self._store.resident.end_update([block for kind, block in job.unit.blocks.items() if kind is not Kind.GRAD])
@@ -372,7 +372,7 @@ class JobQueue:
         """Whether what the update of `job` makes can be put where it is used, or need not wait for
         that."""
         block = job.unit.blocks[Kind.PARAM]
-        hurried = job.hurried or self._hurries or self._stage is not Stage.OPEN
+        hurried = job.hurried or self._hurries or self._state is not QueueState.OPEN
         waits = job.state is JobState.CONFIRMED and block.moved_bytes and not hurried
         return not waits or self._store.resident.has_copy(block)
 

@@ -40,7 +40,7 @@ class Segment(NamedTuple):
     factor: float = 1.0
 
 
-class States(NamedTuple):
+class StateTensors(NamedTuple):
     """The states of some elements of unit number `unit`, from number `position` of its flat buffer on.
 
     PARAM and GRAD are tensors of their dtypes, the others uint8 in `formats`. What becomes of those that have one of `targets`
@@ -68,7 +68,7 @@ class Kernels:
         self.threads = threads_of(threads)
         self._pool = self._module.Pool(self.threads)
 
-    def update(self, states: States, begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:
+    def update(self, states: StateTensors, begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:
         """Update elements [begin, end) with gradients times `grad_scale`; formulas in `native/cpu_adam/rules.h`.
 
         The noise of stochastic rounding is a function of the unit, the element's place in it, and the step (`noise.h`).
@@ -164,7 +164,7 @@ def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels, positions:
     return counted + 0.0 * others
 
 
-class _Run(NamedTuple):
+class _ElementRun(NamedTuple):
     """Elements [begin, end) of a shard, and whether this rank counts their gradients."""
 
     begin: int
@@ -172,17 +172,17 @@ class _Run(NamedTuple):
     counts: bool
 
 
-def _runs(unit: Unit, positions: Sequence[int]) -> list[_Run]:
+def _runs(unit: Unit, positions: Sequence[int]) -> list[_ElementRun]:
     """The shard, or its parts for these parameters, cut where what counts changes, and so that sums do not depend on where chunks
     end: those that cross a border of the blocks in which the kernel adds up are cut there."""
     if all(unit.counted) and len(positions) == len(unit.parameters):
-        return [_Run(0, unit.layout.shard_numel, True)]
+        return [_ElementRun(0, unit.layout.shard_numel, True)]
     runs = []
     for index in positions:
         part, counts = unit.layout.overlap(index, unit.rank), unit.counted[index]
         begin, end = part.in_shard, part.in_shard + part.length
         border = min(round_up(begin, CHUNK_ELEMENTS), end)
-        runs += [_Run(low, high, counts) for low, high in ((begin, border), (border, end)) if low < high]
+        runs += [_ElementRun(low, high, counts) for low, high in ((begin, border), (border, end)) if low < high]
     return runs
 
 

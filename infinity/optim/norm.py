@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from infinity.errors import EngineClosedError, NonFiniteError
 from infinity.optim.kernels import Kernels, nonfinite_gradients, squared_gradient_norm
-from infinity.optim.step import Share
+from infinity.optim.step import UnitShare
 from infinity.placement.spec import Kind
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
@@ -36,7 +36,7 @@ class GradientNorm:
         self.asked = self._asked_now
         self._asked_now = 0
 
-    def of(self, shares: Sequence[Share], further: float = 1.0) -> float:
+    def of(self, shares: Sequence[UnitShare], further: float = 1.0) -> float:
         """The common L2 norm of the settled gradients of `shares` as an update would take them:
         unscaled, as far as they are clipped, and times `further`. Summed in double precision over
         the units and the ranks, of which all get the same bits; infinite or NaN if and only if a
@@ -70,7 +70,7 @@ class GradientNorm:
         except EngineClosedError:
             return None
 
-    def first_nonfinite(self, shares: Sequence[Share]) -> str:
+    def first_nonfinite(self, shares: Sequence[UnitShare]) -> str:
         """The name of the first parameter with a settled gradient that is not finite; "" when all
         are."""
         names = [share.unit.names[index] for share in shares for index in share.positions]
@@ -78,7 +78,7 @@ class GradientNorm:
         everywhere = self._sum_over_shards(bad, "of gradients that are not finite")
         return next((name for name, flag in zip(names, everywhere, strict=True) if flag), "")
 
-    def take_nonfinite(self, norm: float, shares: Sequence[Share], number: int, raises: bool) -> None:
+    def take_nonfinite(self, norm: float, shares: Sequence[UnitShare], number: int, raises: bool) -> None:
         """The settled gradients of `shares`, for step `number`, have the norm `norm`, which is not
         finite: log whose fault that is, or raise `NonFiniteError`, before anything is changed."""
         name = self.first_nonfinite(shares)
@@ -102,7 +102,7 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return 1.0 if factor > 1.0 else factor
 
 
-def clip(shares: Sequence[Share], factor: float) -> None:
+def clip(shares: Sequence[UnitShare], factor: float) -> None:
     """Multiply the settled gradients of `shares` by `factor`."""
     apply_clips(shares, factor)
     for share in shares:
@@ -110,7 +110,7 @@ def clip(shares: Sequence[Share], factor: float) -> None:
             share.unit.gradients.scale(present, factor)
 
 
-def apply_clips(shares: Sequence[Share], factor: float) -> None:
+def apply_clips(shares: Sequence[UnitShare], factor: float) -> None:
     """The settled gradients of `shares` are about to be multiplied by `factor`: as they are clipped
     already, so they are."""
     for share in shares if factor != 1.0 else ():

@@ -21,7 +21,7 @@ from infinity.optim.kernels import Hyper, Segment, segments_of
 from infinity.optim.norm import apply_clips, clip_factor
 from infinity.optim.scaler import LossScaler, scaled_loss
 from infinity.optim.state_dict import add_states, check_header, check_state, kinds, numbers, restore, states_in, updates_in
-from infinity.optim.step import Share, Step
+from infinity.optim.step import Step, UnitShare
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.sharding.parameter import ShardedParameter
@@ -82,7 +82,7 @@ class Optimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self._reminded = False
         self._updater: Updater | None = None
-        self._shares: dict[int, Share] = {}  # by the index of the unit
+        self._shares: dict[int, UnitShare] = {}  # by the index of the unit
         self._steps: dict[int, int] = {}  # updates so far, by id of the parameter
         super().__init__(params, defaults)
 
@@ -155,12 +155,12 @@ class Optimizer(torch.optim.Optimizer):
             return
         self.check_group(group, taken)
         for unit, positions in taken.items():
-            updater.owners.check_free(Share(unit, tuple(positions)), self)
+            updater.owners.check_free(UnitShare(unit, tuple(positions)), self)
         self._updater = updater
         for unit, positions in taken.items():
-            updater.adopt(Share(unit, tuple(sorted(positions))), self)
+            updater.adopt(UnitShare(unit, tuple(sorted(positions))), self)
             mine = self._shares[unit.index].positions if unit.index in self._shares else ()
-            self._shares[unit.index] = Share(unit, tuple(sorted({*mine, *positions})))
+            self._shares[unit.index] = UnitShare(unit, tuple(sorted({*mine, *positions})))
             if unit.dtype is torch.float16 and self.loss_scaler is None:
                 self.loss_scaler = LossScaler()
             self._steps |= {id(unit.parameters[index]): 0 for index in positions}
@@ -207,7 +207,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.loss_scaler.update(finite=True)
         return loss
 
-    def _measure(self, shares: Sequence[Share], grad_scaler: torch.amp.GradScaler | None) -> float | None:
+    def _measure(self, shares: Sequence[UnitShare], grad_scaler: torch.amp.GradScaler | None) -> float | None:
         """Phase 1. Returns the norm of the gradients, unscaled, or None where nothing depends on it."""
         self.updater.settle([share.unit for share in shares])
         if grad_scaler is None and self.loss_scaler is not None:
@@ -220,7 +220,7 @@ class Optimizer(torch.optim.Optimizer):
             _tell(grad_scaler, self, norm)
         return norm
 
-    def _fix(self, shares: Sequence[Share], norm: float | None, grad_scaler: torch.amp.GradScaler | None) -> Step | None:
+    def _fix(self, shares: Sequence[UnitShare], norm: float | None, grad_scaler: torch.amp.GradScaler | None) -> Step | None:
         """Phase 2. Returns None for a step that is left out, because a gradient is not finite."""
         if norm is not None and not math.isfinite(norm):
             if self._skips(grad_scaler):
@@ -251,7 +251,7 @@ class Optimizer(torch.optim.Optimizer):
         """Whether a step with a gradient that is not finite is left out."""
         return self.skip_nonfinite or self.loss_scaler is not None or grad_scaler is not None
 
-    def _skip(self, shares: Sequence[Share], grad_scaler: torch.amp.GradScaler | None) -> None:
+    def _skip(self, shares: Sequence[UnitShare], grad_scaler: torch.amp.GradScaler | None) -> None:
         """Leave a step out: a gradient is not finite."""
         name, number = self.updater.norm.first_nonfinite(shares), self.updater.next_number
         self.updater.skip(shares)
@@ -269,7 +269,7 @@ class Optimizer(torch.optim.Optimizer):
         after = self.loss_scaler.scale
         log.info("step %d is skipped: the gradient of %s is not finite at loss scale %g; now %g", number, name, before, after)
 
-    def _remind(self, shares: Sequence[Share], scaler: LossScaler) -> None:
+    def _remind(self, shares: Sequence[UnitShare], scaler: LossScaler) -> None:
         unscaled = any(share.present() and share.unit.gradients.loss_scale == 1.0 for share in shares)
         if unscaled and scaler.scale != 1.0 and not self._reminded:
             self._reminded = True

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 
 from infinity.errors import ConfigError
 from infinity.optim.kernels import Segment
-from infinity.optim.step import Share
+from infinity.optim.step import UnitShare
 from infinity.placement.spec import Kind
 from infinity.sharding.unit import MOMENTS, Unit
 from infinity.tiers.store import Store
@@ -33,7 +33,7 @@ class Owners:
         self._store = store
         self._of: dict[Unit, dict[int, weakref.ref[Owner]]] = {}  # by the index of the parameter
 
-    def check_free(self, share: Share, optimizer: Owner) -> None:
+    def check_free(self, share: UnitShare, optimizer: Owner) -> None:
         """Raise `ConfigError` when another optimizer updates one of these parameters."""
         self._store.latch.check()
         for index, owner in self._of.get(share.unit, {}).items():
@@ -43,13 +43,13 @@ class Owners:
                     "one: use one optimizer with several parameter groups, or let go of the other one first"
                 )
 
-    def have_left(self, share: Share) -> bool:
+    def have_left(self, share: UnitShare) -> bool:
         """Whether one of these parameters had an optimizer that is gone, so that it has states of
         that."""
         owners = self._of.get(share.unit, {})
         return any(index in owners and owners[index]() is None for index in share.positions)
 
-    def assign(self, share: Share, optimizer: Owner) -> None:
+    def assign(self, share: UnitShare, optimizer: Owner) -> None:
         """`optimizer` updates these parameters from now on; see `check_free`."""
         self._of.setdefault(share.unit, {}).update((index, weakref.ref(optimizer)) for index in share.positions)
 
@@ -58,7 +58,7 @@ class Owners:
         found = {id(owner): owner for ref in self._of.get(unit, {}).values() if (owner := ref()) is not None}
         return next(iter(found.values())) if len(found) == 1 else None
 
-    def beside(self, units: Iterable[Unit], optimizers: Sequence[Owner]) -> list[tuple[Share, list[str]]]:
+    def beside(self, units: Iterable[Unit], optimizers: Sequence[Owner]) -> list[tuple[UnitShare, list[str]]]:
         """What `units`, if they have moments, have beside the parameters of `optimizers`; and those
         names of it that another optimizer updates."""
         found = []
@@ -68,10 +68,10 @@ class Owners:
             owners = {index: owner() for index, owner in self._of[unit].items()}
             rest = [index for index in range(len(unit.parameters)) if owners.get(index) not in optimizers]
             if rest:
-                found.append((Share(unit, tuple(rest)), [unit.names[i] for i in rest if owners.get(i) is not None]))
+                found.append((UnitShare(unit, tuple(rest)), [unit.names[i] for i in rest if owners.get(i) is not None]))
         return found
 
-    def forget_states(self, share: Share, kinds: Iterable[Kind]) -> None:
+    def forget_states(self, share: UnitShare, kinds: Iterable[Kind]) -> None:
         """These states of these parameters begin anew. Those that the unit has of other optimizers'
         parameters stay."""
         owners = self._of.get(share.unit, {})

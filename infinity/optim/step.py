@@ -12,7 +12,7 @@ from infinity.optim.kernels import Segment
 from infinity.sharding.unit import Unit
 
 
-class Share(NamedTuple):
+class UnitShare(NamedTuple):
     """What one optimizer has of a unit: parameters, by their index, in rising order."""
 
     unit: Unit
@@ -39,13 +39,13 @@ class Step:
     loss_scale: float
     """What this optimizer multiplied the loss by; 1 where nothing does. The segments have it
     already."""
-    segments: Mapping[Share, tuple[Segment, ...]]
+    segments: Mapping[UnitShare, tuple[Segment, ...]]
     """What is done to this rank's shard of every unit with a gradient."""
     counts: Mapping[int, int]
     """How many updates each parameter with a gradient has had after this step, by its id."""
 
     @property
-    def shares(self) -> tuple[Share, ...]:
+    def shares(self) -> tuple[UnitShare, ...]:
         """The parameters of every unit that it updates."""
         return tuple(self.segments)
 

@@ -29,7 +29,7 @@ from infinity.optim.owners import Owner, Owners
 from infinity.optim.pipeline import Pipeline
 from infinity.optim.scaler import Scales
 from infinity.optim.speculation import Policy, Speculation
-from infinity.optim.step import Share, Step, StepRun
+from infinity.optim.step import Step, StepRun, UnitShare
 from infinity.placement.spec import Kind
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.gradients import GradientState
@@ -89,7 +89,7 @@ class Updater(Updates):
         """The number of the step that comes next; those that were left out count."""
         return self.posted_steps + self.skipped_steps + 1
 
-    def adopt(self, share: Share, optimizer: Owner) -> None:
+    def adopt(self, share: UnitShare, optimizer: Owner) -> None:
         """`optimizer` updates these parameters from now on, beginning with fresh states; see
         `Owners.check_free`."""
         self.rollback(share.unit)
@@ -167,7 +167,7 @@ class Updater(Updates):
             if present := unit.gradients.present():
                 unit.gradients.apply_clips(present)
 
-    def forget(self, shares: Sequence[Share], set_to_none: bool = True) -> None:
+    def forget(self, shares: Sequence[UnitShare], set_to_none: bool = True) -> None:
         """Forget the gradients of `shares`; without `set_to_none` they become zeros, which an
         update still takes. All ranks must call it."""
         if not set_to_none:
@@ -175,7 +175,7 @@ class Updater(Updates):
         for unit, positions in shares:
             (unit.gradients.forget if set_to_none else unit.gradients.zero)(positions)
 
-    def skip(self, shares: Sequence[Share]) -> None:
+    def skip(self, shares: Sequence[UnitShare]) -> None:
         """End a step without an update: what was begun for it is rolled back, and the gradients are
         spent."""
         self._begin_step(())
@@ -238,7 +238,7 @@ class Updater(Updates):
         self._end_step(unclipped=True)
         self.posted_steps += 1
 
-    def _begin_step(self, shares: Iterable[Share]) -> None:
+    def _begin_step(self, shares: Iterable[UnitShare]) -> None:
         """Refuse units that are in use, and let what the last step made be seen."""
         units = [*(share.unit for share in shares), *self._delayed]
         used = [unit.name for unit in units if unit.blocks[Kind.PARAM].copy.pins]

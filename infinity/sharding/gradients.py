@@ -1,10 +1,11 @@
 """The gradients of the step under way: what the engine knows of them, and how they get to where they are at home.
 
 [Note: what torch's .grad would be]
-The engine keeps the gradients of a step until `zero_grad`, as torch does: a second `step` applies them again, and a backward
-adds to them. It differs in three things, for speed; nobody sees them. A clip factor is not multiplied into the gradients but
-noted (`Entry.clip`), until something is added to them. A gradient that is forgotten keeps its bytes until something is added
-to others in its unit (`Where.FORGOTTEN`). What was scaled with its loss stays so (`Gradients.loss_scale`).
+The engine keeps the gradients of a step until `zero_grad`, as torch does: a second `step` applies
+them again, and a backward adds to them. It differs in three things, for speed; nobody sees them. A
+clip factor is not multiplied into the gradients but noted (`GradientEntry.clip`), until something
+is added to them. A gradient that is forgotten keeps its bytes until something is added to others in
+its unit (`Where.FORGOTTEN`). What was scaled with its loss stays so (`Gradients.loss_scale`).
 
 [Note: who touches the bytes]
 The thread of the model, or while a reduction is on its way the thread of the exchange. An update reads the bytes after
@@ -72,7 +73,7 @@ class Where(enum.Enum):
         return self in (Where.HOME, Where.FORGOTTEN, Where.ZEROED)
 
 
-class Entry(NamedTuple):
+class GradientEntry(NamedTuple):
     """What is known of the gradient of one parameter: `clip` is what an update multiplies it by."""
 
     where: Where = Where.NOWHERE
@@ -89,7 +90,7 @@ class Gradients:
         self._unit, self._block = unit, GradientBlock(unit)
         self._buffer: GradientBuffer | None = None
         self._state = GradientState.EMPTY
-        self._entries = [Entry()] * len(unit.parameters)
+        self._entries = [GradientEntry()] * len(unit.parameters)
         self._loss_scale = 1.0
         self._collected = self._expected = 0
         self._measured: tuple[int, float | None] = (0, None)  # the sum of squares after so many gradients
@@ -194,7 +195,7 @@ class Gradients:
         for index in indices:
             keeps = not loose and (elsewhere or self.at_home(index))
             if keeps or self.has(index):
-                self._entries[index] = Entry(Where.FORGOTTEN if keeps else Where.NOWHERE)
+                self._entries[index] = GradientEntry(Where.FORGOTTEN if keeps else Where.NOWHERE)
         self._measured = 0, None
         held = self._buffer is not None and self._buffer.holder is unit
         if not held and all(entry.where in (Where.FORGOTTEN, Where.ZEROED) for entry in self._entries):
@@ -210,7 +211,7 @@ class Gradients:
             self._block.rewrite(dict.fromkeys(present))
             self._measured = 0, None
             for index in present:
-                self._entries[index] = Entry(Where.HOME)
+                self._entries[index] = GradientEntry(Where.HOME)
 
     def scale(self, indices: Iterable[int], factor: float) -> None:
         """Multiply the settled gradients of these parameters by a clip factor."""
@@ -261,7 +262,7 @@ class Gradients:
         """There are no gradients any more."""
         self._unit.rollback()
         self._state = GradientState.EMPTY
-        self._entries = [Entry()] * len(self._entries)
+        self._entries = [GradientEntry()] * len(self._entries)
         self._loss_scale, self._collected, self._is_apart = 1.0, 0, False
         if self._buffer is not None:
             self._buffer.discard(self._unit)

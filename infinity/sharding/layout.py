@@ -21,7 +21,7 @@ def shard_alignment(itemsize: int) -> int:
     return PAGE // min(itemsize, NARROWEST_STATE)
 
 
-class Place(NamedTuple):
+class ParameterPlace(NamedTuple):
     """One parameter in the flat buffer: elements [offset, offset + numel)."""
 
     offset: int
@@ -41,7 +41,7 @@ class Overlap(NamedTuple):
     length: int
 
 
-class Layout:
+class FlatLayout:
     """Parameters of `shapes` laid out one after the other, cut into `ranks` equal shards; each has room for as many elements as
     `rooms` says, by default its own. An element takes `itemsize` bytes.
 
@@ -52,7 +52,7 @@ class Layout:
         places, offset = [], 0
         for shape, room in zip(shapes, rooms or [0] * len(shapes), strict=True):
             numel = math.prod(shape)
-            places.append(Place(offset, numel, tuple(shape)))
+            places.append(ParameterPlace(offset, numel, tuple(shape)))
             offset = round_up(offset + max(numel, room), PARAMETER_ALIGNMENT)
         self.places = tuple(places)
         self.ranks = ranks

@@ -35,7 +35,7 @@ from infinity.sharding import collectives
 from infinity.sharding.ranks import Ranks
 
 
-class Part(NamedTuple):
+class LocalPart(NamedTuple):
     """What a rank has of a tensor: of the tensor as a matrix of `rows` x `columns`, the `width` columns from `begin` on.
 
     No part has more than `room` elements. Example: a tensor of shape (4, 6, 5) is cut along
@@ -94,16 +94,16 @@ def bounds_of(tensor: torch.Tensor) -> tuple[slice, ...]:
     return (*[slice(None)] * dimension, slice(min(rank * each, size), min((rank + 1) * each, size)))
 
 
-def part_of(tensor: torch.Tensor) -> Part:
+def part_of(tensor: torch.Tensor) -> LocalPart:
     """Where this rank's part lies in `tensor`."""
     shape, dimension, form = tuple(tensor.shape), cut_along(tensor), form_of(tensor)
     if dimension is None or form is None:
         numel = math.prod(shape)
-        return Part(1, numel, 0, numel, numel)
+        return LocalPart(1, numel, 0, numel, numel)
     begin, end, _ = bounds_of(tensor)[-1].indices(shape[dimension])
     rows, below = math.prod(shape[:dimension]), math.prod(shape[dimension + 1 :])
     room = rows * -(-shape[dimension] // form.mesh.size()) * below
-    return Part(rows, shape[dimension] * below, begin * below, (end - begin) * below, room)
+    return LocalPart(rows, shape[dimension] * below, begin * below, (end - begin) * below, room)
 
 
 def whole(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from infinity.sharding import collectives
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.gradients import Gradients
-from infinity.sharding.layout import Layout
+from infinity.sharding.layout import FlatLayout
 from infinity.sharding.parameter_data import ParameterData
 from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.states import States
@@ -101,7 +101,7 @@ class Unit:
         self.parts = [part_of(p) for p in self.parameters]
         """Where what this rank lays out of each parameter lies in it."""
         shapes, rooms = [local(p).shape for p in self.parameters], [part.room for part in self.parts]
-        self.layout = Layout(shapes, collectives.size(ranks.shards), rooms, dtype.itemsize)
+        self.layout = FlatLayout(shapes, collectives.size(ranks.shards), rooms, dtype.itemsize)
         first = collectives.rank(ranks.tensor) == 0
         self.counted = [first or cut_along(p) is not None for p in self.parameters]
         """Which parameters this rank speaks for where tensor parallel ranks sum up, or save: what all hold counts once."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from infinity.sharding.layout import Place
+from infinity.sharding.layout import ParameterPlace
 from infinity.sharding.parameter import asks_to_zero
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Views:
         self,
         parameters: Sequence[torch.Tensor],
         tensors: Sequence[torch.Tensor],
-        places: Sequence[Place],
+        places: Sequence[ParameterPlace],
         checked: bool,
         assign_gradient: Callable[[int, torch.Tensor | None], None] | None = None,
     ) -> None:

@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 Owner = TypeVar("Owner", bound=Hashable)
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """`length` consecutive slots from `start` on."""
 
     start: int
@@ -20,7 +20,7 @@ class Run(NamedTuple):
         return self.start + self.length
 
 
-class Placement(NamedTuple, Generic[Owner]):
+class SlotWindow(NamedTuple, Generic[Owner]):
     """Where a new run goes, and the owners whose runs must go first."""
 
     start: int
@@ -32,14 +32,16 @@ class SlotMap(Generic[Owner]):
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.runs: dict[Owner, Run] = {}
+        self.runs: dict[Owner, SlotRun] = {}
 
     @property
     def used(self) -> int:
         """Slots in use."""
         return sum(run.length for run in self.runs.values())
 
-    def place(self, length: int, next_use: Callable[[Owner], float | None], beyond: float = -math.inf) -> Placement[Owner] | None:
+    def place(
+        self, length: int, next_use: Callable[[Owner], float | None], beyond: float = -math.inf
+    ) -> SlotWindow[Owner] | None:
         """The best window of `length` slots, or None when there is none; nothing is changed.
 
         `next_use(owner)` is how far away that owner's next use is, or None when its run may not be evicted; only owners
@@ -54,7 +56,7 @@ class SlotMap(Generic[Owner]):
         for _, run in runs:
             edges |= {run.start, run.end, run.start - length, run.end - length}
         best: tuple[float, int, int] | None = None
-        answer: Placement[Owner] | None = None
+        answer: SlotWindow[Owner] | None = None
         for start in sorted(edge for edge in edges if 0 <= edge <= self.count - length):
             evicted = [owner for owner, run in runs if run.start < start + length and start < run.end]
             uses = [next_use(owner) for owner in evicted]
@@ -64,12 +66,12 @@ class SlotMap(Generic[Owner]):
             lost = sum(self.runs[owner].length for owner in evicted)
             rank = (soonest if evicted else math.inf, -lost, -start)
             if best is None or rank > best:
-                best, answer = rank, Placement(start, tuple(evicted))
+                best, answer = rank, SlotWindow(start, tuple(evicted))
         return answer
 
-    def take(self, owner: Owner, start: int, length: int) -> Run:
+    def take(self, owner: Owner, start: int, length: int) -> SlotRun:
         """Give `owner` the free run of `length` slots from `start`."""
-        run = Run(start, length)
+        run = SlotRun(start, length)
         if owner in self.runs or start < 0 or run.end > self.count:
             raise ValueError(f"slots {start}..{run.end} of {self.count} cannot be given to {owner!r}")
         if any(other.start < run.end and start < other.end for other in self.runs.values()):

@@ -21,7 +21,7 @@ _LEAST_SHARE = 1e-3  # of the largest; each file occurs once in any case, so les
 _NO_LIMIT = 1 << 62
 
 
-class Piece(NamedTuple):
+class FileRange(NamedTuple):
     """`nbytes` bytes of one file, from `offset` on."""
 
     file: int
@@ -38,13 +38,13 @@ class Stripes:
 
     def __init__(self, stripe_bytes: int, shares: Sequence[float], rooms: Sequence[int] | None = None) -> None:
         self._bytes, self._files = stripe_bytes, len(shares)
-        self._runs: list[_Run] = []
+        self._runs: list[_StripeRun] = []
         self._firsts: list[int] = []
         rooms = [_NO_LIMIT] * len(shares) if rooms is None else rooms
         first, held = 0, [0] * len(shares)
         while going := [file for file, room in enumerate(rooms) if held[file] < room]:
             pattern = tuple(going[at] for at in pattern_of([shares[file] for file in going]))
-            run = _Run(pattern, held)
+            run = _StripeRun(pattern, held)
             self._runs.append(run)
             self._firsts.append(first)
             length = min(run.stripes_until(file, rooms[file]) for file in going)
@@ -55,33 +55,33 @@ class Stripes:
         run, at = self._find(stripes)
         return [count * self._bytes for count in run.held(at)]
 
-    def pieces(self, position: int, nbytes: int) -> Iterator[Piece]:
+    def pieces(self, position: int, nbytes: int) -> Iterator[FileRange]:
         """The pieces of bytes [position, position + nbytes), in order; what follows in the same file is in the same piece."""
         if self._files == 1 and nbytes > 0:
-            yield Piece(0, position, nbytes)
+            yield FileRange(0, position, nbytes)
             return
-        pending = Piece(-1, 0, 0)
+        pending = FileRange(-1, 0, 0)
         while nbytes > 0:
             stripe, within = divmod(position, self._bytes)
             run, at = self._find(stripe)
             file, number = run.place(at)
-            piece = Piece(file, number * self._bytes + within, min(nbytes, self._bytes - within))
+            piece = FileRange(file, number * self._bytes + within, min(nbytes, self._bytes - within))
             position, nbytes = position + piece.nbytes, nbytes - piece.nbytes
             if (piece.file, piece.offset) == (pending.file, pending.offset + pending.nbytes):
-                piece = Piece(file, pending.offset, pending.nbytes + piece.nbytes)
+                piece = FileRange(file, pending.offset, pending.nbytes + piece.nbytes)
             elif pending.nbytes:
                 yield pending
             pending = piece
         if pending.nbytes:
             yield pending
 
-    def _find(self, stripe: int) -> tuple[_Run, int]:
+    def _find(self, stripe: int) -> tuple[_StripeRun, int]:
         """The run that `stripe` is in, and how many stripes of the run are before it."""
         number = bisect_right(self._firsts, stripe) - 1
         return self._runs[number], stripe - self._firsts[number]
 
 
-class _Run:
+class _StripeRun:
     """Stripes that follow one pattern; `before`: how many each file holds already."""
 
     def __init__(self, pattern: tuple[int, ...], before: Sequence[int]) -> None:

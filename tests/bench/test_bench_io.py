@@ -30,7 +30,7 @@ from infinity import native
 from infinity.bench.io import benchmark, fio, patterns, wear, workspace
 from infinity.bench.io.block import config_block
 from infinity.bench.io.plan import MODES, Plan
-from infinity.bench.io.preflight import Link, Place, examine
+from infinity.bench.io.preflight import DirectoryFacts, Link, examine
 from infinity.bench.io.results import sustained_facts
 from infinity.bench.io.rig import Drive, Measured, Rig, percentile
 from infinity.bench.io.search import AS_GOOD, DEPTHS, REQUEST_BYTES, THREADS, Setting, Space, search
@@ -753,7 +753,7 @@ def test_preflight_finds_drive_link_and_node_below_a_volume(tmp_path: Path) -> N
     assert (nothing.device, nothing.link, nothing.numa_node, nothing.rotational) == (None, None, None, None)
 
 
-PLACE = Place(Path("/n"), "ext4", "nvme0n1", None, False, False, False, None, Link(16.0, 4), 1 << 40, None)
+PLACE = DirectoryFacts(Path("/n"), "ext4", "nvme0n1", None, False, False, False, None, Link(16.0, 4), 1 << 40, None)
 
 
 def evidence(**changes: Any) -> Evidence:
@@ -777,7 +777,7 @@ def evidence(**changes: Any) -> Evidence:
         ([PLACE], {"fio_ratio": 0.98}, "(98% of what fio gets)"),
     ],
 )
-def test_the_verdict_names_the_strongest_reason(places: list[Place], changes: dict[str, Any], words: str) -> None:
+def test_the_verdict_names_the_strongest_reason(places: list[DirectoryFacts], changes: dict[str, Any], words: str) -> None:
     sentence = verdict(places, evidence(**changes))
     assert words in sentence
     assert sentence.startswith("Reads are limited by ")
@@ -794,7 +794,9 @@ def test_a_burst_is_not_taken_for_a_speed() -> None:
 
 
 def test_a_page_cache_is_not_taken_for_a_drive() -> None:
-    cached = Place(Path("/t"), "tmpfs", None, None, None, False, True, None, None, 1 << 30, "O_DIRECT refused: Invalid argument")
+    cached = DirectoryFacts(
+        Path("/t"), "tmpfs", None, None, None, False, True, None, None, 1 << 30, "O_DIRECT refused: Invalid argument"
+    )
     assert "memory and the page cache: /t has no drive" in verdict([cached], evidence(operation="write"))
 
 

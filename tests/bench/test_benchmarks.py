@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from infinity.bench.summary import Machine, Row, Spread, Summary
+from infinity.bench.summary import MachineInfo, Row, Spread, Summary
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 RESULTS = sorted((FOLDER / "results").iterdir())
@@ -102,7 +102,7 @@ def test_a_summary_knows_where_it_was_measured(tmp_path: Path) -> None:
     assert rows[0].value == Spread(median=2.0, lowest=1.0, highest=3.0)
     assert (summary.script, summary.seeds, summary.settings) == ("step.py", [7], {"shares": "0.5 1.0"})
     assert (summary.commit, summary.changed) == (None, None), "not a checkout"
-    assert summary.machine == Machine.here()
+    assert summary.machine == MachineInfo.here()
     assert summary.machine.versions["torch"]
     summary.write(tmp_path / "step.json")
     assert Summary.read(tmp_path / "step.json") == summary

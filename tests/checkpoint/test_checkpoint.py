@@ -490,7 +490,7 @@ def test_the_process_does_not_grow(start: Start, tmp_path: Path, monkeypatch: py
         monkeypatch.setattr(owner, name, watched)
 
     watch(saving.Saving, "resolve_data")
-    watch(loading.Reader, "read")
+    watch(loading.CheckpointReader, "read")
     training.save(tmp_path / "checkpoint")
     training.load(tmp_path / "checkpoint")
     states = 12 * sum(p.numel() for p in training.model.parameters())

@@ -143,7 +143,7 @@ def flip(path: Path, at: int, bit: int) -> None:
 
 def read_all(directory: Path) -> dict[Any, Any]:
     """Every item, as a load reads it."""
-    reader = loading.Reader(directory)
+    reader = loading.CheckpointReader(directory)
     reader.set_up_storage_reader(Metadata({}), True)
     return {index: reader.read(index) for index in reader.manifest.places}
 

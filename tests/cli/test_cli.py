@@ -76,7 +76,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
     """Put `StandIn` in the place of the real engine; the list gets the engines made."""
     made: list[StandIn] = []
 
-    def assemble(it: job.Job, source: ModelSource, config: Any, world: Any) -> Any:
+    def assemble(it: job.FinetuneJob, source: ModelSource, config: Any, world: Any) -> Any:
         model = source.build()
         if source.directory is not None:
             model.load_state_dict(load_file(source.directory / "model.safetensors"))

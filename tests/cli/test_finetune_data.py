@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.models import data
-from infinity.models.data import Piece, Windows, encode, load_windows, pack, read_pieces
+from infinity.models.data import TextPiece, Windows, encode, load_windows, pack, read_pieces
 from infinity.models.tokenizer import BYTE_VOCABULARY, EOS, PAD, SPECIAL, ByteTokenizer, load_tokenizer
 
 
@@ -118,7 +118,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 @given(st.lists(st.lists(st.text(max_size=20), min_size=1, max_size=3), max_size=5))
 def test_documents_are_joined_with_one_separator_each(texts: list[list[str]]) -> None:
-    pieces = [Piece(text, i == len(parts) - 1) for parts in texts for i, text in enumerate(parts)]
+    pieces = [TextPiece(text, i == len(parts) - 1) for parts in texts for i, text in enumerate(parts)]
     expected: list[int] = []
     for parts in texts:
         expected += [*"".join(parts).encode(), EOS]
@@ -132,7 +132,7 @@ def test_a_large_vocabulary_is_stored_in_32_bits() -> None:
         vocabulary = 70_000
         separator = 69_999
 
-    tokens = encode([Piece("a", True)], Large())
+    tokens = encode([TextPiece("a", True)], Large())
     assert (tokens.dtype, tokens.tolist()) == (np.uint32, [97, 69_999])
 
 
@@ -145,7 +145,7 @@ def test_the_tokenizer_is_called_with_bounded_portions(monkeypatch: pytest.Monke
             portions.append(sum(map(len, texts)))
             return super().encode(texts)
 
-    pieces: Iterator[Piece] = (Piece("abc", True) for _ in range(20))
+    pieces: Iterator[TextPiece] = (TextPiece("abc", True) for _ in range(20))
     assert len(encode(pieces, Counting())) == 80
     assert max(portions) <= 12
 
@@ -263,7 +263,7 @@ def test_the_tokenizer_of_a_directory_is_used_and_copied(tmp_path: Path) -> None
     tokenizer = load_tokenizer(source, BYTE_VOCABULARY)
     assert not isinstance(tokenizer, ByteTokenizer)
     assert tokenizer.separator == EOS
-    assert encode([Piece("aé", True)], tokenizer).tolist() == [97, 0xC3, 0xA9, EOS]
+    assert encode([TextPiece("aé", True)], tokenizer).tolist() == [97, 0xC3, 0xA9, EOS]
     tokenizer.save(target)
     assert {path.name: path.read_bytes() for path in target.iterdir()} == {
         path.name: path.read_bytes() for path in source.iterdir()

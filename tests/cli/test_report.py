@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.cli.history import History, Sample, Step, Validation, summarize
+from infinity.cli.history import History, Sample, StepRecord, Validation, summarize
 from infinity.cli.perfetto import lane_order, rows, trace_events, write_trace
 from infinity.cli.progress import print_summary, summary_rows
 from infinity.cli.report import render_report, write_report
@@ -27,7 +27,7 @@ def made_up_run(steps: int = 12) -> tuple[History, list[Span], Report]:
     spans: list[Span] = []
     for number in range(1, steps + 1):
         start = 100.0 + 0.5 * number
-        history.steps.append(Step(number, 5.0 / number, 1e-3 * number / steps, 1.5, start, start + 0.45))
+        history.steps.append(StepRecord(number, 5.0 / number, 1e-3 * number / steps, 1.5, start, start + 0.45))
         for unit in range(6):
             at = start + 0.06 * unit
             spans.append(Span("compute", f"model.layers.{unit}", at, at + 0.05))
@@ -184,9 +184,9 @@ def test_the_table_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 def test_speed_leaves_out_the_first_step_unless_it_is_alone() -> None:
     history = History(tokens_per_step=100)
     assert history.tokens_per_second() == 0
-    history.steps.append(Step(1, 1.0, 1.0, None, 0.0, 10.0))
+    history.steps.append(StepRecord(1, 1.0, 1.0, None, 0.0, 10.0))
     assert history.tokens_per_second() == 10
-    history.steps += [Step(2, 1.0, 1.0, None, 20.0, 21.0), Step(3, 1.0, 1.0, None, 30.0, 31.0)]
+    history.steps += [StepRecord(2, 1.0, 1.0, None, 20.0, 21.0), StepRecord(3, 1.0, 1.0, None, 30.0, 31.0)]
     assert history.tokens_per_second() == 100
 
 

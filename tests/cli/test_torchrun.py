@@ -32,7 +32,7 @@ from typer.testing import CliRunner
 from infinity.cli import ranks, training
 from infinity.cli.finetune import finetune
 from infinity.cli.history import budget_text, combine, summarize
-from infinity.cli.job import Job
+from infinity.cli.job import FinetuneJob
 from infinity.cli.main import app
 from infinity.cli.progress import summary_rows
 from infinity.cli.ranks import ALONE, World, find_world
@@ -358,15 +358,15 @@ def test_parts_are_the_batch_and_only_equal_ones_are_trained_on(size: int, parts
 
 def test_budgets_are_those_of_a_node(tmp_path: Path) -> None:
     defaults = {name: parameter.default for name, parameter in inspect.signature(finetune).parameters.items()}
-    own = {field.name: defaults.pop(field.name) for field in dataclasses.fields(Job) if field.name in defaults}
+    own = {field.name: defaults.pop(field.name) for field in dataclasses.fields(FinetuneJob) if field.name in defaults}
     knobs = {name: value for name, value in defaults.items() if name not in ("as_json", "debug")}
     given = {"nvme": [tmp_path / "a", tmp_path / "b"], "cpu_memory": 100, "nvme_memory": 51, "gpu_memory": 30}
-    job = Job(**own, knobs=knobs | given)
+    job = FinetuneJob(**own, knobs=knobs | given)
     config = job.config(World(rank=3, size=4, local_rank=1, local_size=2))
     assert (config.gpu_memory, config.cpu_memory, config.tuning.nvme_memory) == (30, 50, 25)
     config = job.config()
     assert (config.gpu_memory, config.cpu_memory, config.tuning.nvme_memory) == (30, 100, 51)
-    job = Job(**own, knobs=knobs | {"nvme": [tmp_path], "activations": "nvme", "activation_memory": 4 << 20})
+    job = FinetuneJob(**own, knobs=knobs | {"nvme": [tmp_path], "activations": "nvme", "activation_memory": 4 << 20})
     assert job.config(World(rank=3, size=4, local_rank=1, local_size=2)).tuning.activation_memory == 2 << 20
 
 
@@ -427,7 +427,7 @@ def test_a_rank_draws_on_as_it_would_have_or_anew_where_nothing_was_saved_for_it
         return training.Trainer(model, engine, optimizer, windows, schedule, torch.device("cpu"), world=World(rank, 2))
 
     before = trainer(saved, None)
-    before.history.steps.append(training.Step(1, 0.0, 0.0, None, 0.0, 1.0))
+    before.history.steps.append(training.StepRecord(1, 0.0, 0.0, None, 0.0, 1.0))
     torch.manual_seed(99)
     extra, expected = before._state(), torch.get_rng_state().tolist()
     torch.manual_seed(0)

@@ -214,6 +214,15 @@ def test_hooks_of_one_kind_are_registered_in_one_file() -> None:
     assert not wrong, wrong
 
 
+def test_no_two_classes_share_a_name() -> None:
+    """So a search for a class finds one thing. A leading underscore makes no other name."""
+    places: dict[str, list[str]] = {}
+    for _, at, node in nodes():
+        if isinstance(node, ast.ClassDef):
+            places.setdefault(node.name.lstrip("_"), []).append(at)
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
 def test_no_star_imports_and_no_print() -> None:
     wrong = []
     for module, at, node in nodes():

@@ -64,6 +64,24 @@ def test_the_code_has_what_the_glossary_names() -> None:
     assert missing == []
 
 
+PARTS = ("placement", "nvme", "tiers", "sharding", "schedule", "optim", "checkpoint", "modules")
+
+
+def core_nouns() -> Iterator[str]:
+    """The classes that have the name of their module, where the engine is made."""
+    files = [*(ROOT / "infinity").glob("*.py"), *(path for part in PARTS for path in (ROOT / "infinity" / part).glob("*.py"))]
+    for path in files:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name.lower() == path.stem.replace("_", ""):
+                yield ".".join([*path.relative_to(ROOT).with_suffix("").parts, node.name])
+
+
+def test_the_glossary_has_every_class_that_a_module_is_named_after() -> None:
+    nouns = set(core_nouns())
+    assert len(nouns) >= 30
+    assert nouns - {dotted for _, dotted in TERM.findall((ROOT / "docs/internals/glossary.md").read_text())} == set()
+
+
 PLACE = re.compile(
     r"`((?:infinity|native|tests|benchmarks|examples|bench|checkpoint|cli|modules|nvme|optim|placement|schedule|sharding|tiers)"
     r"/[\w./]*)`"

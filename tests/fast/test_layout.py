@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity.sharding.layout import PARAMETER_ALIGNMENT, Layout, Overlap, shard_alignment
+from infinity.sharding.layout import PARAMETER_ALIGNMENT, FlatLayout, Overlap, shard_alignment
 
 SHAPES = st.lists(st.lists(st.integers(0, 30), max_size=3).map(tuple), max_size=8)
 RANKS = st.integers(1, 5)
@@ -18,7 +18,7 @@ PADDING = -1
 @settings(deadline=None)
 @given(SHAPES, RANKS, st.sampled_from([1, 2, 4, 8, 16]))
 def test_places_are_aligned_and_disjoint_and_shards_are_whole_blocks(shapes, ranks, itemsize):
-    layout = Layout(shapes, ranks, itemsize=itemsize)
+    layout = FlatLayout(shapes, ranks, itemsize=itemsize)
     alignment = shard_alignment(itemsize)
     assert alignment * min(itemsize, 2) == 4096
     end = 0
@@ -35,7 +35,7 @@ def test_places_are_aligned_and_disjoint_and_shards_are_whole_blocks(shapes, ran
 @settings(deadline=None)
 @given(SHAPES, RANKS)
 def test_overlaps_put_the_parameters_together_again(shapes, ranks):
-    layout = Layout(shapes, ranks)
+    layout = FlatLayout(shapes, ranks)
     values = [np.arange(math.prod(shape)) + 100_000 * index for index, shape in enumerate(shapes)]
     shards = np.full((ranks, layout.shard_numel), PADDING)
     rebuilt = [np.full(v.size, PADDING) for v in values]
@@ -54,7 +54,7 @@ def test_overlaps_put_the_parameters_together_again(shapes, ranks):
 
 
 def test_the_example_of_layout():
-    layout = Layout([(3, 5), (7,)], ranks=2)
+    layout = FlatLayout([(3, 5), (7,)], ranks=2)
     assert [place.offset for place in layout.places] == [0, 64]
     assert (layout.places[-1].end, layout.numel, layout.shard_numel) == (71, 4096, 2048)
     assert layout.overlap(1, 0) == Overlap(64, 0, 7)
@@ -62,6 +62,6 @@ def test_the_example_of_layout():
 
 
 def test_a_parameter_is_cut_where_a_shard_ends():
-    layout = Layout([(1900,), (200,)], ranks=2)
+    layout = FlatLayout([(1900,), (200,)], ranks=2)
     assert layout.overlap(1, 0) == Overlap(1920, 0, 128)
     assert layout.overlap(1, 1) == Overlap(0, 128, 72)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from infinity.tiers.slots import Placement, Run, SlotMap
+from infinity.tiers.slots import SlotMap, SlotRun, SlotWindow
 
 USES = st.one_of(st.none(), st.integers(0, 5).map(float), st.just(math.inf))
 
@@ -33,7 +33,7 @@ def filled(draw: st.DrawFn) -> tuple[SlotMap[int], dict[int, float | None]]:
     return slots, {owner: draw(USES) for owner in owners}
 
 
-def every_window(slots: SlotMap[int], length: int, uses: dict[int, float | None], beyond: float) -> list[Placement[int]]:
+def every_window(slots: SlotMap[int], length: int, uses: dict[int, float | None], beyond: float) -> list[SlotWindow[int]]:
     """All windows that may be had, best first, from the definition alone."""
     cells: list[int | None] = [None] * slots.count
     for owner, run in slots.runs.items():
@@ -45,7 +45,7 @@ def every_window(slots: SlotMap[int], length: int, uses: dict[int, float | None]
             continue
         soonest = min((uses[owner] for owner in evicted), default=math.inf)
         ranked.append((-soonest, sum(cells.count(owner) for owner in evicted), start, evicted))
-    return [Placement(start, tuple(sorted(evicted))) for _, _, start, evicted in sorted(ranked, key=lambda r: r[:3])]
+    return [SlotWindow(start, tuple(sorted(evicted))) for _, _, start, evicted in sorted(ranked, key=lambda r: r[:3])]
 
 
 @settings(deadline=None)
@@ -57,7 +57,7 @@ def test_place_finds_the_window_that_belady_would(state, length, beyond):
     windows = every_window(slots, length, uses, beyond)
     assert (found is None) == (not windows)
     if found is not None:
-        assert Placement(found.start, tuple(sorted(found.evicted))) == windows[0]
+        assert SlotWindow(found.start, tuple(sorted(found.evicted))) == windows[0]
     assert slots.runs == before, "place only looks"
 
 
@@ -71,7 +71,7 @@ def test_what_place_evicts_is_used_after_beyond_and_makes_the_window_free(state,
     for owner in found.evicted:
         assert uses[owner] is not None and uses[owner] > beyond
         slots.give_back(owner)
-    assert slots.take("new", found.start, length) == Run(found.start, length)
+    assert slots.take("new", found.start, length) == SlotRun(found.start, length)
 
 
 def test_the_example_of_place():
@@ -79,9 +79,9 @@ def test_the_example_of_place():
     slots.take("A", 0, 2)
     slots.take("B", 2, 1)
     uses = {"A": 9.0, "B": 2.0}
-    assert slots.place(3, uses.__getitem__, beyond=1) == Placement(2, ("B",))
+    assert slots.place(3, uses.__getitem__, beyond=1) == SlotWindow(2, ("B",))
     assert slots.place(3, uses.__getitem__, beyond=2) is None
-    assert slots.place(2, uses.__getitem__, beyond=2) == Placement(3, ())
+    assert slots.place(2, uses.__getitem__, beyond=2) == SlotWindow(3, ())
     assert slots.place(6, uses.__getitem__) is None
 
 
@@ -124,7 +124,7 @@ class Slots(RuleBasedStateMachine):
     def free_window(self, length: int) -> None:
         free = [s for s in range(11 - length) if self.cells[s : s + length] == [None] * length]
         found = self.slots.place(length, lambda _: None)
-        assert found == (Placement(free[0], ()) if free else None)
+        assert found == (SlotWindow(free[0], ()) if free else None)
 
     @invariant()
     def same(self) -> None:

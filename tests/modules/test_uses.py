@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.sharding.layout import Layout
+from infinity.sharding.layout import FlatLayout
 from infinity.sharding.use import Views, Window
 from support import smallest
 from support.smallest import WIDTH, Block, Wrap, wrapping
@@ -180,7 +180,7 @@ def test_references_and_digests_of_a_window() -> None:
 
 def test_parameters_that_point_elsewhere_were_changed() -> None:
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(2, 2))]
-    layout = Layout([p.shape for p in parameters])
+    layout = FlatLayout([p.shape for p in parameters])
     views = Views(parameters, parameters, layout.places, checked=False)
     views.attach(torch.zeros(layout.numel))
     assert (views.changed(), views.referenced()) == ([], [])
@@ -193,7 +193,7 @@ def test_parameters_that_point_elsewhere_were_changed() -> None:
 
 def test_a_view_that_is_kept_is_told_once() -> None:
     parameter = nn.Parameter(torch.zeros(4, 4))
-    layout = Layout([parameter.shape])
+    layout = FlatLayout([parameter.shape])
     views, flat = Views([parameter], [parameter], layout.places, checked=False), torch.zeros(layout.numel)
     kept = None
     for expected in ([0], [], []):

@@ -20,7 +20,7 @@ from torch import nn
 
 import infinity
 from infinity.placement.spec import Kind
-from infinity.sharding.layout import Layout
+from infinity.sharding.layout import FlatLayout
 from support.configs import config_of
 from support.models import rounded
 from support.rank_group import RANKS, Group, serve
@@ -74,7 +74,7 @@ class Frozen(nn.Module):
 )
 @settings(deadline=None)
 def test_every_shard_is_whole_pages_and_every_parameter_begins_aligned(sizes: list[int], ranks: int, dtype: torch.dtype) -> None:
-    layout = Layout([(size,) for size in sizes], ranks, itemsize=dtype.itemsize)
+    layout = FlatLayout([(size,) for size in sizes], ranks, itemsize=dtype.itemsize)
     assert layout.shard_numel * dtype.itemsize % PAGE == 0
     assert layout.shard_numel * 2 % PAGE == 0 or dtype.itemsize == 1, "also of states of two bytes"
     for place in layout.places:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import infinity
-from infinity.optim.step import Share
+from infinity.optim.step import UnitShare
 from infinity.placement.spec import Kind
 from support.configs import config_of
 from support.models import Transformer, text_batch, transformer
@@ -51,7 +51,7 @@ def fail_from_the_update_on(run: Run, **fault: int) -> None:
     updater = run.optimizer.updater
     norm = updater.norm.of
 
-    def norm_then_fail(shares: Sequence[Share], further: float = 1.0) -> float:
+    def norm_then_fail(shares: Sequence[UnitShare], further: float = 1.0) -> float:
         found = norm(shares, further)
         run.engine.io.set_faults(**fault)
         return found

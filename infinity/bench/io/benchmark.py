@@ -19,7 +19,7 @@ from infinity.bench.io.block import config_block
 from infinity.bench.io.load import Load
 from infinity.bench.io.patterns import Operation
 from infinity.bench.io.plan import SIZE_MULTIPLE, Plan
-from infinity.bench.io.preflight import Place, examine, machine_facts, notes
+from infinity.bench.io.preflight import DirectoryFacts, examine, machine_facts, notes
 from infinity.bench.io.results import Case, fio_facts, latency_facts, sustained_facts
 from infinity.bench.io.rig import PIECE_BYTES, Drive, Measured, Pieces, Rig
 from infinity.bench.io.search import Found, Setting, Space, search
@@ -305,7 +305,7 @@ class Benchmark:
         free = min(shutil.disk_usage(path).free for path in self._plan.paths) // len(self._plan.paths)
         return int(max(min(1.2 * expected, free - self._plan.reserve + self._plan.file_bytes), self._plan.file_bytes))
 
-    def _limits(self, places: Sequence[Place], found: Found, cases: list[Case]) -> list[str]:
+    def _limits(self, places: Sequence[DirectoryFacts], found: Found, cases: list[Case]) -> list[str]:
         sentences = []
         for way in _DIRECTIONS:
             whole = next((case for case in cases if case.mode == way and case.only is None), None)
@@ -340,7 +340,7 @@ class Benchmark:
             "host_to_device_gb_per_second": load.copied / load.seconds / 1e9 if load.copied else None,
         }
 
-    def _wear(self, places: Sequence[Place]) -> dict[str, Any]:
+    def _wear(self, places: Sequence[DirectoryFacts]) -> dict[str, Any]:
         plan = self._plan
         per_step = patterns.BYTES_WRITTEN * plan.model_parameters
         smart = [(place.device, read_smart(place.device)) for place in places]

@@ -11,7 +11,7 @@ import torch
 
 from infinity.device import ComputeDevice, HostMemory
 from infinity.optim.adam import adam
-from infinity.optim.kernels import Kernels, States
+from infinity.optim.kernels import Kernels, StateTensors
 from infinity.placement.budget import FULL_CHUNK_ELEMENTS
 from infinity.placement.spec import FP32, SPLIT, Kind
 
@@ -37,7 +37,7 @@ class Load:
             for kind, width in _WIDTHS.items():
                 chunk[kind] = self._memory.tensor[at : at + width * _ELEMENTS].view(_DTYPES.get(kind, torch.uint8))
                 at += width * _ELEMENTS
-            self._chunks.append(States(chunk, _FORMATS))
+            self._chunks.append(StateTensors(chunk, _FORMATS))
         self._device = ComputeDevice("auto")
         self._threads: list[threading.Thread] = []
         self._stopping = threading.Event()

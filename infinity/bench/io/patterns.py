@@ -23,7 +23,7 @@ _KINDS = (2, 2, 4, 4)  # bytes per element of param, master, exp_avg, exp_avg_sq
 _UNITS = 32  # a transformer of billions of parameters has about as many blocks
 
 
-class Piece(NamedTuple):
+class Transfer(NamedTuple):
     """One transfer that a caller asks for: bytes [offset, offset + nbytes) of one path's file."""
 
     operation: Operation
@@ -31,14 +31,14 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-def sequential(operation: Operation, size: int, piece: int) -> Iterator[Piece]:
+def sequential(operation: Operation, size: int, piece: int) -> Iterator[Transfer]:
     """From the start of the file to its end, again and again."""
     while True:
         for offset in range(0, size, piece):
-            yield Piece(operation, offset, min(piece, size - offset))
+            yield Transfer(operation, offset, min(piece, size - offset))
 
 
-def mixed(size: int, piece: int) -> Iterator[Piece]:
+def mixed(size: int, piece: int) -> Iterator[Transfer]:
     """Seven sequential reads to three sequential writes, evenly spread, each with a position of its own, as fio's `rw`."""
     reads, writes = sequential("read", size, piece), sequential("write", size, piece)
     for number in itertools.count():
@@ -46,7 +46,7 @@ def mixed(size: int, piece: int) -> Iterator[Piece]:
         yield next(reads if reading else writes)
 
 
-def many_tensors(operation: Operation, size: int, tensor_bytes: int, seed: int = 0) -> Iterator[Piece]:
+def many_tensors(operation: Operation, size: int, tensor_bytes: int, seed: int = 0) -> Iterator[Transfer]:
     """Tensors that lie packed in the file (each from a multiple of 4096), in an order that is not the file's."""
     room = round_up(tensor_bytes, ALIGNMENT)
     places = [number * room for number in range(size // room)]
@@ -56,10 +56,10 @@ def many_tensors(operation: Operation, size: int, tensor_bytes: int, seed: int =
     while True:
         order.shuffle(places)
         for offset in places:
-            yield Piece(operation, offset, tensor_bytes)
+            yield Transfer(operation, offset, tensor_bytes)
 
 
-class Stage(NamedTuple):
+class ReplayStage(NamedTuple):
     """What the optimizer or a fetch does as one: its writes begin when its reads are done. Positions over all paths."""
 
     reads: tuple[tuple[int, int], ...]  # (position, bytes)
@@ -77,7 +77,7 @@ def chunk_elements(memory_bytes: int) -> int:
     return max(CHUNK_ELEMENTS, min(memory_bytes // widest, FULL_CHUNK_ELEMENTS) // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
 
 
-def training_step(elements: int, model_parameters: int, chunk: int) -> Iterator[Stage]:
+def training_step(elements: int, model_parameters: int, chunk: int) -> Iterator[ReplayStage]:
     """The NVMe traffic of one training step over `elements` parameters of a model of `model_parameters`, in the engine's order.
 
     Unit by unit the update's chunks (old copies read, new ones written beside them); then the units' parameters for the backward,
@@ -98,8 +98,8 @@ def training_step(elements: int, model_parameters: int, chunk: int) -> Iterator[
                 [(block(begin, end, kind, copy) + at * width, length * width) for kind, width in enumerate(_KINDS)]
                 for copy in (0, 1)
             ]
-            yield Stage(tuple(extents[0]), tuple(extents[1]))
+            yield ReplayStage(tuple(extents[0]), tuple(extents[1]))
     for begin, end in reversed(units):
         parameters, piece = block(begin, end, 0, 1), chunk * sum(_KINDS)
         for offset in range(0, (end - begin) * _KINDS[0], piece):
-            yield Stage(((parameters + offset, min(piece, (end - begin) * _KINDS[0] - offset)),), ())
+            yield ReplayStage(((parameters + offset, min(piece, (end - begin) * _KINDS[0] - offset)),), ())

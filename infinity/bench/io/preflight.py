@@ -32,7 +32,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Place:
+class DirectoryFacts:
     """Facts about one directory; None: not known, or for a problem: none."""
 
     path: Path
@@ -65,13 +65,13 @@ class Place:
         }
 
 
-def examine(directory: Path, sys_root: Path = Path("/sys")) -> Place:
+def examine(directory: Path, sys_root: Path = Path("/sys")) -> DirectoryFacts:
     """Look at an existing `directory`; writes and removes one small file there to see whether O_DIRECT works."""
     status = os.statvfs(directory)
     number = directory.stat().st_dev
     kind, source = _mount(directory)
     block = _block_device(sys_root, number, source)
-    return Place(
+    return DirectoryFacts(
         path=directory,
         file_system=kind,
         device=block.name if block else None,
@@ -157,7 +157,7 @@ def _link(block: Path) -> Link | None:
     return None
 
 
-def notes(places: Sequence[Place], machine: dict[str, Any]) -> list[str]:
+def notes(places: Sequence[DirectoryFacts], machine: dict[str, Any]) -> list[str]:
     """What a person should know before believing the figures, one sentence each."""
     said = []
     if machine["io_uring_problem"]:

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from infinity import native
-from infinity.bench.io.patterns import Piece, Stage
+from infinity.bench.io.patterns import ReplayStage, Transfer
 from infinity.bench.io.search import Setting
 from infinity.device import HostMemory
 from infinity.errors import NvmeError
@@ -34,7 +34,7 @@ PIECE_BYTES = 4 << 20
 """A transfer of the sequential modes, unless one request is larger; the engine cuts it into requests."""
 READING_STAGES = 2  # of the staged sets; the others are being written
 
-Pieces = Callable[[int], Iterable[Piece]]
+Pieces = Callable[[int], Iterable[Transfer]]
 """From the size of a file to what is moved there."""
 
 
@@ -84,7 +84,7 @@ class Drive:
 
 
 class _Submitted(NamedTuple):
-    pieces: Sequence[Piece]  # several: a batch, with one ticket
+    pieces: Sequence[Transfer]  # several: a batch, with one ticket
     ticket: Any
 
     @property
@@ -130,7 +130,7 @@ class Rig:
         """Seconds per piece of one drive, ascending, with `depth` of them in flight; see the note above."""
         return sorted(self._polled(only, pieces(self.drives[only].size), piece_bytes, seconds))
 
-    def replay(self, stages: Iterable[Stage]) -> Measured:
+    def replay(self, stages: Iterable[ReplayStage]) -> Measured:
         """Run `stages` to their end: two being read while those before are written, striped over all drives."""
         return self._timed(lambda: self._replay(stages))
 
@@ -172,7 +172,7 @@ class Rig:
 
         return together
 
-    def _submit(self, number: int, pieces: Sequence[Piece], addresses: Sequence[int]) -> _Submitted:
+    def _submit(self, number: int, pieces: Sequence[Transfer], addresses: Sequence[int]) -> _Submitted:
         engine, file, (first, *others) = self.engines[number], self.drives[number].file, pieces
         reading = first.operation == "read"
         if others:
@@ -187,7 +187,7 @@ class Rig:
         with self._lock:
             self.moved[submitted.pieces[0].operation] += submitted.nbytes
 
-    def _stream(self, number: int, pieces: Iterable[Piece], piece_bytes: int, seconds: float | None, batch: int) -> None:
+    def _stream(self, number: int, pieces: Iterable[Transfer], piece_bytes: int, seconds: float | None, batch: int) -> None:
         slots = _Slots(self.drives[number], self.setting, piece_bytes)
         until = None if seconds is None else time.perf_counter() + seconds
         in_flight: deque[_Submitted] = deque()
@@ -203,11 +203,11 @@ class Rig:
         finally:
             _finish_all(in_flight, self._finished)
 
-    def _polled(self, number: int, pieces: Iterable[Piece], piece_bytes: int, seconds: float) -> Iterator[float]:
+    def _polled(self, number: int, pieces: Iterable[Transfer], piece_bytes: int, seconds: float) -> Iterator[float]:
         slots, until = _Slots(self.drives[number], self.setting, piece_bytes), time.perf_counter() + seconds
         free = list(range(min(self.setting.depth, slots.count)))
         live: dict[int, tuple[_Submitted, float]] = {}
-        waiting: Iterator[Piece] | None = iter(pieces)
+        waiting: Iterator[Transfer] | None = iter(pieces)
         try:
             while waiting is not None or live:
                 while waiting is not None and free:
@@ -229,10 +229,10 @@ class Rig:
         finally:
             _finish_all(deque(submitted for submitted, _ in live.values()), self._finished)
 
-    def _replay(self, stages: Iterable[Stage]) -> None:
+    def _replay(self, stages: Iterable[ReplayStage]) -> None:
         memory = self.drives[0]
         room = memory.memory_bytes // STAGED_SETS // ALIGNMENT * ALIGNMENT
-        reading: deque[tuple[Stage, int, deque[_Submitted]]] = deque()
+        reading: deque[tuple[ReplayStage, int, deque[_Submitted]]] = deque()
         writing: deque[deque[_Submitted]] = deque()
         waiting = iter(stages)
         try:
@@ -258,7 +258,7 @@ class Rig:
         tickets: deque[_Submitted] = deque()
         for position, nbytes in ranges:
             for number, offset, length in self._stripes.pieces(position, nbytes):
-                tickets.append(self._submit(number, [Piece(operation, offset, length)], [address]))
+                tickets.append(self._submit(number, [Transfer(operation, offset, length)], [address]))
                 address += length
         return tickets
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.bench.io.preflight import Place
+from infinity.bench.io.preflight import DirectoryFacts
 from infinity.bench.io.search import Setting
 
 NEAR_LINK = 0.8
@@ -38,7 +38,7 @@ class Evidence:
     fio_ratio: float | None
 
 
-def verdict(places: Sequence[Place], evidence: Evidence) -> str:
+def verdict(places: Sequence[DirectoryFacts], evidence: Evidence) -> str:
     """What limits reads or writes, the strongest reason first; one sentence with its number."""
     subject = {"read": "Reads", "write": "Writes"}[evidence.operation]
     speed, against = evidence.together, "" if evidence.fio_ratio is None else f" ({evidence.fio_ratio:.0%} of what fio gets)"
