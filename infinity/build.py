@@ -270,7 +270,7 @@ class Build:
         executions = Executions(runtime, self._recorder, self.buffer)
         meter = StepMeter(store, self.device)
         policy = Policy(self._update_mode(), config.tuning.delayed_after)
-        told = StepListeners(executions.settle, meter.stepped)
+        told = StepListeners(executions.end_interrupted, meter.stepped)
         updater = Updater(store, units, self.jobs, self.kernels, runtime, policy, told, self._recorder)
         self.undo.callback(updater.close)
         offloader = SavedTensorOffloader(store.activations, self._model, self.device.torch)

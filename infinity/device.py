@@ -254,7 +254,7 @@ class ComputeDevice:
         whole = torch.empty(nbytes + GPU_PAGE, dtype=torch.uint8, device=self.torch)
         return whole[-whole.data_ptr() % GPU_PAGE :][:nbytes]
 
-    def settle(self) -> None:
+    def await_stream(self) -> None:
         """Return when all that the caller's stream was given has ended: nothing of it comes later than copies to the same memory,
         which wait for marks alone."""
         if self.torch.type == "cuda":

@@ -183,7 +183,7 @@ class Loading(LoadPlanner):
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Wait for updates."""
         with in_words(f"{self._where} cannot be loaded"):
-            self._state.settle()
+            self._state.await_updates()
             used = [unit.name for unit in self._state.units if unit.blocks[Kind.PARAM].copy.pins]
             if used:
                 raise CheckpointError(f"{', '.join(used)} cannot be loaded inside of a forward or of infinity.gathered")

@@ -60,7 +60,7 @@ def save(state: EngineState, directory: Path, extra: Mapping[str, Any]) -> None:
             _save(state, directory, extra)
         else:
             with in_words("the engine cannot be saved"):
-                state.settle()  # what is delayed is seen from now on, by all replicas or by none
+                state.await_updates()  # what is delayed is seen from now on, by all replicas or by none
     except CheckpointError as error:
         failure = error
     failures = collectives.all_reduce_sum([float(failure is not None)], [] if replicas is None else [replicas])
@@ -101,7 +101,7 @@ class Saving(SavePlanner):
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Wait for updates."""
         with in_words("the engine cannot be saved"):
-            self._state.settle()
+            self._state.await_updates()
 
     def create_local_plan(self) -> SavePlan:
         """What this rank writes."""

@@ -147,7 +147,7 @@ class EngineState(NamedTuple):
     units: Sequence[Unit]
     buffers: Mapping[str, torch.Tensor]
     optimizers: Sequence[Optimizer]
-    settle: Callable[[], None]
+    await_updates: Callable[[], None]
     """Returns when no update is under way."""
 
     group: collectives.Group

@@ -3,7 +3,7 @@
 [Note: calls that never end]
 Torch runs no forward hook when a forward ends by what is not an `Exception`, as Ctrl-C does. So a
 call remembers the frame that runs it. What is left of calls whose frame is gone is ended before it
-can do harm: by the next forward, touch or `settle`.
+can do harm: by the next forward, touch or `end_interrupted`.
 
 [Note: passes]
 Backward passes nest, and an exception may cut one off. Each is a `Pass` with uses of its own, and
@@ -274,7 +274,7 @@ class Executions:
         execution.resume()
         return left
 
-    def settle(self) -> None:
+    def end_interrupted(self) -> None:
         """End what an exception or an interrupt cut off: forwards, and a backward. Does nothing inside of either."""
         if in_backward():
             return

@@ -123,7 +123,7 @@ class Hooks(Border):
     @contextmanager
     def interleaved(self, interleaver: Interleaving) -> Iterator[None]:
         """Inside, `interleaver` decides which of several executions goes on; all are one cycle of the trace. Not nested."""
-        self._executions.settle()
+        self._executions.end_interrupted()
         self._runtime.begin(True)
         self._executions.interleaver = interleaver
         # Before a gradient is accumulated, not after: autograd locks the parameter's node for that, and others could not use it.

@@ -204,7 +204,7 @@ class Interleaver:
             self._stop(error)
         try:
             micro_batch.ended = True
-            self._executions.settle()  # what is left of it when it was cut off
+            self._executions.end_interrupted()  # what is left of it when it was cut off
             for parameter in () if self._stopping else list(self._held):
                 self._deliver(parameter)
         except BaseException as error:

@@ -74,11 +74,11 @@ class Chunk:
         """Whether the compute device has made the update."""
         return self.running is None or self.running.done()
 
-    def settled(self) -> bool:
-        """Whether `settle` would not wait."""
+    def device_is_done(self) -> bool:
+        """Whether `await_device` would not wait."""
         return self.ran() and (self.placing is None or self.placing.ended())
 
-    def settle(self) -> None:
+    def await_device(self) -> None:
         """Block until what is under way on the compute device and to it has ended."""
         try:
             if self.running is not None:
@@ -89,7 +89,7 @@ class Chunk:
 
     def committed(self) -> bool:
         """Whether all of it has ended, so that its slots may go back."""
-        return self.settled() and all(out.committed() for out in self.outs.values())
+        return self.device_is_done() and all(out.committed() for out in self.outs.values())
 
     def release(self) -> None:
         """Give the slots back, when what is in flight has ended."""
@@ -101,7 +101,7 @@ class Chunk:
         with contextlib.ExitStack() as stack:
             for out in self.outs.values():
                 stack.callback(_release, out)
-            stack.callback(self.settle)
+            stack.callback(self.await_device)
 
     def apply(self, update: UnitUpdate, kernels: Kernels) -> None:
         """Do what `update` does to this chunk; on the compute device, queue it."""

@@ -131,7 +131,7 @@ class Pipeline:
             self._read_next(turn)
             or self._free_a_place()
             or self._update_in_memory(turn)
-            or self._settle_one(turn)
+            or self._await_device(turn)
             or self._update_first(turn)
             or self._retire_first()
             or self._await_states(turn)
@@ -179,7 +179,7 @@ class Pipeline:
         """Wait for the oldest copy to the compute device, where enough are under way."""
         placing = self._chunks.of(Phase.PLACING)
         if len(placing) == PLACING:
-            placing[0].settle()
+            placing[0].await_device()
         return len(placing) == PLACING
 
     def _update_in_memory(self, turn: _Turn) -> bool:
@@ -191,15 +191,15 @@ class Pipeline:
             self._update(chunk, Phase.RUNNING if chunk.job.unit.states.gpu_resident else Phase.PLACING)
         return chunk is not None
 
-    def _settle_one(self, turn: _Turn) -> bool:
+    def _await_device(self, turn: _Turn) -> bool:
         """Wait for the compute device before anything else is waited for: it takes no time, and the
         forward may wait for it."""
         if turn.arrived:
             return False
         moving = (*self._chunks.of(Phase.RUNNING), *self._writing(), *self._chunks.of(Phase.PLACING))
-        chunk = next((chunk for chunk in moving if not chunk.settled()), None)
+        chunk = next((chunk for chunk in moving if not chunk.device_is_done()), None)
         if chunk is not None:
-            chunk.settle()
+            chunk.await_device()
         return chunk is not None
 
     def _update_first(self, turn: _Turn) -> bool:
@@ -311,7 +311,7 @@ class Pipeline:
         """Wait for what is in flight, give the slots back, and report that the chunk has been
         through."""
         self._place(chunk)
-        chunk.settle()
+        chunk.await_device()
         chunk.job.placed &= chunk.placing is not None
         chunk.release()
         self.jobs.leave(chunk.job)

@@ -40,7 +40,7 @@ from infinity.tiers.store import Store
 class StepListeners(NamedTuple):
     """Who is told of steps, on the thread that runs the model: given at construction."""
 
-    settle: Callable[[], None]
+    before_step: Callable[[], None]
     """Called before a step is fixed, to end a backward that an exception cut off."""
     stepped: Callable[[StepRun], None]
     """Called when a step has been fixed, before its updates start, with what became of the last."""
@@ -150,7 +150,7 @@ class Updater(Updates):
         """
         self._await_updates()
         self._store.latch.check_usable()
-        self._listeners.settle()
+        self._listeners.before_step()
         added = any(unit.gradients.state is GradientState.COLLECTING for unit in self._units)
         exchange = self._units[0].exchange
         if exchange is not None and units:
@@ -266,7 +266,7 @@ class Updater(Updates):
         """Return when nothing is on its way to the places of `units`; an interrupt here has changed
         nothing."""
         for unit in units:
-            self._store.resident.settle(unit.blocks[Kind.PARAM])
+            self._store.resident.await_idle(unit.blocks[Kind.PARAM])
 
     @contextmanager
     def _fixing(self) -> Iterator[None]:

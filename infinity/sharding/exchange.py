@@ -93,7 +93,7 @@ class Collective:
         self.join = self.arrive = lambda: None
         self._ended.set()
 
-    def settle(self) -> None:
+    def await_end(self) -> None:
         """Block until it has ended, well or not."""
         pause, look = self._watch
         while not self._ended.wait(pause):
@@ -101,7 +101,7 @@ class Collective:
 
     def wait(self) -> Any:
         """Block until it has ended; its result. Raises `EngineClosedError` when it, or one before it, failed."""
-        self.settle()
+        self.await_end()
         if self._error is not None:
             raise EngineClosedError(str(self._error)) from self._error.__cause__
         return self._result
@@ -182,7 +182,7 @@ class Exchange:
         with self._lock:
             last = next(reversed(self._open), None)
         if last is not None:
-            last.settle()
+            last.await_end()
 
     def fail(self, error: EngineClosedError) -> None:
         """Nothing is joined any more, and who waits, now or later, gets `error`. May be called by any thread."""

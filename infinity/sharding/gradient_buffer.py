@@ -82,7 +82,7 @@ class GradientBuffer:
             end = place.end
         flat[end:].zero_()
 
-    def settle(self) -> None:
+    def await_added(self) -> None:
         """Block until everything that was flushed has been added to the gradients of its unit."""
         while self._posted:
             self._end_first()
@@ -100,13 +100,13 @@ class GradientBuffer:
         """Forget what `unit` has collected and not reduced."""
         if self._holder is unit:
             self._holder = None
-        self.settle()
+        self.await_added()
 
     def forget(self, unit: Unit, indices: set[int]) -> None:
         """Forget what `unit` has collected of these parameters and not reduced; return when nothing of it is on its way."""
         if self._holder is unit:
             self._collected -= indices
-        self.settle()
+        self.await_added()
 
     def close(self) -> None:
         """Give the memory back."""

@@ -298,7 +298,7 @@ class Gradients:
     def wait(self) -> None:
         """Block until what was flushed is in the gradient block."""
         if self._buffer is not None:
-            self._buffer.settle()
+            self._buffer.await_added()
 
     def _bring_home(self, full: torch.Tensor, first: bool, collected: int) -> None:
         """Reduce and add up; if these were the last gradients of the step, say what their norm needs, while the model goes on."""

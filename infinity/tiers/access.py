@@ -22,7 +22,7 @@ class Pending(Protocol):
     def ended(self) -> bool:
         """Whether it does not any more."""
 
-    def settle(self) -> None:
+    def await_end(self) -> None:
         """Block until it has ended, well or not."""
 
 
@@ -50,7 +50,7 @@ class Fetch:
             finally:
                 self._land(self, arrived)
 
-    def settle(self) -> None:
+    def await_end(self) -> None:
         """Like `finish`, for who does not need the block: it landed or it failed, and whoever needs it fetches it again."""
         try:
             self.finish()
@@ -103,7 +103,7 @@ class Mover:
     def _run(self) -> None:
         while (fetch := self._posted.get()) is not None:
             try:
-                fetch.settle()
+                fetch.await_end()
             except BaseException as error:
                 self._failed(error)
 

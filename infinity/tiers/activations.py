@@ -151,7 +151,7 @@ class SavedStorage:
         """Whether something is still being read from its places, or written to them."""
         return any(each is not None and not each.done() for each in (self.leaving, self.coming, self.ticket))
 
-    def settle(self) -> None:
+    def await_idle(self) -> None:
         """Block until nothing is in flight, and let go of it, also of a copy that fails."""
         with ExitStack() as stack:
             stack.callback(self._let_go)
@@ -597,7 +597,7 @@ class Activations:
     def _finish(self, saved: SavedStorage) -> None:
         """Wait for what is in flight of one that has ended; its places go back even when that fails."""
         try:
-            saved.settle()
+            saved.await_idle()
         finally:
             self._release(saved)
 

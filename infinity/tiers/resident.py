@@ -343,7 +343,7 @@ class Residency:
                 self._listeners.placed()
             if pending is None:
                 return True
-            pending.settle()
+            pending.await_end()
             self._latch.check()
 
     def _next_use_of(self, owner: Hashable) -> float | None:
@@ -389,7 +389,7 @@ class Residency:
         With `keep` a copy stays, to be renewed.
         """
         while True:
-            self.settle(block)
+            self.await_idle(block)
             with self._changed:
                 if block.copy.pending is None:
                     if block.copy.pins:
@@ -400,14 +400,14 @@ class Residency:
                         self._leave(block)
                     return
 
-    def settle(self, block: Block) -> None:
+    def await_idle(self, block: Block) -> None:
         """Block until nothing is on its way to the place of `block`."""
         while True:
             with self._changed:
                 pending = block.copy.pending
             if pending is None:
                 return
-            pending.settle()
+            pending.await_end()
             self._latch.check()
 
     def updating(self, block: Block) -> AbstractContextManager[Copy]:

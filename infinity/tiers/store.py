@@ -100,8 +100,8 @@ class Store:
         try:
             self._open_drives()
             self._allocate()
-            self._settle_in(rooms.cache)
-            self._device.settle()  # zeros and poison, and what was there before: copies would overtake them
+            self._lease_homes(rooms.cache)
+            self._device.await_stream()  # zeros and poison, and what was there before: copies would overtake them
             gpu, chunks = self._arenas["gpu"], Chunks(rooms.host.chunk_elements, layout.cuts)
             self.copy_slots = gpu.free_slots - gpu.slots_for(layout.reserve)
             parts = self._device, self._nvme
@@ -160,7 +160,7 @@ class Store:
         if wanted == "on":
             raise ConfigError(f"gpu_direct='on', but no drive can write to the compute device: {problem}; use gpu_direct='auto'")
 
-    def _settle_in(self, cache_bytes: int) -> None:
+    def _lease_homes(self, cache_bytes: int) -> None:
         """Give every block that is at home in memory, or in part in the cache, its place there, of zeros."""
         for block in self._blocks:
             if block.tier != "nvme":
@@ -204,7 +204,7 @@ class Store:
         """Make `block` read as zeros again, without I/O."""
         with self._changed:
             block.home.forget()
-            self._device.settle()
+            self._device.await_stream()
 
     def cached(self) -> tuple[int, int]:
         """Bytes of the blocks on NVMe that are cached in host memory, and bytes of all of those blocks."""

@@ -86,10 +86,10 @@ def test_no_copy_overtakes_what_clears_the_memory(placement: str, wrap: Wrap, mo
     monkeypatch.setattr(
         DiscreteDevice, "compute_memory", lambda d, n, real=DiscreteDevice.compute_memory: seen.append("memory") or real(d, n)
     )
-    monkeypatch.setattr(DiscreteDevice, "settle", lambda device: seen.append("settled"))
+    monkeypatch.setattr(DiscreteDevice, "await_stream", lambda device: seen.append("synchronized"))
     train(wrap(DiscreteDevice, **PLACEMENTS[placement]))
     assert "copy" in seen
-    assert seen.index("memory") < seen.index("settled") < seen.index("copy")
+    assert seen.index("memory") < seen.index("synchronized") < seen.index("copy")
 
 
 def test_gradients_go_home_on_a_thread_of_their_own(wrap: Wrap) -> None:

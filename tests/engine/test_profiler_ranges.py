@@ -106,7 +106,7 @@ def test_a_range_ends_where_a_forward_or_a_backward_fails(tmp_path: Path, profil
             with pytest.raises(failure, match="in forward"):
                 model(**text_batch(0))
             handle.remove()
-            engine._executions.settle()
+            engine._executions.end_interrupted()
             assert not [text for text in profiler.open.values() if not text.startswith("nvme")]
             assert profiler.closed["model: forward"] == profiler.closed["compute: forward blocks.1"] == count
         handle = block.register_forward_hook(lambda module, args, output: Fails.apply(output))

@@ -44,7 +44,9 @@ def test_the_model_is_in_no_reference_cycle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "owner, method", [(Fetch, "settle"), (Pipeline, "_retire"), (Residency, "_load")], ids=["mover", "updater", "under the lock"]
+    "owner, method",
+    [(Fetch, "await_end"), (Pipeline, "_retire"), (Residency, "_load")],
+    ids=["mover", "updater", "under the lock"],
 )
 def test_a_collection_on_a_thread_of_the_engine(
     owner: type, method: str, wrapped: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

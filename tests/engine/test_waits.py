@@ -97,7 +97,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "checkpoint/files.py hold": NEVER,  # LOCK_NB
     "checkpoint/files.py is_held": NEVER,  # LOCK_NB
     "device.py Copy.wait": DEVICE,
-    "device.py ComputeDevice.settle": DEVICE,
+    "device.py ComputeDevice.await_stream": DEVICE,
     "device.py ComputeDevice.reach": DEVICE,
     "device.py ComputeDevice.side_stream": DEVICE,
     "device.py ComputeDevice.upload": DEVICE,
@@ -126,7 +126,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "nvme/ticket.py Ticket.finish": DRIVE_OF_ALL,
     "nvme/ticket.py Ticket.wait": DRIVE_OF_ALL,
     "optim/chunk.py Chunk.wait": DRIVE,
-    "optim/chunk.py Chunk.settle": DEVICE,
+    "optim/chunk.py Chunk.await_device": DEVICE,
     "optim/job.py JobQueue._wait_for": PIPELINE,
     "optim/job.py JobQueue.await_work": ("`close` notifies", CLOSING[1]),
     "optim/job.py JobQueue.await_change": (
@@ -141,7 +141,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "rates.py updates.step": DEVICE,
     "sharding/codec.py decode_master": NEVER,  # joins bits
     "sharding/collectives.py _wait": RANKS,
-    "sharding/exchange.py Collective.settle": COLLECTIVE,
+    "sharding/exchange.py Collective.await_end": COLLECTIVE,
     "sharding/exchange.py Exchange.sum": COLLECTIVE,
     "sharding/exchange.py Exchange.close": ("gives up after CLOSING_SECONDS", RANKS[1]),
     "sharding/exchange.py Exchange._run": ("`close` posts None", CLOSING[1]),
@@ -623,7 +623,7 @@ FAULTS: dict[str, tuple[dict[str, Any], Patch]] = {
     "an update, and the end of jobs": ({}, broken(AN_UPDATE, raising(JobQueue, "refuse", UPDATER))),
     "landing on the mover": ({}, raising(DeviceCopy, "to_ready", MOVER)),
     "asking for another place on the mover": ({}, raising(DeviceCopy, "_move_to", MOVER)),
-    "settling on the mover": ({}, raising(Fetch, "settle", MOVER)),
+    "ending on the mover": ({}, raising(Fetch, "await_end", MOVER)),
     "joining on the exchange": ({"discrete": True}, raising(Exchange, "_join", EXCHANGE)),
     "ending on the exchange": ({"discrete": True}, raising(Collective, "end", EXCHANGE)),
     "joining on the exchange, and asking others": (
@@ -674,7 +674,7 @@ def test_a_wait_for_a_collective_ends(ending: str, start: Start, monkeypatch: py
     run, joined = start(nn.Linear, gpu_memory="1MiB", gpu_cache=0), threading.Event()
     exchange = run.engine._exchange
     collective = exchange.post("gather", "nobody", lambda: joined.wait(PATIENCE))
-    until_it_ends(run, collective._ended, "settle", ending, collective.wait)
+    until_it_ends(run, collective._ended, "await_end", ending, collective.wait)
     joined.set()
     run.engine.close()
     exchange._thread.join()
@@ -752,14 +752,14 @@ def test_activations_end_though_a_copy_of_them_fails(start: Start, monkeypatch: 
     monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", DiscreteDevice)
     room = {"gpu_memory": "1MiB", "gpu_cache": 0, "cpu_memory": "32MiB", "activation_memory": "4MiB"}
     run = start(nn.Linear, activations="cpu", **room)
-    loss, plain, left = run.model(torch.ones(2000, WIDTH)).mean(), SavedStorage.settle, [Odd("on purpose")]
+    loss, plain, left = run.model(torch.ones(2000, WIDTH)).mean(), SavedStorage.await_idle, [Odd("on purpose")]
 
-    def settle(saved: SavedStorage) -> None:
+    def await_idle(saved: SavedStorage) -> None:
         plain(saved)
         if left:
             raise left.pop()
 
-    monkeypatch.setattr(SavedStorage, "settle", settle)
+    monkeypatch.setattr(SavedStorage, "await_idle", await_idle)
     activations = run.store.activations
     assert activations is not None and activations.used > 0
     with pytest.raises(Odd):

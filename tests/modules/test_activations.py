@@ -441,7 +441,7 @@ def tier_of(engine: infinity.Engine) -> Activations:
 
 def assert_nothing_is_held(engine: infinity.Engine) -> None:
     gc.collect()
-    engine._executions.settle()  # as the next forward does, for a backward that was cut off
+    engine._executions.end_interrupted()  # as the next forward does, for a backward that was cut off
     tier = engine._store.activations
     if tier is not None:
         settle(tier)
@@ -452,7 +452,7 @@ def settle(tier: Activations) -> None:
     """What is in flight ends by itself, and whoever comes next sees it."""
     with tier._locked():
         for each in tier._ending:
-            each.settle()
+            each.await_idle()
     with tier._locked():
         pass
 

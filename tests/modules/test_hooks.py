@@ -188,8 +188,8 @@ class Interrupted(BaseException):
     """What is no Exception, as KeyboardInterrupt is none."""
 
 
-@pytest.mark.parametrize("settle", [False, True])
-def test_a_forward_that_was_interrupted(settle: bool, wrap: Wrap) -> None:
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_forward_that_was_interrupted(ended: bool, wrap: Wrap) -> None:
     model = wrap(transformer())
     optimizer = infinity.AdamW(model.parameters())
 
@@ -210,8 +210,8 @@ def test_a_forward_that_was_interrupted(settle: bool, wrap: Wrap) -> None:
     model.blocks[2]._forward_pre_hooks.popitem()
     with pytest.raises(infinity.ShardedParameterError, match="outside of its module's forward"):
         model.norm.weight.sum()
-    if settle:
-        executions.settle()
+    if ended:
+        executions.end_interrupted()
         assert_unused(model)
     torch.ones(1, requires_grad=True).exp().sum().backward()
     model(**text_batch(0)).loss.backward()
@@ -232,14 +232,14 @@ def test_a_model_that_calls_itself(wrap: Wrap) -> None:
     model = wrap(Recursive(nn.Linear(WIDTH, WIDTH)), room=2)
     for _ in range(2):
         loss = model(torch.ones(3, WIDTH)).sum()
-        infinity.engine(model)._executions.settle()
+        infinity.engine(model)._executions.end_interrupted()
         loss.backward()
         assert_unused(model)
 
 
 def test_settle_inside_of_a_forward_does_nothing(wrap: Wrap) -> None:
     model = wrap(Model(nn.Linear(WIDTH, WIDTH)))
-    model.blocks[1].register_forward_hook(lambda *_: infinity.engine(model)._executions.settle())
+    model.blocks[1].register_forward_hook(lambda *_: infinity.engine(model)._executions.end_interrupted())
     model(torch.ones(3, WIDTH)).sum().backward()
     assert all(infinity.engine(model).gradient(p) is not None for p in model.parameters())
 

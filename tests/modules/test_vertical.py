@@ -525,7 +525,7 @@ def test_wrong_input_is_refused(order: Any, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=nested):
             loss.backward()
         handle.remove()
-        engine._executions.settle()
+        engine._executions.end_interrupted()
         assert_unused(model)
         model.eval()
         model.zero_grad()

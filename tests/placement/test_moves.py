@@ -243,13 +243,13 @@ def test_nothing_is_copied_to_what_is_in_use_still() -> None:
     seen: list[str] = []
 
     class Device(DiscreteDevice):
-        def settle(self) -> None:
-            seen.append("settled")
+        def await_stream(self) -> None:
+            seen.append("synchronized")
 
     device = Device()
     device.on_upload = lambda target, after: seen.append("copy")
     rates.copies(device, 1 << 20, 1)
-    assert seen[0] == "settled" and seen.count("copy") == 2
+    assert seen[0] == "synchronized" and seen.count("copy") == 2
 
 
 class Weights(torch.nn.Module):

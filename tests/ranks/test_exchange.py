@@ -101,7 +101,7 @@ def gathers_run_under_the_forward_before(directory: Path, rank: int) -> None:
             if number + 1 < DEPTH:
                 following = engine.units[number + 1]
                 assert following.gather_posted is not None
-                following.gather_posted.settle()
+                following.gather_posted.await_end()
                 assert following.gathered()
 
         for block in model:
@@ -248,8 +248,8 @@ def evict_one_that_is_being_gathered(victim: Any, taker: Any) -> None:
         victim.release()
         posted = victim.gather_posted
         assert block.copy.pending is posted
-        settle = posted.settle
-        posted.settle = lambda: (waiting.set(), settle())
+        await_end = posted.await_end
+        posted.await_end = lambda: (waiting.set(), await_end())
         taker.start()
         assert posted.ended()
         assert block.copy.lease is None

@@ -17,6 +17,6 @@ def come_to_rest(engine: infinity.Engine) -> None:
     for unit in engine.units:
         fetch = unit.blocks[Kind.PARAM].copy.fetch
         if fetch is not None:
-            fetch.settle()
+            fetch.await_end()
     for io in engine.ios:
         io.drain()
