@@ -74,8 +74,6 @@ class Trace:
         self.predicted = Cycle(())
         self.position = 0
         """Index in `predicted` of the use that is expected next."""
-        self.misses = 0
-        """Uses that were not predicted, since the start: all of a first cycle, or those until it repeats itself."""
 
     def begin(self, phase: str) -> None:
         """A new cycle starts; what was recorded becomes the prediction of its phase."""
@@ -101,24 +99,23 @@ class Trace:
     def use(self, unit: int, held: frozenset[int] = frozenset()) -> bool:
         """`unit` is used now, beside the units in `held`, whose uses have not ended yet.
 
-        Returns whether that is a new use, for uses of the same unit one after the other count once.
+        Returns whether that was predicted. Uses of the same unit one after the other count once.
         """
         if self._recording and self._recording[-1] == unit:
-            return False
+            return True
         self._record(unit, held)
         if self._interrupted is not None and not self._use_in_round(unit):
-            self.misses += 1
             self._find_round()
+            return False
+        if self._interrupted is not None:
             return True
-        if self._interrupted is None:
-            found = self.predicted.find(unit, self.position)
-            if found is None:
-                self.misses += 1
-                self._find_round()
-            else:
-                self.misses += found != self.position
-                self.position = found + 1
-        return True
+        found = self.predicted.find(unit, self.position)
+        if found is None:
+            self._find_round()
+            return False
+        expected = self.position
+        self.position = found + 1
+        return found == expected
 
     def _use_in_round(self, unit: int) -> bool:
         """While a round is predicted: take `unit` out of it, or go back to the cycle that it interrupted. False where neither

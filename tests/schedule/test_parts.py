@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import infinity
+from support.counting_trace import CountingTrace
 from support.probe import come_to_rest
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60, method="thread")]
@@ -50,7 +52,8 @@ def wrap(directory: Path) -> tuple[nn.Sequential, infinity.Engine]:
         algorithm="sgd",
         tuning=infinity.Tuning(cache=0, device="cpu", threads=1, update="exact"),
     )
-    model = infinity.wrap(build(), config, units=[nn.Linear])
+    with mock.patch("infinity.build.Trace", CountingTrace):
+        model = infinity.wrap(build(), config, units=[nn.Linear])
     return model, infinity.engine(model)
 
 
