@@ -126,7 +126,7 @@ class Build:
 
     def __init__(self, model: nn.Module, config: Config, group: GivenGroup, undo: ExitStack) -> None:
         self.undo = undo
-        """What takes back all that was done so far, the last first."""
+        """What undoes all that was done so far, the last first."""
         self.ranks = find_ranks(group, config.stage)
         self.exchange: Exchange | None = None
         self.buffer: GradientBuffer | None = None

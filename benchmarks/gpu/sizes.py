@@ -107,9 +107,9 @@ def in_host_memory(model: dict[str, Any], given: Machine) -> Plan:
     for moments in ("fp32", "bf16", "int8"):
         weight, gradient, optimizer = per_parameter(moments)
         each, passes = weight + gradient + optimizer, passing(model, weight)
-        gpu_cache, near = kept(units, each, min(given.gpu - passes, int(each * sum(units)) // 2))
-        far = sum(units) - near
-        least, most = (int(far * width * 1.002) + stage for width in (each, each + weight + optimizer))
+        gpu_cache, gpu_resident = fitting(units, each, min(given.gpu - passes, int(each * sum(units)) // 2))
+        off_device = sum(units) - gpu_resident
+        least, most = (int(off_device * width * 1.002) + stage for width in (each, each + weight + optimizer))
         if least <= given.host and gpu_cache + passes <= given.gpu:
             break
     else:
@@ -119,7 +119,7 @@ def in_host_memory(model: dict[str, Any], given: Machine) -> Plan:
         "parameters": "cpu", "gradients": "cpu", "optimizer": "cpu", "moment-precision": moments, "gpu-memory": gpu,
         "gpu-cache": gpu_cache, "cpu-memory": cpu,
     }  # fmt: skip
-    states = {"gpu": int(near * each), "cpu": int(far * each), "nvme": 0}
+    states = {"gpu": int(gpu_resident * each), "cpu": int(off_device * each), "nvme": 0}
     return Plan(model, options, sum(units), states, {"gpu": gpu, "cpu": cpu, "nvme": 0})
 
 
@@ -134,8 +134,8 @@ def over_three_tiers(model: dict[str, Any], given: Machine, moments: str) -> Pla
     rest in host memory. Raises `ValueError` where a tier is too small."""
     units, widths = units_of(model), per_parameter(moments)
     passes = passing(model, widths[0])
-    gpu_cache, near = kept(units, sum(widths), given.gpu - passes)
-    on_device = OnDevice(passes, gpu_cache, near, int(sum(widths) * near))
+    gpu_cache, gpu_resident = fitting(units, sum(widths), given.gpu - passes)
+    on_device = OnDevice(passes, gpu_cache, gpu_resident, int(sum(widths) * gpu_resident))
     return _with_others(model, given, moments, on_device, parameters="cpu", copies=2, most=0.5)
 
 
@@ -145,12 +145,12 @@ def parameters_on_device(model: dict[str, Any], given: Machine, moments: str) ->
     memory. Raises `ValueError` where a tier is too small."""
     units, (weight, gradient, optimizer) = units_of(model), per_parameter(moments)
     whole = int(sum(units) * weight * 1.002) + through(model)
-    gpu_cache, near = kept(units, gradient + optimizer, given.gpu - whole)
-    on_device = OnDevice(whole, gpu_cache, near, int(weight * sum(units) + (gradient + optimizer) * near))
+    gpu_cache, gpu_resident = fitting(units, gradient + optimizer, given.gpu - whole)
+    on_device = OnDevice(whole, gpu_cache, gpu_resident, int(weight * sum(units) + (gradient + optimizer) * gpu_resident))
     return _with_others(model, given, moments, on_device, parameters="gpu", copies=1, most=1.0)
 
 
-def kept(units: Sequence[int], each: float, room: int) -> tuple[int, int]:
+def fitting(units: Sequence[int], each: float, room: int) -> tuple[int, int]:
     """Bytes for the first of `units` that fit into `room` at `each` bytes per parameter, and how many parameters these have."""
     gpu_cache = max(int(min(room, 1.002 * each * sum(units))), 0)
     return gpu_cache, sum(units[number] for number in fill(gpu_cache, [int(each * unit * 1.002) for unit in units]))
@@ -161,7 +161,7 @@ class OnDevice(NamedTuple):
 
     others: int
     gpu_cache: int
-    near: int
+    gpu_resident: int
     states: int
 
 
@@ -171,8 +171,8 @@ def _with_others(
     """Beside what is on the `device`: gradients, and parameters where "cpu" says so, in host memory; `copies` of optimizer states
     on the drive, at most that share of them, the rest in host memory."""
     total, stage, (weight, gradient, optimizer) = count(model), staging(given), per_parameter(moments)
-    far, at_home = total - device.near, gradient + weight * (parameters == "cpu")
-    states, home = int(far * optimizer), int(far * at_home * 1.002) + stage
+    off_device, at_home = total - device.gpu_resident, gradient + weight * (parameters == "cpu")
+    states, home = int(off_device * optimizer), int(off_device * at_home * 1.002) + stage
     on_drive = min(int((given.nvme - (32 << 20)) / 1.002) // copies, int(states * most))
     cache = states - on_drive
     gpu = device.others + device.gpu_cache
@@ -183,7 +183,7 @@ def _with_others(
         "gpu-cache": device.gpu_cache, "cpu-memory": home + cache, "cache": cache,
     }  # fmt: skip
     options["copy-on-write" if copies == 2 else "no-copy-on-write"] = None
-    taken = {"gpu": device.states, "cpu": int(far * at_home) + cache, "nvme": copies * on_drive}
+    taken = {"gpu": device.states, "cpu": int(off_device * at_home) + cache, "nvme": copies * on_drive}
     budgets = {"gpu": gpu, "cpu": home + cache, "nvme": int(copies * on_drive * 1.002) + (16 << 20)}
     return Plan(model, options, total, taken, budgets)
 

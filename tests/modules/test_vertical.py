@@ -243,7 +243,7 @@ def test_any_ways_and_budgets(ways: list[list[int]], reentrant: bool | None, con
     assert_same(vertical, train(build, batch, HORIZONTAL, count, 2, **config), train(build, batch, Way("", MEMORY), count, 2))
 
 
-def test_early_updates_wait_for_the_gradients_of_all_micro_batches(tmp_path: Path) -> None:
+def test_speculative_updates_wait_for_the_gradients_of_all_micro_batches(tmp_path: Path) -> None:
     runs = [train(transformer, text_batch, way, update="speculative", cache=0) for way in (VERTICAL, OWN_LOOP)]
     assert_same(*runs)
     model = wrap(transformer(), tmp_path, update="speculative", precision="fp32", cache=0)

@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "little memory": {"stage": 3, "gpu_memory": "248KiB"},
     "ZeRO-1, one micro-batch": {"stage": 1, "parts": 1} | GPU,
     "ZeRO-3, one micro-batch": {"stage": 3, "parts": 1} | CPU,
-    "early updates": {"stage": 2} | GPU | {"optimizer": "nvme", "update": "speculative"},
+    "speculative updates": {"stage": 2} | GPU | {"optimizer": "nvme", "update": "speculative"},
     "all kept": {"stage": 3, "gradients": "nvme", "gpu_cache": "4MiB"},
     "some kept": {"stage": 3, "gpu_cache": "200KiB"},
     "some kept, little memory": {"stage": 3, "gpu_cache": "200KiB", "gpu_memory": "440KiB"} | CPU,

@@ -500,7 +500,7 @@ def test_a_guess_is_rarely_wrong_for_long(steps: list[bool]) -> None:
     assert wrong <= right + len(steps).bit_length() + 1
 
 
-def test_when_early_updates_pay() -> None:
+def test_when_speculative_updates_pay() -> None:
     policy = Policy("auto")
     assert not policy.speculates
     policy.learn(1.0, 2.0, held=True)  # hides behind the forward anyway
