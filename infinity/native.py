@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
+from infinity.directories.directory import Directory
 from infinity.errors import ConfigError, InfinityError
-from infinity.files import Directory
 
 log = logging.getLogger("infinity")
 
@@ -53,7 +53,8 @@ def aio() -> Any:
 def file_at(descriptor: int, path: str) -> Any:
     """A native file (`_aio.File`) of the open file `descriptor`, which becomes its own; `path` is what errors show.
 
-    So a file is opened once, safely (see `infinity.files`), and no link can come between. With O_DIRECT where it can be had.
+    So a file is opened once, safely (see `infinity.directories`), and no link can come between.
+    With O_DIRECT where it can be had.
     """
     try:
         return _named_file()(descriptor, path)

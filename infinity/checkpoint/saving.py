@@ -42,8 +42,8 @@ from infinity.checkpoint.files import MANIFEST, hold, is_held, is_whole, sibling
 from infinity.checkpoint.inert import read_item
 from infinity.checkpoint.manifest import ItemPlace, Manifest, Stamp, encode
 from infinity.checkpoint.state import HEADER, EngineState, Reblocked, Series, ShardPiece, in_words, one_error
+from infinity.directories.directory import make_durable
 from infinity.errors import CheckpointError
-from infinity.files import make_durable
 from infinity.optim.foreign import Adapted
 from infinity.sharding import collectives
 from infinity.sharding.unit import Unit

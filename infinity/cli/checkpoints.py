@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from infinity.checkpoint.files import DATA_NAME, is_held, is_whole
-from infinity.files import Lock, lock_directory
+from infinity.directories.lock import Lock, lock_directory
 
 _NAME = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"\.(step-\d+)\.(partial|old|removed)")

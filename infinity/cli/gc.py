@@ -13,7 +13,9 @@ from infinity.bench.io.workspace import leftovers, remove
 from infinity.cli import checkpoints
 from infinity.cli.failure import plain_failures
 from infinity.cli.ranks import rank_directories
-from infinity.files import LOCK_NAME, Directory
+from infinity.directories.directory import Directory
+from infinity.directories.drafts import remove_leftovers
+from infinity.directories.lock import LOCK_NAME, lock
 from infinity.quantities import format_bytes
 from infinity.tiers.drives import STATES_NAME
 
@@ -51,11 +53,11 @@ def _collect(place: Directory) -> dict[str, int]:
     found = {str(place.path / name): status.st_blocks * 512 for name, status in ours.items() if status is not None}
     found |= {str(path): path.lstat().st_blocks * 512 for path in benchmark}
     if found or checkpoints.leftovers(place.path):
-        with place.lock():
+        with lock(place):
             place.reclaim(STATES_NAME)
             remove(place, benchmark)
             found |= checkpoints.remove(checkpoints.leftovers(place.path))  # asked again: a save may have been under way
-    found |= {str(place.path / name): used for name, used in place.remove_leftovers().items()}
+    found |= {str(place.path / name): used for name, used in remove_leftovers(place).items()}
     return found
 
 

@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from infinity.files import Directory, Drafts
+from infinity.directories.directory import Directory
+from infinity.directories.drafts import Drafts, drafting, remove_leftovers
 from infinity.models.tokenizer import Tokenizer
 from infinity.modules.load import INDEX, SINGLE
 from infinity.nvme import safetensors
@@ -37,10 +38,10 @@ def prepare_output(directory: Path, source: Path | None, overwrite: bool) -> Non
         raise NotADirectoryError(f"--output {directory} is not a directory")
     if directory.is_dir() and not overwrite:
         with Directory(directory, "--output") as place:
-            if set(place.names()) - place.remove_leftovers().keys():
+            if set(place.names()) - remove_leftovers(place).keys():
                 raise ValueError(f"--output {directory} is not empty; choose another one, or give --overwrite")
     directory.mkdir(parents=True, exist_ok=True)
-    with Directory(directory, "--output") as place, place.drafting():
+    with Directory(directory, "--output") as place, drafting(place):
         pass
 
 
@@ -62,7 +63,7 @@ def save_model(
     if dtypes:
         config.dtype = max(dtypes, key=lambda name: dtypes[name])
     generation: Any = getattr(model, "generation_config", None)
-    with Directory(directory, "--output") as place, place.drafting() as drafts:
+    with Directory(directory, "--output") as place, drafting(place) as drafts:
         config.save_pretrained(drafts.path)
         if generation is not None:
             generation.save_pretrained(drafts.path)
@@ -100,7 +101,7 @@ def write_weights(directory: Path, weights: Iterable[tuple[str, torch.Tensor]], 
     Each tensor goes to the drive before the next one is taken, and none is kept. Every file is complete and on disk before any
     gets its final name. A shard also ends where a tensor's bytes would not be aligned.
     """
-    with Directory(directory, "--output") as place, place.drafting() as drafts:
+    with Directory(directory, "--output") as place, drafting(place) as drafts:
         shards = _write_shards(drafts, weights, shard_bytes)
         count = len(shards)
         final = [f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE for i in range(1, count + 1)]
@@ -183,5 +184,6 @@ def write_file(path: Path, text: str) -> None:
 
     What UTF-8 cannot hold, as in paths of other encodings, is written with backslashes.
     """
-    with Directory(path.parent) as place:
-        place.write(path.name, text.encode("utf-8", "backslashreplace"))
+    with Directory(path.parent) as place, drafting(place) as drafts:
+        drafts.write(path.name, text.encode("utf-8", "backslashreplace"))
+        drafts.publish(path.name)

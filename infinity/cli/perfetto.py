@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.history import History
-from infinity.files import Directory
+from infinity.directories.directory import Directory
+from infinity.directories.drafts import drafting
 from infinity.observe import LANES, Span
 
 _PROCESS = 1
@@ -81,7 +82,7 @@ def trace_events(spans: Sequence[Span], history: History) -> Iterator[dict[str, 
 
 def write_trace(path: Path, spans: Sequence[Span], history: History) -> None:
     """Write the trace events to `path`, one per line, whole or not at all."""
-    with Directory(path.parent) as place, place.drafting() as drafts:
+    with Directory(path.parent) as place, drafting(place) as drafts:
         with os.fdopen(drafts.folder.create(path.name, 0o666), "w", encoding="utf-8") as handle:
             handle.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             for number, event in enumerate(trace_events(spans, history)):

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 from infinity.device import HUGE_PAGE, huge_pages
+from infinity.directories.directory import Directory
+from infinity.directories.drafts import drafting
 from infinity.errors import ConfigError, WeightsError
-from infinity.files import Directory
 from infinity.nvme import safetensors
 from infinity.nvme.open_files import Files, allocate
 from infinity.nvme.requests import IoRequest, memory_of
@@ -140,7 +141,7 @@ def _replacing(target: Path) -> Iterator[bytes]:
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     try:
-        with Directory(target.parent) as directory, directory.drafting() as drafts:
+        with Directory(target.parent) as directory, drafting(directory) as drafts:
             descriptor = drafts.folder.create(target.name, 0o666)
             try:
                 status = directory.status(target.name)

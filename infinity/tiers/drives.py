@@ -13,8 +13,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from infinity import native
+from infinity.directories.directory import Directory
+from infinity.directories.lock import lock
 from infinity.errors import BudgetError, ConfigError, NvmeError
-from infinity.files import Directory
 from infinity.native import make_engine
 from infinity.nvme.ticket import Ticket
 from infinity.observe import Meter, Recorder
@@ -128,7 +129,7 @@ class NvmeTier:
                 self._places.append(self._open_place(directory))
             self._directories = [place.path for place in self._places]
             for place in self._places:
-                self._parts.callback(place.lock().release)
+                self._parts.callback(lock(place).release)
             for place in self._places:
                 self._files.append(self._make_file(place))
             for _ in self._directories:

@@ -39,8 +39,8 @@ from infinity.cli import gc
 from infinity.cli.interrupt import interrupted_by_signals
 from infinity.cli.main import app
 from infinity.device import HostMemory
+from infinity.directories.lock import LOCK_NAME, lock_directory
 from infinity.errors import ConfigError, NvmeError, PathInUseError
-from infinity.files import LOCK_NAME, lock_directory
 from infinity.placement.calibrate import levelled
 from infinity.placement.spec import Kind
 from infinity.tiers.drives import STRIPE_BYTES

@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 from infinity.cli import job, training
 from infinity.cli.main import app
+from infinity.directories.lock import lock_directory
 from infinity.errors import CheckpointError
-from infinity.files import lock_directory
 from support.children import CHILD
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -36,8 +36,8 @@ from infinity.cli.job import FinetuneJob
 from infinity.cli.main import app
 from infinity.cli.progress import summary_rows
 from infinity.cli.ranks import ALONE, World, find_world
+from infinity.directories.lock import LOCK_NAME
 from infinity.errors import InfinityError
-from infinity.files import LOCK_NAME
 from infinity.models.data import Windows
 from infinity.report import Report
 from infinity.sharding.watch import Note, Watch

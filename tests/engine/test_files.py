@@ -1,4 +1,4 @@
-"""`infinity.files`: a directory that others write to never leads us to their files, and a lock has one holder."""
+"""`infinity.directories`: a directory that others write to never leads us to their files, and a lock has one holder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from infinity import files
+from infinity.directories import lock as locks
+from infinity.directories.directory import Directory
+from infinity.directories.lock import LOCK_NAME, Holder, lock, lock_directory
 from infinity.errors import ConfigError, PathInUseError
-from infinity.files import LOCK_NAME, Directory, Holder, lock_directory
 from support.planted import ADVICE, MINE, PLANTED, Planted
 
 planted = pytest.mark.parametrize("what", PLANTED)
@@ -48,7 +49,7 @@ def names(path: Path) -> list[str]:
 def test_what_infinity_does_not_make_is_refused_and_untouched(place: Path, plant: Any, what: str, use: str) -> None:
     there = plant(place / LOCK_NAME, what)
     with Directory(place) as directory, pytest.raises(ConfigError) as caught:
-        getattr(directory, use)(LOCK_NAME)
+        lock(directory) if use == "lock" else getattr(directory, use)(LOCK_NAME)
     assert str(caught.value) == there.refusal
     there.check()
     assert names(place) == [LOCK_NAME]
@@ -89,7 +90,7 @@ def test_a_directory_that_is_replaced_by_a_link_leads_nobody_elsewhere(place: Pa
     with Directory(place) as directory:
         place.rename(tmp_path / "moved")
         place.symlink_to(elsewhere)
-        with directory.lock():
+        with lock(directory):
             assert directory.reclaim("states") is not None
             os.close(directory.create("states"))
             directory.rename("states", "renamed")
@@ -348,13 +349,13 @@ def test_without_flock_a_lock_that_was_taken_meanwhile_is_not_lost(place: Path, 
     without("flock", errno.ENOLCK)
     dead = Holder.us()._replace(start="1").text()
     (place / LOCK_NAME).write_text(dead)
-    real = Directory._remove_dead
+    real = locks._LockFile._remove_dead
 
-    def late(self: Directory, name: str, content: bytes) -> None:
+    def late(self: locks._LockFile, content: bytes) -> None:
         (place / LOCK_NAME).write_text(Holder.us().text())  # another was faster
-        real(self, name, content)
+        real(self, content)
 
-    monkeypatch.setattr(Directory, "_remove_dead", late)
+    monkeypatch.setattr(locks._LockFile, "_remove_dead", late)
     assert refused(place) == in_use(place, os.getpid())
     assert names(place) == [LOCK_NAME]
 
@@ -376,4 +377,4 @@ def test_no_descriptor_is_left_behind(place: Path, plant: Any) -> None:
     with lock_directory(place, "nvme directory"):
         refused(place)
     assert len(names(Path("/proc/self/fd"))) == len(before)
-    assert not files._held._descriptors
+    assert not locks._held._descriptors

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
-from infinity.files import LOCK_NAME
+from infinity.directories.lock import LOCK_NAME
 from infinity.tiers.drives import STATES_NAME
 from support.children import CHILD
 from support.configs import config_of

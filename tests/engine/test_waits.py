@@ -103,8 +103,8 @@ WAITS: dict[str, tuple[str, str]] = {
     "device.py ComputeDevice.upload": DEVICE,
     "device.py ComputeDevice.download": DEVICE,
     "device.py ComputeDevice.join": NEVER,  # queues the wait on a stream
-    "files.py Directory._take": NEVER,  # LOCK_NB
-    "files.py _Held.__init__": NEVER,
+    "directories/lock.py _LockFile._take": NEVER,  # LOCK_NB
+    "directories/lock.py _Held.__init__": NEVER,
     "modules/gathered.py _Reading.begin": STORE,
     "modules/gathered.py _Reading.end": STORE,
     "modules/interleave.py Interleaver._run_together": TURN,
@@ -187,7 +187,7 @@ WAITS: dict[str, tuple[str, str]] = {
 """Where (but in `cli` and `bench`, whose commands a signal ends), who ends it, and the test that shows that."""
 
 LOCKS: dict[str, str] = {
-    "files.py _Held.guard": "taken where nobody can have it",
+    "directories/lock.py _Held.guard": "taken where nobody can have it",
     "modules/hooks.py Hooks._claiming": "for a few lines",
     "modules/interleave.py _closed.lock": "a turn, not a lock: see WAITS",
     "nvme/submit.py Submitter._staging": "held while what is in flight of one call ends: DRIVE",

@@ -143,7 +143,7 @@ def call_of(frame: FrameType) -> Call | None:
         return None
     if code.co_flags & inspect.CO_GENERATOR or code.co_name in ("__enter__", "__exit__", "file_at"):
         return None
-    if Path(code.co_filename).name == "contextlib.py" or Path(caller.f_code.co_filename).name == "files.py":
+    if Path(code.co_filename).name == "contextlib.py" or Path(caller.f_code.co_filename).parent.name == "directories":
         return None
     return code.co_filename, code.co_name
 

@@ -13,21 +13,22 @@ ROOT = Path(__file__).parents[2]
 # A module imports from its own line and from lines with a lower number. A line is a package, or modules of `infinity` itself.
 LAYERS = """\
 0 infinity: config errors quantities
-1 infinity: backward device files native observe
-1 placement
-2 nvme
-3 infinity: rates
-3 tiers
-4 sharding
-5 schedule
-6 optim
-7 checkpoint
-7 modules
-8 infinity: __init__ accumulation build closing engine report
-8 models
-9 bench
-10 cli
-11 infinity: __main__
+1 directories
+2 infinity: backward device native observe
+2 placement
+3 nvme
+4 infinity: rates
+4 tiers
+5 sharding
+6 schedule
+7 optim
+8 checkpoint
+8 modules
+9 infinity: __init__ accumulation build closing engine report
+9 models
+10 bench
+11 cli
+12 infinity: __main__
 """
 
 PUBLIC = [

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 import infinity
 from infinity import native
+from infinity.directories.directory import Directory
 from infinity.errors import BudgetError, NvmeError
-from infinity.files import Directory
 from infinity.observe import Recorder
 from infinity.placement.calibrate import levelled
 from infinity.tiers import drives, speed

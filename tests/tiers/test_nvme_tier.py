@@ -24,8 +24,9 @@ import infinity
 from infinity import native
 from infinity.bench.io import workspace
 from infinity.cli import gc
+from infinity.directories.directory import Directory
+from infinity.directories.lock import LOCK_NAME
 from infinity.errors import BudgetError, ConfigError, NvmeError, PathInUseError
-from infinity.files import LOCK_NAME, Directory
 from infinity.observe import Recorder
 from infinity.tiers import drives
 from infinity.tiers.drives import ALIGNMENT, STATES_NAME, Extent, NvmeTier
@@ -382,14 +383,15 @@ def test_a_directory_that_is_replaced_while_we_open_it_leads_nobody_elsewhere(tm
         place.rename(tmp_path / "moved")
         place.symlink_to(elsewhere)
 
-    real = getattr(Directory, "lock" if moment == "locked" else "create")
+    real = Directory.create
+    last = {"locked": LOCK_NAME, "made": STATES_NAME}[moment]
 
-    def late(self, *arguments):
-        if not place.is_symlink() and (moment == "locked" or arguments[0] == STATES_NAME):
+    def late(self, name, *arguments):
+        if not place.is_symlink() and name == last:
             replace()
-        return real(self, *arguments)
+        return real(self, name, *arguments)
 
-    monkeypatch.setattr(Directory, real.__name__, late)
+    monkeypatch.setattr(Directory, "create", late)
     made = NvmeTier([place], "posix", None, Recorder())
     extent = made.reserve(ALIGNMENT)
     made.open()

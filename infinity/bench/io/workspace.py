@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from infinity import native
+from infinity.directories.directory import Directory
+from infinity.directories.lock import LOCK_NAME, lock
 from infinity.errors import ConfigError
-from infinity.files import LOCK_NAME, Directory
 from infinity.quantities import format_bytes
 
 FOLDER = "infinity-bench"
@@ -112,7 +113,7 @@ def workspace(directories: Sequence[Path], size: int, reserve: int) -> Iterator[
     with ExitStack() as stack:
         places = [stack.enter_context(Directory(directory, "nvme directory")) for directory in directories]
         for place in places:
-            stack.enter_context(place.lock())
+            stack.enter_context(lock(place))
             remove(place, leftovers(place.path))
         check_space(directories, size, reserve)
         files = []

@@ -1,0 +1,1 @@
+"""Directories that others can write to: safe names, locks, files that take their place whole."""

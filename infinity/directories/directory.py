@@ -1,0 +1,219 @@
+"""A directory that others can write to: opened once, its files opened without following links.
+
+[Note: what a directory may hold]
+Somebody else may put anything in a directory that we write to, at any moment. So a `Directory` is
+opened once, and every name is looked up relative to that descriptor: a directory that is moved or
+replaced later does not lead us elsewhere.
+
+1. A file that must not exist is made with O_EXCL. It never opens what is there, be it a dangling
+   link.
+2. A file that may exist is opened with O_NOFOLLOW, and only if it is a plain file with one name. A
+   second name (a hard link) may be somebody else's file. A named pipe would block, and opening a
+   device may act on it, so these are not even opened.
+3. Nothing is truncated or written before these checks and before the lock is held.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from infinity.errors import ConfigError
+
+_SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_KINDS = (
+    (stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISREG, ""),
+)  # fmt: skip
+
+
+def make_durable(path: Path) -> None:
+    """Return when the content of the file `path`, or the names in the directory `path`, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Directory:
+    """An open directory. Names are looked up in it wherever its path leads later; see [Note: what a directory may hold].
+
+    `path` is what messages show, `what` is how they call it ("nvme directory"). Ends with `close` or a `with` block. Methods
+    raise `ConfigError` for what is not ours, with the path and the way out, and `OSError` for what the system refuses.
+    """
+
+    def __init__(self, path: Path, what: str = "directory", parent: int | None = None) -> None:
+        """Open `path`, through links if it is one, or its last name in the open directory `parent`, not through links.
+
+        Raises `ConfigError` when it cannot be opened as a directory.
+        """
+        self.path, self.what = path, what
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if parent is None else os.O_NOFOLLOW)
+        try:
+            self.descriptor = os.open(path if parent is None else path.name, flags, dir_fd=parent)
+        except OSError as error:
+            kinds = {errno.ENOENT: "does not exist", errno.ENOTDIR: "is not a directory"}
+            raise ConfigError(f"{what} {path} {kinds.get(error.errno or 0, f'cannot be opened: {error.strerror}')}") from error
+
+    def below(self, name: str, mode: int = 0o777, new: bool = False) -> Directory:
+        """The directory `name` in this one, which is made if need be; a link of that name is refused.
+
+        Raises `FileExistsError` when it has to be `new` and is not.
+        """
+        try:
+            with self._naming(name):
+                os.mkdir(name, mode, dir_fd=self.descriptor)
+        except FileExistsError:
+            status = self.status(name)
+            if new:
+                raise
+            if status is not None and not stat.S_ISDIR(status.st_mode):
+                raise self._refused(name, status) from None
+        except OSError as error:
+            raise ConfigError(f"{self.what} {self.path} cannot be written: {error.strerror}") from error
+        return Directory(self.path / name, self.what, self.descriptor)
+
+    def close(self) -> None:
+        """Close the descriptor; may be called twice."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> Directory:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # Names
+
+    def names(self) -> list[str]:
+        """All names in it, sorted."""
+        return sorted(os.listdir(self.descriptor))  # noqa: PTH208 (a descriptor, no path)
+
+    def device(self) -> int:
+        """The number of the file system it is on."""
+        return os.fstat(self.descriptor).st_dev
+
+    def free_bytes(self) -> int:
+        """What its file system has left for us."""
+        space = os.fstatvfs(self.descriptor)
+        return space.f_bavail * space.f_frsize
+
+    def status(self, name: str) -> os.stat_result | None:
+        """What `name` itself is, not what it links to; None when there is nothing."""
+        try:
+            return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def check(self, name: str) -> os.stat_result | None:
+        """The status of the plain file `name`, or None. Raises `ConfigError` for anything else of that name."""
+        status = self.status(name)
+        if status is not None:
+            self.check_plain(name, status)
+        return status
+
+    def check_plain(self, name: str, status: os.stat_result) -> None:
+        """Raise `ConfigError` unless `status`, of `name`, is that of a plain file with one name."""
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise self._refused(name, status)
+
+    def _refused(self, name: str, status: os.stat_result) -> ConfigError:
+        kind = next(kind for is_one, kind in _KINDS if is_one(status.st_mode))
+        return _refusal(self.path / name, kind or f"a file with {status.st_nlink} names (hard links)")
+
+    def is_same(self, name: str, descriptor: int) -> bool:
+        """Whether `name` means the open file `descriptor`."""
+        status = self.status(name)
+        return status is not None and os.path.samestat(status, os.fstat(descriptor))
+
+    # Files
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Errors of the system show the whole path."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path / name)) from None
+
+    def create(self, name: str, mode: int = 0o600) -> int:
+        """A descriptor of the new file `name`, to read and write. Raises `FileExistsError` when anything has that name."""
+        with self._naming(name):
+            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, mode, dir_fd=self.descriptor)
+
+    def open(self, name: str, flags: int = os.O_RDWR) -> int:
+        """A descriptor of the plain file `name`. Raises `FileNotFoundError`, and `ConfigError` for anything else."""
+        self.check(name)
+        try:
+            with self._naming(name):
+                descriptor = os.open(name, flags | _SAFE, dir_fd=self.descriptor)
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # put there since it was checked
+                raise _refusal(self.path / name, "a link") from None
+            raise
+        try:
+            self.check_plain(name, os.fstat(descriptor))
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def remove(self, name: str) -> None:
+        """Remove the name; what it links to stays. Nothing happens when it is gone."""
+        with suppress(FileNotFoundError), self._naming(name):
+            os.unlink(name, dir_fd=self.descriptor)
+
+    def remove_directory(self, name: str) -> bool:
+        """Remove the directory `name` if it is empty; else nothing happens, and it is False."""
+        try:
+            os.rmdir(name, dir_fd=self.descriptor)
+        except OSError:
+            return False
+        return True
+
+    def reclaim(self, name: str) -> int | None:
+        """Remove the plain file `name` and give its space back; returns its bytes on disk, None when there is none.
+
+        The file is emptied first: a child of a dead process may keep it open.
+        """
+        if self.check(name) is None:
+            return None
+        with suppress(FileNotFoundError, PermissionError):
+            descriptor = self.open(name)
+            try:
+                used = os.fstat(descriptor).st_blocks * 512
+                os.ftruncate(descriptor, 0)
+            finally:
+                os.close(descriptor)
+            self.remove(name)
+            return used
+        status = self.status(name)
+        self.remove(name)
+        return None if status is None else status.st_blocks * 512
+
+    def rename(self, name: str, to: str, directory: Directory | None = None) -> None:
+        """Give the file `name` the name `to`, here or in another `directory`, in place of what has it."""
+        target = directory or self
+        with target._naming(to):
+            os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=target.descriptor)
+
+    def sync(self) -> None:
+        """Return when the names in it would survive a power cut."""
+        os.fsync(self.descriptor)
+
+
+def _refusal(path: Path, kind: str) -> ConfigError:
+    return ConfigError(f"{path} is {kind}, which infinity never makes; remove it, or choose another directory")
+
+
+def temporary_name() -> str:
+    """A name that nobody has, of the kind that `infinity gc` removes."""
+    return f".infinity-{secrets.token_hex(8)}.tmp"

@@ -1,0 +1,110 @@
+"""New files that take their place whole.
+
+[Note: a file that takes another's place]
+A new file is written in a folder beside its place, `.infinity-*.tmp`, which is locked. It is
+renamed when it is whole and on the drive, so a kill leaves what was there before, and the folder.
+`infinity gc` removes folders that nobody holds any more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from infinity.directories.directory import Directory, temporary_name
+from infinity.directories.lock import LOCK_NAME, Lock, lock
+from infinity.errors import ConfigError, PathInUseError
+
+_TRIES = 100  # to make a folder that others clean up
+_TEMPORARY = re.compile(r"\.infinity-[0-9a-f]{16}\.tmp")
+
+
+@contextmanager
+def drafting(directory: Directory) -> Iterator[Drafts]:
+    """A place for new files that then get their names here; what has got none is gone after the block."""
+    folder, lock = _new_folder(directory)
+    drafts = Drafts(directory, folder)
+    try:
+        with folder, lock:
+            try:
+                yield drafts
+            finally:
+                for name in drafts.names():
+                    folder.remove(name)
+    finally:
+        directory.remove_directory(folder.path.name)
+
+
+def _new_folder(directory: Directory) -> tuple[Directory, Lock]:
+    """A locked folder; another one when somebody who removes leftovers was faster than our lock."""
+    for _ in range(_TRIES):
+        folder = directory.below(temporary_name(), 0o700, new=True)
+        try:
+            return folder, lock(folder)
+        except PathInUseError:
+            folder.close()
+        except BaseException:
+            folder.close()
+            directory.remove_directory(folder.path.name)
+            raise
+    raise PathInUseError(f"{directory.what} {directory.path} is cleaned up all the time; write elsewhere")
+
+
+def leftovers(directory: Directory) -> dict[str, int]:
+    """The folders of drafts that dead processes left, with their bytes on disk."""
+    found = {}
+    for name in directory.names():
+        status = directory.status(name)
+        if _TEMPORARY.fullmatch(name) and status is not None and stat.S_ISDIR(status.st_mode):
+            with suppress(PathInUseError, ConfigError), directory.below(name) as folder, lock(folder):
+                ours = [folder.check(inner) for inner in folder.names()]
+                found[name] = sum(one.st_blocks * 512 for one in ours if one is not None)
+    return found
+
+
+def remove_leftovers(directory: Directory) -> dict[str, int]:
+    """Remove what `leftovers` gives, and give it."""
+    found = leftovers(directory)
+    for name in found:
+        with suppress(PathInUseError), directory.below(name) as folder, lock(folder):
+            for inner in folder.names():
+                if inner != LOCK_NAME:
+                    folder.reclaim(inner)
+        directory.remove_directory(name)
+    return found
+
+
+class Drafts:
+    """New files in `folder`, which nobody else uses; see [Note: a file that takes another's place]."""
+
+    def __init__(self, directory: Directory, folder: Directory) -> None:
+        self._directory, self.folder = directory, folder
+
+    @property
+    def path(self) -> Path:
+        """A path to the folder for libraries that take one. It is right as long as the folder is open, whatever is renamed."""
+        return Path(f"/proc/self/fd/{self.folder.descriptor}")
+
+    def names(self) -> list[str]:
+        """The drafts that have no place yet."""
+        return [name for name in self.folder.names() if name != LOCK_NAME]
+
+    def write(self, name: str, content: bytes) -> None:
+        """Make a draft that is whole and durable."""
+        with os.fdopen(self.folder.create(name, 0o666), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def publish(self, name: str, to: str = "") -> None:
+        """Give a draft its place, under its own name or `to`. It is whole and durable already.
+
+        Returns when the name would survive a power cut.
+        """
+        self.folder.check(name)
+        self.folder.rename(name, to or name, self._directory)
+        self._directory.sync()

@@ -1,0 +1,278 @@
+"""A lock on a directory, so that one job at a time works there.
+
+[Note: who holds a lock]
+A lock is flock() on a file, which also refuses a second engine in one process. A forked child
+inherits it with the descriptor, and a DataLoader worker may outlive a killed parent. So each child
+closes its copy as it starts, which leaves the lock to the parent alone. A child that C code forked
+does not: it keeps the lock, and the error says so, because the file has the process, its start, and
+where both numbers are valid.
+
+A file system without flock() gets a file made with O_EXCL instead. A new process takes it over when
+the process in it has ended. Only a process on the same machine and in the same pid namespace can
+tell. Elsewhere the user has to remove the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from infinity.directories.directory import Directory, temporary_name
+from infinity.errors import ConfigError, PathInUseError
+
+LOCK_NAME = "infinity.lock"
+_TRIES = 100  # to lock a file that others remove as they leave
+_RECORD_BYTES = 512
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+def lock_directory(path: Path, what: str) -> Lock:
+    """Lock the directory `path` for this process; `what` is how messages call it ("nvme directory", "--checkpoint").
+
+    Lets one job at a time work there: another process, or a second engine of this one, gets `PathInUseError` with the holder's
+    pid. Raises `ConfigError` when the directory is not there or cannot be written, or its `infinity.lock` is not a plain file of
+    ours. Forked children do not hold it; it ends with `release`, a `with` block, or the process.
+    """
+    directory = Directory(path, what)
+    try:
+        return lock(directory).own_directory()
+    except BaseException:
+        directory.close()
+        raise
+
+
+def lock(directory: Directory, name: str = LOCK_NAME) -> Lock:
+    """Lock `directory` for us, in the file `name`; see [Note: who holds a lock].
+
+    Raises `PathInUseError` with the holder's pid, and `ConfigError` when nothing can be written, or
+    `name` is not ours.
+    """
+    file = _LockFile(directory, name)
+    for _ in range(_TRIES):
+        taken = file.try_lock()
+        if taken is not None:
+            return taken
+    where = f"{directory.what} {directory.path}"
+    raise PathInUseError(f"{where} is locked and left again and again; give each job its own directory")
+
+
+class Lock:
+    """A directory that is ours until `release`, or until this process ends."""
+
+    def __init__(self, directory: Directory, name: str, descriptor: int, owned: bool = False) -> None:
+        self._directory, self._name, self._descriptor = directory, name, descriptor
+        self._owned = owned
+        self._process = os.getpid()
+
+    def own_directory(self) -> Lock:
+        """Close the directory, too, on release."""
+        self._owned = True
+        return self
+
+    def release(self) -> None:
+        """Remove the file and let others in; may be called twice. In a forked child nothing happens: the lock is the parent's."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0 or os.getpid() != self._process:
+            return
+        try:
+            if self._directory.is_same(self._name, descriptor):
+                self._directory.remove(self._name)
+        finally:
+            _held.close(descriptor)
+            if self._owned:
+                self._directory.close()
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+class _LockFile(NamedTuple):
+    """The file `name` of a `directory`, of which the holder of the lock has the descriptor."""
+
+    directory: Directory
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return self.directory.path / self.name
+
+    def try_lock(self) -> Lock | None:
+        """None when the file was removed or replaced meanwhile."""
+        directory, name = self
+        with _held.guard:  # no fork between the open and the note of it
+            try:
+                directory.check(name)
+                descriptor, made = self._open()
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                raise ConfigError(f"{directory.what} {directory.path} cannot be written: {error.strerror}") from error
+            _held.add(descriptor)
+        try:
+            directory.check_plain(name, os.fstat(descriptor))
+            taken = self._take(descriptor, made)
+            # The holder removes the file as it leaves: make sure that what we locked is still what the name means.
+            if taken and directory.is_same(name, descriptor):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, Holder.us().text().encode(), 0)
+                return Lock(directory, name, descriptor)
+        except OSError as error:
+            _held.close(descriptor)
+            raise ConfigError(f"{self.path} cannot be locked: {error.strerror}") from error
+        except BaseException:
+            _held.close(descriptor)
+            raise
+        _held.close(descriptor)
+        return None
+
+    def _open(self) -> tuple[int, bool]:
+        """The descriptor, and whether the file is new."""
+        try:
+            return self.directory.create(self.name), True
+        except FileExistsError:
+            return self.directory.open(self.name), False
+
+    def _take(self, descriptor: int, made: bool) -> bool:
+        """Take the lock; False when it is to be tried again. Raises `PathInUseError`."""
+        content = os.pread(descriptor, _RECORD_BYTES, 0).strip(b"\0")  # zeros: what a power cut may leave
+        holder = Holder.parse(content)
+        if content and holder is None:
+            raise ConfigError(f"{self.path} was not made by infinity; move it, or choose another directory")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            raise self._in_use(Holder.parse(os.pread(descriptor, _RECORD_BYTES, 0)), flock=True) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        if made:
+            return True
+        if holder is None or not holder.has_ended():
+            raise self._in_use(holder, flock=False)
+        self._remove_dead(content)
+        return False
+
+    def _remove_dead(self, content: bytes) -> None:
+        """Remove the lock file with this content; one that somebody else has made since then is put back."""
+        directory, name = self
+        temporary = temporary_name()
+        with suppress(FileNotFoundError):
+            directory.rename(name, temporary)
+            descriptor = directory.open(temporary)
+            try:
+                same = os.pread(descriptor, _RECORD_BYTES, 0).strip(b"\0") == content
+            finally:
+                os.close(descriptor)
+            if not same:
+                with suppress(OSError):
+                    os.link(temporary, name, src_dir_fd=directory.descriptor, dst_dir_fd=directory.descriptor)
+            directory.remove(temporary)
+
+    def _in_use(self, holder: Holder | None, flock: bool) -> PathInUseError:
+        pid = holder.pid if holder is not None else "unknown"
+        where = f"{self.directory.what} {self.directory.path}"
+        if flock and holder is not None and holder.has_ended():
+            return PathInUseError(
+                f"{where} was used by process {pid}, which has ended, but a process that it forked still holds the lock; "
+                f"end that one (fuser {self.path} tells which), or choose another directory"
+            )
+        if not flock and (holder is None or not holder.is_on_this_machine()):
+            return PathInUseError(
+                f"{where} may be in use by process {pid}, perhaps of another machine, and its file system has no locks; "
+                f"if no job uses it, remove {self.path}"
+            )
+        return PathInUseError(f"{where} is in use by process {pid}; give each job its own directory")
+
+
+class Holder(NamedTuple):
+    """A process, in the words of a lock file: numbers of pids and starts are valid for one boot and one pid namespace."""
+
+    pid: int
+    start: str
+    boot: str
+    namespace: str
+    host: str
+
+    @classmethod
+    def us(cls) -> Holder:
+        return cls(os.getpid(), _start(os.getpid()) or "?", *_here())
+
+    @classmethod
+    def parse(cls, content: bytes) -> Holder | None:
+        """The holder that a lock file names; None when it names none. Older versions wrote the pid alone."""
+        match = re.fullmatch(rb"\s*(\d{1,10})(?:\s+(\S+) (\S+) (\S+) (\S+))?\s*", content)
+        if match is None:
+            return None
+        return cls(int(match[1]), *((value or b"?").decode(errors="replace") for value in match.groups()[1:]))
+
+    def text(self) -> str:
+        return f"{self.pid}\n{self.start} {self.boot} {self.namespace} {self.host}\n"
+
+    def is_on_this_machine(self) -> bool:
+        """Whether we can tell if it lives."""
+        return (self.boot, self.namespace, self.host) == _here() and "?" not in self
+
+    def has_ended(self) -> bool:
+        """Whether it surely has: also when this machine was started again since."""
+        boot, _, host = _here()
+        if "?" not in (*self, boot) and self.host == host and self.boot != boot:
+            return True
+        return self.is_on_this_machine() and _start(self.pid) != self.start
+
+
+def _here() -> tuple[str, str, str]:
+    """Boot, pid namespace and host; a "?" where it cannot be told."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 (not a path)
+    except OSError:
+        boot = namespace = "?"
+    return boot, namespace, "".join(os.uname().nodename.split()) or "?"
+
+
+def _start(pid: int) -> str | None:
+    """When process `pid` started, in ticks since the boot; None when it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+class _Held:
+    """The descriptors that hold locks of this process. A forked child closes its copies; see [Note: who holds a lock]."""
+
+    def __init__(self) -> None:
+        self.guard = threading.RLock()
+        self._descriptors: set[int] = set()
+        os.register_at_fork(before=self.guard.acquire, after_in_parent=self.guard.release, after_in_child=self._leave)
+
+    def add(self, descriptor: int) -> None:
+        with self.guard:
+            self._descriptors.add(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        with self.guard:
+            if descriptor in self._descriptors:
+                self._descriptors.remove(descriptor)
+                os.close(descriptor)
+
+    def _leave(self) -> None:
+        for descriptor in self._descriptors:
+            with suppress(OSError):
+                os.close(descriptor)
+        self._descriptors.clear()
+        self.guard.release()
+
+
+_held = _Held()
