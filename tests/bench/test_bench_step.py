@@ -24,6 +24,7 @@ from infinity.rates import formats_of, updates
 from infinity.report import Report
 from support.configs import config_of
 from support.discrete import DiscreteDevice
+from support.probe import Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -202,7 +203,7 @@ def test_the_report_says_what_was_copied_in_the_last_step_and_what_is_updated(tm
     ids = torch.zeros(1, 8, dtype=torch.long)
     with infinity.engine(wrapped) as engine:
         optimizer = infinity.AdamW(wrapped.parameters())
-        meter, copied = engine._device.copied, []
+        meter, copied = Probe(engine).device.copied, []
         for _ in range(3):
             wrapped(input_ids=ids, labels=ids).loss.backward()
             copied.append((meter.written, meter.read))

@@ -21,6 +21,7 @@ from infinity.tiers.store import Store
 from support.discrete import DiscreteDevice
 from support.discrete_engines import STEPS, Places, Wrap, assert_equal, train, wrapping
 from support.models import text_batch
+from support.probe import Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,19 +55,19 @@ def test_numbers_are_those_of_a_device_that_shares_the_host(placement: str, accu
 def test_without_kernels_for_the_device_states_are_updated_on_the_host(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = train(wrap(discrete=False))
     engine = wrap(**PLACEMENTS["all on the device"])
-    engine._device.has_kernels = False
+    Probe(engine).device.has_kernels = False
     assert_equal(train(engine), expected)
-    assert engine._device.copied.read > STEPS * 10 * sum(unit.layout.numel for unit in engine.units)
+    assert Probe(engine).device.copied.read > STEPS * 10 * sum(unit.layout.numel for unit in engine.units)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_no_copy_overtakes_the_model(placement: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = wrap(**PLACEMENTS[placement])
-    places = Places(engine._device, monkeypatch)
+    places = Places(Probe(engine).device, monkeypatch)
     train(engine)
     if placement == "all on the device":
         assert places.uploads == 0
-        assert engine._device.copied.read <= 14 * sum(unit.layout.numel for unit in engine.units), "what train reads last"
+        assert Probe(engine).device.copied.read <= 14 * sum(unit.layout.numel for unit in engine.units), "what train reads last"
         assert places.updates == STEPS * len(engine.units)
     else:
         assert places.uploads > 0 and places.updates == 0
@@ -95,7 +96,7 @@ def test_no_copy_overtakes_what_clears_the_memory(placement: str, wrap: Wrap, mo
 def test_gradients_go_home_on_a_thread_of_their_own(wrap: Wrap) -> None:
     engine = wrap(**PLACEMENTS["states in host memory"])
     threads: list[str] = []
-    engine._device.on_download = lambda: threads.append(threading.current_thread().name)
+    Probe(engine).device.on_download = lambda: threads.append(threading.current_thread().name)
     optimizer = infinity.AdamW(engine.model.parameters())
     for step in range(2):
         engine.model(**text_batch(step)).loss.backward()

@@ -21,6 +21,7 @@ from infinity.tiers import drives
 from infinity.tiers.access import Mover
 from infinity.tiers.drives import STATES_NAME
 from support.faults import Run, fail_from_the_update_on
+from support.probe import Probe
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60, method="thread")]
 
@@ -191,7 +192,7 @@ def test_an_update_that_fails(
         del cause, caught
 
     assert run.pins() == 0
-    assert run.engine._store._arenas["staging"].used == 0  # every slot of the broken pipeline came back (I3)
+    assert Probe(run.engine).staging_used == 0  # every slot of the broken pipeline came back (I3)
     now, updated = run.states(), []
     for unit in run.engine.units:
         kinds = [kind for name, kind in now if name == unit.name]

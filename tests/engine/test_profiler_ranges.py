@@ -19,7 +19,7 @@ from infinity.observe import Ranges, Recorder
 from support.budgets import ROOMY
 from support.configs import config_of
 from support.models import text_batch, transformer
-from support.probe import come_to_rest
+from support.probe import Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,7 +74,7 @@ def test_every_span_is_a_range(tmp_path: Path, profiler: Profiler, update: str, 
         for number in range(4):
             step(model, optimizer, number, micro_batches)
         engine.drain()
-        come_to_rest(engine)
+        Probe(engine).come_to_rest()
         assert not profiler.open
         assert profiler.closed == spans(engine)
         lanes = {text.partition(":")[0] for text in profiler.closed}
@@ -106,7 +106,7 @@ def test_a_range_ends_where_a_forward_or_a_backward_fails(tmp_path: Path, profil
             with pytest.raises(failure, match="in forward"):
                 model(**text_batch(0))
             handle.remove()
-            engine._executions.end_interrupted()
+            Probe(engine).end_interrupted()
             assert not [text for text in profiler.open.values() if not text.startswith("nvme")]
             assert profiler.closed["model: forward"] == profiler.closed["compute: forward blocks.1"] == count
         handle = block.register_forward_hook(lambda module, args, output: Fails.apply(output))
@@ -115,7 +115,7 @@ def test_a_range_ends_where_a_forward_or_a_backward_fails(tmp_path: Path, profil
             loss.backward()
         handle.remove()
         model(**text_batch(0)).loss.backward()
-        come_to_rest(engine)
+        Probe(engine).come_to_rest()
         assert not profiler.open
         assert not spans(engine) - profiler.closed
         profiler.closed.clear()

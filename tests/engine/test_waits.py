@@ -36,6 +36,7 @@ from infinity.tiers.resident import Residency
 from infinity.tiers.staging import ChunkRequest, Staging
 from support.configs import config_of
 from support.discrete import DiscreteDevice
+from support.probe import Probe
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(100, method="thread")]
 
@@ -289,7 +290,7 @@ class Run:
         self.model = infinity.wrap(model, config_of(**values), units=[kind])
         self.engine = infinity.engine(self.model)
         self.optimizer = infinity.SGD(self.model.parameters(), lr=0.1)
-        self.store, self.pipeline = self.engine._store, self.engine._updater._pipeline
+        self.store, self.pipeline = Probe(self.engine).store, Probe(self.engine).pipeline
         self.width = WIDTH if kind is nn.Linear else 4096
 
     def forward(self) -> torch.Tensor:
@@ -361,7 +362,7 @@ def until_it_ends(run: Run, condition: Any, function: str, ending: str, call: Ca
     acts: dict[str, Callable[[], object]] = {
         "failure": lambda: run.store.latch.fail(reason),
         "close": run.engine.close,
-        "finalizer": lambda: run.engine._finalizer(),
+        "finalizer": lambda: Probe(run.engine).finalize(),
         "interrupt": interrupt,
     }
     thread = once_it_waits(condition, function, acts[ending])
@@ -644,7 +645,7 @@ def test_close_ends_every_thread_whatever_fails_on_it(
     run = start(nn.Linear, gpu_memory="1MiB" if options.get("discrete") else 3 * 20480, gpu_cache=0)
     run.step()
     run.engine.drain()
-    assert (run.engine._exchange is None) is (not options)
+    assert (Probe(run.engine).exchange is None) is (not options)
     error = kind("on purpose")
     patch(monkeypatch, error)
     with pytest.raises(EngineClosedError, match=r"failed and the engine cannot go on: .*on purpose") as caught:
@@ -672,7 +673,7 @@ def test_a_wait_for_a_collective_ends(ending: str, start: Start, monkeypatch: py
     monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", DiscreteDevice)
     monkeypatch.setattr(sys.modules["infinity.sharding.exchange"], "CLOSING_SECONDS", 0.1)
     run, joined = start(nn.Linear, gpu_memory="1MiB", gpu_cache=0), threading.Event()
-    exchange = run.engine._exchange
+    exchange = Probe(run.engine).exchange
     collective = exchange.post("gather", "nobody", lambda: joined.wait(PATIENCE))
     until_it_ends(run, collective._ended, "await_end", ending, collective.wait)
     joined.set()
@@ -685,10 +686,10 @@ def test_what_is_posted_when_nothing_is_joined_any_more_has_ended(start: Start, 
     run = start(nn.Linear, gpu_memory="1MiB", gpu_cache=0)
     run.store.latch.fail(ZeroDivisionError("on purpose"))
     with pytest.raises(EngineClosedError, match="on purpose"):
-        run.engine._exchange.post("gather", "nobody", lambda: None).wait()
+        Probe(run.engine).exchange.post("gather", "nobody", lambda: None).wait()
     run.engine.close()
     with pytest.raises(EngineClosedError):
-        run.engine._exchange.post("gather", "nobody", lambda: None).wait()
+        Probe(run.engine).exchange.post("gather", "nobody", lambda: None).wait()
 
 
 @pytest.mark.parametrize(

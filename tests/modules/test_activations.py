@@ -37,6 +37,7 @@ from infinity.tiers.drives import ALIGNMENT, NvmeTier
 from support.configs import config_of
 from support.discrete import DiscreteDevice
 from support.models import text_batch, transformer
+from support.probe import Probe
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
 
@@ -434,15 +435,15 @@ def wrapped(model: nn.Module, discrete: bool = False, **config: Any) -> Iterator
 
 
 def tier_of(engine: infinity.Engine) -> Activations:
-    tier = engine._store.activations
+    tier = Probe(engine).activations
     assert tier is not None
     return tier
 
 
 def assert_nothing_is_held(engine: infinity.Engine) -> None:
     gc.collect()
-    engine._executions.end_interrupted()  # as the next forward does, for a backward that was cut off
-    tier = engine._store.activations
+    Probe(engine).end_interrupted()  # as the next forward does, for a backward that was cut off
+    tier = Probe(engine).activations
     if tier is not None:
         settle(tier)
         assert tier.used == tier._live == 0 and not tier._stacks and not tier._ending
@@ -782,7 +783,7 @@ def test_after_the_first_step_no_more_space_is_taken() -> None:
             optimizer.step()
             optimizer.zero_grad()
             engine.drain()
-            reserved.append((engine.memory()["nvme"], engine._store.peaks()["cpu"]))
+            reserved.append((engine.memory()["nvme"], Probe(engine).store.peaks()["cpu"]))
         assert reserved[1:] == reserved[:1] * 3
 
 

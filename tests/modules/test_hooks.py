@@ -17,6 +17,7 @@ from torch import nn
 import infinity
 from support.configs import config_of
 from support.models import text_batch, transformer
+from support.probe import Probe
 from support.smallest import WIDTH, Block
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
@@ -201,7 +202,7 @@ def test_a_forward_that_was_interrupted(ended: bool, wrap: Wrap) -> None:
     def stop() -> None:
         raise Interrupted
 
-    executions = infinity.engine(model)._executions
+    executions = Probe(infinity.engine(model)).executions
     vars(model)["run_block"] = interrupt
     handle = model.norm.register_forward_pre_hook(lambda *_: None)
     with pytest.raises(Interrupted):
@@ -232,14 +233,14 @@ def test_a_model_that_calls_itself(wrap: Wrap) -> None:
     model = wrap(Recursive(nn.Linear(WIDTH, WIDTH)), room=2)
     for _ in range(2):
         loss = model(torch.ones(3, WIDTH)).sum()
-        infinity.engine(model)._executions.end_interrupted()
+        Probe(infinity.engine(model)).end_interrupted()
         loss.backward()
         assert_unused(model)
 
 
 def test_settle_inside_of_a_forward_does_nothing(wrap: Wrap) -> None:
     model = wrap(Model(nn.Linear(WIDTH, WIDTH)))
-    model.blocks[1].register_forward_hook(lambda *_: infinity.engine(model)._executions.end_interrupted())
+    model.blocks[1].register_forward_hook(lambda *_: Probe(infinity.engine(model)).end_interrupted())
     model(torch.ones(3, WIDTH)).sum().backward()
     assert all(infinity.engine(model).gradient(p) is not None for p in model.parameters())
 

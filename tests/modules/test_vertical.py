@@ -36,6 +36,7 @@ from infinity.placement.spec import Kind
 from support.children import CHILD
 from support.configs import config_of
 from support.models import FAMILIES, text_batch, transformer
+from support.probe import Probe
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
 
@@ -358,8 +359,8 @@ def test_every_unit_is_visited_by_all_micro_batches_before_the_next_one(build: B
         assert visits[: len(forward)] == forward
         backward = [number for kind, number in visits if kind == "backward"]
         assert backward == [number for number in (3, 2, 1, 0) for _ in range(count)]
-        assert engine._runtime.accumulation == 0
-        assert len(engine._runtime.trace.train_order()) == len(set(engine._runtime.trace.train_order())) * 2 - 1
+        assert Probe(engine).accumulation == 0
+        assert len(Probe(engine).trace.train_order()) == len(set(Probe(engine).trace.train_order())) * 2 - 1
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -525,7 +526,7 @@ def test_wrong_input_is_refused(order: Any, tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=nested):
             loss.backward()
         handle.remove()
-        engine._executions.end_interrupted()
+        Probe(engine).end_interrupted()
         assert_unused(model)
         model.eval()
         model.zero_grad()

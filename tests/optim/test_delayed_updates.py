@@ -20,7 +20,7 @@ from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from support.configs import config_of
 from support.models import text_batch, transformer
-from support.probe import come_to_rest
+from support.probe import Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -230,7 +230,7 @@ def test_who_looks_inside_of_a_forward_sees_what_it_uses(wrap: Wrap) -> None:
         optimizer = adam(engine)
 
         def look(module: nn.Module, args: Any, engine: infinity.Engine = engine, seen: list[Any] = seen) -> None:
-            come_to_rest(engine)
+            Probe(engine).come_to_rest()
             used = module.up.weight.detach().clone()
             seen.append(torch.equal(engine.state_dict()["blocks.1.up.weight"], used))
 
@@ -264,8 +264,8 @@ def test_updates_come_in_the_order_of_the_backward(wrap: Wrap, monkeypatch: pyte
     for number in range(3):
         order.clear()
         take_step(engine, optimizer, number)
-        come_to_rest(engine)
-        assert list(dict.fromkeys(order)) == engine._runtime.trace.first_uses()[::-1]
+        Probe(engine).come_to_rest()
+        assert list(dict.fromkeys(order)) == Probe(engine).trace.first_uses()[::-1]
 
 
 def test_bytes_that_move(wrap: Wrap) -> None:

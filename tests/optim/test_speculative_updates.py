@@ -24,6 +24,7 @@ from infinity.tiers.resident import Residency
 from infinity.tiers.staging import ChunkRequest
 from support.configs import config_of
 from support.models import text_batch, transformer
+from support.probe import Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -251,9 +252,7 @@ def test_any_schedule(
 
 def until(engine: infinity.Engine, condition: Callable[[], bool]) -> None:
     """Wait for what the updater is about to do."""
-    changed = engine._updater._pipeline.jobs.changed
-    with changed:
-        assert changed.wait_for(condition)
+    Probe(engine).await_jobs(condition)
 
 
 @each_place
@@ -268,7 +267,7 @@ def test_nothing_is_seen_of_an_update_before_its_step(where: str, wrap: Callable
     with torch.no_grad():
         loss = engine.model(**text_batch(50)).loss
     backward(engine.model, 2)
-    begun = engine._updater.speculation.jobs
+    begun = Probe(engine).speculative_jobs
     assert set(begun) == set(engine.units)
     until(engine, lambda: all(job.written for job in begun.values()))
     with torch.no_grad():
@@ -293,16 +292,16 @@ def test_what_the_next_forward_needs_first_is_updated_first(wrap: Callable[..., 
     engine.drain()
     taken = []
     block = engine.units[0].blocks[Kind.EXP_AVG]
-    while (chunk := engine._store.staging.try_check_out(ChunkRequest([block], 0))) is not None:
+    while (chunk := Probe(engine).store.staging.try_check_out(ChunkRequest([block], 0))) is not None:
         taken += chunk
     seen = len(engine.recorder.spans())
     backward(engine.model, 2)
     for one in taken:
         one.release()
-    begun = engine._updater.speculation.jobs
+    begun = Probe(engine).speculative_jobs
     until(engine, lambda: all(job.written for job in begun.values()))
     updated = [span.name for span in engine.recorder.spans()[seen:] if span.lane == "adam"]
-    first_uses = [engine.units[index].name for index in engine._runtime.trace.first_uses()]
+    first_uses = [engine.units[index].name for index in Probe(engine).trace.first_uses()]
     assert len(updated) > len(engine.units)  # several chunks each
     came_first, *others = dict.fromkeys(updated)  # the pipeline was waiting with a chunk of it, chosen before all were there
     assert others == [name for name in first_uses if name != came_first]
@@ -355,7 +354,7 @@ def test_an_early_update_that_fails_leaves_the_last_step_whole(
     engine.io.set_faults(**fault)
     with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: ") as caught:
         loss.backward()
-        until(engine, lambda: engine._store.latch.failed)
+        until(engine, lambda: Probe(engine).failed)
         optimizer.step()
     assert isinstance(caught.value.__cause__, infinity.NvmeError)
     engine.io.set_faults()
@@ -363,7 +362,7 @@ def test_an_early_update_that_fails_leaves_the_last_step_whole(
         values = unit.states.read(Kind.PARAM)
         for name, place in zip(unit.names, unit.layout.places, strict=True):
             assert torch.equal(values[place.offset : place.end].view(place.shape), before[name])
-    assert engine._store._arenas["staging"].used == 0
+    assert Probe(engine).staging_used == 0
 
 
 def test_kept_updates_write_once_and_read_a_parameter_twice_more_at_most(wrap: Callable[..., infinity.Engine]) -> None:
@@ -376,7 +375,7 @@ def test_kept_updates_write_once_and_read_a_parameter_twice_more_at_most(wrap: C
         if number > 3:
             # An update that runs ahead may find no copy of the old parameter, and has no place for the new one.
             plan, parameters = engine.plan(), sum(unit.blocks[Kind.PARAM].nbytes for unit in engine.units)
-            read, written = engine._reporter.meter.traffic  # of the step before the last, which was not drained
+            read, written = Probe(engine).last_traffic  # of the step before the last, which was not drained
             assert written == plan.update_written
             assert plan.update_read <= read <= plan.read + 2 * parameters
     assert counts(engine)[0] > 0
@@ -387,13 +386,13 @@ def test_rolled_back_updates_are_counted_twice(wrap: Callable[..., infinity.Engi
     optimizer = infinity.AdamW(engine.model.parameters(), max_grad_norm=1e-3)
     for number in range(5):
         backward(engine.model, number)
-        until(engine, lambda: all(job.written for job in engine._updater.speculation.jobs.values()))
+        until(engine, lambda: all(job.written for job in Probe(engine).speculative_jobs.values()))
         optimizer.step()
         optimizer.zero_grad()
     engine.drain()
     backward(engine.model, 5)
     optimizer.step()
-    assert engine._reporter.meter.traffic[1] == 2 * engine.plan().update_written
+    assert Probe(engine).last_traffic[1] == 2 * engine.plan().update_written
     assert engine.report().seconds["adam"] > 0
 
 
@@ -420,13 +419,13 @@ def test_what_is_ahead_goes_to_the_copy_that_the_next_forward_uses(
         backward_ended.clear()
         loss.backward()
         backward_ended.set()
-        until(engine, lambda: all(job.written for job in engine._updater.speculation.jobs.values()))
+        until(engine, lambda: all(job.written for job in Probe(engine).speculative_jobs.values()))
         optimizer.step()
         optimizer.zero_grad()
     plan = engine.plan()
     assert plan.fetched == 0
     assert [len(blocks) for blocks in placed[1:]] == [len(engine.units)] * 3
-    assert engine._reporter.meter.traffic == (plan.read, plan.update_written)
+    assert Probe(engine).last_traffic == (plan.read, plan.update_written)
     assert counts(engine) == (3 * len(engine.units), 0)
 
 
@@ -438,13 +437,13 @@ def test_states_are_read_ahead_for_what_backward_comes_to_first(wrap: Callable[.
         optimizer.step()
         optimizer.zero_grad()
     loss = engine.model(**text_batch(2)).loss
-    expected = engine._updater.speculation.jobs
-    assert list(expected) and set(expected) == set(engine._updater.speculation._order[:2])
+    expected = Probe(engine).speculative_jobs
+    assert list(expected) and set(expected) == set(Probe(engine).speculative_order[:2])
     jobs = dict(expected)
     while not all(job.in_flight > 0 for job in jobs.values()):
         pass
     loss.backward()
-    assert all(engine._updater.speculation.jobs[unit] is job for unit, job in jobs.items())
+    assert all(Probe(engine).speculative_jobs[unit] is job for unit, job in jobs.items())
     optimizer.step()
     assert counts(engine) == (2 * len(engine.units), 0)
 
@@ -456,17 +455,17 @@ def test_writes_that_the_next_forward_does_not_wait_for_let_reads_go_first(
     priorities: list[list[bool]] = []
     engine = wrap("speculative", gpu_memory="64MiB" if copies else "200KiB")
     optimizer = infinity.AdamW(engine.model.parameters())
-    plain = engine._store._nvme.write
+    plain = Probe(engine).nvme.write
 
     def write(*args: Any) -> Any:
         priorities[-1].append(args[-1])
         return plain(*args)
 
-    monkeypatch.setattr(engine._store._nvme, "write", write)
+    monkeypatch.setattr(Probe(engine).nvme, "write", write)
     for number in range(2):
         priorities.append([])
         backward(engine.model, number)
-        until(engine, lambda: all(job.written for job in engine._updater.speculation.jobs.values()))
+        until(engine, lambda: all(job.written for job in Probe(engine).speculative_jobs.values()))
         optimizer.step()
         optimizer.zero_grad()
         engine.drain()
@@ -484,7 +483,7 @@ def test_the_updater_of_a_collected_optimizer_guesses_nothing(wrap: Callable[...
         optimizer.zero_grad()
     del optimizer
     backward(engine.model, 2)
-    assert not engine._updater.speculation.jobs
+    assert not Probe(engine).speculative_jobs
 
 
 @settings(max_examples=200, deadline=None)
@@ -525,7 +524,7 @@ def test_how_long_updates_took_is_told_as_of_the_step(wrap: Callable[..., infini
     engine = wrap("speculative")
     told: list[tuple[float, float]] = []
     monkeypatch.setattr(
-        engine._updater.speculation.policy, "learn", lambda busy, *_, **__: told.append((busy, time.perf_counter()))
+        Probe(engine).updater.speculation.policy, "learn", lambda busy, *_, **__: told.append((busy, time.perf_counter()))
     )
     optimizer = infinity.AdamW(engine.model.parameters())
     begun = time.perf_counter()

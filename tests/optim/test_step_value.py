@@ -15,6 +15,7 @@ import infinity
 from infinity.optim.step import Step
 from infinity.optim.updater import Updater
 from support.configs import config_of
+from support.probe import Probe
 
 WIDTH, DEPTH, LR = 64, 3, 0.5
 
@@ -87,7 +88,7 @@ def test_a_step_that_is_left_out_has_a_number_and_no_value(start: Start) -> None
 def test_a_step_is_reported_finished_when_all_of_it_is_written(start: Start) -> None:
     engine, optimizer, _ = start()
     train(engine, optimizer)
-    run = engine._updater.last
+    run = Probe(engine).last_step
     assert {job.unit for job in run.jobs} == set(engine.units)
     engine.drain()
     assert run.finished
@@ -97,7 +98,7 @@ def test_a_step_is_reported_finished_when_all_of_it_is_written(start: Start) -> 
 def test_a_delayed_step_is_not_finished_before_it_is_seen(start: Start) -> None:
     engine, optimizer, _ = start("delayed")
     train(engine, optimizer)
-    run = engine._updater.last
+    run = Probe(engine).last_step
     engine.drain()  # all is written
     assert not run.finished
     engine.state_dict()
@@ -109,6 +110,6 @@ def test_what_a_clipped_step_asks_for_is_not_what_was_begun(max_grad_norm: float
     engine, optimizer, _ = start("speculative", max_grad_norm=max_grad_norm)
     for _ in range(3):
         train(engine, optimizer)
-    run = engine._updater.last
+    run = Probe(engine).last_step
     kept, rollbacks = (DEPTH, 0) if max_grad_norm is None else (0, DEPTH)
     assert (run.kept, run.rollbacks) == (kept, rollbacks)

@@ -30,7 +30,7 @@ from support.faults import fail_from_the_update_on
 from support.machine import IO_ENGINES, ISAS, PAGE, TIERS
 from support.models import Transformer, text_batch, transformer
 from support.optimizers import FAMILY
-from support.probe import come_to_rest
+from support.probe import Probe
 from support.traffic import STEADY, check_traffic, counted, is_what_the_kernel_counts
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120, method="thread")]
@@ -229,7 +229,7 @@ def test_pieces_of_any_length(name: str, tmp_path: Path, smallest: Callable[...,
     for extra in (0, 1, 4, 12):
         budgets = least | {"cpu_memory": least["cpu_memory"] + (extra << 20)}
         with Training(**config | budgets) as training:
-            lengths.add(training.engine._store.chunk_elements)
+            lengths.add(Probe(training.engine).chunk_elements)
             check_equal(training.steps(range(3)).outcome(), reference(name))
     assert len(lengths) >= 2
     assert name == "bf16" or all(length % INT8.elements == 0 for length in lengths)
@@ -430,7 +430,7 @@ def test_bytes_per_parameter_and_step_by_the_kernels_count(
                 model(**text_batch(number)).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            come_to_rest(engine)
+            Probe(engine).come_to_rest()
 
         steps(range(STEADY))
         ours, kernels = engine.recorder.counters(), counted(("read_bytes", "write_bytes"))

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import infinity
 from support.configs import config_of
 from support.models import FAMILIES, Transformer, text_batch, transformer
+from support.probe import Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -243,7 +244,7 @@ def test_a_forked_child_is_refused(use: str, wrapped: Transformer) -> None:
 def test_a_captured_graph_is_refused(wrapped: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that captures is played."""
     device, refused = (
-        infinity.engine(wrapped)._device,
+        Probe(infinity.engine(wrapped)).device,
         "a CUDA graph is being captured, and its replay would skip",
     )
     optimizer = infinity.AdamW(wrapped.parameters())

@@ -21,7 +21,7 @@ from infinity.tiers.store import Store
 from support.configs import config_of
 from support.discrete import DiscreteDevice
 from support.models import text_batch, transformer
-from support.probe import come_to_rest
+from support.probe import Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,10 +95,10 @@ def test_what_moves_is_what_the_planner_states_and_less_with_every_byte_kept(
         optimizer = infinity.AdamW(engine.model.parameters(), max_grad_norm=LIMIT)
         for number in range(STEADY):
             step(engine, optimizer, number, accumulation)
-        come_to_rest(engine)
+        Probe(engine).come_to_rest()
         before = engine.recorder.counters()
         step(engine, optimizer, STEADY, accumulation)
-        come_to_rest(engine)
+        Probe(engine).come_to_rest()
         after, plan = engine.recorder.counters(), engine.plan()
         read, written = (after.get(f"nvme bytes {w}", 0) - before.get(f"nvme bytes {w}", 0) for w in ("read", "written"))
         assert (read, written) == (plan.read, plan.update_written)
@@ -260,7 +260,7 @@ def test_a_rolled_back_update_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
     for number in range(2):
         step(engine, optimizer, number)
     before = everything(engine, optimizer)
-    queue, started = engine._updater._pipeline.jobs, engine._updater.speculation.jobs
+    started = Probe(engine).speculative_jobs
     engine.model(**text_batch(2)).loss.backward()
 
     def waiting() -> bool:
@@ -270,8 +270,7 @@ def test_a_rolled_back_update_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
     begun = {unit.name for unit in engine.units if unit.states.has_shadow}
     assert {job.unit.name for job in started.values() if job.update is not None} == begun
     assert 0 < len(begun) < len(engine.units)
-    with queue.changed:
-        assert queue.changed.wait_for(waiting)
+    Probe(engine).await_jobs(waiting)
     assert any(job.in_memory for job in started.values()) and any(job.meter.written for job in started.values())
     optimizer.zero_grad()  # rolls them back
     assert_equal(everything(engine, optimizer), before)
@@ -284,10 +283,9 @@ def test_once_confirmed_what_is_kept_costs_no_io(wrap: Wrap) -> None:
     for number in range(2):
         step(engine, optimizer, number)
     engine.drain()
-    queue, started = engine._updater._pipeline.jobs, engine._updater.speculation.jobs
+    started = Probe(engine).speculative_jobs
     engine.model(**text_batch(2)).loss.backward()
-    with queue.changed:
-        assert queue.changed.wait_for(lambda: all(not j.chunks and j.in_flight == 0 for j in started.values()))
+    Probe(engine).await_jobs(lambda: all(not job.chunks and job.in_flight == 0 for job in started.values()))
     kept_whole = [u for u in engine.units if not u.states.has_shadow]
     before = everything_kept(engine)
     written = engine.recorder.counters()["nvme bytes written"]
@@ -318,8 +316,7 @@ def test_a_speculative_update_that_fails_leaves_the_last_step_whole_in_both_plac
     engine.io.set_faults(**fault)
     with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: ") as caught:
         loss.backward()
-        with engine._store._changed:
-            assert engine._store._changed.wait_for(lambda: engine._store.latch.failed)
+        Probe(engine).await_failure()
         optimizer.step()
     assert isinstance(caught.value.__cause__, infinity.NvmeError)
     engine.io.set_faults()
@@ -327,7 +324,7 @@ def test_a_speculative_update_that_fails_leaves_the_last_step_whole_in_both_plac
         values = unit.states.read(Kind.PARAM)
         for name, place in zip(unit.names, unit.layout.places, strict=True):
             assert torch.equal(values[place.offset : place.end].view(place.shape), before[name])
-    assert engine._store._arenas["staging"].used == 0
+    assert Probe(engine).staging_used == 0
 
 
 @pytest.mark.parametrize("where", ["fail_read_at", "fail_write_at"])
@@ -343,7 +340,7 @@ def test_a_drive_that_fails_in_the_rest_of_a_kept_block_ends_the_engine(where: s
     with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: "):
         engine.drain()
     engine.io.set_faults()
-    assert engine._store._arenas["staging"].used == 0
+    assert Probe(engine).staging_used == 0
     with pytest.raises(infinity.EngineClosedError):
         engine.state_dict()
 
@@ -381,22 +378,22 @@ def test_the_cache_takes_what_is_left_and_no_more(precision: str, room: int, sma
             step(engine, optimizer, number)
         report = engine.report()
         assert report.peaks["cpu"] <= budgets["cpu_memory"]
-        assert engine._store._arenas["cpu"].used + engine._store._arenas["staging"].memory.numel() <= budgets["cpu_memory"]
+        assert Probe(engine).used("cpu") + Probe(engine).staging_bytes <= budgets["cpu_memory"]
         least = smallest(build(), **options)["cpu_memory"]
         assert least == budgets["cpu_memory"] - room * MIB, "the smallest budget is what it was without a cache"
         if report.cached < report.on_nvme:
-            assert engine._store.staged_sets >= min(STAGED_SETS, room)
-            unused = budgets["cpu_memory"] - engine._store._arenas["cpu"].used - engine._store._arenas["staging"].memory.numel()
+            assert Probe(engine).staged_sets >= min(STAGED_SETS, room)
+            unused = budgets["cpu_memory"] - Probe(engine).used("cpu") - Probe(engine).staging_bytes
             assert unused < CHUNK_ELEMENTS * 16 or room == 0
         else:
-            assert engine.io is None and engine._store._arenas["staging"].memory.numel() == 0
+            assert engine.io is None and Probe(engine).staging_bytes == 0
 
 
 def test_staging_grows_with_what_is_left_for_it(wrap: Wrap) -> None:
     engine = wrap(0, cpu_memory="16MiB")
-    assert (engine._store.staged_sets, engine.report().cached) == (24, 0)
+    assert (Probe(engine).staged_sets, engine.report().cached) == (24, 0)
     limited = wrap(3 * MIB, cpu_memory="16MiB", precision="fp32")
-    assert 2 * MIB < limited.report().cached <= 3 * MIB and limited._store.staged_sets > STAGED_SETS
+    assert 2 * MIB < limited.report().cached <= 3 * MIB and Probe(limited).staged_sets > STAGED_SETS
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 3])

@@ -25,6 +25,7 @@ from infinity.placement.traffic import Moves, moves
 from support.configs import config_of
 from support.discrete import DiscreteDevice
 from support.models import text_batch, transformer
+from support.probe import Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -173,7 +174,7 @@ def test_what_is_stated_is_what_moves(tiers: str, split: bool, options: dict[str
     model = infinity.wrap(transformer(), configured(tmp_path, **(TIERS[tiers] | options), split_master=split))
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters(), max_grad_norm=0.5)
-        store = engine._store
+        store = Probe(engine).store
         spans = sum(spec.span for spec in store.placement.travelling())
         resident = min(1.0, store.copy_slots * PAGE / spans) if spans else 1.0
         assert (resident < 1) == (options.get("gpu_memory") == "150KiB")
@@ -181,12 +182,12 @@ def test_what_is_stated_is_what_moves(tiers: str, split: bool, options: dict[str
         for step in range(6):
             if step == 2:  # from here on all steps are alike
                 engine.drain()
-                marks.append((engine._device.copied.written, engine._device.copied.read))
+                marks.append((Probe(engine).device.copied.written, Probe(engine).device.copied.read))
             model(**text_batch(step)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         engine.drain()
-        marks.append((engine._device.copied.written, engine._device.copied.read))
+        marks.append((Probe(engine).device.copied.written, Probe(engine).device.copied.read))
         up, down = ((after - before) / 4 for before, after in zip(*marks, strict=True))
         report = engine.report()
         stated = moves([block.spec for unit in engine.units for block in unit.blocks.values()], resident, {})
@@ -278,8 +279,8 @@ def test_auto_works_where_nothing_stays(last: tuple[torch.dtype, ...], tmp_path:
                 assert cache == 0, f"{pages} pages are enough without"
                 break
             with infinity.engine(model) as found:
-                assert found._buffer is not None
-                buffers.append(len(found._buffer._free))
+                assert Probe(found).gradient_buffer is not None
+                buffers.append(len(Probe(found).gradient_buffer_free))
                 most = max(most, sum(unit.states.gpu_resident for unit in found.units))
         assert len(set(buffers)) <= 1
     assert most > 0

@@ -31,6 +31,7 @@ from infinity.modules.hooks import in_backward
 from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from support.configs import config_of
+from support.probe import Probe
 from support.rank_group import PATIENCE, RANKS, Group, serve
 
 WIDTH, DEPTH = 64, 5
@@ -106,10 +107,10 @@ def gathers_run_under_the_forward_before(directory: Path, rank: int) -> None:
 
         for block in model:
             block.during = await_next
-        engine._checkpoints.rest()
+        Probe(engine).rest()
         with watched() as joined:
             train(model, optimizer, 2)
-            engine._checkpoints.rest()
+            Probe(engine).rest()
         assert joined.count("all_gather") == 2 * DEPTH
 
 
@@ -118,7 +119,7 @@ def a_blocked_gather_holds_up_only_its_unit(directory: Path, rank: int) -> None:
     model, optimizer = wrap(directory, rank)
     with infinity.engine(model) as engine:
         train(model, optimizer, 2)
-        engine._exchange.rest()
+        Probe(engine).exchange.rest()
         released, passed = threading.Event(), []
         gathers = iter(range(1 << 30))
 
@@ -176,10 +177,10 @@ def each_pass_has_one_gather_and_one_reduction(directory: Path, rank: int) -> No
         model, optimizer = wrap(directory, rank, stage=stage, gpu_memory=memory, **place)
         with infinity.engine(model) as engine:
             train(model, optimizer, 2)
-            engine._checkpoints.rest()
+            Probe(engine).rest()
             with watched() as joined:
                 train(model, optimizer, 2)
-                engine._checkpoints.rest()
+                Probe(engine).rest()
             found = Counter(joined)
             assert found["reduce_scatter_mean"] == 2 * DEPTH
             least, most = (2 * DEPTH, 2 * DEPTH) if gathers == 1 else (2 * DEPTH + 1, 4 * DEPTH)
@@ -197,9 +198,9 @@ def a_reduction_is_posted_before_the_next_use(directory: Path, rank: int) -> Non
     model, optimizer = wrap(directory, rank, gpu_memory="112KiB")
     with infinity.engine(model) as engine:
         train(model, optimizer, 2)
-        engine._checkpoints.rest()
+        Probe(engine).rest()
         events: list[str] = []
-        enter, post = engine._runtime.enter, engine._exchange.post
+        enter, post = Probe(engine).runtime.enter, Probe(engine).exchange.post
 
         def entered(unit: Any) -> torch.Tensor:
             if in_backward():
@@ -210,7 +211,7 @@ def a_reduction_is_posted_before_the_next_use(directory: Path, rank: int) -> Non
             events.append(f"{operation} {unit}")
             return post(operation, unit, *values, **options)
 
-        engine._runtime.enter, engine._exchange.post = entered, posted  # type: ignore[method-assign]
+        Probe(engine).runtime.enter, Probe(engine).exchange.post = entered, posted  # type: ignore[method-assign]
         train(model, optimizer)
         backward = events[events.index(f"use {DEPTH - 1}") :]
         for number in range(1, DEPTH - 1):
@@ -225,7 +226,7 @@ def a_place_is_not_taken_while_its_gather_is_queued(directory: Path, rank: int) 
         model, optimizer = wrap(directory, rank, gpu_memory="112KiB")
         with infinity.engine(model) as engine:
             train(model, optimizer, 2)
-            engine._checkpoints.rest()
+            Probe(engine).rest()
             if blocked:
                 with infinity.gathered(list(model[2].parameters())):
                     evict_one_that_is_being_gathered(engine.units[0], engine.units[-1])
@@ -262,7 +263,7 @@ def an_error_reaches_the_next_call(directory: Path, rank: int) -> None:
     model, optimizer = wrap(directory, rank)
     with infinity.engine(model) as engine:
         train(model, optimizer, 2)
-        engine._exchange.rest()
+        Probe(engine).exchange.rest()
 
         def fail(name: str) -> None:
             raise OSError("the cable was pulled")
@@ -276,7 +277,7 @@ def an_error_reaches_the_next_call(directory: Path, rank: int) -> None:
             engine.drain()
         assert caught.value.__cause__ is not None
         assert isinstance(caught.value.__cause__.__cause__, OSError)
-        thread = engine._exchange._thread
+        thread = Probe(engine).exchange_thread
     assert not thread.is_alive()
 
 
@@ -293,10 +294,10 @@ def a_closed_engine_keeps_no_group(directory: Path, rank: int) -> None:
     model, optimizer = wrap(directory, rank)
     engine = infinity.engine(model)
     train(model, optimizer, 2)
-    engine._checkpoints.rest()
+    Probe(engine).rest()
     before = sys.getrefcount(dist.group.WORLD)
-    assert engine._exchange is not None
-    copy = weakref.ref(engine._exchange.ranks.shards)
+    assert Probe(engine).exchange is not None
+    copy = weakref.ref(Probe(engine).exchange.ranks.shards)
     engine.close()
     gc.collect()
     assert copy() is None
@@ -316,7 +317,7 @@ def the_users_own_collectives_do_not_mix_with_ours(directory: Path, rank: int) -
 
         for block in model:
             block.during = add_up
-        engine._exchange.bytes_per_second = 1e6 * (1 + rank)  # so that the ranks differ in what is under way
+        Probe(engine).exchange.bytes_per_second = 1e6 * (1 + rank)  # so that the ranks differ in what is under way
         train(model, optimizer, 4)
         assert sums == [True] * 4 * DEPTH
 
@@ -460,7 +461,7 @@ def test_one_rank_has_no_thread_for_collectives(tmp_path: Path) -> None:
         model, infinity.Config(nvme=tmp_path, gpu_memory="4MiB", cpu_memory="8MiB", tuning=infinity.Tuning(cache=0, device="cpu"))
     )
     with infinity.engine(model) as engine:
-        assert engine._exchange is None
+        assert Probe(engine).exchange is None
         assert "infinity-exchange" not in [thread.name for thread in threading.enumerate()]
         assert "collective" not in engine.report().seconds
 

@@ -28,6 +28,7 @@ import infinity
 from infinity.sharding import collectives
 from support.children import CHILD
 from support.configs import config_of
+from support.probe import Probe
 
 WIDTH, WORDS, ROWS, STEPS, MAX_GRAD_NORM = 64, 384, 12, 20, 1.2
 SIZES = [4 * WIDTH * WORDS * count for count in (1, 2, 4, 6, 8, 3)]
@@ -220,8 +221,8 @@ def train(case: dict[str, Any], directory: Path, rank: int, group: dist.ProcessG
             optimizer.zero_grad()
             losses.append(loss.item())
             norms.append(optimizer.grad_norm)
-        if engine._exchange is not None:
-            engine._exchange.rest()
+        if Probe(engine).exchange is not None:
+            Probe(engine).exchange.rest()
         every = without_messages(log)
         assert {call.nbytes for call in every[::2]} <= {SAME_BYTES}, "before each the ranks compare what they are about to do"
         calls = [tuple(call) for call in last_step([call for call in log if call.nbytes != SAME_BYTES])] if log else []

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from support.configs import config_of
+from support.probe import Probe
 from support.rank_group import PATIENCE, RANKS, Group, serve
 
 STEPS, ROWS, WIDTH, WORDS = 10, 4, 32, 40
@@ -156,11 +157,8 @@ def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGrou
                     optimizer.scale(value * spoilt / (len(parts) if rank is None else 1)).backward()
                     loss += value.item() / (len(parts) if rank is None else 1)
             if task.peeks:
-                begun, changed = engine._updater.speculation.jobs, engine._updater._pipeline.jobs.changed
-                with changed:
-                    assert changed.wait_for(
-                        lambda begun=begun: all(job.written for job in begun.values() if job.update), PATIENCE / 3
-                    )
+                begun = Probe(engine).speculative_jobs.values()
+                Probe(engine).await_jobs(lambda begun=begun: all(job.written for job in begun if job.update), PATIENCE / 3)
                 with torch.no_grad():
                     losses.append(model(shares(step, 0)[rank or 0], True, None, None).item())
             optimizer.step()

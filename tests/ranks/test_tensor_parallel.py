@@ -43,6 +43,7 @@ from infinity.sharding.tensor_parallel import bounds_of, local, with_tensor_para
 from support.children import CHILD
 from support.configs import config_of
 from support.models import FAMILIES, text_batch
+from support.probe import Probe
 
 RANKS, WIDTH, HEAD, WORDS, ROWS, LENGTH, STEPS = 4, 32, 8, 41, 8, 8, 10
 SHORT = 4  # steps of those that `LONG` does not name
@@ -900,9 +901,9 @@ def test_the_norm_of_what_counts_does_not_depend_on_chunks(tmp_path: Path) -> No
         with infinity.engine(model) as engine:
             (unit,) = engine.units
             model(batch(0)).backward()
-            engine._updater.settle([unit])
+            Probe(engine).updater.settle([unit])
             unit.counted = [False, True, True, False, True]
-            store, kernels = engine._store, engine._updater.norm._kernels
+            store, kernels = Probe(engine).store, Probe(engine).norm_kernels
             chunks, norm = len(unit.states.chunks()), squared_gradient_norm(unit, store, kernels, range(5))
             counted = [
                 (3 * p.detach().double() ** 2).float() for p, counts in zip(Many().parts, unit.counted, strict=True) if counts
@@ -911,7 +912,7 @@ def test_the_norm_of_what_counts_does_not_depend_on_chunks(tmp_path: Path) -> No
             found.add((chunks, norm))
             engine.zero_grad()
             (model(batch(0)) * math.inf).backward()
-            engine._updater.settle([unit])
+            Probe(engine).updater.settle([unit])
             unit.counted = [False] * 5
             assert math.isnan(squared_gradient_norm(unit, store, kernels, range(5)))
     (few, one), (many, other) = sorted(found)
@@ -927,7 +928,7 @@ def test_a_plain_tensor_is_all_there(tmp_path: Path) -> None:
         infinity.wrap(model, configure(tmp_path, CPU), group=mesh)
         with infinity.engine(model) as engine:
             model(batch(0)).backward()
-            assert engine._exchange is None, "one rank needs nobody"
+            assert Probe(engine).exchange is None, "one rank needs nobody"
     finally:
         dist.destroy_process_group()
 

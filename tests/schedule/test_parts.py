@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from support.counting_trace import CountingTrace
-from support.probe import come_to_rest
+from support.probe import Probe
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60, method="thread")]
 
@@ -64,8 +64,8 @@ def evaluate(forward: Forward, directory: Path) -> tuple[list[float], list[int],
     with engine, torch.no_grad():
         for number in range(ROUNDS):
             results.append(forward(model, inputs(number)).sum().item())
-            come_to_rest(engine)
-            misses.append(engine._runtime.trace.misses)
+            Probe(engine).come_to_rest()
+            misses.append(Probe(engine).trace.misses)
             read.append(engine.io.counters()["bytes_read"])
     return results, *([now - before for before, now in itertools.pairwise(of)] for of in (misses, read))  # type: ignore[return-value]
 
@@ -90,7 +90,7 @@ def train(forward: Forward, directory: Path, micro_batches: int) -> tuple[list[f
                 losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-            misses.append(engine._runtime.trace.misses)
+            misses.append(Probe(engine).trace.misses)
     return losses, [now - before for before, now in itertools.pairwise(misses)]
 
 

@@ -18,6 +18,7 @@ import infinity
 from infinity.placement.memory import bytes_on_tiers
 from infinity.sharding import collectives
 from support.configs import config_of
+from support.probe import Probe
 
 WIDTH, WORDS, ROWS, STEPS = 48, 40, 24, 4
 GPU, CPU = (dict.fromkeys(("parameters", "gradients", "optimizer"), tier) for tier in ("gpu", "cpu"))
@@ -91,11 +92,11 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
     with infinity.engine(model) as engine, pytest.MonkeyPatch.context() as monkeypatch:
         count_collectives(monkeypatch, calls)
         used, shards = engine.memory(), engine.units[0].layout.ranks
-        used["gpu"] -= 0 if engine._buffer is None else engine._buffer._memory.numel()
+        used["gpu"] -= 0 if Probe(engine).gradient_buffer is None else Probe(engine).gradient_buffer_bytes
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2, eps=1e-6, max_grad_norm=0.5)
         losses, norms = [0.0] * STEPS, []
         for step in range(STEPS):
-            engine._checkpoints.rest()  # what was gathered ahead belongs to the step before
+            Probe(engine).rest()  # what was gathered ahead belongs to the step before
             calls.clear()
             batch = torch.randint(0, WORDS, (ROWS, 4), generator=torch.Generator().manual_seed(step))
             mine = batch if ranks is None else batch.chunk(dist.get_world_size())[rank]
@@ -107,7 +108,7 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
             optimizer.step()
             optimizer.zero_grad()
             norms.append(optimizer.grad_norm)
-        engine._checkpoints.rest()
+        Probe(engine).rest()
         in_last_step = dict(calls)
         saved = directory.parent / f"saved {directory.name.rpartition(' ')[0]}"  # the same for all ranks
         engine.save_checkpoint(saved, optimizer)

@@ -30,6 +30,7 @@ from support.discrete import DiscreteDevice
 from support.discrete_engines import LEAST, Places, Wrap, assert_equal, train, wrapping
 from support.gpu_benchmarks import load
 from support.models import text_batch
+from support.probe import Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -152,7 +153,9 @@ def test_numbers_and_bytes_are_those_of_the_way_through_host_memory(fake: Fake, 
     if update == "exact":  # what runs ahead depends on time
         assert found.read_per_parameter == found.planned_read_per_parameter == through.read_per_parameter
         assert found.written_per_parameter == through.written_per_parameter
-        assert slow._device.copied.written - fast._device.copied.written == fake.bytes_read, "and nothing else is different"
+        assert Probe(slow).device.copied.written - Probe(fast).device.copied.written == fake.bytes_read, (
+            "and nothing else is different"
+        )
 
 
 @pytest.mark.parametrize("cache", [0, 3 << 20])
@@ -212,9 +215,9 @@ def test_an_error_reaches_the_forward_of_the_user(fake: Fake, wrap: Wrap, tmp_pa
 def test_no_read_overtakes_the_model(fake: Fake, wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_o_direct(tmp_path)
     engine = wrap(gpu_direct="on")
-    places, here = Places(engine._device, monkeypatch), threading.local()
+    places, here = Places(Probe(engine).device, monkeypatch), threading.local()
     real, checked = tier.NvmeTier.read, []
-    memory = engine._store._arenas["gpu"].memory
+    memory = Probe(engine).memory("gpu")
 
     def read(self: Any, extent: Any, begin: int, nbytes: int, address: int, *rest: Any, direct: bool = False) -> Any:
         if direct:
@@ -223,7 +226,7 @@ def test_no_read_overtakes_the_model(fake: Fake, wrap: Wrap, tmp_path: Path, mon
             checked.append(nbytes)
         return real(self, extent, begin, nbytes, address, *rest, direct=direct)
 
-    engine._device.on_reach = lambda mark: here.__dict__.update(mark=mark)
+    Probe(engine).device.on_reach = lambda mark: here.__dict__.update(mark=mark)
     monkeypatch.setattr(tier.NvmeTier, "read", read)
     train(engine)
     assert checked
@@ -296,7 +299,7 @@ def test_when_it_must_be_had_it_is_refused_in_a_sentence(fake: Fake, wrap: Wrap,
     monkeypatch.setattr(native, "cufile_libraries", lambda: ["libinfinity-none.so.0"])
     with pytest.raises(infinity.ConfigError, match="libcufile is not installed; use gpu_direct='auto'"):
         wrap(gpu_direct="on")
-    assert not wrap(gpu_direct="auto")._store.gpu_direct
+    assert not Probe(wrap(gpu_direct="auto")).gpu_direct
 
 
 def test_it_is_said_once_which_way_is_taken(store: Any, fake: Fake, caplog: pytest.LogCaptureFixture) -> None:

@@ -31,7 +31,7 @@ from infinity.tiers.stripes import LONGEST_PATTERN, NEAR_ENOUGH, Stripes, patter
 from support.budgets import ROOMY
 from support.configs import config_of
 from support.models import text_batch, transformer
-from support.probe import come_to_rest
+from support.probe import Probe
 
 MIB = 1 << 20
 STRIPE = 4 * ALIGNMENT
@@ -406,12 +406,12 @@ def test_a_step_moves_what_is_planned_over_several_drives(tmp_path: Path, small:
         optimizer = infinity.AdamW(model.parameters())
         for number in range(6):
             if number == 4:
-                come_to_rest(engine)
+                Probe(engine).come_to_rest()
                 before = [io.counters() for io in engine.ios]
             model(**text_batch(number)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        come_to_rest(engine)
+        Probe(engine).come_to_rest()
         moved = [
             {key: io.counters()[key] - was[key] for key in ("bytes_read", "bytes_written")}
             for io, was in zip(engine.ios, before, strict=True)

@@ -25,7 +25,7 @@ from support.budgets import ROOMY
 from support.children import CHILD
 from support.configs import config_of
 from support.models import text_batch, transformer
-from support.probe import come_to_rest
+from support.probe import Probe
 from support.traffic import STEADY, check_traffic, counted, is_what_the_kernel_counts
 
 PAGE, MIB = 4096, 1 << 20
@@ -59,7 +59,7 @@ def test_states_that_are_read_ahead_wait_for_the_copy_of_their_parameter(
     model = infinity.wrap(build(), config_of(**config, **budgets))
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters())
-        assert engine._store.staged_sets > STAGED_SETS
+        assert Probe(engine).staged_sets > STAGED_SETS
         for number in range(STEADY + 1):
             model(torch.randn(4, 128, generator=torch.Generator().manual_seed(number))).sum().backward()
             optimizer.step()
@@ -136,12 +136,12 @@ def test_bytes_per_parameter_by_our_count_and_by_the_kernels(
         optimizer = infinity.AdamW(model.parameters())
         for number in range(STEADY):
             step(model, optimizer, number)
-        come_to_rest(engine)
+        Probe(engine).come_to_rest()
         ours, kernels = engine.recorder.counters(), counted(("read_bytes", "write_bytes"))
         native = engine.io.counters()
         for number in range(STEADY, STEADY + 2):
             step(model, optimizer, number)
-        come_to_rest(engine)
+        Probe(engine).come_to_rest()
         kernel_read, kernel_written = (
             after - before for before, after in zip(kernels, counted(("read_bytes", "write_bytes")), strict=True)
         )
