@@ -18,6 +18,7 @@ import infinity
 from support import elsewhere
 from support.budgets import BUDGETS, ROOMY
 from support.configs import config_of
+from support.rank_group import RANKS, Group, OnRanks
 
 elsewhere.move()
 
@@ -34,13 +35,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=elsewhere.REASON))
 
 
-@pytest.fixture(scope="module")
-def groups() -> Iterator[list[Any]]:
-    """A file keeps its processes of ranks in it (`rank_group.Group`), at most one group, none where the last one was given up."""
-    kept: list[Any] = []
+@pytest.fixture(scope="session")
+def _groups() -> Iterator[list[Group]]:
+    """The ranks that all files share: at most one group, none where the last one was given up."""
+    kept: list[Group] = []
     yield kept
     for group in kept:
         group.close()
+
+
+@pytest.fixture
+def on_ranks(
+    request: pytest.FixtureRequest, _groups: list[Group], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> OnRanks:
+    """`on_ranks(task)`: let two ranks call `work(task, tmp_path, rank)` of the test's file; what each said.
+
+    After a failure the next task gets a new group.
+    """
+
+    def both(task: Any) -> list[str]:
+        if not _groups:
+            _groups.append(Group(tmp_path_factory.mktemp("group")))
+        answers = _groups[0].do(request.path, task, tmp_path)
+        if answers != ["done"] * RANKS:
+            _groups.pop().close()
+        return answers
+
+    return both
 
 
 @pytest.fixture

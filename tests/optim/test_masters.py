@@ -1,11 +1,10 @@
 """Masters begin with all bits that the weights came with, wherever these came from and wherever they go.
 
-With two processes over gloo this file is also what each rank runs.
+Two processes over gloo call `work` of this file, too (see `support/rank_group.py`).
 """
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from infinity.placement.spec import Kind
 from infinity.sharding.states import States
 from support.configs import config_of
 from support.models import Transformer, rounded, text_batch, transformer
-from support.rank_group import RANKS, Group, serve
+from support.rank_group import RANKS, OnRanks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -265,17 +264,6 @@ def work(task: dict[str, Any], where: Path, rank: int) -> None:
             check(model, form["precision"], expected)
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    group = Group(tmp_path_factory.mktemp("group"), __file__)
-    yield group
-    group.close()
-
-
 @pytest.mark.parametrize(("stage", "home"), [(3, "nvme"), (3, "cpu"), (2, "gpu"), (1, "gpu"), (0, "nvme, cached")])
-def test_ranks_share_them(stage: int, home: str, pair: Group, tmp_path: Path) -> None:
-    assert pair.do({"stage": stage, "home": home}, tmp_path) == ["done"] * RANKS
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]), work)
+def test_ranks_share_them(stage: int, home: str, on_ranks: OnRanks) -> None:
+    assert on_ranks({"stage": stage, "home": home}) == ["done"] * RANKS

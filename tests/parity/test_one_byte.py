@@ -1,11 +1,10 @@
 """Frozen parameters of any width, above all of one byte: their bits survive every home, and quantized fine-tuning is exact.
 
-With two processes over gloo this file is also what each rank runs.
+Two processes over gloo call `work` of this file, too (see `support/rank_group.py`).
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ from infinity.placement.spec import Kind
 from infinity.sharding.layout import FlatLayout
 from support.configs import config_of
 from support.models import rounded
-from support.rank_group import RANKS, Group, serve
+from support.rank_group import RANKS, OnRanks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -294,16 +293,9 @@ def work(task: dict[str, Any], where: Path, rank: int) -> None:
         torch.save(engine.state_dict(), where / f"result{rank}.pt")
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    group = Group(tmp_path_factory.mktemp("group"), __file__)
-    yield group
-    group.close()
-
-
 @pytest.mark.parametrize(("stage", "home"), [(3, "nvme"), (3, "cpu"), (2, "gpu"), (1, "gpu"), (0, "nvme, cached")])
-def test_two_ranks_share_them(stage: int, home: str, pair: Group, tmp_path: Path) -> None:
-    assert pair.do({"stage": stage, "home": home}, tmp_path) == ["done"] * RANKS
+def test_two_ranks_share_them(stage: int, home: str, on_ranks: OnRanks, tmp_path: Path) -> None:
+    assert on_ranks({"stage": stage, "home": home}) == ["done"] * RANKS
     results = [torch.load(tmp_path / f"result{rank}.pt", weights_only=True) for rank in range(RANKS)]
     model = quantized(torch.int8)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
@@ -316,7 +308,3 @@ def test_two_ranks_share_them(stage: int, home: str, pair: Group, tmp_path: Path
         for result in results:
             assert result[name].dtype is value.dtype
             assert torch.equal(bits(result[name]), bits(value)), name
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]), work)

@@ -1,12 +1,11 @@
 """Without `group=` all ranks of `torch.distributed` train one model, as with DDP and FSDP2; `group=None` is one rank.
 
-Two ranks run over gloo, as in `test_ranks.py`. This file is also what each rank runs.
+Two ranks run over gloo, as in `test_ranks.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 
 import infinity
 from infinity.sharding.ranks import find_ranks
-from support.rank_group import RANKS, Group, serve
+from support.rank_group import RANKS, OnRanks
 
 STEPS, WIDTH = 3, 24
 
@@ -79,20 +78,13 @@ def work(group: dict[str, None], where: Path, rank: int) -> None:
 # This side
 
 
-def trained(group: dict[str, None], groups: list[Group], factory: pytest.TempPathFactory, where: Path) -> list[dict[str, Any]]:
-    if not groups:
-        groups.append(Group(factory.mktemp("group"), __file__))
-    answers = groups[0].do(group, where)
-    if answers != ["done"] * RANKS:
-        groups.pop().close()
-    assert answers == ["done"] * RANKS
+def trained(group: dict[str, None], on_ranks: OnRanks, where: Path) -> list[dict[str, Any]]:
+    assert on_ranks(group) == ["done"] * RANKS
     return [torch.load(where / f"result{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 
-def test_without_a_group_all_ranks_train_one_model(
-    groups: list[Group], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    first, second = trained({}, groups, tmp_path_factory, tmp_path)
+def test_without_a_group_all_ranks_train_one_model(on_ranks: OnRanks, tmp_path: Path) -> None:
+    first, second = trained({}, on_ranks, tmp_path)
     (tmp_path / "alone").mkdir()
     whole = train(tmp_path / "alone", [[batch(step, rank) for rank in range(RANKS)] for step in range(STEPS)])
     for name, value in whole.items():
@@ -104,8 +96,8 @@ def test_without_a_group_all_ranks_train_one_model(
         ]
 
 
-def test_a_group_that_is_none_is_one_rank(groups: list[Group], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
-    results = trained({"group": None}, groups, tmp_path_factory, tmp_path)
+def test_a_group_that_is_none_is_one_rank(on_ranks: OnRanks, tmp_path: Path) -> None:
+    results = trained({"group": None}, on_ranks, tmp_path)
     for rank, result in enumerate(results):
         (tmp_path / f"alone{rank}").mkdir()
         expected = train(tmp_path / f"alone{rank}", mine(rank))
@@ -125,7 +117,3 @@ def test_without_torch_distributed_it_is_one_rank(tmp_path: Path, caplog: pytest
     with caplog.at_level("INFO", "infinity"):
         assert find_ranks("auto", 3).number == 1
     assert caplog.messages == ["the model is trained by one rank: torch.distributed is not initialized"]
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]), work)

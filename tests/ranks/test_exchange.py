@@ -32,7 +32,7 @@ from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from support.configs import config_of
 from support.probe import Probe
-from support.rank_group import PATIENCE, RANKS, Group, serve
+from support.rank_group import PATIENCE, RANKS, OnRanks
 
 WIDTH, DEPTH = 64, 5
 
@@ -404,24 +404,6 @@ def work(name: str, where: Path, rank: int) -> None:
 # This side
 
 
-Attempt = Callable[[Callable[[Path, int], None]], list[str]]
-
-
-@pytest.fixture
-def attempt(groups: list[Group], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Attempt:
-    """Let all ranks call a function of this file; what each said. After a failure the next one gets a new group."""
-
-    def both(work: Callable[[Path, int], None]) -> list[str]:
-        if not groups:
-            groups.append(Group(tmp_path_factory.mktemp("group"), __file__))
-        answers = groups[0].do(work.__name__, tmp_path)
-        if answers != ["done"] * RANKS:
-            groups.pop().close()
-        return answers
-
-    return both
-
-
 @pytest.mark.parametrize(
     "work",
     [
@@ -436,23 +418,23 @@ def attempt(groups: list[Group], tmp_path_factory: pytest.TempPathFactory, tmp_p
         the_users_own_collectives_do_not_mix_with_ours,
     ],
 )
-def test_ranks(work: Callable[[Path, int], None], attempt: Attempt) -> None:
-    assert attempt(work) == ["done"] * RANKS
+def test_ranks(work: Callable[[Path, int], None], on_ranks: OnRanks) -> None:
+    assert on_ranks(work.__name__) == ["done"] * RANKS
 
 
-def test_ranks_join_the_same_collectives_in_the_same_order(attempt: Attempt, tmp_path: Path) -> None:
-    assert attempt(each_pass_has_one_gather_and_one_reduction) == ["done"] * RANKS
+def test_ranks_join_the_same_collectives_in_the_same_order(on_ranks: OnRanks, tmp_path: Path) -> None:
+    assert on_ranks(each_pass_has_one_gather_and_one_reduction.__name__) == ["done"] * RANKS
     orders = [json.loads((tmp_path / f"order{rank}.json").read_text()) for rank in range(RANKS)]
     assert orders[0] == orders[1]
 
 
-def test_a_rank_that_dies(attempt: Attempt) -> None:
-    assert attempt(the_first_rank_dies) == ["gone", "done"]
+def test_a_rank_that_dies(on_ranks: OnRanks) -> None:
+    assert on_ranks(the_first_rank_dies.__name__) == ["gone", "done"]
 
 
 @pytest.mark.parametrize("work", [a_rank_sleeps, a_rank_skips_a_unit])
-def test_ranks_that_are_stuck_are_told_why(work: Callable[[Path, int], None], attempt: Attempt) -> None:
-    assert attempt(work) == ["done"] * RANKS
+def test_ranks_that_are_stuck_are_told_why(work: Callable[[Path, int], None], on_ranks: OnRanks) -> None:
+    assert on_ranks(work.__name__) == ["done"] * RANKS
 
 
 def test_one_rank_has_no_thread_for_collectives(tmp_path: Path) -> None:
@@ -464,7 +446,3 @@ def test_one_rank_has_no_thread_for_collectives(tmp_path: Path) -> None:
         assert Probe(engine).exchange is None
         assert "infinity-exchange" not in [thread.name for thread in threading.enumerate()]
         assert "collective" not in engine.report().seconds
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]), work)

@@ -12,7 +12,6 @@ import errno
 import os
 import re
 import resource
-import sys
 import threading
 import time
 import weakref
@@ -29,7 +28,7 @@ import infinity
 from infinity.sharding import watch
 from infinity.sharding.states import States
 from support.configs import config_of
-from support.rank_group import PATIENCE, RANKS, Group, serve
+from support.rank_group import PATIENCE, RANKS, OnRanks
 
 WIDTH, DEPTH, STEPS = 256, 4, 5
 ROOM = 1 << 20  # of a file, where there is too little: less than a rank's states, and than its part of a checkpoint
@@ -276,16 +275,5 @@ def work(name: str, where: Path, rank: int) -> None:
         a_drive_that_is_full_in_training,
     ],
 )
-def test_one_rank_has_it_and_all_are_told(
-    work: Callable[[Path, int], None], groups: list[Group], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    if not groups:
-        groups.append(Group(tmp_path_factory.mktemp("group"), __file__))
-    answers = groups[0].do(work.__name__, tmp_path)
-    if answers != ["done"] * RANKS:
-        groups.pop().close()
-    assert answers == ["done"] * RANKS
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]), work)
+def test_one_rank_has_it_and_all_are_told(work: Callable[[Path, int], None], on_ranks: OnRanks) -> None:
+    assert on_ranks(work.__name__) == ["done"] * RANKS

@@ -9,7 +9,6 @@ import dataclasses
 import math
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import infinity
 from support.configs import config_of
 from support.probe import Probe
-from support.rank_group import PATIENCE, RANKS, Group, serve
+from support.rank_group import PATIENCE, RANKS, OnRanks
 
 STEPS, ROWS, WIDTH, WORDS = 10, 4, 32, 40
 ROOMY = {"gpu_memory": 4 << 20, "cpu_memory": 8 << 20, "cache": 0}
@@ -197,30 +196,14 @@ def work(task: dict[str, Any], where: Path, rank: int) -> None:
 
 
 Run = Callable[..., list[dict[str, Any]]]
-Attempt = Callable[[Task], list[str]]
 
 
 @pytest.fixture
-def attempt(groups: list[Group], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Attempt:
-    """Let all ranks do a task in `tmp_path`; returns what each said. After a failure the next task gets a new group."""
-
-    def both(task: Task) -> list[str]:
-        if not groups:
-            groups.append(Group(tmp_path_factory.mktemp("group"), __file__))
-        answers = groups[0].do(task, tmp_path)
-        if answers != ["done"] * RANKS:
-            groups.pop().close()
-        return answers
-
-    return both
-
-
-@pytest.fixture
-def run(attempt: Attempt, tmp_path: Path) -> Run:
+def run(on_ranks: OnRanks, tmp_path: Path) -> Run:
     """`run(**task)`: what each rank computed."""
 
     def both(**values: Any) -> list[dict[str, Any]]:
-        assert attempt(Task(**values)) == ["done"] * RANKS
+        assert on_ranks(Task(**values)) == ["done"] * RANKS
         results = [torch.load(tmp_path / f"result{rank}.pt", weights_only=True) for rank in range(RANKS)]
         for rank in range(RANKS):
             (tmp_path / f"nvme{rank}").rmdir()
@@ -361,14 +344,14 @@ def test_every_rank_reads_its_share_only(run: Run, tmp_path: Path) -> None:
     assert results[0]["traffic"][0] == pytest.approx(results[0]["traffic"][1])
 
 
-def test_ranks_that_use_different_blocks_are_told_and_not_mixed_up(attempt: Attempt) -> None:
+def test_ranks_that_use_different_blocks_are_told_and_not_mixed_up(on_ranks: OnRanks) -> None:
     # Blocks are of one size, so without a check each rank would take the other's block for its own.
-    said = attempt(Task(steps=2, skips=(1, 2)))
+    said = on_ranks(Task(steps=2, skips=(1, 2)))
     assert all(re.search(r"failed EngineClosedError: .*I6", answer) for answer in said), said
 
 
-def test_when_a_rank_dies_the_others_fail_and_clean_up(attempt: Attempt, tmp_path: Path) -> None:
-    said = attempt(Task(dies=1))
+def test_when_a_rank_dies_the_others_fail_and_clean_up(on_ranks: OnRanks, tmp_path: Path) -> None:
+    said = on_ranks(Task(dies=1))
     assert said[1] == "gone"
     assert said[0].startswith("failed") and "AssertionError" not in said[0]
     assert list((tmp_path / "nvme0").iterdir()) == [], "the engine of the rank that lives was closed"
@@ -377,7 +360,3 @@ def test_when_a_rank_dies_the_others_fail_and_clean_up(attempt: Attempt, tmp_pat
 def test_ranks_see_nothing_of_an_update_before_its_step(run: Run) -> None:
     outcomes = [run(peeks=True, config={"update": update}) for update in ("plain", "speculative")]
     assert_equal_bitwise(*outcomes)
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]), work)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 
 import infinity
 from support.configs import config_of
-from support.rank_group import RANKS, Group, serve
+from support.rank_group import RANKS, OnRanks
 
 WIDTH, EXPERTS, DEPTH, ROWS, STEPS = 32, 4, 3, 6, 8
 
@@ -85,25 +84,17 @@ def work(config: dict[str, Any], where: Path, rank: int) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_ranks_that_use_different_experts_are_one_rank(tmp_path: Path) -> None:
-    group = Group(tmp_path, __file__)
-    try:
-        alone = train(tmp_path / "alone", None, None)
-        near = {"parameters": "gpu", "gpu_memory": "1MiB"}
-        # With stage 1 a rank's home of gradients holds what it had before, where only other ranks have a gradient now.
-        for config in ({}, {"update": "speculative"}, {"stage": 2} | near, {"stage": 1, "gradients": "gpu"} | near):
-            assert group.do(config, tmp_path) == ["done"] * RANKS
-            ranks = [torch.load(tmp_path / f"result{rank}.pt", weights_only=True) for rank in range(RANKS)]
-            assert any(mine != others for mine, others in zip(*(result["used"] for result in ranks), strict=True))
-            means = [sum(losses) / RANKS for losses in zip(*(result["losses"] for result in ranks), strict=True)]
-            expected = [sum(alone["losses"][RANKS * step :][:RANKS]) for step in range(STEPS)]
-            assert means == pytest.approx(expected, rel=1e-5)
-            for name, value in alone["weights"].items():
-                for result in ranks:
-                    torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-6)
-    finally:
-        group.close()
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]), work)
+def test_ranks_that_use_different_experts_are_one_rank(on_ranks: OnRanks, tmp_path: Path) -> None:
+    alone = train(tmp_path / "alone", None, None)
+    near = {"parameters": "gpu", "gpu_memory": "1MiB"}
+    # With stage 1 a rank's home of gradients holds what it had before, where only other ranks have a gradient now.
+    for config in ({}, {"update": "speculative"}, {"stage": 2} | near, {"stage": 1, "gradients": "gpu"} | near):
+        assert on_ranks(config) == ["done"] * RANKS
+        ranks = [torch.load(tmp_path / f"result{rank}.pt", weights_only=True) for rank in range(RANKS)]
+        assert any(mine != others for mine, others in zip(*(result["used"] for result in ranks), strict=True))
+        means = [sum(losses) / RANKS for losses in zip(*(result["losses"] for result in ranks), strict=True)]
+        expected = [sum(alone["losses"][RANKS * step :][:RANKS]) for step in range(STEPS)]
+        assert means == pytest.approx(expected, rel=1e-5)
+        for name, value in alone["weights"].items():
+            for result in ranks:
+                torch.testing.assert_close(result["weights"][name], value, rtol=1e-4, atol=1e-6)
