@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.tiers.activations import Activations, SavedStorage
+from infinity.tiers.activations import Activations
+from infinity.tiers.saved_storage import SavedStorage
 
 LEAST_BYTES = 64 << 10
 """Smaller storages stay: on a link of 25 GB/s they would take 3 us, less than it takes to ask for

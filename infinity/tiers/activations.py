@@ -27,23 +27,21 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from infinity.device import ComputeDevice, Copy, huge_pages
+from infinity.device import ComputeDevice, huge_pages
 from infinity.errors import EngineClosedError, NvmeError
-from infinity.nvme.ticket import Ticket
 from infinity.observe import Meter, Recorder
 from infinity.quantities import round_up
 from infinity.tiers.arena import POISON
 from infinity.tiers.drives import ALIGNMENT, Extent, NvmeTier
+from infinity.tiers.gaps import Gaps
+from infinity.tiers.saved_storage import IN_SLOT, SavedStorage, Stack, StorageState
 
 log = logging.getLogger("infinity")
 
@@ -52,166 +50,6 @@ AHEAD = 4
 With several threads that save, one for each at least."""
 GROWTH_BYTES = 64 << 20
 """What the place on the drive grows by, at least."""
-
-
-class Gaps:
-    """The free ranges of an address space; the first that is long enough is taken. Not thread-safe."""
-
-    def __init__(self, nbytes: int = 0) -> None:
-        self._starts = [0] if nbytes else []
-        self._ends = [nbytes] if nbytes else []
-        self.free = nbytes
-        """Bytes that nobody has."""
-
-    def take(self, nbytes: int) -> int | None:
-        """The start of `nbytes` (more than 0) that are the caller's from now on; None where no range is long enough."""
-        for at, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
-            if end - start >= nbytes:
-                self._starts[at] += nbytes
-                self.free -= nbytes
-                if self._starts[at] == end:
-                    del self._starts[at], self._ends[at]
-                return start
-        return None
-
-    def give(self, start: int, nbytes: int) -> None:
-        """These `nbytes`, taken before or new, are free."""
-        at, end = bisect_left(self._starts, start), start + nbytes
-        if (at and self._ends[at - 1] > start) or (at < len(self._starts) and self._starts[at] < end):
-            raise ValueError(f"bytes {start}..{end} are free already (invariant I3)")
-        self.free += nbytes
-        if at < len(self._starts) and self._starts[at] == end:
-            end = self._ends[at]
-            del self._starts[at], self._ends[at]
-        if at and self._ends[at - 1] == start:
-            self._ends[at - 1] = end
-        else:
-            self._starts.insert(at, start)
-            self._ends.insert(at, end)
-
-
-class StorageState(Enum):
-    """Where the bytes are; a copy on the compute device may be beside them in any state."""
-
-    LEAVING = auto()
-    """On their way from the compute device to their slot in host memory."""
-    HELD = auto()
-    """In the slot."""
-    WRITING = auto()
-    """In the slot, and on their way to the drive."""
-    CLEAN = auto()
-    """In the slot and on the drive."""
-    AWAY = auto()
-    """On the drive."""
-    READING = auto()
-    """On their way from the drive to a slot."""
-    LOST = auto()
-    """Nowhere: writing them failed."""
-    ENDED = auto()
-    """Nowhere: nobody needs them, or the engine was closed."""
-
-
-_IN_SLOT = (StorageState.HELD, StorageState.WRITING, StorageState.CLEAN)
-
-
-class SavedStorage:
-    """One storage that autograd saved, `nbytes` long. All but `nbytes` is for `Activations`, under its lock."""
-
-    def __init__(
-        self, storage: torch.UntypedStorage, source: torch.Tensor, leaving: Copy, start: int, slot: torch.Tensor
-    ) -> None:
-        self.nbytes = storage.nbytes()
-        self.state = StorageState.LEAVING
-        self.start: int | None = start  # of the slot, in the memory of the tier; None: the slot is memory of its own
-        self.slot: torch.Tensor | None = slot
-        self.extent: Extent | None = None
-        self.origin = StorageWeakRef(storage)
-        self.address = storage.data_ptr()
-        self.source: torch.Tensor | None = source  # keeps the origin while it is copied
-        self.leaving: Copy | None = leaving
-        self.ticket: Ticket | None = None
-        self.memory: torch.Tensor | None = None  # a copy on the compute device
-        self.coming: Copy | None = None  # into it
-        self.saves = 1
-        self.asked = 0  # how many of the saves have had `memory`
-        self.passed = False  # all of them, once
-        self.stack: Stack | None = None
-        self.rank = 0
-        self.above: SavedStorage | None = None
-        self.below: SavedStorage | None = None
-
-    def alive(self) -> torch.UntypedStorage | None:
-        """The storage itself, if anybody still has it as it was."""
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.origin.cdata)
-        if storage is None or storage.nbytes() != self.nbytes or storage.data_ptr() != self.address:
-            return None
-        return storage
-
-    def in_flight(self) -> bool:
-        """Whether something is still being read from its places, or written to them."""
-        return any(each is not None and not each.done() for each in (self.leaving, self.coming, self.ticket))
-
-    def await_idle(self) -> None:
-        """Block until nothing is in flight, and let go of it, also of a copy that fails."""
-        with ExitStack() as stack:
-            stack.callback(self._let_go)
-            for each in (self.ticket, self.coming, self.leaving):
-                if each is not None:
-                    stack.callback(_end, each)
-
-    def _let_go(self) -> None:
-        self.source = self.leaving = self.coming = self.ticket = self.memory = None
-
-
-def _end(going: Copy | Ticket) -> None:
-    with suppress(NvmeError):  # nobody needs the bytes
-        going.wait()
-
-
-class Stack:
-    """What one thread saved, in order, and what of it is likely to be asked for next."""
-
-    def __init__(self) -> None:
-        self.top: SavedStorage | None = None
-        self.next: SavedStorage | None = None  # to be asked for
-        self.away: SavedStorage | None = None  # to be read: whatever is AWAY is this, or below it
-
-    def push(self, saved: SavedStorage, rank: int) -> None:
-        """`saved` is the last now, and the first to be asked for."""
-        saved.stack, saved.rank, saved.below, saved.above = self, rank, self.top, None
-        if self.top is not None:
-            self.top.above = saved
-        self.top = self.next = saved
-        if saved.state is StorageState.AWAY:
-            self.away = saved
-
-    def remove(self, saved: SavedStorage) -> None:
-        """`saved` is not in it any more."""
-        above, below = saved.above, saved.below
-        if above is not None:
-            above.below = below
-        if below is not None:
-            below.above = above
-        self.top = below if self.top is saved else self.top
-        self.next = below if self.next is saved else self.next
-        self.away = below if self.away is saved else self.away
-        saved.stack = saved.above = saved.below = None
-
-    def reach(self, saved: SavedStorage) -> None:
-        """`saved` was asked for: what is below it comes next. Several that one operator saved are asked for in any order."""
-        if saved.passed or self.next is None or saved.rank <= self.next.rank:
-            self.next = saved.below
-
-    def went_away(self, saved: SavedStorage) -> None:
-        """`saved` is on the drive only."""
-        if self.away is None or saved.rank > self.away.rank:
-            self.away = saved
-
-    def next_away(self) -> SavedStorage | None:
-        """What to read next."""
-        while self.away is not None and self.away.state is not StorageState.AWAY:
-            self.away = self.away.below
-        return self.away
 
 
 class ActivationTraffic(NamedTuple):
@@ -528,7 +366,7 @@ class Activations:
             for _ in range(most // len(self._stacks)):
                 if saved is None:
                     break
-                if saved.memory is None and saved.state in _IN_SLOT and saved.origin.expired():
+                if saved.memory is None and saved.state in IN_SLOT and saved.origin.expired():
                     with suppress(torch.OutOfMemoryError):  # then it comes when it is asked for
                         self._upload(saved)
                         self._ahead.append(saved)

@@ -30,9 +30,9 @@ from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.tiers.access import Checkout, Fetch, Placing
-from infinity.tiers.activations import SavedStorage
 from infinity.tiers.block import DeviceCopy
 from infinity.tiers.resident import Residency
+from infinity.tiers.saved_storage import SavedStorage
 from infinity.tiers.staging import ChunkRequest, Staging
 from support.configs import config_of
 from support.discrete import DiscreteDevice
@@ -164,7 +164,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/access.py Mover._run": ("`close` posts None", CLOSING[1]),
     "tiers/access.py Checkout.wait": DRIVE,
     "tiers/access.py Checkout.release": DRIVE,
-    "tiers/activations.py _end": DRIVE,
+    "tiers/saved_storage.py _end": DRIVE,
     "tiers/activations.py Activations._land": NEVER,
     "tiers/activations.py Activations._await_landing": DEVICE,
     "tiers/activations.py Activations._send_away": DRIVE,

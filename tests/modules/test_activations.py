@@ -32,8 +32,10 @@ from infinity.observe import Recorder
 from infinity.placement.budget import WIDEST_ELEMENT, Staged, divide_with_activations
 from infinity.tiers import activations as tier_module
 from infinity.tiers import drives as nvme_module
-from infinity.tiers.activations import AHEAD, Activations, Gaps, SavedStorage, StorageState
+from infinity.tiers.activations import AHEAD, Activations
 from infinity.tiers.drives import ALIGNMENT, NvmeTier
+from infinity.tiers.gaps import Gaps
+from infinity.tiers.saved_storage import SavedStorage, StorageState
 from support.configs import config_of
 from support.discrete import DiscreteDevice
 from support.models import text_batch, transformer

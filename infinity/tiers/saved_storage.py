@@ -1,0 +1,139 @@
+"""A storage that autograd saved: where its bytes are, and when they are likely to be asked for."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from enum import Enum, auto
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from infinity.device import Copy
+from infinity.errors import NvmeError
+from infinity.nvme.ticket import Ticket
+from infinity.tiers.drives import Extent
+
+
+class StorageState(Enum):
+    """Where the bytes are; a copy on the compute device may be beside them in any state."""
+
+    LEAVING = auto()
+    """On their way from the compute device to their slot in host memory."""
+    HELD = auto()
+    """In the slot."""
+    WRITING = auto()
+    """In the slot, and on their way to the drive."""
+    CLEAN = auto()
+    """In the slot and on the drive."""
+    AWAY = auto()
+    """On the drive."""
+    READING = auto()
+    """On their way from the drive to a slot."""
+    LOST = auto()
+    """Nowhere: writing them failed."""
+    ENDED = auto()
+    """Nowhere: nobody needs them, or the engine was closed."""
+
+
+IN_SLOT = (StorageState.HELD, StorageState.WRITING, StorageState.CLEAN)
+"""The states of a storage that can be copied to the device at once."""
+
+
+class SavedStorage:
+    """One storage that autograd saved, `nbytes` long. All but `nbytes` is for `Activations`, under its lock."""
+
+    def __init__(
+        self, storage: torch.UntypedStorage, source: torch.Tensor, leaving: Copy, start: int, slot: torch.Tensor
+    ) -> None:
+        self.nbytes = storage.nbytes()
+        self.state = StorageState.LEAVING
+        self.start: int | None = start  # of the slot, in the memory of the tier; None: the slot is memory of its own
+        self.slot: torch.Tensor | None = slot
+        self.extent: Extent | None = None
+        self.origin = StorageWeakRef(storage)
+        self.address = storage.data_ptr()
+        self.source: torch.Tensor | None = source  # keeps the origin while it is copied
+        self.leaving: Copy | None = leaving
+        self.ticket: Ticket | None = None
+        self.memory: torch.Tensor | None = None  # a copy on the compute device
+        self.coming: Copy | None = None  # into it
+        self.saves = 1
+        self.asked = 0  # how many of the saves have had `memory`
+        self.passed = False  # all of them, once
+        self.stack: Stack | None = None
+        self.rank = 0
+        self.above: SavedStorage | None = None
+        self.below: SavedStorage | None = None
+
+    def alive(self) -> torch.UntypedStorage | None:
+        """The storage itself, if anybody still has it as it was."""
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.origin.cdata)
+        if storage is None or storage.nbytes() != self.nbytes or storage.data_ptr() != self.address:
+            return None
+        return storage
+
+    def in_flight(self) -> bool:
+        """Whether something is still being read from its places, or written to them."""
+        return any(each is not None and not each.done() for each in (self.leaving, self.coming, self.ticket))
+
+    def await_idle(self) -> None:
+        """Block until nothing is in flight, and let go of it, also of a copy that fails."""
+        with ExitStack() as stack:
+            stack.callback(self._let_go)
+            for each in (self.ticket, self.coming, self.leaving):
+                if each is not None:
+                    stack.callback(_end, each)
+
+    def _let_go(self) -> None:
+        self.source = self.leaving = self.coming = self.ticket = self.memory = None
+
+
+def _end(going: Copy | Ticket) -> None:
+    with suppress(NvmeError):  # nobody needs the bytes
+        going.wait()
+
+
+class Stack:
+    """What one thread saved, in order, and what of it is likely to be asked for next."""
+
+    def __init__(self) -> None:
+        self.top: SavedStorage | None = None
+        self.next: SavedStorage | None = None  # to be asked for
+        self.away: SavedStorage | None = None  # to be read: whatever is AWAY is this, or below it
+
+    def push(self, saved: SavedStorage, rank: int) -> None:
+        """`saved` is the last now, and the first to be asked for."""
+        saved.stack, saved.rank, saved.below, saved.above = self, rank, self.top, None
+        if self.top is not None:
+            self.top.above = saved
+        self.top = self.next = saved
+        if saved.state is StorageState.AWAY:
+            self.away = saved
+
+    def remove(self, saved: SavedStorage) -> None:
+        """`saved` is not in it any more."""
+        above, below = saved.above, saved.below
+        if above is not None:
+            above.below = below
+        if below is not None:
+            below.above = above
+        self.top = below if self.top is saved else self.top
+        self.next = below if self.next is saved else self.next
+        self.away = below if self.away is saved else self.away
+        saved.stack = saved.above = saved.below = None
+
+    def reach(self, saved: SavedStorage) -> None:
+        """`saved` was asked for: what is below it comes next. Several that one operator saved are asked for in any order."""
+        if saved.passed or self.next is None or saved.rank <= self.next.rank:
+            self.next = saved.below
+
+    def went_away(self, saved: SavedStorage) -> None:
+        """`saved` is on the drive only."""
+        if self.away is None or saved.rank > self.away.rank:
+            self.away = saved
+
+    def next_away(self) -> SavedStorage | None:
+        """What to read next."""
+        while self.away is not None and self.away.state is not StorageState.AWAY:
+            self.away = self.away.below
+        return self.away
