@@ -28,9 +28,27 @@ class Machine:
         self.order, self.held = zip(*((unit, others) for unit, others, before in uses if unit != before), strict=True)
         self.units, self.accumulation = units, accumulation
         self.cells: list[int | None] = [None] * slots
-        self.future: list[int] = []  # expected uses; empty in the first cycle, when nothing is known
+        self.future: list[int] = []  # expected uses; in the first cycle, a round that has come twice
+        self.past: list[int] = []  # uses of the first cycle
         self.pending: set[int] = set()  # units whose update waits for a place
         self.fetched, self.reread, self.known = 0, 0, False
+
+    def learn(self, unit: int) -> None:
+        """In the first cycle: the last uses come again, where they have come twice, as `Trace` says."""
+        self.past.append(unit)
+        if self.future[:1] == [unit]:
+            self.future.append(self.future.pop(0))
+            return
+        if unit in self.future:
+            after = self.future.index(unit) + 1
+            self.future = self.future[after:] + self.future[:after]
+        lasted = {}
+        for length in range(1, len(self.past) // 2 + 1):
+            alike = [n for n in range(1, len(self.past) - length + 1) if self.past[-n:] == self.past[-n - length : -length]]
+            if length in alike:
+                lasted[length] = max(alike)
+        if lasted:
+            self.future = self.past[-max(lasted, key=lambda length: lasted[length]) :]
 
     def next_use(self, unit: int) -> float:
         for ahead, other in enumerate(self.future):
@@ -78,6 +96,8 @@ class Machine:
             for unit, held in zip(self.order, self.held, strict=True):
                 if self.known:
                     self.future.append(self.future.pop(0))
+                else:
+                    self.learn(unit)
                 if not self.present(unit):
                     self.bring(unit, -1, held)
                 self.bring_what_comes(held | {unit})
@@ -165,6 +185,13 @@ def test_when_all_units_are_of_one_size_and_trained_the_stated_step_is_every_lat
     machine = Machine(order, units, slots, accumulation)
     fetched = [machine.step()[0] for _ in range(MOST_STEPS + 3)]
     assert fetched[MOST_STEPS - 1 :] == [predict(order, units, slots, accumulation).fetched] * 4
+
+
+def test_a_round_inside_of_the_first_cycle_places_what_comes_after_it():
+    units = [UnitCost(slots, fetch, 0, 0, 0, False) for slots, fetch in ((2, 0), (3, 0), (1, 1))]
+    machine = Machine([0, 2, 1, 0, 2, 1], units, 5, 1)
+    assert [machine.step()[0] for _ in range(6)][2:] == [2, 2, 2, 2]
+    assert predict([0, 2, 1, 0, 2, 1], units, 5).fetched == 2
 
 
 def test_placements_that_take_more_than_three_steps_to_settle():
