@@ -192,7 +192,7 @@ def test_an_update_that_fails(
         del cause, caught
 
     assert run.pins() == 0
-    assert Probe(run.engine).staging_used == 0  # every slot of the broken pipeline came back (I3)
+    assert Probe(run.engine).staging_left() == 0  # every slot of the broken pipeline came back (I3)
     now, updated = run.states(), []
     for unit in run.engine.units:
         kinds = [kind for name, kind in now if name == unit.name]

@@ -362,7 +362,7 @@ def test_an_early_update_that_fails_leaves_the_last_step_whole(
         values = unit.states.read(Kind.PARAM)
         for name, place in zip(unit.names, unit.layout.places, strict=True):
             assert torch.equal(values[place.offset : place.end].view(place.shape), before[name])
-    assert Probe(engine).staging_used == 0
+    assert Probe(engine).staging_left() == 0
 
 
 def test_kept_updates_write_once_and_read_a_parameter_twice_more_at_most(wrap: Callable[..., infinity.Engine]) -> None:

@@ -324,7 +324,7 @@ def test_a_speculative_update_that_fails_leaves_the_last_step_whole_in_both_plac
         values = unit.states.read(Kind.PARAM)
         for name, place in zip(unit.names, unit.layout.places, strict=True):
             assert torch.equal(values[place.offset : place.end].view(place.shape), before[name])
-    assert Probe(engine).staging_used == 0
+    assert Probe(engine).staging_left() == 0
 
 
 @pytest.mark.parametrize("where", ["fail_read_at", "fail_write_at"])
@@ -340,7 +340,7 @@ def test_a_drive_that_fails_in_the_rest_of_a_kept_block_ends_the_engine(where: s
     with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: "):
         engine.drain()
     engine.io.set_faults()
-    assert Probe(engine).staging_used == 0
+    assert Probe(engine).staging_left() == 0
     with pytest.raises(infinity.EngineClosedError):
         engine.state_dict()
 

@@ -80,9 +80,9 @@ class Probe:
         """How many sets of staging slots there are."""
         return self.engine._store.staged_sets
 
-    @property
-    def staging_used(self) -> int:
-        """Bytes of staging slots that are checked out; 0 when nothing is under way."""
+    def staging_left(self) -> int:
+        """Bytes of staging slots that the updater did not give back after a failure, which it tells before its thread ends."""
+        self.pipeline._thread.join()
         return self.engine._store._arenas["staging"].used
 
     @property
