@@ -763,7 +763,7 @@ def test_a_real_run_in_fp16_scales_the_loss_and_counts_what_it_skips(text: Path,
     assert summary["loss_scale"] == 2.0 ** (16 - max(skipped - 1, 0))
     text_of = dict(progress.summary_rows(summary))
     assert text_of["steps skipped"] == (
-        f"{skipped}, for gradients that were not finite; loss scale {summary['loss_scale']:,.0f} at the end"
+        f"{skipped}, because gradients were not finite; loss scale {summary['loss_scale']:,.0f} at the end"
     )
 
 
