@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""What offloaded activations cost and free: a step of a checkpointed or plain stack of blocks, beside torch's `save_on_cpu`.
+"""What offloaded activations cost and free: a step of a checkpointed or plain stack of blocks,
+beside torch's `save_on_cpu`.
 
-Each round trains a step in every way, one after the other in one process; figures are medians over rounds, with the least and the
-largest, and ratios are taken within a round. "Held" is what is saved on the compute device when a forward ends: bytes of
-storages, counted where autograd saves them. On the CPU `save_on_cpu` copies into ordinary memory and so frees nothing there; on a
-GPU it is the way that torch itself has, one synchronous copy per tensor.
+Each round trains a step in every way, one after the other in one process; figures are medians over
+rounds, with the least and the largest, and ratios are taken within a round. "Held" is what is saved
+on the compute device when a forward ends: bytes of storages, counted where autograd saves them. On
+the CPU `save_on_cpu` copies into ordinary memory and so frees nothing there; on a GPU it is the way
+that torch itself has, one synchronous copy per tensor.
 
-    python benchmarks/activations.py --nvme /mnt/nvme0 [--width 512 --depth 8 --tokens 4096 --rounds 5]
+    python benchmarks/activations.py --nvme /mnt/nvme0 [--width 512 --depth 8 --tokens 4096 --rounds
+    5]
 """
 
 from __future__ import annotations
@@ -37,7 +40,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -48,14 +55,19 @@ class Stack(nn.Module):
 
     def __init__(self, width: int, depth: int, checkpointed: bool) -> None:
         super().__init__()
-        self.blocks, self.checkpointed = nn.ModuleList(Block(width) for _ in range(depth)), checkpointed
+        self.blocks, self.checkpointed = (
+            nn.ModuleList(Block(width) for _ in range(depth)),
+            checkpointed,
+        )
         self.seen: list[tuple[StorageWeakRef, int]] = []
         for block in self.blocks:
             block.up.register_forward_hook(self.see)  # type: ignore[operator, union-attr]
 
     def see(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         for tensor in (*args, output):
-            self.seen.append((StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()))
+            self.seen.append(
+                (StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes())
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -65,22 +77,33 @@ class Stack(nn.Module):
 
     def held(self) -> int:
         """Bytes of what was noted that still are where they were; each storage once."""
-        alive = {reference.cdata: nbytes for reference, nbytes in self.seen if not reference.expired()}
+        alive = {
+            reference.cdata: nbytes for reference, nbytes in self.seen if not reference.expired()
+        }
         self.seen.clear()
         return sum(alive.values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nvme", type=Path, required=True)
     for name, default in {"width": 512, "depth": 8, "tokens": 4096, "rounds": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--room", type=int, default=4, help="how many of the largest tensors host memory holds (nvme)")
+    parser.add_argument(
+        "--room",
+        type=int,
+        default=4,
+        help="how many of the largest tensors host memory holds (nvme)",
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = [row for kind in ("plain", "checkpointed") for row in measure(options, kind)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    summary = Summary.of(__file__, QUESTION, LIMIT, rows, seeds=[0], settings=vars(options), device=device)
+    summary = Summary.of(
+        __file__, QUESTION, LIMIT, rows, seeds=[0], settings=vars(options), device=device
+    )
     for line in summary.table():
         print(line)
     summary.write(options.json)
@@ -99,11 +122,17 @@ def measure(options: argparse.Namespace, kind: str) -> list[Row]:
         "nvme": {"activations": "nvme", "tuning": {"activation_memory": options.room * largest}},
     }
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
-        steps = {name: make(options, checkpointed, Path(folder), name, config) for name, config in ways.items()}
+        steps = {
+            name: make(options, checkpointed, Path(folder), name, config)
+            for name, config in ways.items()
+        }
         for step in steps.values():
             step()
         order = list(steps)  # in turns: what the machine does besides changes within a round, too
-        rounds = [{n: steps[n]() for n in order[i % len(order) :] + order[: i % len(order)]} for i in range(options.rounds)]
+        rounds = [
+            {n: steps[n]() for n in order[i % len(order) :] + order[: i % len(order)]}
+            for i in range(options.rounds)
+        ]
     return [
         Row(
             name=f"{kind}, {name}",
@@ -118,14 +147,28 @@ def measure(options: argparse.Namespace, kind: str) -> list[Row]:
 
 
 def make(
-    options: argparse.Namespace, checkpointed: bool, folder: Path, name: str, config: dict[str, Any] | None
+    options: argparse.Namespace,
+    checkpointed: bool,
+    folder: Path,
+    name: str,
+    config: dict[str, Any] | None,
 ) -> Callable[[], tuple[float, int]]:
-    """A function that trains a step, and gives its seconds and the bytes held at the end of its forward. `config`: None for plain
-    PyTorch, which `save_on_cpu` needs, for of two hooks torch asks the inner one alone."""
+    """A function that trains a step, and gives its seconds and the bytes held at the end of its
+    forward. `config`: None for plain PyTorch, which `save_on_cpu` needs, for of two hooks torch
+    asks the inner one alone."""
     torch.manual_seed(0)
-    memory = {"parameters": "gpu", "gradients": "gpu", "optimizer": "gpu", "gpu_memory": "4GiB", "cpu_memory": "2GiB"}
+    memory = {
+        "parameters": "gpu",
+        "gradients": "gpu",
+        "optimizer": "gpu",
+        "gpu_memory": "4GiB",
+        "cpu_memory": "2GiB",
+    }
     (folder / name).mkdir()
-    model, kind = Stack(options.width, options.depth, checkpointed), "cuda" if torch.cuda.is_available() else "cpu"
+    model, kind = (
+        Stack(options.width, options.depth, checkpointed),
+        "cuda" if torch.cuda.is_available() else "cpu",
+    )
     optimizer: torch.optim.Optimizer
     if config is None:
         optimizer = torch.optim.AdamW(model.to(kind).parameters(), fused=True)

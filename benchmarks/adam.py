@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""The optimizer kernels beside a plain loop over memory, torch's fused AdamW, and DeepSpeed's CPUAdam where it is installed.
+"""The optimizer kernels beside a plain loop over memory, torch's fused AdamW, and DeepSpeed's
+CPUAdam where it is installed.
 
-Needs 26 bytes of memory per parameter. `infinity/bench/adam.py` measures, and says how they are compared.
+Needs 26 bytes of memory per parameter. `infinity/bench/adam.py` measures, and says how they are
+compared.
 
     benchmarks/adam.py [--parameters 100e6 300e6] [--rounds 7] [--threads N] [--json FILE]
 """
@@ -16,7 +18,10 @@ from typing import Any
 from infinity.bench.adam import measure
 from infinity.bench.summary import Row, Spread, Summary
 
-QUESTION = "How near do the optimizer kernels come to the memory bandwidth, and how do they compare with their peers?"
+QUESTION = (
+    "How near do the optimizer kernels come to the memory bandwidth, and how do "
+    "they compare with their peers?"
+)
 LIMIT = "the bytes per second of a plain in-place loop, in the same round"
 
 
@@ -45,7 +50,9 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parameters", type=float, nargs="+", default=[100e6, 300e6])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=None)
@@ -60,7 +67,10 @@ def main() -> None:
     for count in map(int, options.parameters):
         result = measure(count, options.rounds, options.threads, not options.no_peers, say)
         rows += rows_of(result)
-        settings |= {"threads": result["threads_count"], "instruction_set": result["instruction_set"]}
+        settings |= {
+            "threads": result["threads_count"],
+            "instruction_set": result["instruction_set"],
+        }
     summary = Summary.of(__file__, QUESTION, LIMIT, rows, settings=settings)
     for line in summary.table():
         print(line)

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""The I/O engines against fio on one file: sequential, mixed and small random I/O, ordinary memory, and demand latency.
+"""The I/O engines against fio on one file: sequential, mixed and small random I/O, ordinary memory,
+and demand latency.
 
-Every round runs fio at its two best settings and our engines, in an order that changes from round to round, and gives our
-figure over that round's of fio's better setting; medians and the spread over rounds are printed. Both sides use
-O_DIRECT and run for as long, after a warm-up in which their buffers are touched: fio's on huge pages by
-`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, ours in a `infinity.device.HostMemory`. The file is written once before. CPU seconds
-are those of the process (fio: its own figure).
+Every round runs fio at its two best settings and our engines, in an order that changes from round
+to round, and gives our figure over that round's of fio's better setting; medians and the spread
+over rounds are printed. Both sides use O_DIRECT and run for as long, after a warm-up in which their
+buffers are touched: fio's on huge pages by `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, ours in a
+`infinity.device.HostMemory`. The file is written once before. CPU seconds are those of the process
+(fio: its own figure).
 
     benchmarks/aio.py --dir DIR [--questions read,write,...] [--rounds 5] [--json FILE]
 """
@@ -51,12 +53,37 @@ class Figure:
     cpu: float
 
 
-def fio(path: Path, seconds: float, pattern: str, block: int, depth: int, *, huge: bool = True, mix: int = 70) -> Figure:
-    command = ["fio", "--name=fio", f"--filename={path}", "--ioengine=io_uring", "--direct=1", f"--rw={pattern}", f"--bs={block}",
-               f"--iodepth={depth}", f"--rwmixread={mix}", f"--size={path.stat().st_size}", "--thread", "--time_based",
-               f"--runtime={seconds * 1e3:.0f}ms", f"--ramp_time={WARM_UP * 1e3:.0f}ms", "--output-format=json"]  # fmt: skip
+def fio(
+    path: Path,
+    seconds: float,
+    pattern: str,
+    block: int,
+    depth: int,
+    *,
+    huge: bool = True,
+    mix: int = 70,
+) -> Figure:
+    command = [
+        "fio",
+        "--name=fio",
+        f"--filename={path}",
+        "--ioengine=io_uring",
+        "--direct=1",
+        f"--rw={pattern}",
+        f"--bs={block}",
+        f"--iodepth={depth}",
+        f"--rwmixread={mix}",
+        f"--size={path.stat().st_size}",
+        "--thread",
+        "--time_based",
+        f"--runtime={seconds * 1e3:.0f}ms",
+        f"--ramp_time={WARM_UP * 1e3:.0f}ms",
+        "--output-format=json",
+    ]
     environment = {**os.environ, "GLIBC_TUNABLES": f"glibc.malloc.hugetlb={int(huge)}"}
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    output = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment
+    ).stdout
     job = json.loads(output[output.index("{") :])["jobs"][0]
     moved = sum(job[way]["io_bytes"] for way in ("read", "write"))
     wall = max(job[way]["runtime"] for way in ("read", "write")) / 1e3
@@ -65,7 +92,8 @@ def fio(path: Path, seconds: float, pattern: str, block: int, depth: int, *, hug
 
 
 def ordinary(nbytes: int) -> np.ndarray:
-    """Memory on 4 KiB pages, touched in random order, as a process that has run for a while gets it."""
+    """Memory on 4 KiB pages, touched in random order, as a process that has run for a while gets
+    it."""
     area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     area.madvise(mmap.MADV_NOHUGEPAGE)
     memory = np.frombuffer(area, np.uint8)
@@ -74,9 +102,19 @@ def ordinary(nbytes: int) -> np.ndarray:
 
 
 class Ours:
-    """An engine, a file and memory for `window` requests of `block` bytes that are always under way."""
+    """An engine, a file and memory for `window` requests of `block` bytes that are always under
+    way."""
 
-    def __init__(self, kind: str, path: Path, memory: np.ndarray, block: int, *, register: bool = False, **options: int) -> None:
+    def __init__(
+        self,
+        kind: str,
+        path: Path,
+        memory: np.ndarray,
+        block: int,
+        *,
+        register: bool = False,
+        **options: int,
+    ) -> None:
         self.engine = native.aio().Engine(kind, **options)
         self.file = native.aio().File(str(path))
         self.address, self.block, self.window = memory.ctypes.data, block, memory.size // block
@@ -88,11 +126,18 @@ class Ours:
     def read(self, slot: int, place: int | None = None) -> Any:
         self.turn += 1
         place = self.turn % self.places if place is None else place
-        return self.engine.read(self.file, place * self.block, self.address + slot * self.block, self.block)
+        return self.engine.read(
+            self.file, place * self.block, self.address + slot * self.block, self.block
+        )
 
     def write(self, slot: int) -> Any:
         self.turn += 1
-        return self.engine.write(self.file, self.turn % self.places * self.block, self.address + slot * self.block, self.block)
+        return self.engine.write(
+            self.file,
+            self.turn % self.places * self.block,
+            self.address + slot * self.block,
+            self.block,
+        )
 
     def run(self, seconds: float, move: Move, requests: int = 1) -> Figure:
         """`move(slot)` starts `requests` requests with one ticket."""
@@ -116,7 +161,9 @@ class Ours:
         return Figure(moved / (now - start), count / (now - start), cpu / (moved / 1e9))
 
 
-def engine(kind: str, path: Path, memory: np.ndarray, seconds: float, way: str, **options: Any) -> Figure:
+def engine(
+    kind: str, path: Path, memory: np.ndarray, seconds: float, way: str, **options: Any
+) -> Figure:
     """Sequential or mixed, in requests of 32 MiB (mixed: 8 MiB), 128 MiB under way."""
     ours = Ours(kind, path, memory, (8 if way == "mixed" else 32) * MIB, **options)
     dice = random.Random(0)
@@ -124,14 +171,18 @@ def engine(kind: str, path: Path, memory: np.ndarray, seconds: float, way: str, 
     return ours.run(seconds, {"read": ours.read, "write": ours.write, "mixed": mixed}[way])
 
 
-def small(path: Path, memory: np.ndarray, seconds: float, block: int, depth: int, **options: Any) -> Figure:
+def small(
+    path: Path, memory: np.ndarray, seconds: float, block: int, depth: int, **options: Any
+) -> Figure:
     """Random reads of `block` bytes, `depth` on the device, in batches, four under way."""
     many = min(16 * depth, memory.size // (4 * block))
     ours = Ours("io_uring", path, memory[: 4 * many * block], block, depth=depth, **options)
     dice = np.random.default_rng(0)
     sizes = np.full(many, block, np.uint64)
     targets = [
-        np.uint64(ours.address) + np.arange(i * many, (i + 1) * many, dtype=np.uint64) * np.uint64(block) for i in range(4)
+        np.uint64(ours.address)
+        + np.arange(i * many, (i + 1) * many, dtype=np.uint64) * np.uint64(block)
+        for i in range(4)
     ]
     ours.window = 4
 
@@ -143,7 +194,8 @@ def small(path: Path, memory: np.ndarray, seconds: float, block: int, depth: int
 
 
 def demand(path: Path, memory: np.ndarray, seconds: float, background: bool) -> dict[str, float]:
-    """Milliseconds that a read of 4 MiB takes while writes of 8 MiB are always under way: p50 and p99."""
+    """Milliseconds that a read of 4 MiB takes while writes of 8 MiB are always under way: p50 and
+    p99."""
     aio, size = native.aio(), 8 * MIB
     io, file = aio.Engine("io_uring"), aio.File(str(path))
     address, slots, turn = memory.ctypes.data, memory.size // size - 1, 0
@@ -153,7 +205,11 @@ def demand(path: Path, memory: np.ndarray, seconds: float, background: bool) -> 
         while len(writes) < slots:
             turn += 1
             place = turn * size % (file.size() - size)
-            writes.append(io.write(file, place, address + (turn % slots + 1) * size, size, background=background))
+            writes.append(
+                io.write(
+                    file, place, address + (turn % slots + 1) * size, size, background=background
+                )
+            )
         begin = time.perf_counter()
         io.read(file, turn * 4 * MIB % (file.size() // 2), address, 4 * MIB).wait()
         times.append((time.perf_counter() - begin) * 1e3)
@@ -161,7 +217,11 @@ def demand(path: Path, memory: np.ndarray, seconds: float, background: bool) -> 
             writes.popleft()
     io.close()
     file.close()
-    return {"p50_ms": statistics.median(times), "p99_ms": float(np.percentile(times, 99)), "reads": len(times)}
+    return {
+        "p50_ms": statistics.median(times),
+        "p99_ms": float(np.percentile(times, 99)),
+        "reads": len(times),
+    }
 
 
 class Questions:
@@ -217,7 +277,9 @@ class Questions:
         contenders: Contenders = {}
         for depth in (64, 128):
             contenders[f"fio x {depth}"] = self.fio("randread", block, depth)
-            contenders[f"io_uring x {depth}"] = partial(small, self.path, self.huge, self.seconds, block, depth)
+            contenders[f"io_uring x {depth}"] = partial(
+                small, self.path, self.huge, self.seconds, block, depth
+            )
         return contenders
 
     def random_4k(self) -> Contenders:
@@ -229,7 +291,9 @@ class Questions:
     def demand(self) -> Contenders:
         """Latency, not speed."""
         return {
-            f"reads beside {kind} writes": partial(demand, self.path, self.huge, self.seconds, kind == "background")
+            f"reads beside {kind} writes": partial(
+                demand, self.path, self.huge, self.seconds, kind == "background"
+            )
             for kind in ("foreground", "background")
         }
 
@@ -258,7 +322,9 @@ def speeds(question: str, rounds: list[dict[str, Figure]]) -> list[Row]:
                 unit="GB/s",
                 rounds=len(rounds),
                 value=Spread.of([figure.rate / 1e9 for figure in figures]),
-                ratio=Spread.of([figure.rate / fios for figure, fios in zip(figures, best, strict=True)]),
+                ratio=Spread.of(
+                    [figure.rate / fios for figure, fios in zip(figures, best, strict=True)]
+                ),
                 others={
                     "requests_per_second": Spread.of([figure.requests for figure in figures]),
                     "cpu_seconds_per_gb": Spread.of([figure.cpu for figure in figures]),
@@ -286,24 +352,52 @@ def latencies(question: str, rounds: list[dict[str, dict[str, float]]]) -> list[
 
 
 def main() -> None:
-    known = ["read", "write", "mixed", "read_ordinary", "write_ordinary", "random_4k", "random_64k", "demand"]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = [
+        "read",
+        "write",
+        "mixed",
+        "read_ordinary",
+        "write_ordinary",
+        "random_4k",
+        "random_64k",
+        "demand",
+    ]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--size", type=int, default=2 << 30, help="bytes of the file")
     parser.add_argument("--questions", default=",".join(known))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement, after the warm-up")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="of each measurement, after the warm-up"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     asked = options.questions.split(",")
     if unknown := set(asked) - set(known):
-        parser.error(f"no such question: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        parser.error(
+            f"no such question: {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+        )
 
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="aio-") as folder:
         path = Path(folder, "file")
-        subprocess.run(["fio", "--name=fill", f"--filename={path}", "--direct=1", "--rw=write", "--bs=4M", "--ioengine=io_uring",
-                        "--iodepth=8", f"--size={options.size}"], check=True, capture_output=True)  # fmt: skip
+        subprocess.run(
+            [
+                "fio",
+                "--name=fill",
+                f"--filename={path}",
+                "--direct=1",
+                "--rw=write",
+                "--bs=4M",
+                "--ioengine=io_uring",
+                "--iodepth=8",
+                f"--size={options.size}",
+            ],
+            check=True,
+            capture_output=True,
+        )
         questions = Questions(path, options.seconds)
         for name in asked:
             rounds = measure(getattr(questions, name)(), options.rounds)

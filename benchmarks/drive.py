@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""NVMe directories through infinity's I/O engine at its best setting, and through fio with equal parameters.
+"""NVMe directories through infinity's I/O engine at its best setting, and through fio with equal
+parameters.
 
-The comparison runs where fio is installed. `infinity bench io` has all options, and says what limits the drive.
+The comparison runs where fio is installed. `infinity bench io` has all options, and says what
+limits the drive.
 
     benchmarks/drive.py --path DIR [--path DIR ...] [--load] [--json FILE]
 """
@@ -22,9 +24,13 @@ from infinity.quantities import parse_bytes
 QUESTION = "What does the drive give to infinity's I/O engine, and to fio with equal parameters?"
 LIMIT = "fio with equal parameters, in the same round"
 FACTS = (
-    "cpu_seconds_per_gb", "of_quiet_ratio", "latency_p50_seconds", "latency_p99_seconds", "latency_p99_9_seconds",
+    "cpu_seconds_per_gb",
+    "of_quiet_ratio",
+    "latency_p50_seconds",
+    "latency_p99_seconds",
+    "latency_p99_9_seconds",
     "io_per_training_step_seconds",
-)  # fmt: skip
+)
 
 
 def row_of(measured: dict[str, Any], paths: int) -> Row:
@@ -33,7 +39,9 @@ def row_of(measured: dict[str, Any], paths: int) -> Row:
     beside = f" beside {measured['load']}" if measured["load"] else ""
 
     def spread(form: str) -> Spread:
-        return Spread(**{name: measured[form.format(name)] for name in ("median", "lowest", "highest")})
+        return Spread(
+            **{name: measured[form.format(name)] for name in ("median", "lowest", "highest")}
+        )
 
     return Row(
         name=measured["mode"] + where + beside,
@@ -46,8 +54,12 @@ def row_of(measured: dict[str, Any], paths: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, action="append", required=True, help="a directory on the drive")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--path", type=Path, action="append", required=True, help="a directory on the drive"
+    )
     parser.add_argument("--size", type=parse_bytes, default=2 << 30, help="the file on each path")
     parser.add_argument("--engine", choices=["auto", "io_uring", "posix"], default="auto")
     parser.add_argument("--depth", type=int, help="requests in flight (default: searched)")
@@ -56,15 +68,32 @@ def main() -> None:
     parser.add_argument("--search-seconds", type=float, default=30.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--round-seconds", type=float, default=1.0)
-    parser.add_argument("--load", action="store_true", help="measure also beside CPU Adam and copies to a GPU")
+    parser.add_argument(
+        "--load", action="store_true", help="measure also beside CPU Adam and copies to a GPU"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     plan = Plan(
-        paths=tuple(options.path), size=options.size, reserve=4 << 30, engine=options.engine, depth=options.depth,
-        request_bytes=options.request_bytes, threads=None, search_seconds=options.search_seconds, modes=tuple(options.modes),
-        rounds=options.rounds, round_seconds=options.round_seconds, tensor_bytes=1 << 20, model_parameters=7_000_000_000,
-        load=options.load, compare_fio=shutil.which("fio") is not None, sustained=None, write_set=None, endurance=None, runs=1,
-    )  # fmt: skip
+        paths=tuple(options.path),
+        size=options.size,
+        reserve=4 << 30,
+        engine=options.engine,
+        depth=options.depth,
+        request_bytes=options.request_bytes,
+        threads=None,
+        search_seconds=options.search_seconds,
+        modes=tuple(options.modes),
+        rounds=options.rounds,
+        round_seconds=options.round_seconds,
+        tensor_bytes=1 << 20,
+        model_parameters=7_000_000_000,
+        load=options.load,
+        compare_fio=shutil.which("fio") is not None,
+        sustained=None,
+        write_set=None,
+        endurance=None,
+        runs=1,
+    )
 
     def say(text: str) -> None:
         print(text, file=sys.stderr)

@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""What the state formats do to training: a language model trained on real text from the same start with each of them.
+"""What the state formats do to training: a language model trained on real text from the same start
+with each of them.
 
-A Llama with bf16 parameters learns the sources of Python's standard library, byte by byte, from random initialisation: AdamW
-with beta2 = 0.999, the hard case for second moments of few bits, warm-up, cosine and clipping. Seeds differ in initial weights
-and order of the windows; held-out windows are the same for all. A split master must give the same bits as an fp32 master, in
-every loss and in the final weights and masters; moments of fewer bits must end at a validation loss that differs from that of
-fp32 by less than seeds differ among themselves. "nudged" is fp32 with a learning rate larger by a millionth: it shows how far any
-change of rounding, however small, moves the result of one seed.
+A Llama with bf16 parameters learns the sources of Python's standard library, byte by byte, from
+random initialisation: AdamW with beta2 = 0.999, the hard case for second moments of few bits,
+warm-up, cosine and clipping. Seeds differ in initial weights and order of the windows; held-out
+windows are the same for all. A split master must give the same bits as an fp32 master, in every
+loss and in the final weights and masters; moments of fewer bits must end at a validation loss that
+differs from that of fp32 by less than seeds differ among themselves. "nudged" is fp32 with a
+learning rate larger by a millionth: it shows how far any change of rounding, however small, moves
+the result of one seed.
 
-Every run is a process of its own. With `--runs` each goes to that file when it ends, and one that is found there is not repeated.
-States lie in host memory here: placement never changes a number.
+Every run is a process of its own. With `--runs` each goes to that file when it ends, and one that
+is found there is not repeated. States lie in host memory here: placement never changes a number.
 """
 
 from __future__ import annotations
@@ -38,10 +41,21 @@ from infinity.placement.spec import Kind
 
 QUESTION = "Does a state format of fewer bytes change what training ends at?"
 LIMIT = "the validation loss of fp32 states with the same seed"
-FORMATS: dict[str, Any] = {"fp32": "fp32", "nudged": "fp32", "split": "fp32", "bf16": "bf16", "int8": "int8"}
+FORMATS: dict[str, Any] = {
+    "fp32": "fp32",
+    "nudged": "fp32",
+    "split": "fp32",
+    "bf16": "bf16",
+    "int8": "int8",
+}
 """How each run keeps its moments."""
 WHOLE_MASTERS = ("fp32", "nudged")
-SHAPE = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6}
+SHAPE = {
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+}
 AT_REST = (Kind.PARAM, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 Result = dict[str, Any]
 
@@ -52,7 +66,9 @@ def build(seed: int) -> torch.nn.Module:
 
     torch.manual_seed(seed)
     values = PRESETS["llama-tiny"] | SHAPE | {"vocab_size": BYTE_VOCABULARY}
-    return ModelSource("formats", AutoConfig.for_model(values.pop("model_type"), **values), None).build()
+    return ModelSource(
+        "formats", AutoConfig.for_model(values.pop("model_type"), **values), None
+    ).build()
 
 
 def train(name: str, seed: int, options: argparse.Namespace) -> Result:
@@ -60,13 +76,23 @@ def train(name: str, seed: int, options: argparse.Namespace) -> Result:
     torch.set_num_threads(options.threads)
     windows = load_windows(None, ByteTokenizer(), options.length, seed=0)
     batches = dataclasses.replace(windows, seed=seed).batches(options.batch)
-    memory = {"gpu_memory": "2GiB", "cpu_memory": "2GiB", "parameters": "gpu", "gradients": "gpu", "optimizer": "cpu"}
+    memory = {
+        "gpu_memory": "2GiB",
+        "cpu_memory": "2GiB",
+        "parameters": "gpu",
+        "gradients": "gpu",
+        "optimizer": "cpu",
+    }
     tuning = infinity.Tuning(threads=options.threads, split_master=name not in WHOLE_MASTERS)
-    config = infinity.Config(**memory, precision="bf16", moment_precision=FORMATS[name], tuning=tuning)
+    config = infinity.Config(
+        **memory, precision="bf16", moment_precision=FORMATS[name], tuning=tuning
+    )
     model = infinity.wrap(build(seed), config)
     with infinity.engine(model) as engine:
         lr = options.lr * (1 + 1e-6 * (name == "nudged"))
-        optimizer = infinity.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0.1, max_grad_norm=1.0)
+        optimizer = infinity.AdamW(
+            model.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0.1, max_grad_norm=1.0
+        )
         rate = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, options.steps, options.steps // 10)
         )
@@ -86,24 +112,34 @@ def train(name: str, seed: int, options: argparse.Namespace) -> Result:
             losses.append(loss.item())
         with torch.no_grad():
             sums = [
-                (loss_of(batch).item() * len(batch), len(batch)) for batch in windows.validation_batches(8, options.held_out // 8)
+                (loss_of(batch).item() * len(batch), len(batch))
+                for batch in windows.validation_batches(8, options.held_out // 8)
             ]
         digest = hashlib.sha256(np.array(losses).tobytes())
         for _, weights in engine.weights():
             digest.update(weights.contiguous().view(torch.uint8).numpy().tobytes())
         for state in optimizer.state_dict()["state"].values():
             digest.update(state["master"].numpy().tobytes())
-        blocks = [unit.blocks[kind].nbytes for unit in engine.units for kind in AT_REST if kind in unit.blocks]
+        blocks = [
+            unit.blocks[kind].nbytes
+            for unit in engine.units
+            for kind in AT_REST
+            if kind in unit.blocks
+        ]
         parameters = engine.report().parameters
     return {
-        "format": name, "seed": seed, "parameters": parameters, "bytes_per_parameter": sum(blocks) / parameters,
+        "format": name,
+        "seed": seed,
+        "parameters": parameters,
+        "bytes_per_parameter": sum(blocks) / parameters,
         "validation_loss": sum(total for total, _ in sums) / sum(count for _, count in sums),
         "sha256": digest.hexdigest(),
-    }  # fmt: skip
+    }
 
 
 def rows_of(results: list[Result]) -> list[Row]:
-    """What the runs ended at, as spreads over seeds, and their differences to fp32 with the same seed."""
+    """What the runs ended at, as spreads over seeds, and their differences to fp32 with the same
+    seed."""
     by = {(result["format"], result["seed"]): result for result in results}
     rows = []
     for name in FORMATS:
@@ -119,11 +155,17 @@ def rows_of(results: list[Result]) -> list[Row]:
                 unit="nats",
                 value=Spread.of(ended),
                 ratio=Spread.of([ours / theirs for ours, theirs in zip(ended, exact, strict=True)]),
-                others={"minus_fp32_nats": Spread.of([ours - theirs for ours, theirs in zip(ended, exact, strict=True)])},
+                others={
+                    "minus_fp32_nats": Spread.of(
+                        [ours - theirs for ours, theirs in zip(ended, exact, strict=True)]
+                    )
+                },
                 facts={
                     "bytes_per_parameter": mine[0]["bytes_per_parameter"],
                     "mean_nats": statistics.fmean(ended),
-                    "same_bits_as_fp32_count": sum(a["sha256"] == b["sha256"] for a, b in zip(mine, base, strict=True)),
+                    "same_bits_as_fp32_count": sum(
+                        a["sha256"] == b["sha256"] for a, b in zip(mine, base, strict=True)
+                    ),
                 },
             )
         )
@@ -132,7 +174,9 @@ def rows_of(results: list[Result]) -> list[Row]:
 
 def main() -> None:
     """Run what is missing, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=400)
@@ -144,33 +188,66 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=3, help="runs at a time")
     parser.add_argument("--runs", type=Path, help="a file that keeps each run")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", nargs=2, metavar=("FORMAT", "SEED"), help="one run in this process; prints JSON")
+    parser.add_argument(
+        "--one", nargs=2, metavar=("FORMAT", "SEED"), help="one run in this process; prints JSON"
+    )
     options = parser.parse_args()
     if options.one:
         print(json.dumps(train(options.one[0], int(options.one[1]), options)))
         return
-    settings = {key: getattr(options, key) for key in ("steps", "batch", "length", "lr", "held_out", "threads")}
-    found = json.loads(options.runs.read_text()) if options.runs and options.runs.exists() else {"settings": settings, "runs": []}
+    settings = {
+        key: getattr(options, key)
+        for key in ("steps", "batch", "length", "lr", "held_out", "threads")
+    }
+    found = (
+        json.loads(options.runs.read_text())
+        if options.runs and options.runs.exists()
+        else {"settings": settings, "runs": []}
+    )
     if found["settings"] != settings:
-        parser.error(f"{options.runs} has runs with other settings ({found['settings']}); name another file with --runs")
+        parser.error(
+            f"{options.runs} has runs with other settings ({found['settings']}); name "
+            "another file with --runs"
+        )
     runs: list[Result] = found["runs"]
     known = {(run["format"], run["seed"]) for run in runs}
-    wanted = [(name, seed) for seed in options.seeds for name in options.formats if (name, seed) not in known]
-    arguments = [part for key, value in settings.items() for part in (f"--{key.replace('_', '-')}", str(value))]
+    wanted = [
+        (name, seed)
+        for seed in options.seeds
+        for name in options.formats
+        if (name, seed) not in known
+    ]
+    arguments = [
+        part
+        for key, value in settings.items()
+        for part in (f"--{key.replace('_', '-')}", str(value))
+    ]
 
     def child(run: tuple[str, int]) -> Result:
         command = [sys.executable, __file__, "--one", run[0], str(run[1]), *arguments]
-        result: Result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+        result: Result = json.loads(
+            subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
+        )
         return result
 
     with ThreadPoolExecutor(options.jobs) as pool:
         for result in pool.map(child, wanted):
             runs.append(result)
-            print(f"{result['format']}, seed {result['seed']}: {result['validation_loss']:.4f} nats", file=sys.stderr)
+            print(
+                f"{result['format']}, seed {result['seed']}: {result['validation_loss']:.4f} nats",
+                file=sys.stderr,
+            )
             if options.runs:
                 options.runs.write_text(json.dumps(found, indent=1) + "\n")
     parameters = {"parameters": runs[0]["parameters"]} if runs else {}
-    summary = Summary.of(__file__, QUESTION, LIMIT, rows_of(runs), seeds=options.seeds, settings=settings | parameters)
+    summary = Summary.of(
+        __file__,
+        QUESTION,
+        LIMIT,
+        rows_of(runs),
+        seeds=options.seeds,
+        settings=settings | parameters,
+    )
     for line in summary.table():
         print(line)
     summary.write(options.json)

@@ -1,15 +1,19 @@
 #!/usr/bin/env python3
-"""How much of the I/O hides behind compute: one training step with the I/O engine slowed to a known rate.
+"""How much of the I/O hides behind compute: one training step with the I/O engine slowed to a known
+rate.
 
-For each share the rate is set so that the step's NVMe traffic takes that share of the step's compute time (the same step with
-every state in memory, measured in the same round). With `--caches` the same rate is used for engines that keep shares of the
-states in host memory. Printed per share: step time over max(compute, I/O), and what running one
-after the other would give. Rounds are interleaved; medians and the spread over rounds are reported.
+For each share the rate is set so that the step's NVMe traffic takes that share of the step's
+compute time (the same step with every state in memory, measured in the same round). With `--caches`
+the same rate is used for engines that keep shares of the states in host memory. Printed per share:
+step time over max(compute, I/O), and what running one after the other would give. Rounds are
+interleaved; medians and the spread over rounds are reported.
 
-With `--update exact` nothing is updated before the last gradient is there, so updates overlap with the next forward and not
-with the backward: around share 1 the whole step cannot reach 1. The lower bound of this order is printed beside each figure:
-max(forward, update traffic and forward's fetches) + max(backward, backward's fetches). Updates that begin in backward, on the
-guess that nothing is clipped (the norm is computed and compared, and stays under the limit here), go below it.
+With `--update exact` nothing is updated before the last gradient is there, so updates overlap with
+the next forward and not with the backward: around share 1 the whole step cannot reach 1. The lower
+bound of this order is printed beside each figure:
+max(forward, update traffic and forward's fetches) + max(backward, backward's fetches). Updates that
+begin in backward, on the guess that nothing is clipped (the norm is computed and compared, and
+stays under the limit here), go below it.
 """
 
 from __future__ import annotations
@@ -46,7 +50,12 @@ class Run:
     """A wrapped model, and the times of its steps."""
 
     def __init__(
-        self, options: argparse.Namespace, folder: Path, cache: float = 0.0, max_grad_norm: float = 1e6, **placement: str
+        self,
+        options: argparse.Namespace,
+        folder: Path,
+        cache: float = 0.0,
+        max_grad_norm: float = 1e6,
+        **placement: str,
     ) -> None:
         folder.mkdir()
         torch.manual_seed(0)
@@ -56,12 +65,19 @@ class Run:
         tuning: dict[str, int | str] = {"threads": options.threads}
         if not placement:
             kept = int(cache * sum(p.numel() for p in model.parameters()) * 12)
-            budgets = {"gpu_memory": options.gpu_memory, "cpu_memory": parse_bytes(options.cpu_memory) + kept}
+            budgets = {
+                "gpu_memory": options.gpu_memory,
+                "cpu_memory": parse_bytes(options.cpu_memory) + kept,
+            }
             tuning |= {"update": options.update, "cache": kept}
-        config = infinity.Config(nvme=folder, precision="fp32", tuning=tuning, **budgets, **placement)
+        config = infinity.Config(
+            nvme=folder, precision="fp32", tuning=tuning, **budgets, **placement
+        )
         self.model = infinity.wrap(model, config)
         self.engine = infinity.engine(self.model)
-        self.optimizer = infinity.AdamW(self.model.parameters(), lr=1e-4, max_grad_norm=max_grad_norm)
+        self.optimizer = infinity.AdamW(
+            self.model.parameters(), lr=1e-4, max_grad_norm=max_grad_norm
+        )
         self.batch = torch.randn(options.batch, options.width)
 
     def steps(self, count: int) -> tuple[float, float, float]:
@@ -92,32 +108,65 @@ def row_of(share: float, moved: int, measured: list[dict[str, float]], run: Run)
         "updates_rolled_back_count": report.updates_rolled_back,
     }  # fmt: skip
     name = f"I/O = {share:g} x compute" + (f", {cached:.0%} cached" if cached else "")
-    return Row(name=name, unit="s", rounds=len(measured), value=value, ratio=ratio, others=columns, facts=facts)
+    return Row(
+        name=name,
+        unit="s",
+        rounds=len(measured),
+        value=value,
+        ratio=ratio,
+        others=columns,
+        facts=facts,
+    )
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme", type=Path, default=None, help="directory for the states (default: a temporary one)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--nvme",
+        type=Path,
+        default=None,
+        help="directory for the states (default: a temporary one)",
+    )
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--gpu-memory", default="48MiB")
     parser.add_argument("--cpu-memory", default="192MiB")
     parser.add_argument(
-        "--caches", type=float, nargs="+", default=[0.0],
-        help="shares of the states that stay in host memory, beside --cpu-memory; the rate is that of the first of them",
-    )  # fmt: skip
-    parser.add_argument("--threads", type=int, default=2, help="threads of the optimizer, and as many for the model")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.33, 1.0, 3.0], help="I/O time over compute time")
-    parser.add_argument("--update", default="auto", choices=["auto", "speculative", "exact", "plain"])
+        "--caches",
+        type=float,
+        nargs="+",
+        default=[0.0],
+        help=(
+            "shares of the states that stay in host memory, beside --cpu-memory; the "
+            "rate is that of the first of them"
+        ),
+    )
+    parser.add_argument(
+        "--threads", type=int, default=2, help="threads of the optimizer, and as many for the model"
+    )
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[0.33, 1.0, 3.0],
+        help="I/O time over compute time",
+    )
+    parser.add_argument(
+        "--update", default="auto", choices=["auto", "speculative", "exact", "plain"]
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
-        memory = Run(options, Path(folder, "memory"), parameters="gpu", gradients="gpu", optimizer="gpu")
+        memory = Run(
+            options, Path(folder, "memory"), parameters="gpu", gradients="gpu", optimizer="gpu"
+        )
         runs = {cache: Run(options, Path(folder, str(cache)), cache) for cache in options.caches}
         memory.steps(2)
         moved, fetched = {}, {}
@@ -132,7 +181,8 @@ def main() -> None:
             for share, cache in rows:
                 run = runs[cache]
                 rate = moved[options.caches[0]] / (share * before[0])
-                io, in_backward = moved[cache] / rate, fetched[cache] / 2 / rate  # at most: a turn finds some of it resident
+                # at most: a turn finds some of it resident
+                io, in_backward = moved[cache] / rate, fetched[cache] / 2 / rate
                 if run.engine.io is not None:
                     run.engine.io.set_faults(bytes_per_second=rate)
                 run.steps(3)  # what update="auto" learns from the new rate, it does two steps later
@@ -140,17 +190,28 @@ def main() -> None:
                 run.engine.drain()
                 if run.engine.io is not None:
                     run.engine.io.set_faults()
-                after_it = memory.steps(options.steps)  # a shared machine is not as fast now as it was a moment ago
-                compute, forward, backward = (statistics.mean(pair) for pair in zip(before, after_it, strict=True))
+                # a shared machine is not as fast now as it was a moment ago
+                after_it = memory.steps(options.steps)
+                compute, forward, backward = (
+                    statistics.mean(pair) for pair in zip(before, after_it, strict=True)
+                )
                 before = after_it
                 bound = max(forward, io - in_backward) + max(backward, in_backward)
                 after = (compute + io) / max(compute, io)
-                rows[share, cache].append({
-                    "step_seconds": step, "ratio": step / max(compute, io), "compute_seconds": compute,
-                    "step_over_compute_ratio": step / compute, "one_after_the_other_ratio": after,
-                    "step_over_exact_bound_ratio": step / bound,
-                })  # fmt: skip
-        found = [row_of(share, moved[cache], measured, runs[cache]) for (share, cache), measured in rows.items()]
+                rows[share, cache].append(
+                    {
+                        "step_seconds": step,
+                        "ratio": step / max(compute, io),
+                        "compute_seconds": compute,
+                        "step_over_compute_ratio": step / compute,
+                        "one_after_the_other_ratio": after,
+                        "step_over_exact_bound_ratio": step / bound,
+                    }
+                )
+        found = [
+            row_of(share, moved[cache], measured, runs[cache])
+            for (share, cache), measured in rows.items()
+        ]
         settings = vars(options) | {"parameters": report.parameters}
         summary = Summary.of(__file__, QUESTION, LIMIT, found, seeds=[0], settings=settings)
         for line in summary.table():

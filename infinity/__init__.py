@@ -1,4 +1,5 @@
-"""infinity: train models larger than GPU memory, and larger than RAM, with their states on GPU, host memory and NVMe."""
+"""infinity: train models larger than GPU memory, and larger than RAM, with their states on GPU,
+host memory and NVMe."""
 
 from infinity import nvme
 from infinity.accumulation import accumulate, no_sync

@@ -24,7 +24,8 @@ def accumulate(
     reduction: Literal["mean", "sum"] = "mean",
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Run forward and backward of every micro-batch; returns their losses (0-dimensional, detached, not divided).
+    """Run forward and backward of every micro-batch; returns their losses (0-dimensional, detached,
+    not divided).
 
     `model` is wrapped. A mapping is passed as `model(**batch)`, a tuple or a list as
     `model(*batch)`, and anything else as `model(batch)`; `loss(outputs, batch)` makes a loss of
@@ -43,8 +44,8 @@ def accumulate(
     module remembers from one forward to the next (running statistics) it sees unit by unit. Of
     several errors the first one is raised.
 
-    Raises `ConfigError` for values that cannot be, under `torch.no_grad()`, and when `model` is not wrapped; `RuntimeError`
-    inside of a forward or backward of the model, or of another call.
+    Raises `ConfigError` for values that cannot be, under `torch.no_grad()`, and when `model` is not
+    wrapped; `RuntimeError` inside of a forward or backward of the model, or of another call.
     """
     interleaver, batches = engine(model).interleaver(), list(micro_batches)
     _check("order", order, ("vertical", "horizontal"))
@@ -52,10 +53,15 @@ def accumulate(
     if not batches:
         raise ConfigError("there are no micro-batches to accumulate")
     if not torch.is_grad_enabled():
-        raise ConfigError("infinity.accumulate runs backward; call it outside of torch.no_grad() and torch.inference_mode()")
+        raise ConfigError(
+            "infinity.accumulate runs backward; call it outside of torch.no_grad() and "
+            "torch.inference_mode()"
+        )
     losses: list[torch.Tensor] = [torch.empty(0)] * len(batches)
     autocast = [
-        _autocast_of(kind) for kind in dict.fromkeys(("cpu", interleaver.device.torch.type)) if torch.is_autocast_enabled(kind)
+        _autocast_of(kind)
+        for kind in dict.fromkeys(("cpu", interleaver.device.torch.type))
+        if torch.is_autocast_enabled(kind)
     ]
 
     def run(index: int, micro_batch: MicroBatch) -> None:
@@ -74,7 +80,8 @@ def accumulate(
             for kind, _ in autocast:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             if autocast:
-                torch.clear_autocast_cache()  # what was cast without autograd is of no use to a recomputation
+                # what was cast without autograd is of no use to a recomputation
+                torch.clear_autocast_cache()
             total.backward()
         if autocast:
             torch.clear_autocast_cache()
@@ -85,10 +92,12 @@ def accumulate(
 
 
 def no_sync(wrapped: nn.Module | Engine) -> AbstractContextManager[None]:
-    """Inside, the gradients of backwards wait for those to come before ranks send each other more than their memory demands:
+    """Inside, the gradients of backwards wait for those to come before ranks send each other more
+    than their memory demands:
 
         for number, batch in enumerate(micro_batches):
-            with infinity.no_sync(model) if number + 1 < len(micro_batches) else contextlib.nullcontext():
+            with infinity.no_sync(model) if number + 1 < len(micro_batches) else
+            contextlib.nullcontext():
                 model(**batch).loss.backward()
 
     The sums are the same to rounding, also when the last backward before the step is inside. With
@@ -104,7 +113,9 @@ def no_sync(wrapped: nn.Module | Engine) -> AbstractContextManager[None]:
 
 def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"infinity.accumulate: {name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+        raise ConfigError(
+            f"infinity.accumulate: {name}={value!r} must be one of {', '.join(map(repr, allowed))}"
+        )
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -115,4 +126,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 def _autocast_of(kind: str) -> tuple[str, dict[str, Any]]:
     """The autocast that is on for this kind of device, as arguments of `torch.autocast`."""
-    return kind, {"dtype": torch.get_autocast_dtype(kind), "cache_enabled": torch.is_autocast_cache_enabled()}
+    return kind, {
+        "dtype": torch.get_autocast_dtype(kind),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }

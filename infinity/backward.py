@@ -1,4 +1,5 @@
-"""Backward passes under way on this thread. Autograd calls one a graph task; they nest, and may be cut off by an exception."""
+"""Backward passes under way on this thread. Autograd calls one a graph task; they nest, and may be
+cut off by an exception."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ def in_backward() -> bool:
 
 
 def current_pass() -> int | None:
-    """The number of the innermost backward pass that this thread runs; None outside of any. No two passes share a number."""
+    """The number of the innermost backward pass that this thread runs; None outside of any. No two
+    passes share a number."""
     number = int(torch._C._current_graph_task_id())
     return None if number == -1 else number
 
 
 class _Ending:
-    """What autograd calls when a pass completes. The pass alone owns it, so it dies with the pass, completed or not."""
+    """What autograd calls when a pass completes. The pass alone owns it, so it dies with the pass,
+    completed or not."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -30,10 +33,12 @@ class _Ending:
 
 
 class BackwardPass:
-    """The innermost backward pass of the thread that makes this object. Raises `RuntimeError` outside of a pass.
+    """The innermost backward pass of the thread that makes this object. Raises `RuntimeError`
+    outside of a pass.
 
-    Autograd calls `completed` when the pass completes; `backward()` then raises what `completed` raises. Autograd does not call
-    it when an exception cuts the pass off. `alive` turns False in both cases, before `backward()` returns or raises.
+    Autograd calls `completed` when the pass completes; `backward()` then raises what `completed`
+    raises. Autograd does not call it when an exception cuts the pass off. `alive` turns False in
+    both cases, before `backward()` returns or raises.
     """
 
     def __init__(self, completed: Callable[[], None] = lambda: None) -> None:

@@ -7,7 +7,8 @@ covered, too. So after a failure, however late (exhausted device memory, Ctrl-C)
 process and the directories are as they were. The data of the parameters stays alive until all is
 done: see `infinity.modules.snapshot`.
 
-Several ranks meet after the steps that may fail on one of them alone, so that all go on or none (`together`).
+Several ranks meet after the steps that may fail on one of them alone, so that all go on or none
+(`together`).
 """
 
 from __future__ import annotations
@@ -79,26 +80,31 @@ def wrap(
     group: GivenGroup = "auto",
     seed: int | None = None,
 ) -> Model:
-    """Move the states of `model` to the tiers that `config` says, and train it from then on; returns the same module.
+    """Move the states of `model` to the tiers that `config` says, and train it from then on;
+    returns the same module.
 
     Parameters built inside `infinity.init()` get their values from the safetensors in `weights`, a
     Hugging Face directory or one file. Without `weights` the modules initialize them under `seed`.
     `units` chooses classes or modules whose parameters move together (default: the repeated blocks,
     small ones with those beside them).
 
-    `group` says which ranks train one model together. "auto" takes all ranks where `torch.distributed` is initialized, as DDP and
-    FSDP2 do, and one rank elsewhere; None is one rank. A process group shards over its ranks. A `DeviceMesh` has one dimension,
-    or two (replicate, shard): parts are then shared inside the second, and each has a replica along the first. Parameters may be
-    DTensors on another dimension of the mesh (`parallelize_module`), placed as `Shard` or `Replicate`: each rank then shards what
-    it has of them. Plain ones, and their gradients, must be the same on all tensor parallel ranks, as they are where these see
-    the same activations.
+    `group` says which ranks train one model together. "auto" takes all ranks where
+    `torch.distributed` is initialized, as DDP and FSDP2 do, and one rank elsewhere; None is one
+    rank. A process group shards over its ranks. A `DeviceMesh` has one dimension, or two
+    (replicate, shard): parts are then shared inside the second, and each has a replica along the
+    first. Parameters may be DTensors on another dimension of the mesh (`parallelize_module`),
+    placed as `Shard` or `Replicate`: each rank then shards what it has of them. Plain ones, and
+    their gradients, must be the same on all tensor parallel ranks, as they are where these see the
+    same activations.
 
     Several ranks may be given one `Config(nvme=...)`: each has files in `rank<N>` below it.
 
-    All or nothing: whatever fails, and be it Ctrl-C, leaves the model as it was, and no thread or file. Raises `ConfigError` for
-    a model, a configuration or weights that cannot work, `BudgetError`, `PathInUseError`, `NvmeError`, and `InfinityError` where
-    another rank fails, which it names. What parameters held is freed at the end, so wrapping takes host memory for the model
-    beside `cpu_memory`; a model that was built inside `infinity.init()` has no memory to keep.
+    All or nothing: whatever fails, and be it Ctrl-C, leaves the model as it was, and no thread or
+    file. Raises `ConfigError` for a model, a configuration or weights that cannot work,
+    `BudgetError`, `PathInUseError`, `NvmeError`, and `InfinityError` where another rank fails,
+    which it names. What parameters held is freed at the end, so wrapping takes host memory for the
+    model beside `cpu_memory`; a model that was built inside `infinity.init()` has no memory to
+    keep.
     """
     with ExitStack() as files, ExitStack() as undo:
         build = Build(model, config, group, undo)
@@ -122,9 +128,12 @@ def wrap(
 
 
 class Build:
-    """The parts of an engine on their way: each step adds some. The steps are called once, in the order in which they stand."""
+    """The parts of an engine on their way: each step adds some. The steps are called once, in the
+    order in which they stand."""
 
-    def __init__(self, model: nn.Module, config: Config, group: GivenGroup, undo: ExitStack) -> None:
+    def __init__(
+        self, model: nn.Module, config: Config, group: GivenGroup, undo: ExitStack
+    ) -> None:
         self.undo = undo
         """What undoes all that was done so far, the last first."""
         self.ranks = find_ranks(group, config.stage)
@@ -148,7 +157,10 @@ class Build:
         for name, module in self._model.named_modules():
             if ATTRIBUTE in vars(module):
                 raise ConfigError(
-                    f"{name} is wrapped already, on its own: build it again, and wrap the model that holds it alone"
+                    (
+                        f"{name} is wrapped already, on its own: build it again, and wrap the "
+                        "model that holds it alone"
+                    )
                     if name
                     else "the model is wrapped already; close its engine first"
                 )
@@ -167,9 +179,14 @@ class Build:
         if given is None:
             groups = join_small(groups, owners)
         self.ranks = with_tensor_parallel(self.ranks, model, self.device.torch)
-        self.units = [Unit(index, g.name, g.parameters, g.dtype, self.ranks) for index, g in enumerate(groups)]
+        self.units = [
+            Unit(index, g.name, g.parameters, g.dtype, self.ranks) for index, g in enumerate(groups)
+        ]
         numbers = {id(p): unit.index for unit in self.units for p in unit.parameters}
-        self.users = {m: [self.units[i] for i in used] for m, used in find_users(model, owners, numbers).items()}
+        self.users = {
+            m: [self.units[i] for i in used]
+            for m, used in find_users(model, owners, numbers).items()
+        }
 
     def size(self) -> None:
         """Declare what every unit needs on which tier."""
@@ -192,7 +209,8 @@ class Build:
         return self.ranks.number > 1 or not self.device.unified_memory
 
     def measure(self) -> Sequence[float]:
-        """`Rates` of this machine, in the format that most parameters have, where placement depends on that; else nothing.
+        """`Rates` of this machine, in the format that most parameters have, where placement depends
+        on that; else nothing.
 
         Nothing, too, where there are no kernels for any parameter.
         """
@@ -206,10 +224,17 @@ class Build:
         if not elements:
             return ()
         dtype, count = elements.most_common(1)[0]
-        links = copies(ComputeDevice(config.tuning.device), min(PROBE_BYTES, config.gpu_memory), PROBE_ROUNDS)
+        links = copies(
+            ComputeDevice(config.tuning.device), min(PROBE_BYTES, config.gpu_memory), PROBE_ROUNDS
+        )
         few = min(PROBE_PARAMETERS, count)
         update = updates(
-            formats_of(config, dtype), few, self.kernels.threads, PROBE_ROUNDS, algorithm=config.algorithm, isa=self.kernels.isa
+            formats_of(config, dtype),
+            few,
+            self.kernels.threads,
+            PROBE_ROUNDS,
+            algorithm=config.algorithm,
+            isa=self.kernels.isa,
         )
         both_ways = median(links["host_to_device"]), median(links["device_to_host"])
         return Rates(*both_ways, self.store.measure_drives(), median(update))
@@ -220,12 +245,17 @@ class Build:
         Raises `BudgetError` where a budget cannot work (I10).
         """
         place, rates = self.store.placement, Rates(*numbers) if numbers else None
-        place = place.with_gpu_cache(_concurrent_bytes(self._model, self.users, place), self._reserve, rates)
+        place = place.with_gpu_cache(
+            _concurrent_bytes(self._model, self.users, place), self._reserve, rates
+        )
         if rates is not None:
             log.info(describe_choice(place, rates))
         concurrent = _concurrent_bytes(self._model, self.users, place)
-        # A second buffer is collected into while the first one is reduced; a budget that has no room for it works without.
-        self._buffers = 2 if self.exchanges_gradients and place.fits(concurrent, 2 * self._buffer_bytes) else 1
+        # A second buffer is collected into while the first one is reduced; a budget that has no
+        # room for it works without.
+        self._buffers = (
+            2 if self.exchanges_gradients and place.fits(concurrent, 2 * self._buffer_bytes) else 1
+        )
         self._layout = place.layout(concurrent, self._buffers * self._buffer_bytes, self._reserve)
 
     # What has to be undone
@@ -236,10 +266,13 @@ class Build:
         self.jobs = JobQueue(self.store)
         self.store.open(self._layout, CopyListeners(self.trace.next_use, self.jobs.poke))
         if self._layout.reserve:
-            self.buffer = GradientBuffer(self.store.reserve("gpu", self._layout.reserve).tensor, self._buffers)
+            self.buffer = GradientBuffer(
+                self.store.reserve("gpu", self._layout.reserve).tensor, self._buffers
+            )
 
     def meet(self) -> None:
-        """Make groups of our own with the other ranks, and let the units know all that moves their gradients."""
+        """Make groups of our own with the other ranks, and let the units know all that moves their
+        gradients."""
         if self.exchanges_gradients or self.ranks.groups():
             timeout = self._config.tuning.collective_timeout
             self.exchange = Exchange(self.ranks, self.device, self.store, self._recorder, timeout)
@@ -248,10 +281,13 @@ class Build:
             unit.bind(self.device.torch, self.buffer, self.exchange)
 
     def fill(self, values: Weights | None, seed: int | None) -> None:
-        """Give the units their first values: from `values`, from the model, or from the modules' own initialisation."""
+        """Give the units their first values: from `values`, from the model, or from the modules'
+        own initialisation."""
         model = self._model
         if values is not None:
-            self._snapshot.keep_contents(buffer for name, buffer in persistent_buffers(model) if name in values)
+            self._snapshot.keep_contents(
+                buffer for name, buffer in persistent_buffers(model) if name in values
+            )
         elif self._empty:
             self._snapshot.keep_contents(model.buffers())
             self.undo.callback(torch.set_rng_state, torch.get_rng_state())
@@ -271,16 +307,22 @@ class Build:
         meter = StepMeter(store, self.device)
         policy = Policy(self._update_mode(), config.tuning.delayed_after)
         told = StepListeners(executions.end_interrupted, meter.stepped)
-        updater = Updater(store, units, self.jobs, self.kernels, runtime, policy, told, self._recorder)
+        updater = Updater(
+            store, units, self.jobs, self.kernels, runtime, policy, told, self._recorder
+        )
         self.undo.callback(updater.close)
         offloader = SavedTensorOffloader(store.activations, self._model, self.device.torch)
-        hooks = Hooks(self._model, self.users, units, runtime, executions, updater, self._recorder, offloader)
+        hooks = Hooks(
+            self._model, self.users, units, runtime, executions, updater, self._recorder, offloader
+        )
         self.undo.callback(hooks.close)
         for unit in units:
             unit.connect(UnitListeners(updater, hooks))
         finalizer = end_with(self._model, hooks, updater, self.buffer, store, units)
         self.undo.callback(finalizer.detach)
-        reporter = Reporter(config, store, units, runtime, updater, self.exchange, meter, self._recorder)
+        reporter = Reporter(
+            config, store, units, runtime, updater, self.exchange, meter, self._recorder
+        )
         parts = Parts(
             self._recorder,
             self.device,
@@ -298,20 +340,32 @@ class Build:
         Engine(self._model, config, parts).attach(self._model)
 
     def _update_mode(self) -> str:
-        """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and one set of CPUs for all."""
+        """The configured mode; "auto" waits for updates where there is nothing to hide: no I/O, and
+        one set of CPUs for all."""
         alone = self.store.io is None and self.device.unified_memory
-        return "plain" if self._config.tuning.update == "auto" and alone else self._config.tuning.update
+        return (
+            "plain"
+            if self._config.tuning.update == "auto" and alone
+            else self._config.tuning.update
+        )
 
 
-def _concurrent_bytes(model: nn.Module, users: dict[nn.Module, list[Unit]], placement: Placement) -> int:
-    """Bytes of the compute device that the forward of any module may need at once beside the units that never leave, in this
-    worst case:
+def _concurrent_bytes(
+    model: nn.Module, users: dict[nn.Module, list[Unit]], placement: Placement
+) -> int:
+    """Bytes of the compute device that the forward of any module may need at once beside the units
+    that never leave, in this worst case:
 
-    the units of the module and of the hooked modules around it are in use, each in the worst place, and the largest one has
-    to come in beside them. With k runs in use the free space has k + 1 parts, so k more of the largest make one part fit.
+    the units of the module and of the hooked modules around it are in use, each in the worst place,
+    and the largest one has to come in beside them. With k runs in use the free space has k + 1
+    parts, so k more of the largest make one part fit.
     """
     travelling = {spec.unit for spec in placement.travelling()}
-    coming = {unit: unit.nbytes if unit.index in travelling else 0 for used in users.values() for unit in used}
+    coming = {
+        unit: unit.nbytes if unit.index in travelling else 0
+        for used in users.values()
+        for unit in used
+    }
     largest = max(coming.values())
     most = 0
     pending: list[tuple[nn.Module, dict[Unit, None]]] = [(model, {})]

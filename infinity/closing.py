@@ -40,10 +40,12 @@ def end_with(
 
 
 def _collected(*parts: Any) -> None:
-    """The finalizer of the model: shut down here, or on a thread of its own when this one is in the middle of our code, or of
-    operators that somebody intercepts, as torch.compile does while it traces.
+    """The finalizer of the model: shut down here, or on a thread of its own when this one is in the
+    middle of our code, or of operators that somebody intercepts, as torch.compile does while it
+    traces.
 
-    A collection may start at any allocation: on a thread that the shutdown joins, or under a lock that it needs.
+    A collection may start at any allocation: on a thread that the shutdown joins, or under a lock
+    that it needs.
     """
     if os.getpid() != parts[0]:
         return
@@ -52,7 +54,9 @@ def _collected(*parts: Any) -> None:
     while frame is not None and not detached:
         detached, frame = frame.f_globals.get("__name__", "").startswith(_OURS), frame.f_back
     if detached:
-        threading.Thread(target=shut_down, args=parts, name="infinity-closing", daemon=False).start()
+        threading.Thread(
+            target=shut_down, args=parts, name="infinity-closing", daemon=False
+        ).start()
     else:
         shut_down(*parts)
 
@@ -77,7 +81,8 @@ def shut_down(
             stack.callback(unit.close)
         if buffer is not None:
             stack.callback(buffer.close)
-        if units[0].exchange is not None:  # may be in the middle of a gather, into memory of the store
+        # may be in the middle of a gather, into memory of the store
+        if units[0].exchange is not None:
             stack.callback(units[0].exchange.close)
         stack.callback(hooks.close)
         stack.callback(updater.close)

@@ -47,7 +47,9 @@ def _as_shares(value: Any) -> Any:
         return value
     numbers = value if isinstance(value, (list, tuple)) else [math.nan]
     if not all(type(share) in (int, float) and 0 < share < math.inf for share in numbers):
-        raise ValueError(f"{value!r} is neither 'measured' nor 'equal' nor a positive number for each directory")
+        raise ValueError(
+            f"{value!r} is neither 'measured' nor 'equal' nor a positive number for each directory"
+        )
     return value
 
 
@@ -296,9 +298,15 @@ class Config(_Knobs):
         if on_nvme and not self.nvme:
             return f"{' and '.join(on_nvme)} on nvme, but no directory is given: set nvme=[...]"
         if self.tuning.gpu_direct == "on" and self.parameters != "nvme":
-            return f"gpu_direct='on' needs parameters='nvme', not {self.parameters!r}: only those are read to the GPU"
+            return (
+                f"gpu_direct='on' needs parameters='nvme', not {self.parameters!r}: "
+                "only those are read to the GPU"
+            )
         if self.tuning.activation_memory != "auto" and self.activations == "gpu":
-            return "activation_memory is for activations that are offloaded; set activations='cpu' or 'nvme', or leave it out"
+            return (
+                "activation_memory is for activations that are offloaded; set "
+                "activations='cpu' or 'nvme', or leave it out"
+            )
         if len(set(self.nvme)) < len(self.nvme):
             return f"nvme names a directory twice: {', '.join(map(str, self.nvme))}"
         whole = [
@@ -308,7 +316,10 @@ class Config(_Knobs):
         ]
         if whole and self.stage > 0:
             wanted = ", ".join(f"{state}='gpu'" for state in whole)
-            return f"stage={self.stage} keeps all {' and '.join(whole)} on the device of every rank; set {wanted}, or stage=3"
+            return (
+                f"stage={self.stage} keeps all {' and '.join(whole)} on the device of "
+                f"every rank; set {wanted}, or stage=3"
+            )
         return ""
 
     def _wrong_update(self) -> str:
@@ -322,7 +333,10 @@ class Config(_Knobs):
                 "and leave copy_on_write=True, or choose another update"
             )
         if self.tuning.gpu_cache not in ("auto", 0):
-            return "update='delayed' keeps old parameters beside the new ones, which gpu_cache does not; set it to 0"
+            return (
+                "update='delayed' keeps old parameters beside the new ones, which "
+                "gpu_cache does not; set it to 0"
+            )
         return ""
 
     def _wrong_shares(self) -> str:

@@ -37,7 +37,8 @@ from infinity.observe import Meter, Ranges
 HUGE_PAGE = 2 << 20
 GPU_PAGE = 64 << 10  # in which a GPU shows its memory to other devices
 _MPOL_INTERLEAVE = 3
-ALONE_ELEMENTS = 32768  # up to here (at::internal::GRAIN_SIZE) torch's operators run on the thread that calls them
+# up to here (at::internal::GRAIN_SIZE) torch's operators run on the thread that calls them
+ALONE_ELEMENTS = 32768
 
 
 def _cudart() -> Any:
@@ -45,21 +46,26 @@ def _cudart() -> Any:
 
 
 def _forget_error() -> None:
-    """CUDA keeps an error until somebody asks for it, as torch does after its next kernel, which is then blamed."""
+    """CUDA keeps an error until somebody asks for it, as torch does after its next kernel, which is
+    then blamed."""
     with suppress(RuntimeError):
         torch.zeros(1, device="cuda")
 
 
 def huge_pages(nbytes: int, residue: int = 0, inherited: bool = True) -> torch.Tensor:
-    """A uint8 tensor of shape (nbytes,) on memory of its own, on huge pages where the kernel gives them, not touched yet.
+    """A uint8 tensor of shape (nbytes,) on memory of its own, on huge pages where the kernel gives
+    them, not touched yet.
 
-    Its address is `residue` past a multiple of 2 MiB (0 <= residue < 2 MiB). The pages go back with the last view of it. A forked
-    child has them only if they are `inherited`.
+    Its address is `residue` past a multiple of 2 MiB (0 <= residue < 2 MiB). The pages go back with
+    the last view of it. A forked child has them only if they are `inherited`.
     """
-    memory = mmap.mmap(-1, nbytes + residue + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(
+        -1, nbytes + residue + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % HUGE_PAGE
-    pages = (residue + nbytes) // HUGE_PAGE * HUGE_PAGE  # not the rest, which a huge page would round up to 2 MiB
+    # not the rest, which a huge page would round up to 2 MiB
+    pages = (residue + nbytes) // HUGE_PAGE * HUGE_PAGE
     if pages and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE, begin, pages)
     if not inherited:
@@ -69,9 +75,12 @@ def huge_pages(nbytes: int, residue: int = 0, inherited: bool = True) -> torch.T
 
 
 def memory_nodes() -> list[int]:
-    """The NUMA nodes whose memory this process may use, as /proc/self/status lists them ("0-1,3"); [] where it does not."""
+    """The NUMA nodes whose memory this process may use, as /proc/self/status lists them ("0-1,3");
+    [] where it does not."""
     try:
-        found = re.search(r"^Mems_allowed_list:\s*([\d,-]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^Mems_allowed_list:\s*([\d,-]+)$", Path("/proc/self/status").read_text(), re.MULTILINE
+        )
     except OSError:
         found = None
     spans = [part.split("-") for part in found[1].split(",")] if found else []
@@ -79,9 +88,11 @@ def memory_nodes() -> list[int]:
 
 
 def _interleave(address: int, nbytes: int, nodes: Sequence[int]) -> None:
-    """Spread pages that nobody has touched yet over several NUMA nodes: else all lie on the one of the thread that touches them,
-    and CPU Adam, whose threads are everywhere, has the bandwidth of that one alone. Where it is refused, it is so."""
-    number = {"x86_64": 237, "aarch64": 235}.get(platform.machine())  # of mbind(2), which libc does not have
+    """Spread pages that nobody has touched yet over several NUMA nodes: else all lie on the one of
+    the thread that touches them, and CPU Adam, whose threads are everywhere, has the bandwidth of
+    that one alone. Where it is refused, it is so."""
+    # of mbind(2), which libc does not have
+    number = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
     if len(nodes) < 2 or number is None or nbytes == 0:
         return
     mask = (ctypes.c_ulong * (max(nodes) // 64 + 1))()
@@ -89,12 +100,20 @@ def _interleave(address: int, nbytes: int, nodes: Sequence[int]) -> None:
         mask[node // 64] |= 1 << node % 64
     mbind = ctypes.CDLL(None).syscall
     long, pointer = ctypes.c_long, ctypes.c_void_p
-    mbind(long(number), pointer(address), long(nbytes), long(_MPOL_INTERLEAVE), mask, long(64 * len(mask) + 1), long(0))
+    mbind(
+        long(number),
+        pointer(address),
+        long(nbytes),
+        long(_MPOL_INTERLEAVE),
+        mask,
+        long(64 * len(mask) + 1),
+        long(0),
+    )
 
 
 def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`target.copy_(source)` for contiguous tensors (n,), on this thread alone where they are on the host; see [Note: one team of
-    threads]."""
+    """`target.copy_(source)` for contiguous tensors (n,), on this thread alone where they are on
+    the host; see [Note: one team of threads]."""
     if target.device.type != "cpu":
         target.copy_(source)
         return
@@ -111,13 +130,15 @@ def zero_alone(target: torch.Tensor) -> None:
 
 
 def add_alone(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`target.add_(source)` for contiguous tensors (n,) of one dtype, alone like `copy_alone`; the same bits."""
+    """`target.add_(source)` for contiguous tensors (n,) of one dtype, alone like `copy_alone`; the
+    same bits."""
     for part, values in zip(_pieces(target), _pieces(source), strict=True):
         part.add_(values)
 
 
 def divide_alone(target: torch.Tensor, divisor: int) -> None:
-    """`target.div_(divisor)` for a contiguous tensor (n,), on this thread alone where it is on the host; the same bits."""
+    """`target.div_(divisor)` for a contiguous tensor (n,), on this thread alone where it is on the
+    host; the same bits."""
     for part in _pieces(target):
         part.div_(divisor)
 
@@ -128,36 +149,44 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def profiler_ranges() -> Ranges | None:
-    """NVTX ranges if the environment asks for them with INFINITY_NVTX=1, for a profiler that shows them (Nsight Systems)."""
+    """NVTX ranges if the environment asks for them with INFINITY_NVTX=1, for a profiler that shows
+    them (Nsight Systems)."""
     if os.environ.get("INFINITY_NVTX", "0") in ("", "0"):
         return None
     try:
         torch.cuda.nvtx.range_end(torch.cuda.nvtx.range_start("infinity"))
     except RuntimeError as error:
-        raise ConfigError("INFINITY_NVTX is set, but this torch has no NVTX; unset it, or install torch for CUDA") from error
+        raise ConfigError(
+            "INFINITY_NVTX is set, but this torch has no NVTX; unset it, or install torch for CUDA"
+        ) from error
     return Ranges(torch.cuda.nvtx.range_start, torch.cuda.nvtx.range_end)
 
 
 def is_graphed(module: torch.nn.Module) -> bool:
-    """Whether `torch.cuda.make_graphed_callables` has replaced the module's forward: it reads parameters where they were then."""
+    """Whether `torch.cuda.make_graphed_callables` has replaced the module's forward: it reads
+    parameters where they were then."""
     return getattr(vars(module).get("forward"), "__module__", "") == "torch.cuda.graphs"
 
 
 def stream_of(tensor: torch.Tensor) -> int:
-    """The stream that the caller's work on a tensor of a CUDA device is queued on, as the kernels take it."""
+    """The stream that the caller's work on a tensor of a CUDA device is queued on, as the kernels
+    take it."""
     return int(torch.cuda.current_stream(tensor.device).cuda_stream)
 
 
 def device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """Inside, the device of a CUDA tensor is the calling thread's, as our kernels want it; a new thread has the first one."""
+    """Inside, the device of a CUDA tensor is the calling thread's, as our kernels want it; a new
+    thread has the first one."""
     return torch.cuda.device(tensor.device)
 
 
 class HostMemory:
-    """`nbytes` of host memory on huge pages where the kernel gives them, touched once so that no page fault comes later.
+    """`nbytes` of host memory on huge pages where the kernel gives them, touched once so that no
+    page fault comes later.
 
-    `tensor` is a uint8 tensor of shape (nbytes,) whose address is a multiple of 2 MiB. `pin=True` registers it with CUDA. Then no
-    forked child has it, for Linux would copy pinned pages to each at once: all of cpu_memory for every worker of a DataLoader.
+    `tensor` is a uint8 tensor of shape (nbytes,) whose address is a multiple of 2 MiB. `pin=True`
+    registers it with CUDA. Then no forked child has it, for Linux would copy pinned pages to each
+    at once: all of cpu_memory for every worker of a DataLoader.
     """
 
     def __init__(self, nbytes: int, pin: bool = False) -> None:
@@ -168,7 +197,10 @@ class HostMemory:
             if int(code) != 0:
                 self._pinned = False
                 _forget_error()
-                raise ConfigError(f"CUDA could not pin {nbytes} bytes of host memory (error {int(code)}); lower cpu_memory")
+                raise ConfigError(
+                    f"CUDA could not pin {nbytes} bytes of host memory (error "
+                    f"{int(code)}); lower cpu_memory"
+                )
 
     def close(self) -> None:
         """Unpin; the pages go back to the system when the last tensor on them is gone."""
@@ -179,7 +211,8 @@ class HostMemory:
 
 
 class Mark(NamedTuple):
-    """A point in what a thread has queued on its stream; of two marks of one stream the later one has the higher `number`."""
+    """A point in what a thread has queued on its stream; of two marks of one stream the later one
+    has the higher `number`."""
 
     number: int
     event: Any
@@ -202,29 +235,38 @@ class Copy:
 
 
 class ComputeDevice:
-    """Where the model runs. With `unified_memory`, its memory is host memory: NVMe reads land in it without a further copy.
+    """Where the model runs. With `unified_memory`, its memory is host memory: NVMe reads land in it
+    without a further copy.
 
-    Copies run on a stream of their own for each direction. What they must not overtake is told them as a `Mark`; they wait for
-    nothing else, least of all for what the model has queued since. Who asks for one sleeps until it has ended.
+    Copies run on a stream of their own for each direction. What they must not overtake is told them
+    as a `Mark`; they wait for nothing else, least of all for what the model has queued since. Who
+    asks for one sleeps until it has ended.
     """
 
     def __init__(self, kind: Literal["auto", "cpu", "cuda"]) -> None:
         if kind == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device='cuda', but torch sees no CUDA device; use device='cpu' or 'auto'")
+            raise ConfigError(
+                "device='cuda', but torch sees no CUDA device; use device='cpu' or 'auto'"
+            )
         use_cuda = kind != "cpu" and torch.cuda.is_available()
-        self.torch = torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+        self.torch = (
+            torch.device("cuda", torch.cuda.current_device()) if use_cuda else torch.device("cpu")
+        )
         self.unified_memory = not use_cuda
         self._host: list[HostMemory] = []
         streams: list[Any] = [torch.cuda.Stream(self.torch) if use_cuda else None for _ in range(4)]
         self._up, self._down, self._side, self._updates = streams
-        self.has_kernels = use_cuda and (cuda := native.cuda()) is not None and not cuda.unavailable_reason()
+        self.has_kernels = (
+            use_cuda and (cuda := native.cuda()) is not None and not cuda.unavailable_reason()
+        )
         """Whether the kernels of `native/cuda` can work on its memory."""
         self._marks = itertools.count()
         self.copied = Meter()
         """Bytes that were copied to its memory (`written`) and from it (`read`)."""
 
     def is_capturing(self) -> bool:
-        """Whether the caller's stream records a CUDA graph: what is queued is not run now, but at every replay."""
+        """Whether the caller's stream records a CUDA graph: what is queued is not run now, but at
+        every replay."""
         return self.torch.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @property
@@ -233,7 +275,8 @@ class ComputeDevice:
         return "CPU" if self.torch.type == "cpu" else torch.cuda.get_device_name(self.torch)
 
     def peak_bytes(self, reset: bool = False) -> int | None:
-        """The most that torch held of its memory since the last `reset`; None where that is host memory."""
+        """The most that torch held of its memory since the last `reset`; None where that is host
+        memory."""
         if self.torch.type == "cpu":
             return None
         peak = int(torch.cuda.max_memory_allocated(self.torch))
@@ -242,30 +285,34 @@ class ComputeDevice:
         return peak
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of host memory, pinned when the device is not the CPU; freed by `close`."""
+        """A uint8 tensor of host memory, pinned when the device is not the CPU; freed by
+        `close`."""
         memory = HostMemory(nbytes, pin=not self.unified_memory)
         self._host.append(memory)
         return memory.tensor
 
     def compute_memory(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of `nbytes` on the compute device; on a GPU it begins at a page, for drives that write to it."""
+        """A uint8 tensor of `nbytes` on the compute device; on a GPU it begins at a page, for
+        drives that write to it."""
         if self.unified_memory:
             return self.host_memory(nbytes)
         whole = torch.empty(nbytes + GPU_PAGE, dtype=torch.uint8, device=self.torch)
         return whole[-whole.data_ptr() % GPU_PAGE :][:nbytes]
 
     def await_stream(self) -> None:
-        """Return when all that the caller's stream was given has ended: nothing of it comes later than copies to the same memory,
-        which wait for marks alone."""
+        """Return when all that the caller's stream was given has ended: nothing of it comes later
+        than copies to the same memory, which wait for marks alone."""
         if self.torch.type == "cuda":
             torch.cuda.current_stream(self.torch).synchronize()
 
     def scratch(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor of its memory for a moment, for the stream that the caller queues on; beside all budgets."""
+        """A uint8 tensor of its memory for a moment, for the stream that the caller queues on;
+        beside all budgets."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
 
     def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` itself if it is in its memory, else a copy there, made on the caller's stream."""
+        """`tensor` itself if it is in its memory, else a copy there, made on the caller's
+        stream."""
         return tensor.to(self.torch)
 
     def random_state(self) -> list[torch.Tensor]:
@@ -280,7 +327,8 @@ class ComputeDevice:
             torch.cuda.set_rng_state(states[1], self.torch)
 
     def fork_random_state(self, count: int) -> list[list[torch.Tensor]]:
-        """`count` states: the one that there is, which stays, and others that depend on it and on their number alone."""
+        """`count` states: the one that there is, which stays, and others that depend on it and on
+        their number alone."""
         states = [self.random_state()]
         for number in range(1, count):
             digest = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=8)
@@ -303,20 +351,23 @@ class ComputeDevice:
         return lambda: torch.cuda.set_stream(stream)
 
     def mark(self) -> Mark | None:
-        """The end of what is queued on the caller's stream now; None where nothing is ever queued."""
+        """The end of what is queued on the caller's stream now; None where nothing is ever
+        queued."""
         if self.unified_memory:
             return None
         event = torch.cuda.Event(blocking=True)  # `reach` sleeps
         return Mark(next(self._marks), torch.cuda.current_stream(self.torch).record_event(event))
 
     def reach(self, mark: Mark | None) -> None:
-        """Block until what was queued before `mark` has ended, for who writes to memory of the device past all streams."""
+        """Block until what was queued before `mark` has ended, for who writes to memory of the
+        device past all streams."""
         if mark is not None:
             mark.event.synchronize()
 
     @contextmanager
     def side_stream(self, after: Mark | None) -> Iterator[None]:
-        """Queue what is inside on a stream of its own, after the mark `after`; return when all of it has ended."""
+        """Queue what is inside on a stream of its own, after the mark `after`; return when all of
+        it has ended."""
         if self.unified_memory:
             yield
             return
@@ -326,39 +377,55 @@ class ComputeDevice:
 
     @contextmanager
     def updating(self, after: Mark | None) -> Iterator[Copy]:
-        """Queue updates of what lies in the memory of a device that has kernels, after the mark `after`, on a stream of their
-        own. What it gives ends when they do, which nobody waits for here."""
+        """Queue updates of what lies in the memory of a device that has kernels, after the mark
+        `after`, on a stream of their own. What it gives ends when they do, which nobody waits for
+        here."""
         with self._queued_on(self._updates, after) as end:
             yield Copy(end)
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> None:
-        """Copy host `source` to compute `target` (same dtype and shape), after the mark `after`; return when it is there."""
+        """Copy host `source` to compute `target` (same dtype and shape), after the mark `after`;
+        return when it is there."""
         self.begin_upload(target, source, after).wait()
 
-    def begin_upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
-        """Like `upload`, but return at once: `source` must stay as it is until the copy has ended."""
+    def begin_upload(
+        self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None
+    ) -> Copy:
+        """Like `upload`, but return at once: `source` must stay as it is until the copy has
+        ended."""
         self.copied.add(written=source.nbytes)
         return self._copy(target, source, self._up, after)
 
-    def download(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> None:
-        """Copy compute `source` to host `target`, after the mark `after`; return when it is there."""
+    def download(
+        self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None
+    ) -> None:
+        """Copy compute `source` to host `target`, after the mark `after`; return when it is
+        there."""
         self.begin_download(target, source, after).wait()
 
-    def begin_download(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
-        """Like `download`, but return at once: `source` must stay as it is until the copy has ended."""
+    def begin_download(
+        self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None
+    ) -> Copy:
+        """Like `download`, but return at once: `source` must stay as it is until the copy has
+        ended."""
         self.copied.add(read=source.nbytes)
         return self._copy(target, source, self._down, after)
 
     def join(self, copy: Copy, memory: torch.Tensor) -> None:
-        """Let what the caller queues from now on come after `copy`, which reads or fills `memory`, of this device; never waits.
+        """Let what the caller queues from now on come after `copy`, which reads or fills `memory`,
+        of this device; never waits.
 
-        So the caller may use `memory`, or let go of it: it is freed in the order of the caller's stream.
+        So the caller may use `memory`, or let go of it: it is freed in the order of the caller's
+        stream.
         """
         if not self.unified_memory and copy._event is not None:
             copy._event.wait(torch.cuda.current_stream(self.torch))
-            memory.record_stream(torch.cuda.current_stream(self.torch))  # nothing to do where it was allocated on this one
+            # nothing to do where it was allocated on this one
+            memory.record_stream(torch.cuda.current_stream(self.torch))
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> Copy:
+    def _copy(
+        self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None
+    ) -> Copy:
         if self.unified_memory:
             copy_alone(target, source)
             return Copy()
@@ -368,7 +435,8 @@ class ComputeDevice:
 
     @contextmanager
     def _queued_on(self, stream: Any, after: Mark | None) -> Iterator[Any]:
-        """Queue what is inside on `stream`, after the mark `after`; gives the event that is recorded at its end."""
+        """Queue what is inside on `stream`, after the mark `after`; gives the event that is
+        recorded at its end."""
         end = torch.cuda.Event(blocking=True)
         with torch.cuda.device(self.torch), torch.cuda.stream(stream):
             if after is not None:

@@ -61,10 +61,11 @@ class Parts:
 
 
 class Engine:
-    """The handle of one wrapped model, made by `infinity.wrap`. Used by the thread that trains; `close` may be called twice.
+    """The handle of one wrapped model, made by `infinity.wrap`. Used by the thread that trains;
+    `close` may be called twice.
 
-    A context manager; also closed when the model is collected or the interpreter ends. After `close` the parameters keep
-    shape and dtype but have no data: save first.
+    A context manager; also closed when the model is collected or the interpreter ends. After
+    `close` the parameters keep shape and dtype but have no data: save first.
     """
 
     def __init__(self, model: nn.Module, config: Config, parts: Parts) -> None:
@@ -93,31 +94,41 @@ class Engine:
     # Gradients
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or set them to zero; also what `model.zero_grad()` does. That of a part of the model forgets."""
+        """Forget all gradients, or set them to zero; also what `model.zero_grad()` does. That of a
+        part of the model forgets."""
         self._updater.forget(self._all_shares(), set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> float:
-        """Between backward and step: clip all gradients to the global L2 norm `max_norm`; returns the norm before.
+        """Between backward and step: clip all gradients to the global L2 norm `max_norm`; returns
+        the norm before.
 
-        As `torch.nn.utils.clip_grad_norm_`: a NaN among them makes all of them NaN, an infinity makes the finite ones zeros.
-        With `error_if_nonfinite` raises `NonFiniteError` instead, which names the parameter, before anything is changed.
+        As `torch.nn.utils.clip_grad_norm_`: a NaN among them makes all of them NaN, an infinity
+        makes the finite ones zeros. With `error_if_nonfinite` raises `NonFiniteError` instead,
+        which names the parameter, before anything is changed.
         """
         shares = self._all_shares()
         self._updater.settle([share.unit for share in shares])
         norm = self._updater.norm.of(shares)
         if not math.isfinite(norm):
-            self._updater.norm.take_nonfinite(norm, shares, self._updater.next_number, error_if_nonfinite)
+            self._updater.norm.take_nonfinite(
+                norm, shares, self._updater.next_number, error_if_nonfinite
+            )
         clip(shares, clip_factor(norm, max_norm))
         return norm
 
     def _all_shares(self) -> list[UnitShare]:
         """Everything that may have a gradient."""
-        return [UnitShare(unit, tuple(range(len(unit.parameters)))) for unit in self._units if unit.trainable]
+        return [
+            UnitShare(unit, tuple(range(len(unit.parameters))))
+            for unit in self._units
+            if unit.trainable
+        ]
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A copy of what `parameter.grad` of the plain model would be, on the host: clipped, and until it is zeroed, also after a
-        step. In fp32 where the loss was scaled, which is divided out; None when there is none. Whole, also of a DTensor. With
-        several ranks every rank must call it."""
+        """A copy of what `parameter.grad` of the plain model would be, on the host: clipped, and
+        until it is zeroed, also after a step. In fp32 where the loss was scaled, which is divided
+        out; None when there is none. Whole, also of a DTensor. With several ranks every rank must
+        call it."""
         unit = next((unit for unit in self._units if unit.has(parameter)), None)
         if unit is None:
             raise ConfigError("engine.gradient takes a parameter of the wrapped model")
@@ -125,16 +136,23 @@ class Engine:
         index = unit.position(parameter)
         if not unit.gradients.has(index):
             return None
-        place, scale, clip = unit.layout.places[index], unit.gradients.loss_scale, unit.gradients.clip_of(index)
+        place, scale, clip = (
+            unit.layout.places[index],
+            unit.gradients.loss_scale,
+            unit.gradients.clip_of(index),
+        )
         found = unit.states.gather(Kind.GRAD)[place.offset : place.end].view(place.shape)
         gradient = whole(found, unit.parameters[index]).clone()
         gradient = gradient if scale == 1.0 else gradient.float() / scale
         return gradient if clip == 1.0 else gradient.mul_(clip)
 
     def interleaver(self) -> Interleaver:
-        """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward, or what another one runs."""
+        """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward,
+        or what another one runs."""
         self._executions.refuse_inside("infinity.accumulate")
-        return Interleaver(self._hooks, self._executions, self._runtime.trace, self._device, self._updater.scales)
+        return Interleaver(
+            self._hooks, self._executions, self._runtime.trace, self._device, self._updater.scales
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -152,30 +170,41 @@ class Engine:
     # Weights
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every parameter, by its first name, and every persistent buffer, on the host; one unit is held at a time.
+        """Every parameter, by its first name, and every persistent buffer, on the host; one unit is
+        held at a time.
 
-        Tensors are plain and whole, those of DTensors too. Waits for pending updates. With several ranks every rank must iterate
-        to the end.
+        Tensors are plain and whole, those of DTensors too. Waits for pending updates. With several
+        ranks every rank must iterate to the end.
         """
         self._updater.look()
         for unit in self._units:
             flat = unit.states.gather(Kind.PARAM)
-            for name, parameter, place in zip(unit.names, unit.parameters, unit.layout.places, strict=True):
+            for name, parameter, place in zip(
+                unit.names, unit.parameters, unit.layout.places, strict=True
+            ):
                 yield name, whole(flat[place.offset : place.end].view(place.shape), parameter)
             del flat  # before the next one is made
         for name, buffer in self._buffers().items():
             yield name, buffer.detach().cpu()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What `model.state_dict()` of the plain model would be, on the host: needs as much memory as the weights.
+        """What `model.state_dict()` of the plain model would be, on the host: needs as much memory
+        as the weights.
 
-        With several ranks every rank must call it, and each gets the whole, which any number of data and tensor parallel ranks
-        can take: of DTensors, too, plain tensors of the whole shape, as `get_model_state_dict` of torch gives for FSDP2 with
-        `full_state_dict=True`.
+        With several ranks every rank must call it, and each gets the whole, which any number of
+        data and tensor parallel ranks can take: of DTensors, too, plain tensors of the whole shape,
+        as `get_model_state_dict` of torch gives for FSDP2 with `full_state_dict=True`.
         """
         values = dict(self.weights())
-        first = {id(p): name for unit in self._units for p, name in zip(unit.parameters, unit.names, strict=True)}
-        result = {name: values[first[id(p)]] for name, p in self.model.named_parameters(remove_duplicate=False)}
+        first = {
+            id(p): name
+            for unit in self._units
+            for p, name in zip(unit.parameters, unit.names, strict=True)
+        }
+        result = {
+            name: values[first[id(p)]]
+            for name, p in self.model.named_parameters(remove_duplicate=False)
+        }
         return result | {name: values[name] for name, _ in persistent_buffers(self.model)}
 
     # Checkpoints
@@ -186,29 +215,37 @@ class Engine:
         optimizer: Optimizer | Sequence[Optimizer] = (),
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write weights, buffers, and all of `optimizer` (one or several; none: the weights alone) to `directory`.
+        """Write weights, buffers, and all of `optimizer` (one or several; none: the weights alone)
+        to `directory`.
 
-        `load_checkpoint` gives `extra` back on every rank: dicts, lists, tuples, numbers, texts and tensors, for example the
-        state of a scheduler or of random generators. Gradients are not saved. All ranks call it, each writes its part;
-        `infinity.checkpoint.state` tells of format and memory. A checkpoint that is in `directory` is replaced when the new one
-        is whole, and not before. With `Tuning.update="delayed"` the last update is seen from a save on, in this run and in those
-        that load it: they go on with the same bits if they save at the same steps.
+        `load_checkpoint` gives `extra` back on every rank: dicts, lists, tuples, numbers, texts and
+        tensors, for example the state of a scheduler or of random generators. Gradients are not
+        saved. All ranks call it, each writes its part; `infinity.checkpoint.state` tells of format
+        and memory. A checkpoint that is in `directory` is replaced when the new one is whole, and
+        not before. With `Tuning.update="delayed"` the last update is seen from a save on, in this
+        run and in those that load it: they go on with the same bits if they save at the same steps.
 
-        Raises `CheckpointError` when it cannot be written; what was there is as it was, and training can go on.
+        Raises `CheckpointError` when it cannot be written; what was there is as it was, and
+        training can go on.
         """
         self._checkpoints.save(self._buffers(), Path(directory), optimizer, extra or {})
 
-    def load_checkpoint(self, directory: str | Path, optimizer: Optimizer | Sequence[Optimizer] = ()) -> dict[str, Any]:
-        """Go on where `save_checkpoint` was called: with any number of ranks, placement and format; returns what was `extra`
-        (that of the first rank, when the number of ranks is another one; replicas get that of the first of them).
+    def load_checkpoint(
+        self, directory: str | Path, optimizer: Optimizer | Sequence[Optimizer] = ()
+    ) -> dict[str, Any]:
+        """Go on where `save_checkpoint` was called: with any number of ranks, placement and format;
+        returns what was `extra` (that of the first rank, when the number of ranks is another one;
+        replicas get that of the first of them).
 
-        Bits are the same, but for moments in a narrower format than they were saved in, which are rounded to nearest. Without
-        `optimizer` the weights alone are loaded. Gradients are forgotten. All ranks call it.
+        Bits are the same, but for moments in a narrower format than they were saved in, which are
+        rounded to nearest. Without `optimizer` the weights alone are loaded. Gradients are
+        forgotten. All ranks call it.
 
-        Raises `ConfigError` when another optimizer updates parameters in the same units: load all of these together.
-        Raises `CheckpointError` when the checkpoint is missing, incomplete, mixed with files of another save, newer or of
-        something else, before anything is changed. Every item is compared with its digest as it is read: when damage shows in
-        the middle of the load, the engine cannot go on. No code of the checkpoint runs.
+        Raises `ConfigError` when another optimizer updates parameters in the same units: load all
+        of these together. Raises `CheckpointError` when the checkpoint is missing, incomplete,
+        mixed with files of another save, newer or of something else, before anything is changed.
+        Every item is compared with its digest as it is read: when damage shows in the middle of the
+        load, the engine cannot go on. No code of the checkpoint runs.
         """
         return self._checkpoints.load(self._buffers(), Path(directory), optimizer)
 
@@ -238,7 +275,8 @@ class Engine:
 
     @property
     def io(self) -> Any:
-        """The native I/O engine of the first directory (counters, fault injection); None when nothing is on NVMe."""
+        """The native I/O engine of the first directory (counters, fault injection); None when
+        nothing is on NVMe."""
         return self._store.io
 
     @property
@@ -247,7 +285,8 @@ class Engine:
         return self._store.ios
 
     def plan(self) -> Traffic:
-        """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states for the recorded trace."""
+        """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states
+        for the recorded trace."""
         return self._reporter.plan()
 
     def memory(self) -> dict[str, int]:
@@ -263,7 +302,8 @@ class Engine:
         self._updater.rest()
 
     def close(self) -> None:
-        """Finish pending updates, end every thread, remove hooks and files, give memory back. May be called twice."""
+        """Finish pending updates, end every thread, remove hooks and files, give memory back. May
+        be called twice."""
         detached = self._finalizer.detach()
         if detached is not None:
             model, _, parts, _ = detached
@@ -276,7 +316,12 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -284,5 +329,8 @@ def engine(model: nn.Module) -> Engine:
     """The engine of a wrapped model; raises `ConfigError` for any other."""
     found = vars(model).get(ATTRIBUTE)
     if not isinstance(found, Engine):
-        raise ConfigError("the model is not wrapped, or its engine was closed; call model = infinity.wrap(model, config)")
+        raise ConfigError(
+            "the model is not wrapped, or its engine was closed; call model = "
+            "infinity.wrap(model, config)"
+        )
     return found

@@ -1,4 +1,5 @@
-"""Errors a user can meet. Wrong input is a `ValueError`; a failing world is a typed error that carries its context."""
+"""Errors a user can meet. Wrong input is a `ValueError`; a failing world is a typed error that
+carries its context."""
 
 from __future__ import annotations
 
@@ -15,19 +16,23 @@ class InfinityError(Exception):
 
 
 class ConfigError(InfinityError, ValueError):
-    """A configuration key or value is unknown, contradictory or cannot work; nothing was changed."""
+    """A configuration key or value is unknown, contradictory or cannot work; nothing was
+    changed."""
 
 
 class WeightsError(ConfigError):
-    """A checkpoint is damaged, or does not have the tensors that are needed under the names they are asked for."""
+    """A checkpoint is damaged, or does not have the tensors that are needed under the names they
+    are asked for."""
 
 
 class CheckpointError(InfinityError, RuntimeError):
-    """A checkpoint cannot be written, is not there, incomplete or damaged, or is of another model, optimizer or version."""
+    """A checkpoint cannot be written, is not there, incomplete or damaged, or is of another model,
+    optimizer or version."""
 
 
 class BudgetError(ConfigError):
-    """A memory budget cannot hold what has to be in it (invariant I10); names the smallest budget that can."""
+    """A memory budget cannot hold what has to be in it (invariant I10); names the smallest budget
+    that can."""
 
 
 class ShardedParameterError(InfinityError, RuntimeError):
@@ -56,27 +61,51 @@ class NonFiniteError(InfinityError, ArithmeticError):
 class NvmeError(InfinityError, OSError):
     """An I/O moved fewer bytes than asked (invariant I4), of `what`, as far as that has a name.
 
-    Attributes: `operation` ("read" or "write"), `path`, `offset`, `asked` and `done` (bytes), and `errno` of `OSError`
-    (0 when the file ended before the asked bytes; from 5000 on one of cuFile's own codes, when a GPU was read to directly).
+    Attributes: `operation` ("read" or "write"), `path`, `offset`, `asked` and `done` (bytes), and
+    `errno` of `OSError` (0 when the file ended before the asked bytes; from 5000 on one of cuFile's
+    own codes, when a GPU was read to directly).
     """
 
-    def __init__(self, operation: str, path: str, offset: int, code: int, asked: int, done: int, what: str = "") -> None:
+    def __init__(
+        self,
+        operation: str,
+        path: str,
+        offset: int,
+        code: int,
+        asked: int,
+        done: int,
+        what: str = "",
+    ) -> None:
         reason = os.strerror(code) if code else "the file ends before the asked bytes"
         if code >= _FIRST_CUFILE_ERROR:
             reason = f"cuFile error {code}"
         of_what = f" (for {what})" if what else ""
-        text = f"{operation} of {asked} bytes at offset {offset} stopped after {done}: {reason}{of_what}"
+        text = (
+            f"{operation} of {asked} bytes at offset {offset} stopped after {done}: "
+            f"{reason}{of_what}"
+        )
         super().__init__(code, text, path)
-        self.operation, self.path, self.offset, self.asked, self.done = operation, path, offset, asked, done
+        self.operation, self.path, self.offset, self.asked, self.done = (
+            operation,
+            path,
+            offset,
+            asked,
+            done,
+        )
 
 
 def sentence(error: BaseException) -> str:
-    """`error` in one line: "PATH: reason" for an `OSError`, and the cause that an `InfinityError` names."""
+    """`error` in one line: "PATH: reason" for an `OSError`, and the cause that an `InfinityError`
+    names."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         text = f"{error.filename}: {error.strerror}"
     else:
         text = _without_frames(str(error)) or type(error).__name__
-    if isinstance(error, InfinityError) and error.__cause__ is not None and str(error.__cause__) not in text:
+    if (
+        isinstance(error, InfinityError)
+        and error.__cause__ is not None
+        and str(error.__cause__) not in text
+    ):
         text = f"{text} (because: {sentence(error.__cause__)})"
     return " ".join(text.split())
 

@@ -21,7 +21,8 @@ log = logging.getLogger("infinity")
 
 @cache
 def _load(name: str) -> ModuleType | None:
-    """The module; None when the package was built without it. Raises `ImportError` when it is there and cannot be loaded."""
+    """The module; None when the package was built without it. Raises `ImportError` when it is there
+    and cannot be loaded."""
     try:
         return importlib.import_module(f"infinity.{name}")
     except ModuleNotFoundError as error:
@@ -34,15 +35,23 @@ def _required(name: str) -> Any:
     try:
         module = _load(name)
     except (ImportError, OSError) as error:
-        raise InfinityError(f"the compiled module infinity.{name} cannot be loaded: {error}{_way_out(error)}") from error
+        raise InfinityError(
+            f"the compiled module infinity.{name} cannot be loaded: {error}{_way_out(error)}"
+        ) from error
     if module is None:
-        raise InfinityError(f"the compiled module infinity.{name} is missing; install the package with `pip install .`")
+        raise InfinityError(
+            f"the compiled module infinity.{name} is missing; install the package with "
+            "`pip install .`"
+        )
     return cast(Any, module)
 
 
 def _way_out(error: Exception) -> str:
-    too_many = (os.strerror(code) for code in (errno.EMFILE, errno.ENFILE))  # the loader of libraries gives the text alone
-    return "; raise the limit with `ulimit -n`" if any(text in str(error) for text in too_many) else ""
+    # the loader of libraries gives the text alone
+    too_many = (os.strerror(code) for code in (errno.EMFILE, errno.ENFILE))
+    return (
+        "; raise the limit with `ulimit -n`" if any(text in str(error) for text in too_many) else ""
+    )
 
 
 def aio() -> Any:
@@ -51,7 +60,8 @@ def aio() -> Any:
 
 
 def file_at(descriptor: int, path: str) -> Any:
-    """A native file (`_aio.File`) of the open file `descriptor`, which becomes its own; `path` is what errors show.
+    """A native file (`_aio.File`) of the open file `descriptor`, which becomes its own; `path` is
+    what errors show.
 
     So a file is opened once, safely (see `infinity.directories`), and no link can come between.
     With O_DIRECT where it can be had.
@@ -66,7 +76,8 @@ def file_at(descriptor: int, path: str) -> Any:
 @cache
 def _named_file() -> type[Any]:
     class NamedFile(aio().File):  # type: ignore[misc]
-        """A native file that also reserves space where the file system cannot, as far as it goes."""
+        """A native file that also reserves space where the file system cannot, as far as it
+        goes."""
 
         def __init__(self, descriptor: int, path: str) -> None:
             self._warned = False
@@ -82,14 +93,17 @@ def _named_file() -> type[Any]:
                 self._allocate_unreserved(nbytes)
 
         def _allocate_unreserved(self, nbytes: int) -> None:
-            """Make the file longer if there is room now; others may take it before it is written."""
+            """Make the file longer if there is room now; others may take it before it is
+            written."""
             status, space = os.fstat(self._descriptor), os.fstatvfs(self._descriptor)
             if nbytes - status.st_blocks * 512 > space.f_bavail * space.f_frsize:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.path)
             if nbytes > status.st_size:
                 super().truncate(nbytes)
             if not self._warned:
-                log.warning("the file system of %s cannot reserve space: keep enough of it free", self.path)
+                log.warning(
+                    "the file system of %s cannot reserve space: keep enough of it free", self.path
+                )
             self._warned = True
 
         def close(self) -> None:
@@ -126,8 +140,10 @@ def _best_kind() -> str:
 
 
 def cufile() -> Any:
-    """libcufile with its driver open (`_aio.CuFile`). Raises `RuntimeError` that says why no drive can write to a GPU here."""
-    if "CUFILE_LOGFILE_PATH" not in os.environ:  # it would else leave a cufile.log in the working directory
+    """libcufile with its driver open (`_aio.CuFile`). Raises `RuntimeError` that says why no drive
+    can write to a GPU here."""
+    # it would else leave a cufile.log in the working directory
+    if "CUFILE_LOGFILE_PATH" not in os.environ:
         os.environ["CUFILE_LOGFILE_PATH"] = _cufile_log()
     return aio().CuFile(cufile_libraries())
 
@@ -150,10 +166,13 @@ def _cufile_log() -> str:
 
 
 def cufile_libraries() -> list[str]:
-    """Where libcufile may be: loaded already or known to the system, in NVIDIA's wheels, in the toolkit."""
+    """Where libcufile may be: loaded already or known to the system, in NVIDIA's wheels, in the
+    toolkit."""
     name = "libcufile.so.0"
     wheels = importlib.util.find_spec("nvidia")
-    folders = [Path(at) for at in wheels.submodule_search_locations or ()] if wheels is not None else []
+    folders = (
+        [Path(at) for at in wheels.submodule_search_locations or ()] if wheels is not None else []
+    )
     found = [str(path) for folder in folders for path in sorted(folder.glob(f"*/lib/{name}"))]
     return [name, *found, f"/usr/local/cuda/lib64/{name}"]
 
@@ -165,11 +184,14 @@ def cpu_adam() -> Any:
 
 @cache
 def cuda() -> Any | None:
-    """The CUDA kernels (`native/cuda`), or None when the package was built without nvcc, or CUDA is not there."""
+    """The CUDA kernels (`native/cuda`), or None when the package was built without nvcc, or CUDA is
+    not there."""
     try:
         return _load("_cuda")
     except ImportError as error:
         if _way_out(error):
-            raise InfinityError(f"the compiled module infinity._cuda cannot be loaded: {error}{_way_out(error)}") from error
+            raise InfinityError(
+                f"the compiled module infinity._cuda cannot be loaded: {error}{_way_out(error)}"
+            ) from error
         log.debug("native module _cuda is not available: %s", error)
         return None

@@ -1,4 +1,5 @@
-"""Spans and counters of one engine: what happened when, on which lane, and how many bytes it moved."""
+"""Spans and counters of one engine: what happened when, on which lane, and how many bytes it
+moved."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
-LANES = ("model", "compute", "wait nvme", "wait adam", "wait collective", "nvme read", "nvme write", "adam", "collective")
+LANES = (
+    "model",
+    "compute",
+    "wait nvme",
+    "wait adam",
+    "wait collective",
+    "nvme read",
+    "nvme write",
+    "adam",
+    "collective",
+)
 MOST_SPANS = 200_000
 
 
@@ -28,10 +39,12 @@ class Meter:
 
 
 class Stopwatch:
-    """Adds up the seconds between each `start` and its `stop`, by one thread; any thread may read `seconds` at any time."""
+    """Adds up the seconds between each `start` and its `stop`, by one thread; any thread may read
+    `seconds` at any time."""
 
     def __init__(self) -> None:
-        self._state: tuple[float, float | None] = 0.0, None  # in all stretches that have ended, and when another one began
+        # in all stretches that have ended, and when another one began
+        self._state: tuple[float, float | None] = 0.0, None
 
     @property
     def seconds(self) -> float:
@@ -58,16 +71,19 @@ class Span(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """What shows a profiler what goes on: `begin` takes a text and gives what `end` takes, on any thread."""
+    """What shows a profiler what goes on: `begin` takes a text and gives what `end` takes, on any
+    thread."""
 
     begin: Callable[[str], Any]
     end: Callable[[Any], object]
 
 
 class Recorder:
-    """Collects spans and counters; any thread may call it. Memory is bounded: the oldest spans are dropped.
+    """Collects spans and counters; any thread may call it. Memory is bounded: the oldest spans are
+    dropped.
 
-    With `ranges` each span is also one of these while it lasts, called "lane: name" and begun on the thread where it begins.
+    With `ranges` each span is also one of these while it lasts, called "lane: name" and begun on
+    the thread where it begins.
     """
 
     def __init__(self, ranges: Ranges | None = None) -> None:
@@ -100,7 +116,8 @@ class Recorder:
             self.hide(shown)
 
     def show(self, lane: str, name: str) -> Any:
-        """Like `range` where the end is elsewhere: the result is for `hide`, once, on any thread."""
+        """Like `range` where the end is elsewhere: the result is for `hide`, once, on any
+        thread."""
         return None if self._ranges is None else self._ranges.begin(f"{lane}: {name}")
 
     def hide(self, shown: Any) -> None:

@@ -13,7 +13,8 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_bytes(value: str | int) -> int:
-    """Bytes in `value`, rounded down: an integer, or a number with B, KB, KiB, K (= KiB), MB, MiB, ... TiB.
+    """Bytes in `value`, rounded down: an integer, or a number with B, KB, KiB, K (= KiB), MB, MiB,
+    ... TiB.
 
     Raises `ValueError` when it is neither, or negative.
     """
@@ -24,12 +25,15 @@ def parse_bytes(value: str | int) -> int:
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     factor = _FACTORS.get(match[2].upper()) if match else None
     if match is None or factor is None:
-        raise ValueError(f"{value!r} is not a number of bytes; write for example 512MiB, 2GiB or 2000000000")
+        raise ValueError(
+            f"{value!r} is not a number of bytes; write for example 512MiB, 2GiB or 2000000000"
+        )
     return int(Fraction(match[1]) * factor)
 
 
 def format_bytes(count: int | float) -> str:
-    """`count` bytes with a binary prefix and three significant digits, four from 1000 to 1023: 1536 -> "1.5 KiB"."""
+    """`count` bytes with a binary prefix and three significant digits, four from 1000 to 1023: 1536
+    -> "1.5 KiB"."""
     value, suffixes = float(count), ["TiB", "GiB", "MiB", "KiB", "B"]
     suffix = suffixes.pop()
     while suffixes and abs(value) >= 1023.5:  # from there on it would print as 1024

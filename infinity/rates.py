@@ -1,7 +1,8 @@
-"""How fast this machine copies to and from the compute device, and updates states, in the engine's own memory and formats.
+"""How fast this machine copies to and from the compute device, and updates states, in the engine's
+own memory and formats.
 
-Measured where placement depends on it (`Tuning.gpu_cache`), and by `infinity bench`. Every function gives one figure per round,
-in units per second.
+Measured where placement depends on it (`Tuning.gpu_cache`), and by `infinity bench`. Every function
+gives one figure per round, in units per second.
 """
 
 from __future__ import annotations
@@ -24,17 +25,33 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WIDTHS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "none": 0.0, "split": 2.0, "int8": 36864 / 32768}
 _ALIGNMENT = 1 << 21
 ADAM_STEP = {
-    "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "bias_correction1": 0.9,
-    "bias_correction2_sqrt": 0.9, "decoupled": True, "grad_scale": 1.0,
-}  # fmt: skip
+    "lr": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "bias_correction1": 0.9,
+    "bias_correction2_sqrt": 0.9,
+    "decoupled": True,
+    "grad_scale": 1.0,
+}
 """What the Adam kernels take beside the states: of some step, for time does not depend on which."""
 _SGD_STEP = {
-    "lr": 1e-3, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.01, "nesterov": False, "first_step": False, "grad_scale": 1.0
-}  # fmt: skip
+    "lr": 1e-3,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "weight_decay": 0.01,
+    "nesterov": False,
+    "first_step": False,
+    "grad_scale": 1.0,
+}
 _STEPS: dict[str, tuple[str, dict[str, float]]] = {
     "adam": ("adam", ADAM_STEP),
     "adagrad": ("adagrad", {"lr": 1e-2, "eps": 1e-10, "weight_decay": 0.01, "grad_scale": 1.0}),
-    "lion": ("lion", {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01, "grad_scale": 1.0}),
+    "lion": (
+        "lion",
+        {"lr": 1e-4, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01, "grad_scale": 1.0},
+    ),
     "momentum": ("sgd", _SGD_STEP),
     "sgd": ("sgd", _SGD_STEP | {"momentum": 0.0}),
 }  # by Config.algorithm: the kernels' rule, and what it takes
@@ -54,15 +71,22 @@ class Formats:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes read plus bytes written by Adam; a parameter beside an fp32 master is written only."""
+        """Bytes read plus bytes written by Adam; a parameter beside an fp32 master is written
+        only."""
         param = _WIDTHS[self.param] * (1 if self.master == "fp32" else 2)
         return _WIDTHS[self.grad] + param + 2 * _WIDTHS[self.master] + 4 * _WIDTHS[self.moments]
 
     @property
     def blocks(self) -> dict[str, float]:
-        """Bytes of each block per parameter; of what goes to a shadow copy the names begin with "to_"."""
+        """Bytes of each block per parameter; of what goes to a shadow copy the names begin with
+        "to_"."""
         moments = _WIDTHS[self.moments]
-        states = {"param": _WIDTHS[self.param], "master": _WIDTHS[self.master], "first": moments, "second": moments}
+        states = {
+            "param": _WIDTHS[self.param],
+            "master": _WIDTHS[self.master],
+            "first": moments,
+            "second": moments,
+        }
         targets = {f"to_{name}": width for name, width in states.items()} if self.shadow else {}
         return {"grad": _WIDTHS[self.grad], **states, **targets}
 
@@ -78,7 +102,13 @@ class Formats:
 def formats_of(config: Config, dtype: torch.dtype) -> Formats:
     """What the kernels read and write of parameters of `dtype`."""
     param = next(name for name, each in DTYPES.items() if each is dtype)
-    master = "none" if param == "fp32" else "split" if param == "bf16" and config.tuning.split_master else "fp32"
+    master = (
+        "none"
+        if param == "fp32"
+        else "split"
+        if param == "bf16" and config.tuning.split_master
+        else "fp32"
+    )
     grad = "fp32" if config.tuning.gradient_precision == "fp32" else param
     return Formats("", grad, param, master, config.moment_precision)
 
@@ -94,13 +124,14 @@ def threads_of(configured: int | None) -> int:
 
 
 def apart(nbytes: int) -> int:
-    """Where the next block may begin after one of `nbytes`: not a whole number of huge pages on, for blocks that begin at equal
-    offsets would share the sets of every cache."""
+    """Where the next block may begin after one of `nbytes`: not a whole number of huge pages on,
+    for blocks that begin at equal offsets would share the sets of every cache."""
     return round_up(nbytes, _ALIGNMENT) + 4096 * 5
 
 
 def pieces_of(memory: torch.Tensor, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Tensors of `sizes` bytes from the beginning of `memory` (uint8), one after the other, `apart`."""
+    """Tensors of `sizes` bytes from the beginning of `memory` (uint8), one after the other,
+    `apart`."""
     pieces, at = {}, 0
     for name, size in sizes.items():
         pieces[name] = memory[at : at + size]
@@ -116,20 +147,24 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def copies(device: ComputeDevice, nbytes: int, rounds: int) -> dict[str, list[float]]:
-    """Bytes per second of plain large copies between memory as the engine has it, to the device and from it.
+    """Bytes per second of plain large copies between memory as the engine has it, to the device and
+    from it.
 
     Owns `device`'s memory: closes it.
     """
     try:
         here, there = device.host_memory(nbytes), device.compute_memory(nbytes)
-        device.await_stream()  # what had this memory before may still be in use by the caller's stream
+        # what had this memory before may still be in use by the caller's stream
+        device.await_stream()
         ways: dict[str, Callable[[], object]] = {
             "host_to_device": lambda: device.upload(there, here),
             "device_to_host": lambda: device.download(here, there),
         }
         for way in ways.values():
             way()
-        turns = [{name: nbytes / seconds_of(way) for name, way in ways.items()} for _ in range(rounds)]
+        turns = [
+            {name: nbytes / seconds_of(way) for name, way in ways.items()} for _ in range(rounds)
+        ]
         return {name: [turn[name] for turn in turns] for name in ways}
     finally:
         device.close()
@@ -144,8 +179,9 @@ def updates(
     algorithm: str = "adam",
     isa: str | None = None,
 ) -> list[float]:
-    """Parameters per second of the engine's kernels over `parameters` parameters in `formats`: of the CPU, with `threads` threads
-    and the instruction set `isa` (None: the best), or with `device`, which has kernels, of those and in its memory."""
+    """Parameters per second of the engine's kernels over `parameters` parameters in `formats`: of
+    the CPU, with `threads` threads and the instruction set `isa` (None: the best), or with
+    `device`, which has kernels, of those and in its memory."""
     kernels = native.cpu_adam()
     rule, hyper = _STEPS[algorithm]
     sizes = formats.sizes(parameters)
@@ -164,11 +200,29 @@ def updates(
         module: Any = native.cuda() if memory.is_cuda else kernels
 
         def update() -> None:
-            where = {"stream": stream_of(memory)} if memory.is_cuda else {"isa": isa or kernels.best_isa(), "pool": pool}
+            where = (
+                {"stream": stream_of(memory)}
+                if memory.is_cuda
+                else {"isa": isa or kernels.best_isa(), "pool": pool}
+            )
             module.update(
-                rule, at["grad"], formats.grad, at["param"], formats.param, at["master"], formats.master, at["first"],
-                at["second"], formats.moments, 0, parameters, position=0, key=1, **where, **hyper,
-            )  # fmt: skip
+                rule,
+                at["grad"],
+                formats.grad,
+                at["param"],
+                formats.param,
+                at["master"],
+                formats.master,
+                at["first"],
+                at["second"],
+                formats.moments,
+                0,
+                parameters,
+                position=0,
+                key=1,
+                **where,
+                **hyper,
+            )
 
         def step() -> None:
             with nullcontext() if device is None else device.updating(device.mark()) as running:

@@ -35,8 +35,9 @@ class Report:
     """What the planner states for the same step."""
     planned_written_per_parameter: float
     seconds: dict[str, float]
-    """Total per cause: "compute", "wait nvme", "wait adam", "adam" (the last runs beside the others); with several ranks also
-    "wait collective" (for the other ranks, when this one's shard was there) and "collective" (beside the others)."""
+    """Total per cause: "compute", "wait nvme", "wait adam", "adam" (the last runs beside the
+    others); with several ranks also "wait collective" (for the other ranks, when this one's shard
+    was there) and "collective" (beside the others)."""
     updates_kept: int
     """Unit updates that began in backward and were what their step asked for, since the start."""
     updates_rolled_back: int
@@ -54,24 +55,29 @@ class Report:
     skipped_steps: int = 0
     """Steps left out because a gradient was not finite; not among `steps`."""
     copied_to_device: int = 0
-    """Bytes copied from host memory to the compute device in the last finished step, by our own count; where both are the same
-    memory, what moved between a home there and the engine's place for the model."""
+    """Bytes copied from host memory to the compute device in the last finished step, by our own
+    count; where both are the same memory, what moved between a home there and the engine's place
+    for the model."""
     copied_from_device: int = 0
     gpu_resident: int = 0
-    """Bytes of the states that `Tuning.gpu_cache` keeps on the compute device, whatever tier the others are on."""
+    """Bytes of the states that `Tuning.gpu_cache` keeps on the compute device, whatever tier the
+    others are on."""
     gpu_direct: bool = False
-    """Whether drives write parameters on nvme straight into the memory of the GPU; those bytes are not among the copied ones."""
+    """Whether drives write parameters on nvme straight into the memory of the GPU; those bytes are
+    not among the copied ones."""
     updated: int = 0
     """Bytes of masters and moments that a step renews."""
     updated_on_gpu: int = 0
     """Of those, what kernels of the compute device renew in its memory; the CPU renews the rest."""
     activations_offloaded: int = 0
-    """Bytes that autograd saved in the last finished step and that left the compute device, each storage once."""
+    """Bytes that autograd saved in the last finished step and that left the compute device, each
+    storage once."""
     activations_not_offloaded: int = 0
-    """Bytes that autograd saved in the last finished step and that stayed on the compute device for want
-    of room."""
+    """Bytes that autograd saved in the last finished step and that stayed on the compute device for
+    want of room."""
     activations_written: int = 0
-    """Bytes of them that went on to NVMe in the last finished step; not among `written_per_parameter`."""
+    """Bytes of them that went on to NVMe in the last finished step; not among
+    `written_per_parameter`."""
     activations_read: int = 0
     """Bytes of them that were read back from NVMe in the last finished step."""
     activations_peak: int = 0
@@ -79,7 +85,8 @@ class Report:
 
     @property
     def limits(self) -> dict[str, int]:
-        """Budget per tier that has one; without a limit on NVMe, `budgets` has what the files take there."""
+        """Budget per tier that has one; without a limit on NVMe, `budgets` has what the files take
+        there."""
         limited = dict(self.budgets)
         if limited.get("nvme", 0) <= self.peaks.get("nvme", 0):
             limited.pop("nvme", None)
@@ -100,7 +107,8 @@ class StepMeter:
         """Copied to the compute device, and from it."""
 
     def stepped(self, before: StepRun) -> None:
-        """A step has been fixed; the updates of the one `before` ran between that step and this one."""
+        """A step has been fixed; the updates of the one `before` ran between that step and this
+        one."""
         meter = self._store.meter
         fetched, earlier = (meter.read, meter.written), self._fetched_before
         read, written = sum(m.read for m in before.meters), sum(m.written for m in before.meters)
@@ -140,7 +148,8 @@ class Reporter:
         self._recorder = recorder
 
     def plan(self) -> Traffic:
-        """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states for the recorded trace."""
+        """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states
+        for the recorded trace."""
         cycles = max(self._runtime.accumulation, 1)
         costs = [self._cost(unit, cycles) for unit in self._units]
         cycle = self._runtime.trace.train_cycle()
@@ -157,7 +166,8 @@ class Reporter:
         states, param, gradient = on_nvme(*STATES), on_nvme(Kind.PARAM), on_nvme(Kind.GRAD)
         slots = 0 if unit.blocks[Kind.PARAM].permanent else -(-unit.nbytes // ALIGNMENT)
         old = 0 if unit.states.is_rounded else param
-        # A gradient is written by every backward, and read by all but the first, by each norm and by the update.
+        # A gradient is written by every backward, and read by all but the first, by each norm and
+        # by the update.
         read = states + gradient * (cycles + self._updater.norm.asked)
         return UnitCost(slots, param, old, read, states + param + gradient * cycles, unit.trains)
 
@@ -214,10 +224,19 @@ class Reporter:
         lanes = () if self._exchange is None else ("wait collective", "collective")
         for_ranks = {lane: total(lane) for lane in lanes}
         compute = total("model") - for_nvme - for_adam - for_ranks.get("wait collective", 0.0)
-        own = {"compute": compute, "wait nvme": for_nvme, "wait adam": for_adam, "adam": total("adam")}
+        own = {
+            "compute": compute,
+            "wait nvme": for_nvme,
+            "wait adam": for_adam,
+            "adam": total("adam"),
+        }
         return own | for_ranks
 
 
 def _renewed(unit: Unit) -> int:
     """Bytes of masters and moments that a step renews."""
-    return sum(unit.blocks[kind].nbytes for kind in STATES if kind in unit.blocks) if unit.trains else 0
+    return (
+        sum(unit.blocks[kind].nbytes for kind in STATES if kind in unit.blocks)
+        if unit.trains
+        else 0
+    )

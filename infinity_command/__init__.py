@@ -1,6 +1,7 @@
 """Starts the command `infinity`.
 
-A package of its own, because importing any part of `infinity` imports torch first, which takes seconds.
+A package of its own, because importing any part of `infinity` imports torch first, which takes
+seconds.
 """
 
 import sys

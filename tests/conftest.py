@@ -1,4 +1,5 @@
-"""What several test files need of an engine: the smallest budgets that it accepts, and what it holds of the process."""
+"""What several test files need of an engine: the smallest budgets that it accepts, and what it
+holds of the process."""
 
 from __future__ import annotations
 
@@ -24,14 +25,17 @@ elsewhere.move()
 
 TESTS = Path(__file__).parent
 
-settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing on a loaded one
+# how long an example takes says nothing on a loaded one
+settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """On another device than the CPU leave out what cannot run there."""
     for item in items if elsewhere.KIND else ():
-        if item.path.relative_to(TESTS).as_posix() not in elsewhere.FILES or item.name.startswith(elsewhere.NEAR):
+        if item.path.relative_to(TESTS).as_posix() not in elsewhere.FILES or item.name.startswith(
+            elsewhere.NEAR
+        ):
             item.add_marker(pytest.mark.skip(reason=elsewhere.REASON))
 
 
@@ -46,9 +50,13 @@ def _groups() -> Iterator[list[Group]]:
 
 @pytest.fixture
 def on_ranks(
-    request: pytest.FixtureRequest, _groups: list[Group], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    request: pytest.FixtureRequest,
+    _groups: list[Group],
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
 ) -> OnRanks:
-    """`on_ranks(task)`: let two ranks call `work(task, tmp_path, rank)` of the test's file; what each said.
+    """`on_ranks(task)`: let two ranks call `work(task, tmp_path, rank)` of the test's file; what
+    each said.
 
     After a failure the next task gets a new group.
     """
@@ -75,7 +83,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def smallest() -> Callable[..., dict[str, int]]:
-    """`smallest(model, **config)`: the smallest gpu_memory and cpu_memory that work, as the refusals name them."""
+    """`smallest(model, **config)`: the smallest gpu_memory and cpu_memory that work, as the
+    refusals name them."""
 
     def find(model: nn.Module, **config: Any) -> dict[str, int]:
         budgets = {}
@@ -103,9 +112,12 @@ class Footprint:
     def __init__(self) -> None:
         gc.collect()
         names = [_name(task) for task in Path("/proc/self/task").iterdir()]
-        self.threads = sum(not name.startswith("iou-") for name in names)  # the kernel's workers of a ring come and go
+        # the kernel's workers of a ring come and go
+        self.threads = sum(not name.startswith("iou-") for name in names)
         self.python_threads = {thread.name for thread in threading.enumerate()}
-        self.descriptors = sorted(str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+        self.descriptors = sorted(
+            str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Footprint) and vars(self) == vars(other)
@@ -116,5 +128,6 @@ class Footprint:
 
 @pytest.fixture(scope="session")
 def footprint() -> Callable[[], Footprint]:
-    """`footprint()`: the threads and descriptors of this process, to be compared with those of another moment."""
+    """`footprint()`: the threads and descriptors of this process, to be compared with those of
+    another moment."""
     return Footprint

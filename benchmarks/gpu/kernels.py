@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""The CUDA kernels against what the GPU's memory gives: the share of a plain copy's bytes per second that each reaches.
+"""The CUDA kernels against what the GPU's memory gives: the share of a plain copy's bytes per
+second that each reaches.
 
-The yardsticks are a copy within the device (8 bytes moved per fp32 element) and torch's `a.add_(b)` (12); torch's fused AdamW
-runs beside the updates. Everyone runs once per round, in an order that turns from round to round, each several launches long
-between two events of the stream; ratios are taken within a round. Bytes are those that the formats need: an element of an array
-that is read and written counts twice. GB = 1e9 bytes.
+The yardsticks are a copy within the device (8 bytes moved per fp32 element) and torch's `a.add_(b)`
+(12); torch's fused AdamW runs beside the updates. Everyone runs once per round, in an order that
+turns from round to round, each several launches long between two events of the stream; ratios are
+taken within a round. Bytes are those that the formats need: an element of an array that is read and
+written counts twice. GB = 1e9 bytes.
 
     benchmarks/gpu/kernels.py [--parameters 1e6 16e6 128e6] [--rounds 15] [--json FILE]
 """
@@ -26,11 +28,22 @@ LIMIT = "the bytes per second of a copy within the device, in the same round"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "none": 0.0, "split": 2.0, "int8": 36864 / 32768}
 HYPER = {
-    "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "bias_correction1": 0.9,
-    "bias_correction2_sqrt": 0.9, "grad_scale": 0.9,
-}  # fmt: skip
-FORMATS = [("fp32", "fp32", "none"), ("bf16", "bf16", "fp32"), ("fp16", "fp16", "fp32"), ("fp32", "bf16", "split"),
-           ("bf16", "bf16", "split")]  # fmt: skip
+    "lr": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "bias_correction1": 0.9,
+    "bias_correction2_sqrt": 0.9,
+    "grad_scale": 0.9,
+}
+FORMATS = [
+    ("fp32", "fp32", "none"),
+    ("bf16", "bf16", "fp32"),
+    ("fp16", "fp16", "fp32"),
+    ("fp32", "bf16", "split"),
+    ("bf16", "bf16", "split"),
+]
 MOMENTS = {"adam": 2, "adagrad": 1, "lion": 1, "momentum": 1, "sgd": 0}
 COPY = "copy"
 
@@ -44,18 +57,27 @@ class Work(NamedTuple):
 
 
 class Arrays:
-    """The arrays that all of them work on, `n` elements each. Contents are ordinary numbers: no step meets a NaN."""
+    """The arrays that all of them work on, `n` elements each. Contents are ordinary numbers: no
+    step meets a NaN."""
 
     def __init__(self, n: int) -> None:
         generator = torch.Generator(device="cuda").manual_seed(0)
         self.n = n
         self.stream = torch.cuda.current_stream().cuda_stream
-        self.values = {name: torch.randn(n, generator=generator, device="cuda").to(dtype) for name, dtype in DTYPES.items()}
+        self.values = {
+            name: torch.randn(n, generator=generator, device="cuda").to(dtype)
+            for name, dtype in DTYPES.items()
+        }
         self.other = torch.randn(n, generator=generator, device="cuda")
         self.master = torch.randn(n, generator=generator, device="cuda")
         self.param = torch.zeros(n, dtype=torch.int32, device="cuda")
         cpu = native.cpu_adam()
-        moments = [torch.zeros(cpu.block_bytes("fp32", n + cpu.SUPERBLOCK), dtype=torch.uint8, device="cuda") for _ in range(2)]
+        moments = [
+            torch.zeros(
+                cpu.block_bytes("fp32", n + cpu.SUPERBLOCK), dtype=torch.uint8, device="cuda"
+            )
+            for _ in range(2)
+        ]
         self.first, self.second = moments
         self.sums = torch.empty(native.cuda().norm_blocks(n), dtype=torch.float64, device="cuda")
         self.total = torch.zeros(1, dtype=torch.float64, device="cuda")
@@ -63,22 +85,43 @@ class Arrays:
     def update(self, member: str, grad: str, param: str, master: str, moments: str) -> Work:
         rule = "sgd" if member == "momentum" else member
         used = MOMENTS[member]
-        width = WIDTHS[grad] + WIDTHS[param] * (1 if master == "fp32" else 2) + 2 * WIDTHS[master] + 2 * used * WIDTHS[moments]
+        width = (
+            WIDTHS[grad]
+            + WIDTHS[param] * (1 if master == "fp32" else 2)
+            + 2 * WIDTHS[master]
+            + 2 * used * WIDTHS[moments]
+        )
         first, second = member in ("adam", "lion", "momentum"), member in ("adam", "adagrad")
 
         def enqueue() -> None:
             native.cuda().update(
-                rule, self.values[grad].data_ptr(), grad, self.param.data_ptr(), param,
-                0 if master == "none" else self.master.data_ptr(), master, self.first.data_ptr() if first else 0,
-                self.second.data_ptr() if second else 0, moments, 0, self.n, position=0, key=1, **HYPER,
-                momentum=0.9 if member == "momentum" else 0.0, stream=self.stream,
-            )  # fmt: skip
+                rule,
+                self.values[grad].data_ptr(),
+                grad,
+                self.param.data_ptr(),
+                param,
+                0 if master == "none" else self.master.data_ptr(),
+                master,
+                self.first.data_ptr() if first else 0,
+                self.second.data_ptr() if second else 0,
+                moments,
+                0,
+                self.n,
+                position=0,
+                key=1,
+                **HYPER,
+                momentum=0.9 if member == "momentum" else 0.0,
+                stream=self.stream,
+            )
 
         kept = f", moments {moments}" if used else ""
-        return Work(f"{member}: grad {grad}, param {param}, master {master}{kept}", self.n * width, enqueue)
+        return Work(
+            f"{member}: grad {grad}, param {param}, master {master}{kept}", self.n * width, enqueue
+        )
 
     def prepare(self) -> None:
-        """Zeros are a state in every format, so that whoever comes next finds one that it can read."""
+        """Zeros are a state in every format, so that whoever comes next finds one that it can
+        read."""
         for tensor in (self.param, self.first, self.second, self.master):
             tensor.zero_()
 
@@ -96,7 +139,9 @@ class Arrays:
         optimizer = torch.optim.AdamW([weights], lr=1e-3, fused=True)
         optimizer.step()
         state = optimizer.state[weights]
-        state["exp_avg"], state["exp_avg_sq"] = (block[:count].view(torch.float32) for block in (self.first, self.second))
+        state["exp_avg"], state["exp_avg_sq"] = (
+            block[:count].view(torch.float32) for block in (self.first, self.second)
+        )
         return Work("torch AdamW(fused=True), fp32", 28.0 * self.n, optimizer.step)
 
     def sums_and_norms(self) -> list[Work]:
@@ -105,22 +150,39 @@ class Arrays:
             address, width = tensor.data_ptr(), WIDTHS[name]
 
             def add(address: int = address, name: str = name) -> None:
-                native.cuda().accumulate(self.param.data_ptr(), address, name, self.n, first=False, stream=self.stream)
+                native.cuda().accumulate(
+                    self.param.data_ptr(), address, name, self.n, first=False, stream=self.stream
+                )
 
             def norm(address: int = address, name: str = name) -> None:
                 native.cuda().squared_norm(
-                    address, name, self.n, block_sums=self.sums.data_ptr(), total=self.total.data_ptr(), stream=self.stream
+                    address,
+                    name,
+                    self.n,
+                    block_sums=self.sums.data_ptr(),
+                    total=self.total.data_ptr(),
+                    stream=self.stream,
                 )
 
-            work += [Work(f"accumulate: {name}", 3 * width * self.n, add), Work(f"squared_norm: {name}", width * self.n, norm)]
+            work += [
+                Work(f"accumulate: {name}", 3 * width * self.n, add),
+                Work(f"squared_norm: {name}", width * self.n, norm),
+            ]
         return work
 
 
 def family(arrays: Arrays) -> list[Work]:
     """Adam in all formats, the others in the two that are farthest apart."""
-    work = [arrays.update("adam", *formats, moments) for formats in FORMATS for moments in ("fp32", "bf16", "int8")]
+    work = [
+        arrays.update("adam", *formats, moments)
+        for formats in FORMATS
+        for moments in ("fp32", "bf16", "int8")
+    ]
     for member in ("adagrad", "lion", "momentum", "sgd"):
-        for formats, moments in ((FORMATS[0], "fp32"), (FORMATS[4], "int8" if MOMENTS[member] else "fp32")):
+        for formats, moments in (
+            (FORMATS[0], "fp32"),
+            (FORMATS[4], "int8" if MOMENTS[member] else "fp32"),
+        ):
             work.append(arrays.update(member, *formats, moments))
     return work
 
@@ -162,8 +224,16 @@ def measure(n: int, rounds: int) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parameters", type=float, nargs="+", default=[1e6, 16e6, 128e6], help="elements of each array")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parameters",
+        type=float,
+        nargs="+",
+        default=[1e6, 16e6, 128e6],
+        help="elements of each array",
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -177,7 +247,9 @@ def main() -> None:
         torch.cuda.empty_cache()
     settings = vars(options) | {"cuda": torch.version.cuda}
     device = torch.cuda.get_device_name()
-    summary = Summary.of(__file__, QUESTION, LIMIT, rows, seeds=[0], settings=settings, device=device)
+    summary = Summary.of(
+        __file__, QUESTION, LIMIT, rows, seeds=[0], settings=settings, device=device
+    )
     for line in summary.table():
         print(line)
     summary.write(options.json)

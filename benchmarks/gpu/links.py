@@ -1,14 +1,18 @@
 #!/usr/bin/env python3
-"""What the engine's transfers reach of plain ones: both directions of the link to the compute device, and NVMe to it.
+"""What the engine's transfers reach of plain ones: both directions of the link to the compute
+device, and NVMe to it.
 
-  host to device   units that are at home in host memory come into the compute arena, as before a forward (the store's `start` and
-                   `wait`, two units ahead); against one large copy from pinned memory by torch, non_blocking, then a synchronize
+  host to device   units that are at home in host memory come into the compute arena, as before a
+                   forward (the store's `start` and `wait`, two units ahead); against one large copy
+                   from pinned memory by torch, non_blocking, then a synchronize
   device to host   gradients go home (`bring_home`); against the same copy the other way
-  NVMe to device   units on NVMe come into the arena, through staging where the drive cannot reach the device; against reading as
-                   many bytes of a file into touched memory on huge pages with `infinity.nvme`; and, where the drive can reach the
-                   device after all (GPUDirect Storage), straight into the arena, against the same
-Everyone runs once per round, in an order that turns; ratios are taken within a round. GB = 1e9 bytes. Without a GPU the compute
-device is host memory and the plain copy one of torch's, with its threads.
+  NVMe to device   units on NVMe come into the arena, through staging where the drive cannot reach
+                   the device; against reading as many bytes of a file into touched memory on huge
+                   pages with `infinity.nvme`; and, where the drive can reach the device after all
+                   (GPUDirect Storage), straight into the arena, against the same
+Everyone runs once per round, in an order that turns; ratios are taken within a round. GB = 1e9
+bytes. Without a GPU the compute device is host memory and the plain copy one of torch's, with its
+threads.
 
   python benchmarks/gpu/links.py --nvme /mnt/nvme0 --json links.json
 """
@@ -35,7 +39,9 @@ from infinity.quantities import parse_bytes
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
-QUESTION = "How near do the engine's transfers to the compute device come to plain copies and reads?"
+QUESTION = (
+    "How near do the engine's transfers to the compute device come to plain copies and reads?"
+)
 LIMIT = "a plain copy or read of as many bytes, in the same round"
 AHEAD = 2
 PIECE_BYTES = 4 << 20
@@ -44,7 +50,9 @@ PIECE_BYTES = 4 << 20
 class Units:
     """`count` units of `nbytes` each, at home on `tier`, and an arena that holds a few of them."""
 
-    def __init__(self, tier: Any, count: int, nbytes: int, folder: Path, kind: str, gpu_direct: Any = "off") -> None:
+    def __init__(
+        self, tier: Any, count: int, nbytes: int, folder: Path, kind: str, gpu_direct: Any = "off"
+    ) -> None:
         self.device = ComputeDevice(kind)
         places = AHEAD + 2
         config = Config(
@@ -56,11 +64,27 @@ class Units:
         self.store = Store(config, self.device, Recorder())
         self.gradients, self.params = [], []
         for number in range(count):
-            common = {"elements": nbytes // 2, "format": BF16, "tier": tier, "span": nbytes, "at": 0}
-            self.params.append(self.store.add(BlockSpec(unit=number, kind=Kind.PARAM, name=f"unit {number}", **common)))
+            common = {
+                "elements": nbytes // 2,
+                "format": BF16,
+                "tier": tier,
+                "span": nbytes,
+                "at": 0,
+            }
+            self.params.append(
+                self.store.add(
+                    BlockSpec(unit=number, kind=Kind.PARAM, name=f"unit {number}", **common)
+                )
+            )
             if tier == "cpu":
-                self.gradients.append(self.store.add(BlockSpec(unit=number, kind=Kind.GRAD, name=f"gradient {number}", **common)))
-        self.store.open(self.store.placement.layout(places * nbytes, nbytes if tier == "cpu" else 0))
+                self.gradients.append(
+                    self.store.add(
+                        BlockSpec(unit=number, kind=Kind.GRAD, name=f"gradient {number}", **common)
+                    )
+                )
+        self.store.open(
+            self.store.placement.layout(places * nbytes, nbytes if tier == "cpu" else 0)
+        )
         self.content = self.store.reserve("gpu", nbytes).tensor.fill_(1) if tier == "cpu" else None
 
     def write(self) -> None:
@@ -87,7 +111,9 @@ class Units:
     def bring_home(self) -> None:
         """Copy one unit's gradients home, for every unit."""
         for block in self.gradients:
-            for here, there in self.store.staging.bring_home(block, self.content[: block.nbytes], add=False):
+            for here, there in self.store.staging.bring_home(
+                block, self.content[: block.nbytes], add=False
+            ):
                 copy_alone(here, there)
 
 
@@ -98,7 +124,9 @@ def seconds(work: Callable[[], object], after: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def rounds(ways: dict[str, Callable[[], object]], count: int, after: Callable[[], None]) -> dict[str, list[float]]:
+def rounds(
+    ways: dict[str, Callable[[], object]], count: int, after: Callable[[], None]
+) -> dict[str, list[float]]:
     """Seconds of each of `ways` per round, after one untimed turn each."""
     for work in ways.values():
         seconds(work, after)
@@ -118,7 +146,9 @@ def compare(name: str, taken: dict[str, list[float]], ours: str, plain: str, nby
         unit="GB/s",
         rounds=len(taken[ours]),
         value=Spread.of([nbytes / s / 1e9 for s in taken[ours]]),
-        ratio=Spread.of([theirs / mine for mine, theirs in zip(taken[ours], taken[plain], strict=True)]),
+        ratio=Spread.of(
+            [theirs / mine for mine, theirs in zip(taken[ours], taken[plain], strict=True)]
+        ),
         others={"plain_gb_per_second": Spread.of([nbytes / s / 1e9 for s in taken[plain]])},
     )
 
@@ -127,7 +157,11 @@ def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> lis
     """All comparisons, over `count` units of `nbytes` bytes."""
     total = count * nbytes
     with ExitStack() as stack:
-        memory_folder, drive_folder, direct_folder = folder / "memory", folder / "drive", folder / "direct"
+        memory_folder, drive_folder, direct_folder = (
+            folder / "memory",
+            folder / "drive",
+            folder / "direct",
+        )
         for each in (memory_folder, drive_folder, direct_folder):
             each.mkdir()
         memory = Units("cpu", count, nbytes, memory_folder, kind)
@@ -149,13 +183,19 @@ def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> lis
         after = torch.cuda.synchronize if cuda else lambda: None
         io = stack.enter_context(nvme.Io())
         read = nvme.empty(total, dtype=torch.uint8)
-        items = [(piece, folder / "plain.bin", at * PIECE_BYTES) for at, piece in enumerate(read.split(PIECE_BYTES))]
+        items = [
+            (piece, folder / "plain.bin", at * PIECE_BYTES)
+            for at, piece in enumerate(read.split(PIECE_BYTES))
+        ]
         io.write_many(items)
         ways = {
-            "arena up": memory.fetch, "plain up": lambda: there.copy_(host, non_blocking=True),
-            "arena down": memory.bring_home, "plain down": lambda: host.copy_(there, non_blocking=True),
-            "store": drive.fetch, "plain read": lambda: io.read_many(items),
-        }  # fmt: skip
+            "arena up": memory.fetch,
+            "plain up": lambda: there.copy_(host, non_blocking=True),
+            "arena down": memory.bring_home,
+            "plain down": lambda: host.copy_(there, non_blocking=True),
+            "store": drive.fetch,
+            "plain read": lambda: io.read_many(items),
+        }
         if straight_too:
             ways["direct"] = direct.fetch
         taken = rounds(ways, times, after)
@@ -165,21 +205,33 @@ def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> lis
         "nvme_to_device": ("store", "plain read"),
         "nvme_to_device_direct": ("direct", "plain read"),
     }
-    return [compare(name, taken, ours, plain, total) for name, (ours, plain) in pairs.items() if ours in taken]
+    return [
+        compare(name, taken, ours, plain, total)
+        for name, (ours, plain) in pairs.items()
+        if ours in taken
+    ]
 
 
 def main() -> None:
     """Measure, print, and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme", type=Path, help="directory on the drive (default: the one for temporary files)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--nvme", type=Path, help="directory on the drive (default: the one for temporary files)"
+    )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--unit-bytes", type=parse_bytes, default=128 << 20, help="of one unit (default: 128MiB)")
+    parser.add_argument(
+        "--unit-bytes", type=parse_bytes, default=128 << 20, help="of one unit (default: 128MiB)"
+    )
     parser.add_argument("--units", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.nvme, prefix="infinity-links-") as folder:
-        rows = measure(options.device, Path(folder), options.units, options.unit_bytes, options.rounds)
+        rows = measure(
+            options.device, Path(folder), options.units, options.unit_bytes, options.rounds
+        )
     cuda = torch.cuda.is_available() and options.device != "cpu"
     device = torch.cuda.get_device_name() if cuda else "cpu"
     summary = Summary.of(__file__, QUESTION, LIMIT, rows, settings=vars(options), device=device)

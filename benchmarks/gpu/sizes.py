@@ -1,7 +1,8 @@
-"""What of a model fits on a machine, in bytes, and where: arithmetic over a Llama's shape, the engine's formulas and the budgets.
+"""What of a model fits on a machine, in bytes, and where: arithmetic over a Llama's shape, the
+engine's formulas and the budgets.
 
-The state bytes per parameter are those of `infinity.placement.memory`; what passes through is added: two gradient buffers of the
-largest unit on the device, a GiB of staging in host memory.
+The state bytes per parameter are those of `infinity.placement.memory`; what passes through is
+added: two gradient buffers of the largest unit on the device, a GiB of staging in host memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Machine(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A placement: options of `infinity bench step`, the count of parameters, and bytes of state on each tier."""
+    """A placement: options of `infinity bench step`, the count of parameters, and bytes of state on
+    each tier."""
 
     model: dict[str, Any]
     options: dict[str, Any]
@@ -40,36 +42,54 @@ class Plan(NamedTuple):
         """JSON-ready, with the share of the budgets that is state."""
         used, given = sum(self.states.values()), sum(self.budgets.values())
         return {
-            "parameters_count": self.parameters, "state_bytes": self.states, "budget_bytes": self.budgets,
-            "state_of_budgets_ratio": used / given, "options": self.options,
-            "state_of_budget_ratio": {tier: self.states[tier] / self.budgets[tier] for tier in self.states if self.budgets[tier]},
-        }  # fmt: skip
+            "parameters_count": self.parameters,
+            "state_bytes": self.states,
+            "budget_bytes": self.budgets,
+            "state_of_budgets_ratio": used / given,
+            "options": self.options,
+            "state_of_budget_ratio": {
+                tier: self.states[tier] / self.budgets[tier]
+                for tier in self.states
+                if self.budgets[tier]
+            },
+        }
 
 
 def working(model: dict[str, Any], tokens: int) -> int:
-    """Bytes of the device beside states for `tokens` tokens at once: the logits in bf16 and, for the loss, in fp32, each with its
-    gradient, and their softmax; one hidden state per block, and four times what one block computes, for it is computed again."""
+    """Bytes of the device beside states for `tokens` tokens at once: the logits in bf16 and, for
+    the loss, in fp32, each with its gradient, and their softmax; one hidden state per block, and
+    four times what one block computes, for it is computed again."""
     width = model["hidden_size"]
-    hidden, block = 2 * width * model["num_hidden_layers"], 2 * (8 * width + 3 * model["intermediate_size"])
+    hidden, block = (
+        2 * width * model["num_hidden_layers"],
+        2 * (8 * width + 3 * model["intermediate_size"]),
+    )
     return tokens * (16 * model["vocab_size"] + hidden + 4 * block)
 
 
 def machine(nvme: Path, gpu_bytes: int, working: int) -> Machine:
-    """What this machine may give to states: of a GPU all but the `working` bytes and 3 GiB for CUDA and what lies between; of the
-    memory that is free all but 14 GiB, for Python, CUDA and one unit while it is filled; of the drive all but 3 GiB."""
+    """What this machine may give to states: of a GPU all but the `working` bytes and 3 GiB for CUDA
+    and what lies between; of the memory that is free all but 14 GiB, for Python, CUDA and one unit
+    while it is filled; of the drive all but 3 GiB."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(meminfo["MemAvailable"].split()[0]) * 1024
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdigit():
         free = min(free, int(text))
-    return Machine(max(gpu_bytes - working - 3 * GIB, 0), max(free - 14 * GIB, 0), max(shutil.disk_usage(nvme).free - 3 * GIB, 0))
+    return Machine(
+        max(gpu_bytes - working - 3 * GIB, 0),
+        max(free - 14 * GIB, 0),
+        max(shutil.disk_usage(nvme).free - 3 * GIB, 0),
+    )
 
 
 def block_of(model: dict[str, Any]) -> int:
     """Parameters of one block of a Llama."""
     width, heads = model["hidden_size"], model["num_attention_heads"]
     shared = width // heads * model["num_key_value_heads"]
-    return 2 * width * width + 2 * width * shared + 3 * width * model["intermediate_size"] + 2 * width
+    return (
+        2 * width * width + 2 * width * shared + 3 * width * model["intermediate_size"] + 2 * width
+    )
 
 
 def count(model: dict[str, Any]) -> int:
@@ -78,7 +98,8 @@ def count(model: dict[str, Any]) -> int:
 
 
 def units_of(model: dict[str, Any]) -> list[int]:
-    """Parameters of each unit, as the engine cuts a Llama: the embedding, the blocks, the head with the norm before it."""
+    """Parameters of each unit, as the engine cuts a Llama: the embedding, the blocks, the head with
+    the norm before it."""
     words = model["vocab_size"] * model["hidden_size"]
     return [words, *[block_of(model)] * model["num_hidden_layers"], words + model["hidden_size"]]
 
@@ -90,7 +111,9 @@ def through(model: dict[str, Any]) -> int:
 
 def per_parameter(moments: str) -> tuple[int, int, float]:
     """Bytes of parameter, gradient and optimizer states in bf16 with split masters."""
-    config = Config(nvme="/", gpu_memory=0, cpu_memory=0, precision="bf16", moment_precision=moments)
+    config = Config(
+        nvme="/", gpu_memory=0, cpu_memory=0, precision="bf16", moment_precision=moments
+    )
     states = bytes_per_parameter(config)
     return int(states.parameters), int(states.gradients), states.optimizer
 
@@ -101,37 +124,51 @@ def staging(given: Machine) -> int:
 
 
 def in_host_memory(model: dict[str, Any], given: Machine) -> Plan:
-    """States in host memory, with the widest moments that fit: all but those of the first units that the device has room for, at
-    most half of the model. What host memory is left is for shadow copies, so that updates may begin in backward."""
+    """States in host memory, with the widest moments that fit: all but those of the first units
+    that the device has room for, at most half of the model. What host memory is left is for shadow
+    copies, so that updates may begin in backward."""
     units, stage = units_of(model), staging(given)
     for moments in ("fp32", "bf16", "int8"):
         weight, gradient, optimizer = per_parameter(moments)
         each, passes = weight + gradient + optimizer, passing(model, weight)
-        gpu_cache, gpu_resident = fitting(units, each, min(given.gpu - passes, int(each * sum(units)) // 2))
+        gpu_cache, gpu_resident = fitting(
+            units, each, min(given.gpu - passes, int(each * sum(units)) // 2)
+        )
         off_device = sum(units) - gpu_resident
-        least, most = (int(off_device * width * 1.002) + stage for width in (each, each + weight + optimizer))
+        least, most = (
+            int(off_device * width * 1.002) + stage for width in (each, each + weight + optimizer)
+        )
         if least <= given.host and gpu_cache + passes <= given.gpu:
             break
     else:
-        raise ValueError(f"{sum(units):,} parameters do not fit into {given.host / GIB:.0f} GiB of host memory")
+        raise ValueError(
+            f"{sum(units):,} parameters do not fit into {given.host / GIB:.0f} GiB of host memory"
+        )
     gpu, cpu = gpu_cache + passes, min(most, given.host)
     options = {
-        "parameters": "cpu", "gradients": "cpu", "optimizer": "cpu", "moment-precision": moments, "gpu-memory": gpu,
-        "gpu-cache": gpu_cache, "cpu-memory": cpu,
-    }  # fmt: skip
+        "parameters": "cpu",
+        "gradients": "cpu",
+        "optimizer": "cpu",
+        "moment-precision": moments,
+        "gpu-memory": gpu,
+        "gpu-cache": gpu_cache,
+        "cpu-memory": cpu,
+    }
     states = {"gpu": int(gpu_resident * each), "cpu": int(off_device * each), "nvme": 0}
     return Plan(model, options, sum(units), states, {"gpu": gpu, "cpu": cpu, "nvme": 0})
 
 
 def passing(model: dict[str, Any], weight: int) -> int:
-    """Bytes of the device for two gradient buffers, and for four units of `weight` bytes per parameter that come and go."""
+    """Bytes of the device for two gradient buffers, and for four units of `weight` bytes per
+    parameter that come and go."""
     return through(model) + 4 * weight * max(units_of(model))
 
 
 def over_three_tiers(model: dict[str, Any], given: Machine, moments: str) -> Plan:
-    """All states of the first units on the device, as many as it has room for while four others pass. Of the others parameters
-    and gradients in host memory; half of the room on the drive is optimizer states (the other half is their old content), the
-    rest in host memory. Raises `ValueError` where a tier is too small."""
+    """All states of the first units on the device, as many as it has room for while four others
+    pass. Of the others parameters and gradients in host memory; half of the room on the drive is
+    optimizer states (the other half is their old content), the rest in host memory. Raises
+    `ValueError` where a tier is too small."""
     units, widths = units_of(model), per_parameter(moments)
     passes = passing(model, widths[0])
     gpu_cache, gpu_resident = fitting(units, sum(widths), given.gpu - passes)
@@ -140,24 +177,34 @@ def over_three_tiers(model: dict[str, Any], given: Machine, moments: str) -> Pla
 
 
 def parameters_on_device(model: dict[str, Any], given: Machine, moments: str) -> Plan:
-    """All parameters on the device, so that none has to pass, and what else of the first units it has room for. Of the others
-    gradients in host memory; optimizer states, which are rewritten in place, on the drive as far as it has room, the rest in host
-    memory. Raises `ValueError` where a tier is too small."""
+    """All parameters on the device, so that none has to pass, and what else of the first units it
+    has room for. Of the others gradients in host memory; optimizer states, which are rewritten in
+    place, on the drive as far as it has room, the rest in host memory. Raises `ValueError` where a
+    tier is too small."""
     units, (weight, gradient, optimizer) = units_of(model), per_parameter(moments)
     whole = int(sum(units) * weight * 1.002) + through(model)
     gpu_cache, gpu_resident = fitting(units, gradient + optimizer, given.gpu - whole)
-    on_device = OnDevice(whole, gpu_cache, gpu_resident, int(weight * sum(units) + (gradient + optimizer) * gpu_resident))
+    on_device = OnDevice(
+        whole,
+        gpu_cache,
+        gpu_resident,
+        int(weight * sum(units) + (gradient + optimizer) * gpu_resident),
+    )
     return _with_others(model, given, moments, on_device, parameters="gpu", copies=1, most=1.0)
 
 
 def fitting(units: Sequence[int], each: float, room: int) -> tuple[int, int]:
-    """Bytes for the first of `units` that fit into `room` at `each` bytes per parameter, and how many parameters these have."""
+    """Bytes for the first of `units` that fit into `room` at `each` bytes per parameter, and how
+    many parameters these have."""
     gpu_cache = max(int(min(room, 1.002 * each * sum(units))), 0)
-    return gpu_cache, sum(units[number] for number in fill(gpu_cache, [int(each * unit * 1.002) for unit in units]))
+    return gpu_cache, sum(
+        units[number] for number in fill(gpu_cache, [int(each * unit * 1.002) for unit in units])
+    )
 
 
 class OnDevice(NamedTuple):
-    """Bytes of the device beside `gpu_cache`, parameters that stay in that with all their states, and bytes of state there."""
+    """Bytes of the device beside `gpu_cache`, parameters that stay in that with all their states,
+    and bytes of state there."""
 
     others: int
     gpu_cache: int
@@ -166,11 +213,22 @@ class OnDevice(NamedTuple):
 
 
 def _with_others(
-    model: dict[str, Any], given: Machine, moments: str, device: OnDevice, parameters: str, copies: int, most: float
+    model: dict[str, Any],
+    given: Machine,
+    moments: str,
+    device: OnDevice,
+    parameters: str,
+    copies: int,
+    most: float,
 ) -> Plan:
-    """Beside what is on the `device`: gradients, and parameters where "cpu" says so, in host memory; `copies` of optimizer states
-    on the drive, at most that share of them, the rest in host memory."""
-    total, stage, (weight, gradient, optimizer) = count(model), staging(given), per_parameter(moments)
+    """Beside what is on the `device`: gradients, and parameters where "cpu" says so, in host
+    memory; `copies` of optimizer states on the drive, at most that share of them, the rest in host
+    memory."""
+    total, stage, (weight, gradient, optimizer) = (
+        count(model),
+        staging(given),
+        per_parameter(moments),
+    )
     off_device, at_home = total - device.gpu_resident, gradient + weight * (parameters == "cpu")
     states, home = int(off_device * optimizer), int(off_device * at_home * 1.002) + stage
     on_drive = min(int((given.nvme - (32 << 20)) / 1.002) // copies, int(states * most))
@@ -179,17 +237,28 @@ def _with_others(
     if gpu > given.gpu or home + cache > given.host or on_drive < 0:
         raise ValueError(f"{total:,} parameters do not fit over {given}")
     options = {
-        "parameters": parameters, "gradients": "cpu", "optimizer": "nvme", "moment-precision": moments, "gpu-memory": gpu,
-        "gpu-cache": device.gpu_cache, "cpu-memory": home + cache, "cache": cache,
-    }  # fmt: skip
+        "parameters": parameters,
+        "gradients": "cpu",
+        "optimizer": "nvme",
+        "moment-precision": moments,
+        "gpu-memory": gpu,
+        "gpu-cache": device.gpu_cache,
+        "cpu-memory": home + cache,
+        "cache": cache,
+    }
     options["copy-on-write" if copies == 2 else "no-copy-on-write"] = None
-    taken = {"gpu": device.states, "cpu": int(off_device * at_home) + cache, "nvme": copies * on_drive}
+    taken = {
+        "gpu": device.states,
+        "cpu": int(off_device * at_home) + cache,
+        "nvme": copies * on_drive,
+    }
     budgets = {"gpu": gpu, "cpu": home + cache, "nvme": int(copies * on_drive * 1.002) + (16 << 20)}
     return Plan(model, options, total, taken, budgets)
 
 
 def largest(model: dict[str, Any], given: Machine) -> Plan:
-    """The model with as many blocks as fit with 8-bit moments, which are rewritten in place; raises `ValueError` if none do."""
+    """The model with as many blocks as fit with 8-bit moments, which are rewritten in place; raises
+    `ValueError` if none do."""
     best: Plan | None = None
     for layers in range(2, 1000):
         try:

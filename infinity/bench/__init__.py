@@ -1,4 +1,5 @@
-"""Measuring, as a library: results are plain data, progress goes to a function that the caller gives, and nothing prints.
+"""Measuring, as a library: results are plain data, progress goes to a function that the caller
+gives, and nothing prints.
 
 | module | measures |
 |---|---|

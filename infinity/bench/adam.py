@@ -1,4 +1,5 @@
-"""Times of one optimizer step over all of a large buffer, beside a plain loop and the peers, in interleaved rounds.
+"""Times of one optimizer step over all of a large buffer, beside a plain loop and the peers, in
+interleaved rounds.
 
 [Note: a fair comparison]
 Memory limits an update of this kind, so the figure is bytes moved per second. The yardstick is a
@@ -45,7 +46,8 @@ CASES = (
 
 @dataclass
 class Subject:
-    """Somebody who takes one step over all parameters, after `fill` made the memory that all share its own again.
+    """Somebody who takes one step over all parameters, after `fill` made the memory that all share
+    its own again.
 
     `seconds` holds one time per round.
     """
@@ -58,11 +60,14 @@ class Subject:
 
 
 class Bench:
-    """Measures steps over `parameters` parameters with `threads_of(threads)` threads; `close` gives both back."""
+    """Measures steps over `parameters` parameters with `threads_of(threads)` threads; `close` gives
+    both back."""
 
     def __init__(self, parameters: int, threads: int | None, peers: bool) -> None:
         if parameters < 1 << 16:
-            raise ConfigError(f"{parameters} parameters stay in the caches; measure at least {1 << 16}")
+            raise ConfigError(
+                f"{parameters} parameters stay in the caches; measure at least {1 << 16}"
+            )
         self.parameters, self.threads = parameters, threads_of(threads)
         self._kernels = native.cpu_adam()
         self._pool = self._kernels.Pool(self.threads)
@@ -70,7 +75,8 @@ class Bench:
         available = _available_bytes()
         if available is not None and self._most > 0.9 * available:
             raise ConfigError(
-                f"{parameters} parameters need {self._most >> 20} MiB and {available >> 20} MiB are free; measure fewer"
+                f"{parameters} parameters need {self._most >> 20} MiB and "
+                f"{available >> 20} MiB are free; measure fewer"
             )
         self._memory = HostMemory(self._most)
         self.subjects = [self._loop(), *map(self._ours, CASES)]
@@ -110,24 +116,54 @@ class Bench:
                 piece.zero_()
 
     def _ours(self, case: Formats) -> Subject:
-        at = {name: piece.data_ptr() if piece.numel() else 0 for name, piece in self._pieces(case).items()}
-        isa, targets = self._kernels.best_isa(), {name: place for name, place in at.items() if name.startswith("to_")}
+        at = {
+            name: piece.data_ptr() if piece.numel() else 0
+            for name, piece in self._pieces(case).items()
+        }
+        isa, targets = (
+            self._kernels.best_isa(),
+            {name: place for name, place in at.items() if name.startswith("to_")},
+        )
 
         def step() -> None:
             self._kernels.update(
-                "adam", at["grad"], case.grad, at["param"], case.param, at["master"], case.master, at["first"], at["second"],
-                case.moments, 0, self.parameters, position=0, key=1, isa=isa, pool=self._pool, **targets, **ADAM_STEP,
-            )  # fmt: skip
+                "adam",
+                at["grad"],
+                case.grad,
+                at["param"],
+                case.param,
+                at["master"],
+                case.master,
+                at["first"],
+                at["second"],
+                case.moments,
+                0,
+                self.parameters,
+                position=0,
+                key=1,
+                isa=isa,
+                pool=self._pool,
+                **targets,
+                **ADAM_STEP,
+            )
 
         return Subject(case.name, case.bytes_per_parameter, partial(self._fill, case), step)
 
     def _peer(self, name: str, make: Callable[[torch.nn.Parameter], Any]) -> Subject:
-        pieces = {key: piece.view(torch.float32) for key, piece in self._pieces(CASES[0]).items() if piece.numel()}
+        pieces = {
+            key: piece.view(torch.float32)
+            for key, piece in self._pieces(CASES[0]).items()
+            if piece.numel()
+        }
         parameter = torch.nn.Parameter(pieces["param"])
         parameter.grad = pieces["grad"]
         optimizer = make(parameter)
         steps = torch.tensor(10.0) if name.startswith("torch") else 10
-        optimizer.state[parameter] = {"step": steps, "exp_avg": pieces["first"], "exp_avg_sq": pieces["second"]}
+        optimizer.state[parameter] = {
+            "step": steps,
+            "exp_avg": pieces["first"],
+            "exp_avg_sq": pieces["second"],
+        }
         return Subject(name, PEER_BYTES, partial(self._fill, CASES[0]), optimizer.step)
 
     def run(self, rounds: int, say: Callable[[str], None]) -> None:
@@ -151,33 +187,46 @@ def _peers() -> Iterator[tuple[str, Callable[[torch.nn.Parameter], Any]]]:
         deepspeed = importlib.import_module("deepspeed.ops.adam")
     except ImportError:
         return
-    yield "DeepSpeed CPUAdam", lambda parameter: deepspeed.DeepSpeedCPUAdam([parameter], lr=1e-3, adamw_mode=True)
+    yield (
+        "DeepSpeed CPUAdam",
+        lambda parameter: deepspeed.DeepSpeedCPUAdam([parameter], lr=1e-3, adamw_mode=True),
+    )
 
 
 def _available_bytes() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        return next(
+            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")
+        )
     except (OSError, StopIteration):
         return None
 
 
 def _spread(name: str, values: list[float]) -> dict[str, float]:
-    return {f"{name}_median": statistics.median(values), f"{name}_lowest": min(values), f"{name}_highest": max(values)}
+    return {
+        f"{name}_median": statistics.median(values),
+        f"{name}_lowest": min(values),
+        f"{name}_highest": max(values),
+    }
 
 
 def rows(subjects: list[Subject], parameters: int) -> list[dict[str, Any]]:
-    """JSON-ready, a row for each subject. Ratios are of one round each: bytes per second over the loop's, and for our fp32
-    update steps per second over each peer's, whose work it is."""
+    """JSON-ready, a row for each subject. Ratios are of one round each: bytes per second over the
+    loop's, and for our fp32 update steps per second over each peer's, whose work it is."""
     loop = subjects[0]
     result = []
     for subject in subjects:
         bytes_moved = subject.bytes_per_parameter * parameters
         row: dict[str, Any] = {
-            "name": subject.name, "parameters_count": parameters, "bytes_per_parameter": subject.bytes_per_parameter,
+            "name": subject.name,
+            "parameters_count": parameters,
+            "bytes_per_parameter": subject.bytes_per_parameter,
             "nanoseconds_per_parameter": statistics.median(subject.seconds) / parameters * 1e9,
-        }  # fmt: skip
-        row |= _spread("gb_per_second", [bytes_moved / seconds / 1e9 for seconds in subject.seconds])
+        }
+        row |= _spread(
+            "gb_per_second", [bytes_moved / seconds / 1e9 for seconds in subject.seconds]
+        )
         share = [
             subject.bytes_per_parameter / mine / (loop.bytes_per_parameter / theirs)
             for mine, theirs in zip(subject.seconds, loop.seconds, strict=True)
@@ -185,17 +234,27 @@ def rows(subjects: list[Subject], parameters: int) -> list[dict[str, Any]]:
         row |= _spread("of_in_place_loop_ratio", share)
         if subject.name == CASES[0].name:
             row["over_peers"] = {
-                peer.name: _spread("ratio", [theirs / mine for mine, theirs in zip(subject.seconds, peer.seconds, strict=True)])
+                peer.name: _spread(
+                    "ratio",
+                    [
+                        theirs / mine
+                        for mine, theirs in zip(subject.seconds, peer.seconds, strict=True)
+                    ],
+                )
                 for peer in subjects[1 + len(CASES) :]
             }
         result.append(row)
     return result
 
 
-def measure(parameters: int, rounds: int, threads: int | None, peers: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Everything of this module: rows for all formats, the loop and the peers over `parameters` parameters.
+def measure(
+    parameters: int, rounds: int, threads: int | None, peers: bool, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Everything of this module: rows for all formats, the loop and the peers over `parameters`
+    parameters.
 
-    Raises `ConfigError` when there are too few parameters to say anything, or too many for the memory that is free.
+    Raises `ConfigError` when there are too few parameters to say anything, or too many for the
+    memory that is free.
     """
     bench = Bench(parameters, threads, peers)
     try:
@@ -204,6 +263,9 @@ def measure(parameters: int, rounds: int, threads: int | None, peers: bool, say:
     finally:
         bench.close()
     return {
-        "parameters_count": parameters, "rounds_count": rounds, "threads_count": bench.threads,
-        "instruction_set": native.cpu_adam().best_isa(), "rows": measured,
-    }  # fmt: skip
+        "parameters_count": parameters,
+        "rounds_count": rounds,
+        "threads_count": bench.threads,
+        "instruction_set": native.cpu_adam().best_isa(),
+        "rows": measured,
+    }

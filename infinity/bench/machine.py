@@ -1,4 +1,5 @@
-"""Probes of this machine: what the kernel and its limits allow. Shared by `infinity doctor` and `infinity bench`."""
+"""Probes of this machine: what the kernel and its limits allow. Shared by `infinity doctor` and
+`infinity bench`."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def io_uring_problem() -> str | None:
     code = ctypes.get_errno()
     switch = Path("/proc/sys/kernel/io_uring_disabled")
     if code == errno.EPERM and switch.exists() and switch.read_text().strip() != "0":
-        return f"switched off by the kernel setting io_uring_disabled = {switch.read_text().strip()}"
+        return (
+            f"switched off by the kernel setting io_uring_disabled = {switch.read_text().strip()}"
+        )
     if code == errno.EPERM:
         return "refused (EPERM): a container's seccomp profile blocks it"
     if code == errno.ENOSYS:
@@ -50,11 +53,13 @@ def io_engine_problem() -> str | None:
 
 
 def direct_io_problem(directory: Path) -> str | None:
-    """None when a 4096-byte O_DIRECT write to a temporary file in `directory` works, else why not."""
+    """None when a 4096-byte O_DIRECT write to a temporary file in `directory` works, else why
+    not."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".infinity-doctor-") as handle:
             try:
-                descriptor = os.open(f"/proc/self/fd/{handle.fileno()}", os.O_WRONLY | os.O_DIRECT)  # no link
+                # no link
+                descriptor = os.open(f"/proc/self/fd/{handle.fileno()}", os.O_WRONLY | os.O_DIRECT)
             except OSError as error:
                 return f"O_DIRECT refused: {error.strerror}"
             try:
@@ -70,7 +75,8 @@ def direct_io_problem(directory: Path) -> str | None:
 
 
 def gpu_direct_problem(device: str, directories: Sequence[Path]) -> str | None:
-    """None when cuFile lets the drives of `directories` write to the memory of `device`, else why parameters pass host memory."""
+    """None when cuFile lets the drives of `directories` write to the memory of `device`, else why
+    parameters pass host memory."""
     if device == "cpu":
         return "there is no GPU"
     try:
@@ -78,7 +84,9 @@ def gpu_direct_problem(device: str, directories: Sequence[Path]) -> str | None:
             cufile = native.cufile()
             stack.callback(cufile.close)
             for directory in filter(Path.is_dir, directories):
-                handle = stack.enter_context(tempfile.NamedTemporaryFile(dir=directory, prefix=".infinity-doctor-"))
+                handle = stack.enter_context(
+                    tempfile.NamedTemporaryFile(dir=directory, prefix=".infinity-doctor-")
+                )
                 file = native.file_at(os.dup(handle.fileno()), handle.name)
                 stack.callback(file.close)
                 stack.callback(cufile.engine(file, threads=1).close)
@@ -100,7 +108,10 @@ def huge_pages() -> dict[str, Any]:
     modes = " ".join(lines("/sys/kernel/mm/transparent_hugepage/enabled"))
     chosen = modes.partition("[")[2].partition("]")[0]
     meminfo = dict(line.split(":", 1) for line in lines("/proc/meminfo") if ":" in line)
-    return {"transparent": chosen or None, "reserved": int(meminfo.get("HugePages_Total", "0").split()[0])}
+    return {
+        "transparent": chosen or None,
+        "reserved": int(meminfo.get("HugePages_Total", "0").split()[0]),
+    }
 
 
 def memlock_limit() -> int | None:

@@ -1,7 +1,7 @@
 """The result of one benchmark question: the one schema of all files in `benchmarks/results/`.
 
-A summary has what a reader needs to judge a figure: its spread over rounds, the commit and the machine it was measured on, and
-the ratio to a limit. Raw runs are not kept.
+A summary has what a reader needs to judge a figure: its spread over rounds, the commit and the
+machine it was measured on, and the ratio to a limit. Raw runs are not kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from infinity.bench.machine import lines
 
 DIGITS = 6
 """Significant digits of a figure: far more than a spread leaves."""
-Finite = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: float(f"{value:.{DIGITS}g}"))]
+Finite = Annotated[
+    float, Field(allow_inf_nan=False), AfterValidator(lambda value: float(f"{value:.{DIGITS}g}"))
+]
 Scalar = str | bool | int | Finite | None
 PACKAGES = ("zero-infinity", "torch", "transformers", "safetensors", "deepspeed", "torchao")
 
@@ -40,7 +42,9 @@ class Spread(_Strict):
     @model_validator(mode="after")
     def _check_order(self) -> Spread:
         if not self.lowest <= self.median <= self.highest:
-            raise ValueError(f"the median {self.median} is not between {self.lowest} and {self.highest}")
+            raise ValueError(
+                f"the median {self.median} is not between {self.lowest} and {self.highest}"
+            )
         return self
 
     @classmethod
@@ -56,8 +60,9 @@ class Spread(_Strict):
 class Row(_Strict):
     """One way or setting that was measured.
 
-    `value` is the quantity in `unit`, `ratio` is what it is of the summary's limit, taken within each round. `others` are further
-    quantities with a spread, `facts` are counts and single figures; names end with their unit.
+    `value` is the quantity in `unit`, `ratio` is what it is of the summary's limit, taken within
+    each round. `others` are further quantities with a spread, `facts` are counts and single
+    figures; names end with their unit.
     """
 
     name: str
@@ -78,7 +83,8 @@ class Row(_Strict):
 
 
 class MachineInfo(_Strict):
-    """Where it was measured; None: not recorded. `versions` has the packages that were installed."""
+    """Where it was measured; None: not recorded. `versions` has the packages that were
+    installed."""
 
     device: str
     cpu: str | None = None
@@ -90,7 +96,11 @@ class MachineInfo(_Strict):
     @classmethod
     def here(cls, device: str = "cpu") -> MachineInfo:
         """This machine, with the compute device that the benchmark used."""
-        models = [line.split(":", 1)[1].strip() for line in lines("/proc/cpuinfo") if line.startswith("model name")]
+        models = [
+            line.split(":", 1)[1].strip()
+            for line in lines("/proc/cpuinfo")
+            if line.startswith("model name")
+        ]
         return cls(
             device=device,
             cpu=models[0] if models else platform.processor() or None,
@@ -104,8 +114,9 @@ class MachineInfo(_Strict):
 class Summary(_Strict):
     """One question and its answer.
 
-    `limit` says what a ratio of 1 is. `commit` is that of the measured code, and `changed` whether files differed from it; None
-    for a result from before this schema, where `commit` is the one that recorded the figures.
+    `limit` says what a ratio of 1 is. `commit` is that of the measured code, and `changed` whether
+    files differed from it; None for a result from before this schema, where `commit` is the one
+    that recorded the figures.
     """
 
     question: str
@@ -132,7 +143,8 @@ class Summary(_Strict):
     ) -> Summary:
         """A summary of what `script` measured just now, here.
 
-        Of `settings`, paths are left out: they say nothing elsewhere. What is not a scalar is written as text.
+        Of `settings`, paths are left out: they say nothing elsewhere. What is not a scalar is
+        written as text.
         """
         path = Path(script).resolve()
         commit = _git(path.parent, "rev-parse", "HEAD")
@@ -144,13 +156,18 @@ class Summary(_Strict):
             commit=commit,
             changed=None if commit is None else bool(_git(path.parent, "status", "--porcelain")),
             machine=MachineInfo.here(device),
-            settings={name: _scalar(value) for name, value in (settings or {}).items() if not isinstance(value, Path)},
+            settings={
+                name: _scalar(value)
+                for name, value in (settings or {}).items()
+                if not isinstance(value, Path)
+            },
             rows=list(rows),
         )
 
     @classmethod
     def read(cls, path: Path) -> Summary:
-        """The summary in a file; raises `ValueError` that names the key for what the schema does not have."""
+        """The summary in a file; raises `ValueError` that names the key for what the schema does
+        not have."""
         return cls.model_validate_json(path.read_bytes())
 
     def text(self) -> str:
@@ -167,10 +184,15 @@ class Summary(_Strict):
         yield f"{self.question} A ratio of 1: {self.limit}."
         width = max(len(row.name) for row in self.rows)
         for row in self.rows:
-            value = f"{row.value.text()} {row.unit}" if row.value else ""
-            yield f"{row.name:{width}}  {value}{', ratio ' if value and row.ratio else ''}{row.ratio.text() if row.ratio else ''}"
+            values = [f"{row.value.text()} {row.unit}"] if row.value else []
+            if row.ratio:
+                values.append(f"ratio {row.ratio.text()}" if values else row.ratio.text())
+            yield f"{row.name:{width}}  {', '.join(values)}"
             more = [f"{name} {other.text()}" for name, other in row.others.items()]
-            more += [f"{name} {fact:.4g}" if isinstance(fact, float) else f"{name} {fact}" for name, fact in row.facts.items()]
+            more += [
+                f"{name} {fact:.4g}" if isinstance(fact, float) else f"{name} {fact}"
+                for name, fact in row.facts.items()
+            ]
             if more:
                 yield f"{'':{width}}  {'; '.join(more)}"
 
@@ -189,7 +211,9 @@ def _scalar(value: object) -> Scalar:
 def _git(folder: Path, *arguments: str) -> str | None:
     """What git says there; None outside of a checkout."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

@@ -42,33 +42,48 @@ class Checkpoints:
         """The ranks that save together; made once, when it is first needed."""
         return whole_group(self._units[0].ranks)
 
-    def save(self, buffers: Buffers, directory: Path, optimizers: Optimizers, extra: Mapping[str, Any]) -> None:
+    def save(
+        self, buffers: Buffers, directory: Path, optimizers: Optimizers, extra: Mapping[str, Any]
+    ) -> None:
         """See `Engine.save_checkpoint`."""
         save(self._state(buffers, optimizers), directory.absolute(), extra)
 
     def load(self, buffers: Buffers, directory: Path, optimizers: Optimizers) -> dict[str, Any]:
         """See `Engine.load_checkpoint`."""
         state, owners = self._state(buffers, optimizers), self._updater.owners
-        shared = owners.beside({u: None for each in state.optimizers for u in each.units}, state.optimizers)
+        shared = owners.beside(
+            {u: None for each in state.optimizers for u in each.units}, state.optimizers
+        )
         others = [name for _, names in shared for name in names]
         if others:
             raise ConfigError(
-                f"another optimizer than those given updates {described(others)}, whose states lie together with theirs; save "
-                "and load them together: load_checkpoint(directory, [first, second])"
+                f"another optimizer than those given updates {described(others)}, whose states lie "
+                "together with theirs; save and load them together: load_checkpoint(directory, "
+                "[first, second])"
             )
         extra = load(state, directory.absolute())
-        for share, _ in shared:  # of these the checkpoint may have some, of an optimizer that was not saved
-            owners.forget_states(share, [kind for kind in MOMENTS[share.unit.algorithm] if kind in share.unit.blocks])
+        # of these the checkpoint may have some, of an optimizer that was not saved
+        for share, _ in shared:
+            owners.forget_states(
+                share, [kind for kind in MOMENTS[share.unit.algorithm] if kind in share.unit.blocks]
+            )
         return extra
 
     def _state(self, buffers: Buffers, given: Optimizers) -> EngineState:
         optimizers = list(given) if isinstance(given, Sequence) else [given]
-        if not all(isinstance(each, Optimizer) and each.updater is self._updater for each in optimizers):
-            raise ConfigError("a checkpoint takes optimizers of infinity for the parameters of this model")
-        return EngineState(self._units, buffers, optimizers, self.rest, self._savers, self._updater, self._run)
+        if not all(
+            isinstance(each, Optimizer) and each.updater is self._updater for each in optimizers
+        ):
+            raise ConfigError(
+                "a checkpoint takes optimizers of infinity for the parameters of this model"
+            )
+        return EngineState(
+            self._units, buffers, optimizers, self.rest, self._savers, self._updater, self._run
+        )
 
     def rest(self) -> None:
-        """Return when nothing is under way, so that others may read and write states and join collectives."""
+        """Return when nothing is under way, so that others may read and write states and join
+        collectives."""
         self._updater.drain()
         if self._exchange is not None:
             self._exchange.rest()

@@ -1,4 +1,5 @@
-"""Reading `.metadata`, which is all that a checkpoint of version 1 says of itself: a pickle, see `checkpoint/inert`."""
+"""Reading `.metadata`, which is all that a checkpoint of version 1 says of itself: a pickle, see
+`checkpoint/inert`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from infinity.checkpoint.files import DATA_NAME
 from infinity.checkpoint.inert import DTYPES, unpickle
 from infinity.checkpoint.manifest import ItemPlace, Manifest, Stamp, tensor_metadata
 
-_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_METADATA, _FILES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+)
 NAMES = frozenset(
     {
         (_METADATA, "Metadata"),
@@ -42,11 +46,18 @@ def decode(data: bytes) -> Manifest:
         if type(record).__name__ == "TensorStorageMetadata":
             dtype = DTYPES[record.state["properties"].state[0].__name__]
             chunks = [
-                ChunkStorageMetadata(torch.Size(_size(chunk.state["offsets"])), torch.Size(_size(chunk.state["sizes"])))
+                ChunkStorageMetadata(
+                    torch.Size(_size(chunk.state["offsets"])),
+                    torch.Size(_size(chunk.state["sizes"])),
+                )
                 for chunk in record.state["chunks"]
             ]
             tensors[str(key)] = tensor_metadata(dtype, _size(record.state["size"]), chunks)
-    sizes = {(key, tuple(chunk.offsets)): tuple(chunk.sizes) for key, tensor in tensors.items() for chunk in tensor.chunks}
+    sizes = {
+        (key, tuple(chunk.offsets)): tuple(chunk.sizes)
+        for key, tensor in tensors.items()
+        for chunk in tensor.chunks
+    }
     for record, info in whole["storage_data"].items():
         key, offset = str(record.state["fqn"]), record.state.get("offset")
         offsets = None if offset is None else _size(offset)

@@ -29,15 +29,22 @@ def is_whole(directory: Path) -> bool:
 
 
 def open_plain(path: Path) -> IO[bytes]:
-    """The plain file `path`, to read. A link is not followed and a named pipe not waited for: `CheckpointError`."""
+    """The plain file `path`, to read. A link is not followed and a named pipe not waited for:
+    `CheckpointError`."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        descriptor = os.open(
+            path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        )
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; take an earlier checkpoint") from None
     except OSError as error:
         if path.is_symlink():
-            raise CheckpointError(f"{path} is a link, which no save makes; put the file itself there") from error
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}; take an earlier checkpoint") from error
+            raise CheckpointError(
+                f"{path} is a link, which no save makes; put the file itself there"
+            ) from error
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}; take an earlier checkpoint"
+        ) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CheckpointError(f"{path} is no plain file; take an earlier checkpoint")
@@ -45,7 +52,8 @@ def open_plain(path: Path) -> IO[bytes]:
 
 
 def hold(directory: Path) -> int:
-    """A descriptor of `directory`; `is_held` tells others until it is closed, or this process ends."""
+    """A descriptor of `directory`; `is_held` tells others until it is closed, or this process
+    ends."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,13 +1,14 @@
 """Pickles that run nothing.
 
 [Note: a pickle that runs nothing]
-A pickle calls what it finds by module and name. Here each pair must be on an exact list, without dots in the name, and gives a
-new class of its own. Calling that class stores the arguments, and nothing else happens. No object of torch or Python is
-reached, so none can be called or changed.
+A pickle calls what it finds by module and name. Here each pair must be on an exact list, without
+dots in the name, and gives a new class of its own. Calling that class stores the arguments, and
+nothing else happens. No object of torch or Python is reached, so none can be called or changed.
 
-`unpickle` is all that reads `.metadata` of version 1. Items of a checkpoint are files of torch.save. They are gone through in
-the same way, by the list `NAMES`, and then read by torch.load with `weights_only`: types that a program has declared safe for
-itself are not taken from a checkpoint.
+`unpickle` is all that reads `.metadata` of version 1. Items of a checkpoint are files of
+torch.save. They are gone through in the same way, by the list `NAMES`, and then read by torch.load
+with `weights_only`: types that a program has declared safe for itself are not taken from a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from typing import Any
 
 import torch
 
-DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
 NAMES = frozenset(
     {
         ("torch._utils", "_rebuild_tensor_v2"),
@@ -33,17 +38,27 @@ NAMES = frozenset(
         ("torch", "device"),
         ("collections", "OrderedDict"),
         ("collections", "Counter"),
-        *((module, name) for module in ("builtins", "__builtin__") for name in ("set", "complex", "bytearray")),
+        *(
+            (module, name)
+            for module in ("builtins", "__builtin__")
+            for name in ("set", "complex", "bytearray")
+        ),
         ("_codecs", "encode"),  # bytes
         *(("torch", name) for name in DTYPES),
-        *(("torch", kind.__name__) for kind in torch._storage_classes if kind.__module__ == "torch"),
+        *(
+            ("torch", kind.__name__)
+            for kind in torch._storage_classes
+            if kind.__module__ == "torch"
+        ),
     }
 )
-"""(module, name) of the types of items: dicts, lists, tuples, sets, numbers, texts, bytes and tensors."""
+"""(module, name) of the types of items: dicts, lists, tuples, sets, numbers, texts, bytes and
+tensors."""
 
 
 class Record:
-    """Stands for whatever a pickle makes. `args`: what it was called with; `state`: what its attributes were set to."""
+    """Stands for whatever a pickle makes. `args`: what it was called with; `state`: what its
+    attributes were set to."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -80,12 +95,14 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle(data: bytes, names: Collection[tuple[str, str]]) -> Any:
-    """What the pickle `data` is made of, with a `Record` for each object. Raises `UnpicklingError` for a pair not in `names`."""
+    """What the pickle `data` is made of, with a `Record` for each object. Raises `UnpicklingError`
+    for a pair not in `names`."""
     return _Unpickler(data, names).load()
 
 
 def read_item(content: bytes) -> Any:
-    """What torch.save wrote as `content`, on the host. Raises some `Exception`, in one line, for what has other types."""
+    """What torch.save wrote as `content`, on the host. Raises some `Exception`, in one line, for
+    what has other types."""
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         names = archive.namelist()
         if len(set(names)) != len(names):

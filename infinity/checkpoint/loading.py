@@ -7,7 +7,8 @@ Damage inside a tensor shows by its digest, when its piece is read. Then the eng
 everything before would mean to read everything twice.
 
 [Note: nothing runs]
-See `checkpoint/inert`. And the item of a tensor must be one tensor, of the dtype and shape that the manifest says.
+See `checkpoint/inert`. And the item of a tensor must be one tensor, of the dtype and shape that the
+manifest says.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
@@ -36,24 +42,39 @@ from infinity.checkpoint import state as layout
 from infinity.checkpoint.files import MANIFEST, METADATA, open_plain, sibling
 from infinity.checkpoint.inert import read_item
 from infinity.checkpoint.manifest import VERSION, ItemPlace, Manifest, Stamp
-from infinity.checkpoint.state import HEADER, EngineState, Reblocked, Series, ShardPiece, in_words, one_error
+from infinity.checkpoint.state import (
+    HEADER,
+    EngineState,
+    Reblocked,
+    Series,
+    ShardPiece,
+    in_words,
+    one_error,
+)
 from infinity.errors import CheckpointError
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 
 
 def load(state: EngineState, directory: Path) -> dict[str, Any]:
-    """Fill `state` from `directory`; all ranks call it. Returns the `extra` of this rank's `save`, or if the number of ranks has
-    changed that of the first rank.
+    """Fill `state` from `directory`; all ranks call it. Returns the `extra` of this rank's `save`,
+    or if the number of ranks has changed that of the first rank.
 
-    Raises `CheckpointError`; the engine is then as it was, or, if something was changed, cannot go on.
+    Raises `CheckpointError`; the engine is then as it was, or, if something was changed, cannot go
+    on.
     """
     reader = CheckpointReader(directory)
     planner = Loading(state, reader)
     try:
         with one_error(), warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load_state_dict({}, storage_reader=reader, planner=planner, process_group=state.group, no_dist=state.group is None)
+            load_state_dict(
+                {},
+                storage_reader=reader,
+                planner=planner,
+                process_group=state.group,
+                no_dist=state.group is None,
+            )
     except BaseException as error:
         if planner.begun:
             state.units[0].store.latch.fail(error)
@@ -74,13 +95,18 @@ class CheckpointReader(FileSystemReader):
         """Nothing: what goes wrong here DCP would log, and go on."""
         return Metadata({})
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Read what the checkpoint consists of, and see that every file is there, as long as it was, and of the same save."""
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Read what the checkpoint consists of, and see that every file is there, as long as it
+        was, and of the same save."""
         with in_words(f"{self.directory} cannot be loaded"):
             old = sibling(self.directory, "old")
             self._there = old if old.exists() and not self.directory.exists() else self.directory
             if not self._there.is_dir():
-                raise CheckpointError(f"{self.directory} is no checkpoint: there is no such directory")
+                raise CheckpointError(
+                    f"{self.directory} is no checkpoint: there is no such directory"
+                )
             self.manifest = self._read_manifest()
             self.storage_data = dict(self.manifest.places)
             for name, length in self.manifest.files.items():
@@ -98,22 +124,33 @@ class CheckpointReader(FileSystemReader):
             except CheckpointError as error:
                 raise CheckpointError(f"{self.directory} cannot be loaded: {error}") from None
             except Exception as error:
-                raise CheckpointError(f"{path} is damaged: {error}; take an earlier checkpoint") from error
-        raise CheckpointError(f"{self.directory} is no checkpoint, or not a whole one: it has no file {MANIFEST}")
+                raise CheckpointError(
+                    f"{path} is damaged: {error}; take an earlier checkpoint"
+                ) from error
+        raise CheckpointError(
+            f"{self.directory} is no checkpoint, or not a whole one: it has no file {MANIFEST}"
+        )
 
     def _check_file(self, path: Path, length: int) -> None:
         with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size < length:
-                raise CheckpointError(f"{path} is cut off: it has {size} of {length} bytes; take an earlier checkpoint")
+                raise CheckpointError(
+                    f"{path} is cut off: it has {size} of {length} bytes; take an earlier "
+                    "checkpoint"
+                )
             if self.manifest.version == 1:
                 return
             if size > length:
-                raise CheckpointError(f"{path} is too long: it has {size} bytes instead of {length}; take an earlier checkpoint")
+                raise CheckpointError(
+                    f"{path} is too long: it has {size} bytes instead of {length}; take an "
+                    "earlier checkpoint"
+                )
             head = self.manifest.stamp.head(path.name)
             if file.read(len(head)) != head:
                 raise CheckpointError(
-                    f"{path} is damaged at its start, or belongs to another save than {MANIFEST}; take an earlier checkpoint"
+                    f"{path} is damaged at its start, or belongs to another save than "
+                    f"{MANIFEST}; take an earlier checkpoint"
                 )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -147,11 +184,14 @@ class CheckpointReader(FileSystemReader):
                 _check_tensor(found, known.properties.dtype, place.sizes)
             return found
         except Exception as error:
-            raise CheckpointError(f"{path} is damaged in {index.fqn}: {error}; take an earlier checkpoint") from error
+            raise CheckpointError(
+                f"{path} is damaged in {index.fqn}: {error}; take an earlier checkpoint"
+            ) from error
 
 
 def _check_content(content: bytes, place: ItemPlace) -> None:
-    """Raise an `Exception` when the bytes of an item are not those that were written, as far as that can be told."""
+    """Raise an `Exception` when the bytes of an item are not those that were written, as far as
+    that can be told."""
     if place.sha256:
         if hashlib.sha256(content).hexdigest() != place.sha256:
             raise ValueError("its digest is wrong")
@@ -175,27 +215,38 @@ class Loading(LoadPlanner):
         self._series: list[Series] = []
         self._items: dict[MetadataIndex, list[ReadItem]] = {}  # by the piece that they fill
         self._pieces: dict[Series, list[ShardPiece]] = {}
-        self._boxes: dict[MetadataIndex, tuple[MetadataIndex, layout.Box | None]] = {}  # what is seen so of what is stored flat
+        # what is seen so of what is stored flat
+        self._boxes: dict[MetadataIndex, tuple[MetadataIndex, layout.Box | None]] = {}
         self.extra: dict[str, Any] = {}
         self.begun = False
         """Whether anything was changed."""
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         """Wait for updates."""
         with in_words(f"{self._where} cannot be loaded"):
             self._state.await_updates()
             used = [unit.name for unit in self._state.units if unit.blocks[Kind.PARAM].copy.pins]
             if used:
-                raise CheckpointError(f"{', '.join(used)} cannot be loaded inside of a forward or of infinity.gathered")
+                raise CheckpointError(
+                    f"{', '.join(used)} cannot be loaded inside of a forward or of "
+                    "infinity.gathered"
+                )
 
     def create_local_plan(self) -> LoadPlan:
         """What this rank reads; raises `CheckpointError` when the checkpoint does not fit."""
         with in_words(f"{self._where} cannot be loaded"):
             if MetadataIndex(HEADER) not in self._reader.manifest.places:
-                raise CheckpointError(f"{self._where} was not written by save_checkpoint of infinity")
+                raise CheckpointError(
+                    f"{self._where} was not written by save_checkpoint of infinity"
+                )
             self._saved = self._reader.read(MetadataIndex(HEADER))
             if self._saved["version"] != self._reader.manifest.version:
-                raise CheckpointError(f"{self._where} is not whole: its file {MANIFEST} is missing; take an earlier checkpoint")
+                raise CheckpointError(
+                    f"{self._where} is not whole: its file {MANIFEST} is missing; take an "
+                    "earlier checkpoint"
+                )
             here = self._state.header()
             self._check_shapes(here["shapes"])
             self._check_optimizers(here["optimizers"])
@@ -212,10 +263,15 @@ class Loading(LoadPlanner):
             if name not in there:
                 raise CheckpointError(f"{self._where} belongs to another model: it has no {name}")
             if there[name] != shape:
-                raise CheckpointError(f"{self._where} belongs to another model: {name} has shape {there[name]}, here {shape}")
+                raise CheckpointError(
+                    f"{self._where} belongs to another model: {name} has shape "
+                    f"{there[name]}, here {shape}"
+                )
         for name in there:
             if name not in here:
-                raise CheckpointError(f"{self._where} belongs to another model: it has {name}, which this one lacks")
+                raise CheckpointError(
+                    f"{self._where} belongs to another model: it has {name}, which this one lacks"
+                )
         for name, buffer in self._state.buffers.items():
             self._check_dtype(f"model.{name}", buffer.dtype)
             self._reader.check(_address(name, buffer))
@@ -224,31 +280,36 @@ class Loading(LoadPlanner):
         found = self._reader.tensor(key)
         if found is not None and found.properties.dtype != dtype:
             raise CheckpointError(
-                f"{self._where} does not fit: {key} is {found.properties.dtype} there, and {dtype} here (trained parameters "
-                "are saved in fp32, frozen ones in their own dtype)"
+                f"{self._where} does not fit: {key} is {found.properties.dtype} there, and {dtype} "
+                "here (trained parameters are saved in fp32, frozen ones in their own dtype)"
             )
 
     def _check_optimizers(self, here: list[dict[str, Any]]) -> None:
         there = self._saved["optimizers"]
         if here and len(here) != len(there):
-            raise CheckpointError(f"{self._where} has the states of {len(there)} optimizers, and {len(here)} are to be loaded")
+            raise CheckpointError(
+                f"{self._where} has the states of {len(there)} optimizers, and {len(here)} "
+                "are to be loaded"
+            )
         for saved, mine in zip(there if here else [], here, strict=True):
             if saved["states"] != mine["states"]:
                 raise CheckpointError(
-                    f"{self._where} is of another optimizer: its states are {saved['states']}, and here {mine['states']}"
+                    f"{self._where} is of another optimizer: its states are "
+                    f"{saved['states']}, and here {mine['states']}"
                 )
             if saved["names"] != mine["names"]:
                 counts = [[len(names) for names in header["names"]] for header in (saved, mine)]
                 raise CheckpointError(
-                    f"{self._where} has other parameter groups, of {counts[0]} parameters, and here of {counts[1]}; "
-                    "they must be of the same parameters in the same order"
+                    f"{self._where} has other parameter groups, of {counts[0]} parameters, and "
+                    f"here of {counts[1]}; they must be of the same parameters in the same order"
                 )
 
     def _items_of(self, series: Series) -> list[ReadItem]:
         """The reads that fill `series`; none for moments that are zeros."""
         items: list[ReadItem] = []
         keys = [".".join((*series.prefix, name)) for name in series.unit.names]
-        if not series.is_moment or any(self._reader.tensor(key) for key in keys):  # also where no part of it is on this rank
+        # also where no part of it is on this rank
+        if not series.is_moment or any(self._reader.tensor(key) for key in keys):
             self._series.append(series)
         for number, key in enumerate(keys):
             found = self._reader.tensor(key)
@@ -261,10 +322,19 @@ class Loading(LoadPlanner):
                 self._check_dtype(key, series.dtype)
             count = math.prod(self._saved["shapes"][series.unit.names[number]])
             if found is not None and math.prod(found.size) != count:
-                raise CheckpointError(f"{self._where} is not whole: {key} has {math.prod(found.size)} of {count} elements")
+                raise CheckpointError(
+                    f"{self._where} is not whole: {key} has {math.prod(found.size)} of "
+                    f"{count} elements"
+                )
             pieces, found = self._matched(series, number, found)
-            reads = create_read_items_for_chunk_list(key, found, [piece.chunk for piece in pieces]) if found else []
-            if sum(math.prod(item.lengths) for item in reads) != sum(piece.length for piece in pieces):
+            reads = (
+                create_read_items_for_chunk_list(key, found, [piece.chunk for piece in pieces])
+                if found
+                else []
+            )
+            if sum(math.prod(item.lengths) for item in reads) != sum(
+                piece.length for piece in pieces
+            ):
                 raise CheckpointError(f"{self._where} is not whole: there is not all of {key}")
             self._pieces.setdefault(series, []).extend(pieces)
             items += reads
@@ -273,23 +343,30 @@ class Loading(LoadPlanner):
     def _matched(
         self, series: Series, number: int, found: TensorStorageMetadata | None
     ) -> tuple[list[ShardPiece], TensorStorageMetadata | None]:
-        """What this rank needs of parameter `number`, and what the checkpoint has of it, as parts of tensors of one shape."""
+        """What this rank needs of parameter `number`, and what the checkpoint has of it, as parts
+        of tensors of one shape."""
         size = series.size(number)
         if found is None or len(size) == 1 or found.size == size:
             return list(series.pieces(number, size if found is None else found.size)), found
         if len(found.size) > 1:
             raise CheckpointError(
-                f"{self._where} has {series.unit.names[number]} cut along another dimension than it is here, by tensor parallel "
-                "ranks; load it without tensor parallelism, or with that with which it was saved"
+                f"{self._where} has {series.unit.names[number]} cut along another dimension than "
+                "it is here, by tensor parallel ranks; load it without tensor parallelism, or with "
+                "that with which it was saved"
             )
         chunks = []
         for chunk in found.chunks:
             for box in layout.boxes(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0], size[-1]):
-                offsets, sizes = torch.Size((box.row, box.column)), torch.Size((box.rows, box.columns))
+                offsets, sizes = (
+                    torch.Size((box.row, box.column)),
+                    torch.Size((box.rows, box.columns)),
+                )
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 key = ".".join((*series.prefix, series.unit.names[number]))
                 self._boxes[MetadataIndex(key, offsets)] = (MetadataIndex(key, chunk.offsets), box)
-        return list(series.pieces(number, size)), TensorStorageMetadata(found.properties, size, chunks)
+        return list(series.pieces(number, size)), TensorStorageMetadata(
+            found.properties, size, chunks
+        )
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Nothing to agree on."""
@@ -308,7 +385,9 @@ class Loading(LoadPlanner):
         with in_words(f"{self._where} cannot be loaded"):
             for unit in state.units:
                 unit.gradients.clear()
-            for header, optimizer in zip(self._saved["optimizers"] if state.optimizers else [], state.optimizers, strict=True):
+            for header, optimizer in zip(
+                self._saved["optimizers"] if state.optimizers else [], state.optimizers, strict=True
+            ):
                 optimizer.load_header(header)
             if state.optimizers:
                 self._count_steps(state.updater)
@@ -321,34 +400,48 @@ class Loading(LoadPlanner):
                 buffer.copy_(reader.read(_address(name, buffer)))
 
     def _count_steps(self, updater: Updater) -> None:
-        """Go on with the number of the next step; version 1 has only what the parameters of each optimizer counted."""
+        """Go on with the number of the next step; version 1 has only what the parameters of each
+        optimizer counted."""
         counted = sum(max(header["steps"], default=0) for header in self._saved["optimizers"])
         updater.posted_steps = self._saved.get("posted_steps", counted)
         updater.skipped_steps = self._saved.get("skipped_steps", updater.skipped_steps)
 
     def _fill(self, series: Series) -> None:
         """In chunks of the store, out of pieces that are cut at other places."""
-        unit, end, dtype = series.unit, series.unit.layout.shard_numel, series.unit.states.dtype_of(series.kind)
+        unit, end, dtype = (
+            series.unit,
+            series.unit.layout.shard_numel,
+            series.unit.states.dtype_of(series.kind),
+        )
         fill = functools.partial(self._fill_window, self._pieces.get(series, []))
         windows = Reblocked(range(0, end, layout.PIECE), end, dtype, fill)
         chunk = torch.empty(unit.store.chunk_elements, dtype=dtype)
-        unit.states.write_chunks(series.kind, lambda begin, end: windows.read(begin, chunk[: end - begin]))
+        unit.states.write_chunks(
+            series.kind, lambda begin, end: windows.read(begin, chunk[: end - begin])
+        )
 
     def _fill_window(self, pieces: Sequence[ShardPiece], begin: int, values: torch.Tensor) -> None:
-        """`values` is the shard from `begin` on, with zeros between the parameters; no piece lies across an end of it."""
+        """`values` is the shard from `begin` on, with zeros between the parameters; no piece lies
+        across an end of it."""
         values.zero_()
         for piece in pieces:
             inside = begin <= piece.in_shard < begin + values.numel()
             for item in self._items.get(piece.address, ()) if inside else ():
                 target = values[piece.in_shard - begin :][: piece.length].view(piece.sizes)
                 found = self._read(item.storage_index)
-                target[_slices(item.dest_offsets, item.lengths)] = found[_slices(item.storage_offsets, item.lengths)]
+                target[_slices(item.dest_offsets, item.lengths)] = found[
+                    _slices(item.storage_offsets, item.lengths)
+                ]
 
     def _read(self, index: MetadataIndex) -> torch.Tensor:
         """A tensor of the checkpoint, or a box of one."""
         stored, box = self._boxes.get(index, (index, None))
         found: torch.Tensor = self._reader.read(stored)
-        return found if box is None else found[box.number :][: box.rows * box.columns].view(box.rows, box.columns)
+        return (
+            found
+            if box is None
+            else found[box.number :][: box.rows * box.columns].view(box.rows, box.columns)
+        )
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Never called, for `CheckpointReader.read_data` calls `load`."""

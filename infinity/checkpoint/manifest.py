@@ -1,15 +1,17 @@
 """What a checkpoint consists of, in a file that cannot run anything: `infinity.json`.
 
 [Note: one digest over everything]
-`infinity.json` is written last and holds `{"content":{...},"sha256":"..."}`, where the digest is that of the bytes of `content`.
-`content` has the length of every data file, and of every item its key, place and SHA-256. An item is thus bound to its key.
-Every data file begins with `Stamp.head`: the run, the save and its own name. The items fill the rest without a gap. So every
-byte of a checkpoint is covered, and a file of another save is refused before anything is read from it.
+`infinity.json` is written last and holds `{"content":{...},"sha256":"..."}`, where the digest is
+that of the bytes of `content`. `content` has the length of every data file, and of every item its
+key, place and SHA-256. An item is thus bound to its key. Every data file begins with `Stamp.head`:
+the run, the save and its own name. The items fill the rest without a gap. So every byte of a
+checkpoint is covered, and a file of another save is refused before anything is read from it.
 
-What is zero is not written, and its keys are listed under `absent`. Anything else that is missing is an error.
+What is zero is not written, and its keys are listed under `absent`. Anything else that is missing
+is an error.
 
-`.metadata` is written for the tools of torch.distributed.checkpoint. It is a pickle, and this version never reads it; see
-`checkpoint/earlier` for checkpoints that have nothing else.
+`.metadata` is written for the tools of torch.distributed.checkpoint. It is a pickle, and this
+version never reads it; see `checkpoint/earlier` for checkpoints that have nothing else.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class Stamp(NamedTuple):
-    """Which save a file belongs to: random ids of the engine's run and of the save, and how many steps had been made."""
+    """Which save a file belongs to: random ids of the engine's run and of the save, and how many
+    steps had been made."""
 
     run: str = ""
     save: str = ""
@@ -47,11 +50,15 @@ class Stamp(NamedTuple):
 
     def head(self, name: str) -> bytes:
         """The first bytes of the data file `name`."""
-        return f"infinity checkpoint\nrun {self.run}\nsave {self.save}\nstep {self.step}\nfile {name}\n".encode()
+        return (
+            f"infinity checkpoint\nrun {self.run}\nsave {self.save}\nstep "
+            f"{self.step}\nfile {name}\n"
+        ).encode()
 
 
 class ItemPlace(NamedTuple):
-    """Where an item lies. `sizes` is the shape of a tensor, None for an object; `sha256` is "" before version 2."""
+    """Where an item lies. `sizes` is the shape of a tensor, None for an object; `sha256` is ""
+    before version 2."""
 
     file: str
     offset: int
@@ -76,7 +83,9 @@ class Manifest(NamedTuple):
     """The keys that mean zeros; None where the checkpoint does not say (version 1)."""
 
 
-def tensor_metadata(dtype: torch.dtype, size: Iterable[int], chunks: Iterable[ChunkStorageMetadata]) -> TensorStorageMetadata:
+def tensor_metadata(
+    dtype: torch.dtype, size: Iterable[int], chunks: Iterable[ChunkStorageMetadata]
+) -> TensorStorageMetadata:
     """DCP's words for a tensor."""
     return TensorStorageMetadata(TensorProperties(dtype), torch.Size(size), list(chunks))
 
@@ -85,7 +94,13 @@ def encode(manifest: Manifest) -> bytes:
     """The content of `infinity.json`."""
     items = []
     for index, place in manifest.places.items():
-        item = {"key": index.fqn, "file": place.file, "offset": place.offset, "length": place.length, "sha256": place.sha256}
+        item = {
+            "key": index.fqn,
+            "file": place.file,
+            "offset": place.offset,
+            "length": place.length,
+            "sha256": place.sha256,
+        }
         if place.sizes is not None:
             item |= {"offsets": list(index.offset or ()), "sizes": list(place.sizes)}
         items.append(item)
@@ -94,7 +109,10 @@ def encode(manifest: Manifest) -> bytes:
         **manifest.stamp._asdict(),
         "files": dict(manifest.files),
         "tensors": {
-            key: {"dtype": str(tensor.properties.dtype).removeprefix("torch."), "size": list(tensor.size)}
+            key: {
+                "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+                "size": list(tensor.size),
+            }
             for key, tensor in manifest.tensors.items()
         },
         "absent": sorted(manifest.absent or ()),
@@ -105,18 +123,23 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """What `encode` was given. Raises `CheckpointError` for a newer version, and `ValueError` for what is damaged."""
+    """What `encode` was given. Raises `CheckpointError` for a newer version, and `ValueError` for
+    what is damaged."""
     frame = _FRAME.fullmatch(data)
     if frame is None or hashlib.sha256(frame[1]).hexdigest().encode() != frame[2]:
         raise ValueError("its digest is wrong")
     content = json.loads(frame[1])
     version = _number(content["version"])
     if version > VERSION:
-        raise CheckpointError(f"it has version {version}, and this infinity reads up to {VERSION}; use a newer infinity")
+        raise CheckpointError(
+            f"it has version {version}, and this infinity reads up to {VERSION}; use a "
+            "newer infinity"
+        )
     run, save = (_text(content[name], _ID) for name in ("run", "save"))
     files = {_text(name, DATA_NAME): _number(length) for name, length in content["files"].items()}
     tensors = {
-        key: tensor_metadata(DTYPES[tensor["dtype"]], _numbers(tensor["size"]), ()) for key, tensor in content["tensors"].items()
+        key: tensor_metadata(DTYPES[tensor["dtype"]], _numbers(tensor["size"]), ())
+        for key, tensor in content["tensors"].items()
     }
     places: dict[MetadataIndex, ItemPlace] = {}
     for item in content["items"]:
@@ -124,7 +147,14 @@ def decode(data: bytes) -> Manifest:
         if index in places:
             raise ValueError(f"{index.fqn} is there twice")
         places[index] = place
-    return Manifest(version, Stamp(run, save, _number(content["step"])), files, tensors, places, frozenset(content["absent"]))
+    return Manifest(
+        version,
+        Stamp(run, save, _number(content["step"])),
+        files,
+        tensors,
+        places,
+        frozenset(content["absent"]),
+    )
 
 
 def _decode_item(
@@ -135,11 +165,17 @@ def _decode_item(
     if "sizes" in item:
         offsets, sizes = _numbers(item["offsets"]), _numbers(item["sizes"])
         whole = tensors[key].size
-        if len(offsets) != len(whole) or any(a + n > end for a, n, end in zip(offsets, sizes, whole, strict=True)):
+        if len(offsets) != len(whole) or any(
+            a + n > end for a, n, end in zip(offsets, sizes, whole, strict=True)
+        ):
             raise ValueError(f"a part of {key} lies outside of it")
         tensors[key].chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
     place = ItemPlace(
-        _text(item["file"], DATA_NAME), _number(item["offset"]), _number(item["length"]), sizes, _text(item["sha256"], _SHA256)
+        _text(item["file"], DATA_NAME),
+        _number(item["offset"]),
+        _number(item["length"]),
+        sizes,
+        _text(item["sha256"], _SHA256),
     )
     if place.offset + place.length > files[place.file]:
         raise ValueError(f"{key} lies outside of {place.file}")

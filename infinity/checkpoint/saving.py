@@ -32,7 +32,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -41,7 +47,15 @@ from infinity.checkpoint import manifest
 from infinity.checkpoint.files import MANIFEST, hold, is_held, is_whole, sibling
 from infinity.checkpoint.inert import read_item
 from infinity.checkpoint.manifest import ItemPlace, Manifest, Stamp, encode
-from infinity.checkpoint.state import HEADER, EngineState, Reblocked, Series, ShardPiece, in_words, one_error
+from infinity.checkpoint.state import (
+    HEADER,
+    EngineState,
+    Reblocked,
+    Series,
+    ShardPiece,
+    in_words,
+    one_error,
+)
 from infinity.directories.directory import make_durable
 from infinity.errors import CheckpointError
 from infinity.optim.foreign import Adapted
@@ -50,7 +64,8 @@ from infinity.sharding.unit import Unit
 
 
 def save(state: EngineState, directory: Path, extra: Mapping[str, Any]) -> None:
-    """Write `state` and this rank's `extra` to `directory`; all ranks call it. Of replicas the first one writes.
+    """Write `state` and this rank's `extra` to `directory`; all ranks call it. Of replicas the
+    first one writes.
 
     Raises `CheckpointError`; what was in `directory` is then as it was.
     """
@@ -60,14 +75,19 @@ def save(state: EngineState, directory: Path, extra: Mapping[str, Any]) -> None:
             _save(state, directory, extra)
         else:
             with in_words("the engine cannot be saved"):
-                state.await_updates()  # what is delayed is seen from now on, by all replicas or by none
+                # what is delayed is seen from now on, by all replicas or by none
+                state.await_updates()
     except CheckpointError as error:
         failure = error
-    failures = collectives.all_reduce_sum([float(failure is not None)], [] if replicas is None else [replicas])
+    failures = collectives.all_reduce_sum(
+        [float(failure is not None)], [] if replicas is None else [replicas]
+    )
     if failure is not None:
         raise failure
     if failures[0]:
-        raise CheckpointError(f"{directory}: the first replica, which saves for all, could not; its error says why")
+        raise CheckpointError(
+            f"{directory}: the first replica, which saves for all, could not; its error says why"
+        )
 
 
 def _save(state: EngineState, directory: Path, extra: Mapping[str, Any]) -> None:
@@ -78,7 +98,13 @@ def _save(state: EngineState, directory: Path, extra: Mapping[str, Any]) -> None
         with one_error(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             planner = Saving(state, extra)
-            save_state_dict({}, storage_writer=writer, planner=planner, process_group=state.group, no_dist=state.group is None)
+            save_state_dict(
+                {},
+                storage_writer=writer,
+                planner=planner,
+                process_group=state.group,
+                no_dist=state.group is None,
+            )
     except BaseException:
         writer.give_up()
         raise
@@ -93,12 +119,15 @@ class Saving(SavePlanner):
     def __init__(self, state: EngineState, extra: Mapping[str, Any]) -> None:
         self._state, self._extra = state, dict(extra)
         self._items: list[WriteItem] = []
-        self._paths: dict[str, tuple[str, ...]] = {}  # by key: where a nested dict of everything has it
+        # by key: where a nested dict of everything has it
+        self._paths: dict[str, tuple[str, ...]] = {}
         self._sources: dict[MetadataIndex, Callable[[], Any]] = {}
         self._open: tuple[Series, Reblocked] | None = None
         self._memory = np.empty(0, np.uint8)  # of the piece that is written
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
         """Wait for updates."""
         with in_words("the engine cannot be saved"):
             self._state.await_updates()
@@ -110,7 +139,8 @@ class Saving(SavePlanner):
         return SavePlan(self._items, planner_data=self._paths)
 
     def _plan(self, state: EngineState) -> None:
-        extra = _packed("extra", self._extra)  # before anything is written, so that it is refused in time
+        # before anything is written, so that it is refused in time
+        extra = _packed("extra", self._extra)
         self._add_object(("extra", str(state.rank)), lambda: extra)
         if state.rank == 0:
             header = _packed("the optimizer", state.header())
@@ -129,11 +159,17 @@ class Saving(SavePlanner):
                     source = functools.partial(self._read, series, piece)
                     self._add((*series.prefix, name), piece.chunk, series.dtype, size, source)
         for optimizer, unit, path in state.foreign():
-            if unit.index % collectives.size(state.group) == state.rank:  # every rank has all of them
+            # every rank has all of them
+            if unit.index % collectives.size(state.group) == state.rank:
                 self._add_object(path, functools.partial(_pack_foreign, optimizer, unit))
 
     def _add(
-        self, path: tuple[str, ...], chunk: ChunkStorageMetadata, dtype: torch.dtype, size: torch.Size, source: Callable[[], Any]
+        self,
+        path: tuple[str, ...],
+        chunk: ChunkStorageMetadata,
+        dtype: torch.dtype,
+        size: torch.Size,
+        source: Callable[[], Any],
     ) -> None:
         index = MetadataIndex(".".join(path), chunk.offsets)
         data = TensorWriteData(chunk, TensorProperties(dtype), size)
@@ -148,7 +184,9 @@ class Saving(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """On the first rank: what all ranks write."""
         plans, metadata = create_default_global_save_plan(all_plans)
-        metadata.planner_data = {key: path for plan in all_plans for key, path in plan.planner_data.items()}
+        metadata.planner_data = {
+            key: path for plan in all_plans for key, path in plan.planner_data.items()
+        }
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -161,7 +199,8 @@ class Saving(SavePlanner):
         return content
 
     def _read(self, series: Series, piece: ShardPiece) -> torch.Tensor:
-        # All pieces are the same memory: were it not, malloc would find no room for large pieces between smaller ones.
+        # All pieces are the same memory: were it not, malloc would find no room for large pieces
+        # between smaller ones.
         values = torch.frombuffer(self._memory, dtype=series.dtype, count=piece.length)
         if self._open is None or self._open[0] is not series:
             unit, kind = series.unit, series.kind
@@ -176,18 +215,23 @@ class Saving(SavePlanner):
 
 
 def _pack_foreign(optimizer: Adapted, unit: Unit) -> io.BytesIO:
-    return _packed(f"the state of {unit.name}", dict(zip(unit.names, optimizer.unit_states(unit), strict=True)))
+    return _packed(
+        f"the state of {unit.name}", dict(zip(unit.names, optimizer.unit_states(unit), strict=True))
+    )
 
 
 def _packed(what: str, content: Any) -> io.BytesIO:
-    """`content` as torch.save writes it; raises `CheckpointError` for what could not be read again without running its code."""
+    """`content` as torch.save writes it; raises `CheckpointError` for what could not be read again
+    without running its code."""
     stream = io.BytesIO()
     try:
         torch.save(content, stream)
         read_item(stream.getvalue())
     except Exception as error:
         reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{what} may have numbers, texts and tensors in dicts, lists and tuples only: {reason}") from error
+        raise CheckpointError(
+            f"{what} may have numbers, texts and tensors in dicts, lists and tuples only: {reason}"
+        ) from error
     return stream
 
 
@@ -223,15 +267,22 @@ class CheckpointWriter(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank, before any writes: make the directory, after saves that were cut off are cleaned up."""
+        """On the first rank, before any writes: make the directory, after saves that were cut off
+        are cleaned up."""
         with in_words(f"{self._directory} cannot be written"):
             there = self._directory.exists()
             if there and not is_whole(self._directory) and not _is_empty(self._directory):
-                raise CheckpointError(f"{self._directory} is there and no checkpoint, so it is not replaced; choose another name")
+                raise CheckpointError(
+                    f"{self._directory} is there and no checkpoint, so it is not replaced; "
+                    "choose another name"
+                )
             if self._old.exists() and not there:
                 self._old.rename(self._directory)
             if self._partial.is_dir() and is_held(self._partial):
-                raise CheckpointError(f"{self._directory} is being saved by another process; give each its own directory")
+                raise CheckpointError(
+                    f"{self._directory} is being saved by another process; give each its "
+                    "own directory"
+                )
             for left in (self._old, self._partial):
                 if left.exists():
                     shutil.rmtree(left)
@@ -239,22 +290,32 @@ class CheckpointWriter(FileSystemWriter):
             self._held = hold(self._partial)
             self._stamp = Stamp(self._state.run, uuid.uuid4().hex, self._state.updater.posted_steps)
             self._absent = self._state.absent()
-        shares = [WriteInstructions(f"__{rank}_0.distcp", self._stamp) for rank in range(len(plans))]
-        return [replace(plan, storage_data=share) for plan, share in zip(plans, shares, strict=True)]
+        shares = [
+            WriteInstructions(f"__{rank}_0.distcp", self._stamp) for rank in range(len(plans))
+        ]
+        return [
+            replace(plan, storage_data=share) for plan, share in zip(plans, shares, strict=True)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Write this rank's file, and make sure that it is on the drive: a head, and the items without a gap."""
+        """Write this rank's file, and make sure that it is on the drive: a head, and the items
+        without a gap."""
         share: WriteInstructions = plan.storage_data
         written: list[Written] = []
         path = self._partial / share.name
-        with in_words(f"{self._directory} cannot be written"), self.fs.create_stream(path, "xb") as stream:
+        with (
+            in_words(f"{self._directory} cannot be written"),
+            self.fs.create_stream(path, "xb") as stream,
+        ):
             stream.write(share.stamp.head(share.name))
             for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
                 begin, digested = stream.tell(), Digested(stream)
                 _write(planner.resolve_data(item), digested)
                 chunk = None if item.tensor_data is None else item.tensor_data.chunk
                 sizes = None if chunk is None else tuple(chunk.sizes)
-                place = ItemPlace(share.name, begin, stream.tell() - begin, sizes, digested.sha256.hexdigest())
+                place = ItemPlace(
+                    share.name, begin, stream.tell() - begin, sizes, digested.sha256.hexdigest()
+                )
                 written.append(Written(item.index, place))
             stream.flush()
             os.fsync(stream.fileno())
@@ -263,13 +324,18 @@ class CheckpointWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """On the first rank, when all have written: complete the checkpoint and put it in its place."""
+        """On the first rank, when all have written: complete the checkpoint and put it in its
+        place."""
         places = {item.address: item.place for written in results for item in written}
         with in_words(f"{self._directory} cannot be written"):
             infos = {
-                index: (place.length, _StorageInfo(place.file, place.offset, place.length)) for index, place in places.items()
+                index: (place.length, _StorageInfo(place.file, place.offset, place.length))
+                for index, place in places.items()
             }
-            super().finish(metadata, [[WriteResult(index, length, info) for index, (length, info) in infos.items()]])
+            super().finish(
+                metadata,
+                [[WriteResult(index, length, info) for index, (length, info) in infos.items()]],
+            )
             self._write_manifest(metadata, places)
             make_durable(self._partial)
             if self._directory.exists():
@@ -289,13 +355,21 @@ class CheckpointWriter(FileSystemWriter):
             os.close(self._held)
             self._held = None
 
-    def _write_manifest(self, metadata: Metadata, places: Mapping[MetadataIndex, ItemPlace]) -> None:
+    def _write_manifest(
+        self, metadata: Metadata, places: Mapping[MetadataIndex, ItemPlace]
+    ) -> None:
         files: dict[str, int] = {}
         for place in places.values():
             files[place.file] = max(files.get(place.file, 0), place.offset + place.length)
         found = metadata.state_dict_metadata
-        tensors = {key: tensor for key, tensor in found.items() if isinstance(tensor, TensorStorageMetadata)}
-        content = encode(Manifest(manifest.VERSION, self._stamp, files, tensors, places, self._absent))
+        tensors = {
+            key: tensor
+            for key, tensor in found.items()
+            if isinstance(tensor, TensorStorageMetadata)
+        }
+        content = encode(
+            Manifest(manifest.VERSION, self._stamp, files, tensors, places, self._absent)
+        )
         with self.fs.create_stream(self._partial / MANIFEST, "xb") as stream:
             stream.write(content)
             stream.flush()
@@ -324,7 +398,8 @@ def _write(content: torch.Tensor | io.BytesIO, stream: Digested) -> None:
         stream.write(content.getbuffer())
         return
     tensor = content.detach().cpu()
-    if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save would write all of what it is a part of
+    # torch.save would write all of what it is a part of
+    if tensor.untyped_storage().nbytes() != tensor.nbytes:
         tensor = tensor.clone()
     torch.save(tensor, stream)  # type: ignore[arg-type]  # it needs nothing else of a file
 

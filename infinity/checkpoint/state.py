@@ -1,16 +1,19 @@
 """What a checkpoint has of an engine, and under which names.
 
 [Note: what lies where]
-A checkpoint is a directory in the format of torch.distributed.checkpoint (DCP), whose tools read it. Every tensor has a key:
-`model.<parameter>`, the fp32 values of what is trained (its parameter follows by rounding), what is frozen in its dtype;
-`model.<buffer>`; `optimizer.<state>.<parameter>`, by torch's names of states. Parameters and states are flat, (numel,), without
-padding, and cut where shards end, so any number of ranks reads what any other has written. What tensor parallel ranks cut along
-another dimension than the first one is a matrix: (product of the dimensions before that one, product of the others), of which
-each rank has some columns, cut into `boxes`. Either is read where the other is wanted. Moments are in bf16 where they are kept
-so, else in fp32: int8 is decoded, and encodes to the same bytes. Moments that no update has written are zeros and have no tensor:
-`infinity.json` lists their keys.
-Objects are `optimizer.<number>.<unit>`, what an optimizer of torch has of a unit, `extra.<rank>`, what the caller gave, and
-`infinity`, which describes the rest (`header`). They are read without running code (`checkpoint/inert`).
+A checkpoint is a directory in the format of torch.distributed.checkpoint (DCP), whose tools read
+it. Every tensor has a key:
+`model.<parameter>`, the fp32 values of what is trained (its parameter follows by rounding), what is
+frozen in its dtype; `model.<buffer>`; `optimizer.<state>.<parameter>`, by torch's names of states.
+Parameters and states are flat, (numel,), without padding, and cut where shards end, so any number
+of ranks reads what any other has written. What tensor parallel ranks cut along another dimension
+than the first one is a matrix: (product of the dimensions before that one, product of the others),
+of which each rank has some columns, cut into `boxes`. Either is read where the other is wanted.
+Moments are in bf16 where they are kept so, else in fp32: int8 is decoded, and encodes to the same
+bytes. Moments that no update has written are zeros and have no tensor:
+`infinity.json` lists their keys. Objects are `optimizer.<number>.<unit>`, what an optimizer of
+torch has of a unit, `extra.<rank>`, what the caller gave, and `infinity`, which describes the rest
+(`header`). They are read without running code (`checkpoint/inert`).
 
 Three kinds of files: `infinity.json` lists the items with a digest of each (`checkpoint/manifest`).
 `__<rank>_0.distcp` holds the items. `.metadata` is DCP's own index, which DCP's tools need and this
@@ -50,7 +53,8 @@ HEADER = "infinity"
 
 
 class ShardPiece(NamedTuple):
-    """Elements of one parameter under `key`: their start in this rank's shard, and per dimension where they lie under it."""
+    """Elements of one parameter under `key`: their start in this rank's shard, and per dimension
+    where they lie under it."""
 
     key: str
     in_shard: int
@@ -74,7 +78,8 @@ class ShardPiece(NamedTuple):
 
 
 class Box(NamedTuple):
-    """`rows` x `columns` elements from (`row`, `column`) on, of a matrix; the first is number `number` of what was cut."""
+    """`rows` x `columns` elements from (`row`, `column`) on, of a matrix; the first is number
+    `number` of what was cut."""
 
     number: int
     row: int
@@ -84,7 +89,8 @@ class Box(NamedTuple):
 
 
 def boxes(begin: int, end: int, width: int, left: int = 0) -> Iterator[Box]:
-    """Elements [begin, end) of a matrix of `width` columns, which are those from `left` on of a wider one, as boxes in that:
+    """Elements [begin, end) of a matrix of `width` columns, which are those from `left` on of a
+    wider one, as boxes in that:
     the end of a row, whole rows, and the beginning of a row, as far as there are any.
 
     Example: 3 to 17 of 5 columns: 2 elements of row 0, rows 1 and 2, and 2 elements of row 3.
@@ -118,7 +124,11 @@ class Series(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """In the checkpoint."""
-        return torch.bfloat16 if self.unit.blocks[self.kind].format is BF16 else self.unit.states.dtype_of(self.kind)
+        return (
+            torch.bfloat16
+            if self.unit.blocks[self.kind].format is BF16
+            else self.unit.states.dtype_of(self.kind)
+        )
 
     def size(self, number: int) -> torch.Size:
         """The shape of what this rank saves under the key of parameter `number`."""
@@ -126,11 +136,13 @@ class Series(NamedTuple):
         return torch.Size((part.rows, part.columns)[part.rows == 1 :])
 
     def pieces(self, number: int, size: torch.Size) -> Iterator[ShardPiece]:
-        """What this rank has of parameter `number`, under a key of the shape `size`: that which `size` gives, or if this is one
-        row any other."""
+        """What this rank has of parameter `number`, under a key of the shape `size`: that which
+        `size` gives, or if this is one row any other."""
         key = ".".join((*self.prefix, self.unit.names[number]))
         overlap, part = self.unit.layout.overlap(number, self.unit.rank), self.unit.parts[number]
-        first, width, left = (part.begin, size[-1], 0) if part.rows == 1 else (0, part.width, part.begin)
+        first, width, left = (
+            (part.begin, size[-1], 0) if part.rows == 1 else (0, part.width, part.begin)
+        )
         at, stop = overlap.in_shard, overlap.in_shard + overlap.length
         while at < stop:
             end = min(stop, at // PIECE * PIECE + PIECE)
@@ -166,7 +178,10 @@ class EngineState(NamedTuple):
 
     def series(self) -> list[Series]:
         """The states of all units."""
-        kept = [Series(u, Kind.MASTER if Kind.MASTER in u.blocks else Kind.PARAM, ("model",)) for u in self.units]
+        kept = [
+            Series(u, Kind.MASTER if Kind.MASTER in u.blocks else Kind.PARAM, ("model",))
+            for u in self.units
+        ]
         moments = [
             Series(unit, kind, ("optimizer", name))
             for optimizer in self.optimizers
@@ -188,13 +203,23 @@ class EngineState(NamedTuple):
         under `model`, and how many steps were made and skipped. For each optimizer: groups and
         counts (`Optimizer.header`), the `names` in its groups, and whose `states` it has.
         """
-        shapes = {name: list(p.shape) for unit in self.units for name, p in zip(unit.names, unit.parameters, strict=True)}
+        shapes = {
+            name: list(p.shape)
+            for unit in self.units
+            for name, p in zip(unit.names, unit.parameters, strict=True)
+        }
         shapes |= {name: list(buffer.shape) for name, buffer in self.buffers.items()}
-        known = {id(p): name for unit in self.units for p, name in zip(unit.parameters, unit.names, strict=True)}
+        known = {
+            id(p): name
+            for unit in self.units
+            for p, name in zip(unit.parameters, unit.names, strict=True)
+        }
         optimizers = []
         for optimizer in self.optimizers:
             names = [[known[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-            optimizers.append(optimizer.header() | {"names": names, "states": _states_of(optimizer)})
+            optimizers.append(
+                optimizer.header() | {"names": names, "states": _states_of(optimizer)}
+            )
         return {
             "version": manifest.VERSION,
             "ranks": collectives.size(self.group),
@@ -205,9 +230,15 @@ class EngineState(NamedTuple):
         }
 
     def absent(self) -> frozenset[str]:
-        """The keys of moments that are zeros, and so are not saved: of every parameter, for every state of any optimizer."""
+        """The keys of moments that are zeros, and so are not saved: of every parameter, for every
+        state of any optimizer."""
         kinds = {name for optimizer in self.optimizers for name in optimizer.states}
-        saved = {(s.prefix, name) for s in self.series() if s.is_moment and s.is_written for name in s.unit.names}
+        saved = {
+            (s.prefix, name)
+            for s in self.series()
+            if s.is_moment and s.is_written
+            for name in s.unit.names
+        }
         return frozenset(
             f"optimizer.{kind}.{name}"
             for unit in self.units
@@ -221,19 +252,35 @@ def _states_of(optimizer: Optimizer) -> str:
     """What must be the same for one optimizer to take over from another."""
     if isinstance(optimizer, Adapted):
         return f"those of torch's {optimizer.kind.__name__}"
-    return ", ".join(n for n, kind in optimizer.states.items() if any(kind in u.blocks for u in optimizer.units)) or "none"
+    return (
+        ", ".join(
+            n
+            for n, kind in optimizer.states.items()
+            if any(kind in u.blocks for u in optimizer.units)
+        )
+        or "none"
+    )
 
 
 class Reblocked:
     """Elements of a shard, asked for in any lengths and rising order, that come in blocks.
 
-    Blocks begin at `starts` and the last one ends at `end`; `bring(begin, values)` fills `values` with one. Its memory is used
-    again and again: were it not, malloc would find no room for large pieces between smaller ones, and take more and more.
+    Blocks begin at `starts` and the last one ends at `end`; `bring(begin, values)` fills `values`
+    with one. Its memory is used again and again: were it not, malloc would find no room for large
+    pieces between smaller ones, and take more and more.
     """
 
-    def __init__(self, starts: Sequence[int], end: int, dtype: torch.dtype, bring: Callable[[int, torch.Tensor], None]) -> None:
+    def __init__(
+        self,
+        starts: Sequence[int],
+        end: int,
+        dtype: torch.dtype,
+        bring: Callable[[int, torch.Tensor], None],
+    ) -> None:
         self._bounds, self._bring = [*starts, end], bring
-        self._memory = torch.empty(max(map(operator.sub, self._bounds[1:], self._bounds)), dtype=dtype)
+        self._memory = torch.empty(
+            max(map(operator.sub, self._bounds[1:], self._bounds)), dtype=dtype
+        )
         self._begin = -1  # of the block in memory
 
     def read(self, begin: int, values: torch.Tensor) -> torch.Tensor:
@@ -254,9 +301,11 @@ class Reblocked:
 
 @contextmanager
 def in_words(what: str) -> Iterator[None]:
-    """What goes wrong inside becomes a `CheckpointError` that begins with `what`, unless the engine was closed.
+    """What goes wrong inside becomes a `CheckpointError` that begins with `what`, unless the engine
+    was closed.
 
-    Before DCP sends it to the other ranks: they could not make every error anew, and would wait for ever.
+    Before DCP sends it to the other ranks: they could not make every error anew, and would wait for
+    ever.
     """
     try:
         yield
@@ -264,14 +313,16 @@ def in_words(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason: BaseException | None = error
-        while reason is not None and not isinstance(reason, (OSError, InfinityError)):  # torch raises its own on top
+        # torch raises its own on top
+        while reason is not None and not isinstance(reason, (OSError, InfinityError)):
             reason = reason.__cause__ or reason.__context__
         raise CheckpointError(f"{what}: {reason or error}") from reason or error
 
 
 @contextmanager
 def one_error() -> Iterator[None]:
-    """On every rank the error of the first one that has any, instead of DCP's exception, which is no `Exception`."""
+    """On every rank the error of the first one that has any, instead of DCP's exception, which is
+    no `Exception`."""
     try:
         yield
     except CheckpointException as failed:

@@ -22,10 +22,11 @@ class Saver(Protocol):
 
 
 class CheckpointFolders:
-    """The folders `step-<number>` in `directory`. One job at a time writes there, from `prepare` to `close`.
+    """The folders `step-<number>` in `directory`. One job at a time writes there, from `prepare` to
+    `close`.
 
-    A checkpoint is due `every` so many steps; the last `keep` of them are kept. Of several ranks all save, and the one that
-    `prunes` removes.
+    A checkpoint is due `every` so many steps; the last `keep` of them are kept. Of several ranks
+    all save, and the one that `prunes` removes.
     """
 
     def __init__(self, directory: Path, every: int, keep: int, prunes: bool = True) -> None:
@@ -33,7 +34,8 @@ class CheckpointFolders:
         self._lock: Lock | None = None
 
     def prepare(self, resume: bool) -> Path | None:
-        """Create `directory`, lock it, and remove what killed runs left; returns the last checkpoint in it, if there is any.
+        """Create `directory`, lock it, and remove what killed runs left; returns the last
+        checkpoint in it, if there is any.
 
         Raises `ValueError` when there is one and the run does not resume from it. Raises
         `PathInUseError` when another job writes there, and `OSError` when `directory` cannot be
@@ -48,8 +50,8 @@ class CheckpointFolders:
             found = self._whole()
             if found and not resume:
                 raise ValueError(
-                    f"--checkpoint {self.directory} has checkpoints of an earlier run, up to {found[-1].name}; go on from it "
-                    "with --resume, or choose another directory"
+                    f"--checkpoint {self.directory} has checkpoints of an earlier run, up to "
+                    f"{found[-1].name}; go on from it with --resume, or choose another directory"
                 )
             remove(leftovers(self.directory))
         except BaseException:
@@ -67,7 +69,8 @@ class CheckpointFolders:
         return number % self._every == 0
 
     def save(self, engine: Saver, optimizer: Any, number: int, extra: dict[str, Any]) -> None:
-        """Save the state after step `number`, and remove what is too old, or was left by a save that was killed."""
+        """Save the state after step `number`, and remove what is too old, or was left by a save
+        that was killed."""
         engine.save_checkpoint(self.directory / f"step-{number}", optimizer, extra)
         if not self._prunes:
             return
@@ -77,7 +80,12 @@ class CheckpointFolders:
         """Give a checkpoint its name again whose save was killed between the two renames."""
         for path in self.directory.iterdir():
             name = _LEFTOVER.fullmatch(path.name)
-            if name and name[2] == "old" and is_whole(path) and not (self.directory / name[1]).exists():
+            if (
+                name
+                and name[2] == "old"
+                and is_whole(path)
+                and not (self.directory / name[1]).exists()
+            ):
                 path.rename(self.directory / name[1])
 
     def _whole(self) -> list[Path]:
@@ -88,15 +96,21 @@ class CheckpointFolders:
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """The folders in `directory` that killed jobs left, which hold no whole checkpoint that is not there otherwise: saves and
-    removals that were cut off. Earlier versions removed in place, and left `step-<number>` with data files alone."""
-    return [path for path in sorted(directory.iterdir()) if path.is_dir() and not path.is_symlink() and _is_leftover(path)]
+    """The folders in `directory` that killed jobs left, which hold no whole checkpoint that is not
+    there otherwise: saves and removals that were cut off. Earlier versions removed in place, and
+    left `step-<number>` with data files alone."""
+    return [
+        path
+        for path in sorted(directory.iterdir())
+        if path.is_dir() and not path.is_symlink() and _is_leftover(path)
+    ]
 
 
 def remove(paths: list[Path]) -> dict[str, int]:
     """Remove folders of checkpoints; returns their paths with their bytes on disk.
 
-    A folder gets another name first, so that one which is removed in part is never taken for a checkpoint.
+    A folder gets another name first, so that one which is removed in part is never taken for a
+    checkpoint.
     """
     removed = {}
     for path in paths:
@@ -106,7 +120,9 @@ def remove(paths: list[Path]) -> dict[str, int]:
             if hidden.exists():
                 shutil.rmtree(hidden)
             path.rename(hidden)
-        removed[str(path)] = sum(file.lstat().st_blocks * 512 for file in (hidden, *hidden.rglob("*")))
+        removed[str(path)] = sum(
+            file.lstat().st_blocks * 512 for file in (hidden, *hidden.rglob("*"))
+        )
         shutil.rmtree(hidden)
     return removed
 
@@ -117,4 +133,6 @@ def _is_leftover(path: Path) -> bool:
         if name[2] == "partial":
             return not is_held(path)
         return name[2] == "removed" or not is_whole(path) or is_whole(path.with_name(name[1]))
-    return _NAME.fullmatch(path.name) is not None and all(DATA_NAME.fullmatch(file.name) for file in path.iterdir())
+    return _NAME.fullmatch(path.name) is not None and all(
+        DATA_NAME.fullmatch(file.name) for file in path.iterdir()
+    )

@@ -41,7 +41,10 @@ def installed_version(package: str) -> str | None:
 
 
 def _isa() -> list[str]:
-    flags = next((line.split() for line in lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))), [])
+    flags = next(
+        (line.split() for line in lines("/proc/cpuinfo") if line.startswith(("flags", "Features"))),
+        [],
+    )
     return [flag for flag in _ISA_FLAGS if flag in flags]
 
 
@@ -61,11 +64,16 @@ def _native() -> dict[str, str | None]:
 def _path(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         return {"path": str(directory), "problem": "not a directory", "free": None}
-    return {"path": str(directory), "problem": direct_io_problem(directory), "free": shutil.disk_usage(directory).free}
+    return {
+        "path": str(directory),
+        "problem": direct_io_problem(directory),
+        "free": shutil.disk_usage(directory).free,
+    }
 
 
 def examine(nvme: list[Path]) -> dict[str, Any]:
-    """Everything `infinity doctor` knows, JSON-ready; sizes in bytes, None for "no limit" and "no problem"."""
+    """Everything `infinity doctor` knows, JSON-ready; sizes in bytes, None for "no limit" and "no
+    problem"."""
     import torch
 
     from infinity.device import ComputeDevice
@@ -93,19 +101,40 @@ def _rows(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
     """(fine?, what, value) per line of the table."""
     rows = [
         (True, "Python", f"{facts['python']}, Linux {facts['kernel']}, {facts['machine']}"),
-        *((version is not None, name, version or "not installed") for name, version in facts["versions"].items()),
+        *(
+            (version is not None, name, version or "not installed")
+            for name, version in facts["versions"].items()
+        ),
         (True, "compute device", facts["device"]),
-        ("avx2" in facts["isa"], "CPU", f"{facts['cpus']} usable, {' '.join(facts['isa']) or 'no known vector extension'}"),
+        (
+            "avx2" in facts["isa"],
+            "CPU",
+            f"{facts['cpus']} usable, {' '.join(facts['isa']) or 'no known vector extension'}",
+        ),
     ]
     for name, problem in facts["native"].items():
         if name == "_cuda" and problem == "not built":
-            rows.append((facts["device"] == "cpu", f"infinity.{name}", "not built (needed for a GPU only)"))
+            rows.append(
+                (facts["device"] == "cpu", f"infinity.{name}", "not built (needed for a GPU only)")
+            )
         else:
             rows.append((problem is None, f"infinity.{name}", problem or "loads"))
     problem = facts["io_uring_problem"]
-    rows.append((problem is None, "io_uring", "available" if problem is None else f"{problem}; POSIX threads are used"))
+    rows.append(
+        (
+            problem is None,
+            "io_uring",
+            "available" if problem is None else f"{problem}; POSIX threads are used",
+        )
+    )
     problem = facts["gpu_direct_problem"]
-    rows.append((True, "GPUDirect Storage", f"{problem}; parameters on nvme pass host memory" if problem else "available"))
+    rows.append(
+        (
+            True,
+            "GPUDirect Storage",
+            f"{problem}; parameters on nvme pass host memory" if problem else "available",
+        )
+    )
     memlock = facts["memlock"]
     rows.append((True, "memlock limit", "none" if memlock is None else format_bytes(memlock)))
     pages = facts["huge_pages"]
@@ -118,16 +147,23 @@ def _rows(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
     )
     for path in facts["nvme"]:
         free = "" if path["free"] is None else f", {format_bytes(path['free'])} free"
-        rows.append((path["problem"] is None, path["path"], (path["problem"] or "O_DIRECT works") + free))
+        rows.append(
+            (path["problem"] is None, path["path"], (path["problem"] or "O_DIRECT works") + free)
+        )
     return rows
 
 
 def doctor(
-    nvme: Annotated[list[Path] | None, typer.Option(help="A directory to examine; may be given several times.")] = None,
+    nvme: Annotated[
+        list[Path] | None, typer.Option(help="A directory to examine; may be given several times.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of a failure.")
+    ] = False,
 ) -> None:
-    """Show what this machine offers: versions, instruction sets, io_uring, memory limits, NVMe directories."""
+    """Show what this machine offers: versions, instruction sets, io_uring, memory limits, NVMe
+    directories."""
     with plain_failures(debug):
         facts = examine(nvme or [])
         if as_json:

@@ -46,7 +46,8 @@ def styled(salt: str) -> Iterator[None]:
 
 
 def new_figure(height: float) -> Any:
-    """A figure of `height` inches that belongs to no window system: its canvas is the SVG writer's."""
+    """A figure of `height` inches that belongs to no window system: its canvas is the SVG
+    writer's."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -56,7 +57,8 @@ def new_figure(height: float) -> Any:
 
 
 def svg(figure: Any, label: str) -> str:
-    """`figure` as an `<svg>` element: no XML prologue, metadata, namespaces or group ids, which HTML has no use for."""
+    """`figure` as an `<svg>` element: no XML prologue, metadata, namespaces or group ids, which
+    HTML has no use for."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", transparent=True)
     text = buffer.getvalue()

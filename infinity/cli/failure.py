@@ -1,4 +1,5 @@
-"""What a failure looks like to the person at the terminal: one plain sentence and an exit status."""
+"""What a failure looks like to the person at the terminal: one plain sentence and an exit
+status."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def say(text: str) -> None:
 
 
 def explained(error: BaseException) -> str:
-    """`error` as one sentence; for an unexpected one, which is a defect, also where its traceback was written."""
+    """`error` as one sentence; for an unexpected one, which is a defect, also where its traceback
+    was written."""
     if isinstance(error, KeyboardInterrupt):
         return _interruption(error)
     if isinstance(error, EXPECTED):
@@ -35,7 +37,11 @@ def explained(error: BaseException) -> str:
 
 def _interruption(error: KeyboardInterrupt) -> str:
     number = error.args[0] if error.args else signal.SIGINT
-    return "interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}"
+    return (
+        "interrupted"
+        if number == signal.SIGINT
+        else f"interrupted by {signal.Signals(number).name}"
+    )
 
 
 def _written(error: BaseException) -> str:
@@ -43,7 +49,12 @@ def _written(error: BaseException) -> str:
     text = "".join(traceback.format_exception(error))
     try:
         with tempfile.NamedTemporaryFile(
-            "w", prefix="infinity-traceback-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
+            "w",
+            prefix="infinity-traceback-",
+            suffix=".txt",
+            delete=False,
+            encoding="utf-8",
+            errors="backslashreplace",
         ) as file:
             file.write(text)
     except OSError:
@@ -58,7 +69,8 @@ def tell(error: BaseException) -> None:
 
 @contextmanager
 def plain_failures(debug: bool, tell: Callable[[BaseException], None] = tell) -> Iterator[None]:
-    """Turn a failure inside into one line, by `tell`, and exit status 1; with `debug` let it pass as it is.
+    """Turn a failure inside into one line, by `tell`, and exit status 1; with `debug` let it pass
+    as it is.
 
     An interruption is told too, and ends with 128 + its signal, as shells write it.
     """
@@ -77,11 +89,16 @@ def plain_failures(debug: bool, tell: Callable[[BaseException], None] = tell) ->
 
 
 def require_extras(*modules: str, what: str = "`infinity finetune`") -> None:
-    """Raise `InfinityError` with the pip command when one of `modules` (the optional extra `finetune`) is missing for `what`."""
+    """Raise `InfinityError` with the pip command when one of `modules` (the optional extra
+    `finetune`) is missing for `what`."""
     for module in modules:
         try:
             importlib.import_module(module)
         except ImportError as error:
             if (error.name or "").partition(".")[0] != module:
-                raise InfinityError(f"{module} is installed but cannot be imported: {error}") from None
-            raise InfinityError(f"{what} needs {module}; install it with: pip install 'zero-infinity[finetune]'") from None
+                raise InfinityError(
+                    f"{module} is installed but cannot be imported: {error}"
+                ) from None
+            raise InfinityError(
+                f"{what} needs {module}; install it with: pip install 'zero-infinity[finetune]'"
+            ) from None

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infinity.cli.drawing import BLUE, BROWN, FAINT, GREY, INK, ORANGE, PURPLE, RED, TEAL, new_figure, styled, svg
+from infinity.cli.drawing import (
+    BLUE,
+    BROWN,
+    FAINT,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    RED,
+    TEAL,
+    new_figure,
+    styled,
+    svg,
+)
 from infinity.cli.history import TIERS, History
 from infinity.cli.perfetto import lane_order
 from infinity.observe import Span
@@ -12,15 +25,22 @@ from infinity.quantities import format_bytes, parse_bytes
 
 TIMELINE_STEPS = 3
 _FINEST = 2500
-"""Spans of a lane nearer than this fraction of the timeline are drawn as one: more could not be seen."""
+"""Spans of a lane nearer than this fraction of the timeline are drawn as one: more could not be
+seen."""
 _LABEL_SHARE = 0.05
 """A bar is named where it is at least this share of the timeline."""
 _BUDGET_SHARE = 0.2
 """A budget is drawn where at least this share of it is in use; else it would flatten the curve."""
 _LANE_COLORS = {
-    "compute": BLUE, "wait nvme": RED, "wait adam": BROWN, "wait collective": GREY, "nvme read": TEAL, "nvme write": ORANGE,
-    "adam": PURPLE, "collective": INK,
-}  # fmt: skip
+    "compute": BLUE,
+    "wait nvme": RED,
+    "wait adam": BROWN,
+    "wait collective": GREY,
+    "nvme read": TEAL,
+    "nvme write": ORANGE,
+    "adam": PURPLE,
+    "collective": INK,
+}
 _TIER_COLORS = {"gpu": BLUE, "cpu": PURPLE, "nvme": TEAL}
 
 
@@ -50,7 +70,8 @@ def loss_figure(history: History) -> str:
 
 
 def tiers_figure(history: History, budgets: dict[str, int]) -> str:
-    """Bytes in use per tier over time, against the budget where that is near enough to share a scale."""
+    """Bytes in use per tier over time, against the budget where that is near enough to share a
+    scale."""
     tiers = [tier for tier in TIERS if any(tier in sample.used for sample in history.samples)]
     if not tiers:
         return ""
@@ -73,7 +94,9 @@ def tiers_figure(history: History, budgets: dict[str, int]) -> str:
             if shown:
                 panel.axhline(shown / factor, color=RED, linewidth=1.2, linestyle=(0, (5, 3)))
             if budget:
-                title += f" of {format_bytes(budget)}" + (f" ({highest / budget:.0%})" if highest > budget / 100 else "")
+                title += f" of {format_bytes(budget)}" + (
+                    f" ({highest / budget:.0%})" if highest > budget / 100 else ""
+                )
             panel.set_title(title)
             panel.set_ylim(0, 1.12 * max(highest, shown, 1) / factor)
             panel.set_ylabel(prefix)
@@ -90,7 +113,8 @@ def _scale(count: int) -> tuple[str, int]:
 
 
 def _joined(spans: Sequence[Span], begin: float, end: float) -> list[Span]:
-    """Spans of one lane inside [begin, end], those too near to tell apart drawn as one (named when their names agree)."""
+    """Spans of one lane inside [begin, end], those too near to tell apart drawn as one (named when
+    their names agree)."""
     nearest = (end - begin) / _FINEST
     joined: list[Span] = []
     for span in sorted(spans, key=lambda span: span.start):
@@ -120,16 +144,34 @@ def timeline_figure(history: History, spans: Sequence[Span]) -> str:
         for row, lane in enumerate(lanes):
             color = _LANE_COLORS.get(lane, GREY)
             drawn = _joined([span for span in spans if span.lane == lane], begin, end)
-            bars = [((s.start - begin) * factor, max(s.end - s.start, (end - begin) / _FINEST) * factor) for s in drawn]
+            bars = [
+                ((s.start - begin) * factor, max(s.end - s.start, (end - begin) / _FINEST) * factor)
+                for s in drawn
+            ]
             axes.broken_barh(bars, (row - 0.34, 0.68), color=color, linewidth=0)
             for span in drawn:
                 if span.name and span.end - span.start > _LABEL_SHARE * (end - begin):
                     x = ((span.start + span.end) / 2 - begin) * factor
-                    axes.text(x, row, span.name[-24:], ha="center", va="center", color="white", size=7, clip_on=True)
+                    axes.text(
+                        x,
+                        row,
+                        span.name[-24:],
+                        ha="center",
+                        va="center",
+                        color="white",
+                        size=7,
+                        clip_on=True,
+                    )
         for step in steps:
             axes.axvline((step.start - begin) * factor, color=INK, linewidth=0.8, alpha=0.6)
-            label = {"xy": ((step.start - begin) * factor, 1), "xytext": (3, 2), "xycoords": ("data", "axes fraction")}
-            axes.annotate(f"step {step.number}", textcoords="offset points", color=FAINT, size=8.5, **label)
+            label = {
+                "xy": ((step.start - begin) * factor, 1),
+                "xytext": (3, 2),
+                "xycoords": ("data", "axes fraction"),
+            }
+            axes.annotate(
+                f"step {step.number}", textcoords="offset points", color=FAINT, size=8.5, **label
+            )
         axes.set_yticks(range(len(lanes)), lanes)
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.set_ylim(len(lanes) - 0.5, -0.5)

@@ -1,4 +1,5 @@
-"""`infinity finetune`: continue the training of a causal language model whose states live on NVMe."""
+"""`infinity finetune`: continue the training of a causal language model whose states live on
+NVMe."""
 
 from __future__ import annotations
 
@@ -66,12 +67,18 @@ def finetune(
         from infinity.cli.job import FinetuneJob
 
         job = FinetuneJob(**values)
-        with Progress(steps, "" if world.size == 1 else "rank 0: ") if world.is_first else nullcontext(Silence()) as progress:
+        with (
+            Progress(steps, "" if world.size == 1 else "rank 0: ")
+            if world.is_first
+            else nullcontext(Silence()) as progress
+        ):
             summary = job.run(progress, world)
         if world.is_first and as_json:
             typer.echo(json.dumps(summary, allow_nan=False))
         elif world.is_first:
             print_summary(summary)
-        world.wait()  # an exit status other than 0 makes torchrun end the other ranks, the one that writes among them
+        # an exit status other than 0 makes torchrun end the other ranks, the one that writes among
+        # them
+        world.wait()
         if summary["signal"] is not None:
             raise typer.Exit(128 + summary["signal"])

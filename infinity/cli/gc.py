@@ -1,4 +1,5 @@
-"""`infinity gc`: removes what a dead run left in an NVMe directory, and nothing that a live run uses."""
+"""`infinity gc`: removes what a dead run left in an NVMe directory, and nothing that a live run
+uses."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from infinity.tiers.drives import STATES_NAME
 
 
 def collect(directory: Path) -> dict[str, int]:
-    """Remove the leftovers of a dead run from `directory`, and from those of its ranks there; returns the removed paths with
-    their bytes on disk.
+    """Remove the leftovers of a dead run from `directory`, and from those of its ranks there;
+    returns the removed paths with their bytes on disk.
 
     Raises `PathInUseError` while a live process trains or measures there, and `NotADirectoryError`
     for a path that is not a directory. Raises `ConfigError` when a foreign file has the name of one
@@ -50,23 +51,34 @@ def _collect(place: Directory) -> dict[str, int]:
     """`collect` without what is below."""
     benchmark = leftovers(place.path)
     ours = {name: place.check(name) for name in (STATES_NAME, LOCK_NAME)}
-    found = {str(place.path / name): status.st_blocks * 512 for name, status in ours.items() if status is not None}
+    found = {
+        str(place.path / name): status.st_blocks * 512
+        for name, status in ours.items()
+        if status is not None
+    }
     found |= {str(path): path.lstat().st_blocks * 512 for path in benchmark}
     if found or checkpoints.leftovers(place.path):
         with lock(place):
             place.reclaim(STATES_NAME)
             remove(place, benchmark)
-            found |= checkpoints.remove(checkpoints.leftovers(place.path))  # asked again: a save may have been under way
+            # asked again: a save may have been under way
+            found |= checkpoints.remove(checkpoints.leftovers(place.path))
     found |= {str(place.path / name): used for name, used in remove_leftovers(place).items()}
     return found
 
 
 def gc(
-    directories: Annotated[list[Path], typer.Argument(help="NVMe and checkpoint directories of earlier runs.", metavar="DIR...")],
+    directories: Annotated[
+        list[Path],
+        typer.Argument(help="NVMe and checkpoint directories of earlier runs.", metavar="DIR..."),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of a failure.")
+    ] = False,
 ) -> None:
-    """Remove what a dead run left in NVMe and checkpoint directories; refuses where a live process still uses one."""
+    """Remove what a dead run left in NVMe and checkpoint directories; refuses where a live process
+    still uses one."""
     with plain_failures(debug):
         removed: dict[str, int] = {}
         try:

@@ -1,4 +1,5 @@
-"""What happened in a run, step by step: filled by the training loop, read by progress, summary and report."""
+"""What happened in a run, step by step: filled by the training loop, read by progress, summary and
+report."""
 
 from __future__ import annotations
 
@@ -15,14 +16,17 @@ WORST_WAITS = 5
 
 
 def format_seconds(seconds: float) -> str:
-    """`seconds` with three significant digits, in milliseconds below one second: 0.0123 -> "12.3 ms"."""
+    """`seconds` with three significant digits, in milliseconds below one second: 0.0123 -> "12.3
+    ms"."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:,.1f} s"
 
 
 class StepRecord(NamedTuple):
-    """One optimizer step; `number` counts from 1, `start` and `end` are seconds of `time.perf_counter`.
+    """One optimizer step; `number` counts from 1, `start` and `end` are seconds of
+    `time.perf_counter`.
 
-    `loss_scale` is what the next loss is multiplied by, if anything. A step whose gradients were not finite has no norm.
+    `loss_scale` is what the next loss is multiplied by, if anything. A step whose gradients were
+    not finite has no norm.
     """
 
     number: int
@@ -60,9 +64,11 @@ class History:
     """The signal that ended the run early."""
 
     def tokens_per_second(self) -> float:
-        """Trained tokens per second, evaluation left out; the first step (planning, warm-up) counts only when it is alone.
+        """Trained tokens per second, evaluation left out; the first step (planning, warm-up) counts
+        only when it is alone.
 
-        Each step contains the wait for the update of the one before, so steps 2 to N carry N - 1 updates.
+        Each step contains the wait for the update of the one before, so steps 2 to N carry N - 1
+        updates.
         """
         steps = self.steps[1:] or self.steps
         seconds = sum(step.end - step.start for step in steps)
@@ -70,7 +76,8 @@ class History:
 
 
 def cached_text(cached: dict[str, int]) -> str:
-    """How much of what is on NVMe is cached in host memory: {"bytes": 1 << 20, "of": 1 << 30} -> "1 MiB of 1 GiB"."""
+    """How much of what is on NVMe is cached in host memory: {"bytes": 1 << 20, "of": 1 << 30} -> "1
+    MiB of 1 GiB"."""
     return f"{format_bytes(cached['bytes'])} of {format_bytes(cached['of'])}"
 
 
@@ -81,11 +88,16 @@ def budget_of_a_rank(summary: dict[str, Any], tier: str) -> int | None:
 
 
 def budget_text(summary: dict[str, Any], tier: str, before: str) -> str:
-    """The budget of a rank on `tier`, after `before`, and if it is a part, of what; nothing when there is no budget.
+    """The budget of a rank on `tier`, after `before`, and if it is a part, of what; nothing when
+    there is no budget.
 
     With 1 GiB of host memory for two ranks: " of 512 MiB (1 GiB for the 2 ranks of a node)".
     """
-    budget, own, sharing = summary["memory"][tier]["budget"], budget_of_a_rank(summary, tier), summary["ranks_per_node"]
+    budget, own, sharing = (
+        summary["memory"][tier]["budget"],
+        budget_of_a_rank(summary, tier),
+        summary["ranks_per_node"],
+    )
     if not own:
         return ""
     whole = f" ({format_bytes(budget)} for the {sharing} ranks of a node)" if own != budget else ""
@@ -93,7 +105,8 @@ def budget_text(summary: dict[str, Any], tier: str, before: str) -> str:
 
 
 def shared_by(tier: str, per_node: int) -> int:
-    """How many of `per_node` ranks share the budget of `tier`: each has a compute device of its own."""
+    """How many of `per_node` ranks share the budget of `tier`: each has a compute device of its
+    own."""
     return 1 if tier == "gpu" else per_node
 
 
@@ -119,7 +132,12 @@ def combine(reports: Sequence[Report], per_node: int) -> Report:
     if len(reports) == 1:
         return reports[0]
     first = reports[0]
-    sums = ("read_per_parameter", "written_per_parameter", "planned_read_per_parameter", "planned_written_per_parameter")
+    sums = (
+        "read_per_parameter",
+        "written_per_parameter",
+        "planned_read_per_parameter",
+        "planned_written_per_parameter",
+    )
     summed = {name: sum(getattr(report, name) for report in reports) for name in (*sums, *_MOVED)}
     highest = max(report.activations_peak for report in reports)
     peaks = {tier: max(report.peaks[tier] for report in reports) for tier in first.peaks}
@@ -136,9 +154,11 @@ def summarize(
     ranks: int = 1,
     per_node: int = 1,
 ) -> dict[str, Any]:
-    """The run of `ranks` ranks, `per_node` of them on each node, in one JSON-ready object; times in seconds, sizes in bytes.
+    """The run of `ranks` ranks, `per_node` of them on each node, in one JSON-ready object; times in
+    seconds, sizes in bytes.
 
-    `files` names what was written beside. A peak is that of a rank, a budget that of the ranks that share it (`shared_by`).
+    `files` names what was written beside. A peak is that of a rank, a budget that of the ranks that
+    share it (`shared_by`).
     """
     worst = sorted(report.waits.items(), key=lambda item: -item[1])[:WORST_WAITS]
     budgets = report.limits
@@ -160,10 +180,19 @@ def summarize(
         },
         "tokens_per_second": history.tokens_per_second(),
         "nvme_bytes_per_parameter_per_step": {
-            "read": {"measured": report.read_per_parameter, "planned": report.planned_read_per_parameter},
-            "written": {"measured": report.written_per_parameter, "planned": report.planned_written_per_parameter},
+            "read": {
+                "measured": report.read_per_parameter,
+                "planned": report.planned_read_per_parameter,
+            },
+            "written": {
+                "measured": report.written_per_parameter,
+                "planned": report.planned_written_per_parameter,
+            },
         },
-        "speculative_updates": {"kept": report.updates_kept, "rolled_back": report.updates_rolled_back},
+        "speculative_updates": {
+            "kept": report.updates_kept,
+            "rolled_back": report.updates_rolled_back,
+        },
         "seconds": dict(report.seconds),
         "worst_waits": [{"unit": unit, "seconds": seconds} for unit, seconds in worst],
         "cached": {"bytes": report.cached, "of": report.on_nvme},
@@ -174,7 +203,11 @@ def summarize(
             "written_to_nvme": report.activations_written,
             "peak": report.activations_peak,
         },
-        "memory": {tier: {"peak": report.peaks[tier], "budget": budgets.get(tier)} for tier in TIERS if tier in report.peaks},
+        "memory": {
+            tier: {"peak": report.peaks[tier], "budget": budgets.get(tier)}
+            for tier in TIERS
+            if tier in report.peaks
+        },
         "output": str(output) if output else None,
         **files,
     }

@@ -1,4 +1,5 @@
-"""Ctrl-C and its like: as a request, where a run ends after the current step, and as an exception that clean-up survives."""
+"""Ctrl-C and its like: as a request, where a run ends after the current step, and as an exception
+that clean-up survives."""
 
 from __future__ import annotations
 
@@ -14,10 +15,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupt:
-    """Between enter and exit, notes the first of `SIGNALS` in `signal`; the second raises `KeyboardInterrupt` with its number.
+    """Between enter and exit, notes the first of `SIGNALS` in `signal`; the second raises
+    `KeyboardInterrupt` with its number.
 
-    Main thread only. The previous handlers come back on exit, unless a `KeyboardInterrupt` passes: then further signals stay
-    ignored, so that they cannot cut off what encloses this and cleans up.
+    Main thread only. The previous handlers come back on exit, unless a `KeyboardInterrupt` passes:
+    then further signals stay ignored, so that they cannot cut off what encloses this and cleans up.
     """
 
     def __init__(self) -> None:
@@ -28,7 +30,12 @@ class Interrupt:
         self._previous = _catch(self._note)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if not isinstance(error, KeyboardInterrupt):
             _restore(self._previous)
 
@@ -40,9 +47,11 @@ class Interrupt:
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """Inside, the first of `SIGNALS` raises `KeyboardInterrupt` with its number; later ones are ignored.
+    """Inside, the first of `SIGNALS` raises `KeyboardInterrupt` with its number; later ones are
+    ignored.
 
-    So a second Ctrl-C cannot cut off what the first one made the program clean up. Main thread only.
+    So a second Ctrl-C cannot cut off what the first one made the program clean up. Main thread
+    only.
     """
     previous = _catch(_raise_once)
     try:
@@ -54,7 +63,8 @@ def interrupted_by_signals() -> Iterator[None]:
 def _catch(act: Callable[[int], None]) -> dict[int, Any]:
     """Let `act` have the signals; returns their handlers before.
 
-    Under nohup SIGHUP stays ignored. Where all are ignored, an interruption is being cleaned up, and all stay so.
+    Under nohup SIGHUP stays ignored. Where all are ignored, an interruption is being cleaned up,
+    and all stay so.
     """
     ignored = [each for each in SIGNALS if signal.getsignal(each) == signal.SIG_IGN]
     if len(ignored) == len(SIGNALS):
@@ -66,7 +76,11 @@ def _catch(act: Callable[[int], None]) -> dict[int, Any]:
             _let_go(terminals)
         act(number)
 
-    return {each: signal.signal(each, handle) for each in SIGNALS if each != signal.SIGHUP or each not in ignored}
+    return {
+        each: signal.signal(each, handle)
+        for each in SIGNALS
+        if each != signal.SIGHUP or each not in ignored
+    }
 
 
 def _restore(handlers: dict[int, Any]) -> None:
@@ -81,7 +95,8 @@ def _raise_once(number: int) -> None:
 
 
 def _let_go(terminals: list[int]) -> None:
-    """Send what is written to a terminal that is gone to nowhere: each write would fail, and end a run that could save."""
+    """Send what is written to a terminal that is gone to nowhere: each write would fail, and end a
+    run that could save."""
     for descriptor in terminals:
         if not os.isatty(descriptor):
             nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

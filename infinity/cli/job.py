@@ -1,4 +1,5 @@
-"""One fine-tuning run from its options to its output: check everything first, then build, train, save."""
+"""One fine-tuning run from its options to its output: check everything first, then build, train,
+save."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class Display(Watcher, Protocol):
 
 @dataclass(frozen=True)
 class FinetuneJob:
-    """The options of one run, as `infinity finetune` takes them; sizes in bytes. All ranks have the same."""
+    """The options of one run, as `infinity finetune` takes them; sizes in bytes. All ranks have the
+    same."""
 
     model: str
     checkpoint_activations: bool
@@ -72,7 +74,8 @@ class FinetuneJob:
     """The options that mirror `Config` and `Tuning`, as typer gives them."""
 
     def config(self, world: World = ALONE) -> Config:
-        """The configuration of this rank's engine; raises `ValueError` when a state is on nvme and no directory is given."""
+        """The configuration of this rank's engine; raises `ValueError` when a state is on nvme and
+        no directory is given."""
         return configured(self.knobs, world.share)
 
     def schedule(self) -> Schedule:
@@ -88,7 +91,8 @@ class FinetuneJob:
         )
 
     def run(self, display: Display, world: World = ALONE) -> dict[str, Any]:
-        """Train and write the output; returns the summary (see `summarize`). Every rank of `world` runs it, the first one writes.
+        """Train and write the output; returns the summary (see `summarize`). Every rank of `world`
+        runs it, the first one writes.
 
         Everything that can be refused is refused before the model is built.
         """
@@ -106,7 +110,12 @@ class FinetuneJob:
                 checkpoints.close()
 
     def _run(
-        self, display: Display, world: World, config: Config, checkpoints: CheckpointFolders | None, last: Path | None
+        self,
+        display: Display,
+        world: World,
+        config: Config,
+        checkpoints: CheckpointFolders | None,
+        last: Path | None,
     ) -> dict[str, Any]:
         display.phase("model")
         source = find_model(self.model, config.precision)
@@ -125,7 +134,9 @@ class FinetuneJob:
             display.attach(engine)
             world.seed(self.seed)
             parts = RunParts(model, engine, optimizer, device)
-            trainer = Trainer(model, engine, optimizer, windows, self.schedule(), device, checkpoints, world)
+            trainer = Trainer(
+                model, engine, optimizer, windows, self.schedule(), device, checkpoints, world
+            )
             if last is not None:
                 trainer.resume(last)
             return self._train(display, tokenizer, trainer, parts, world)
@@ -133,21 +144,36 @@ class FinetuneJob:
             with Interrupt():  # closing goes to its end
                 engine.close()
 
-    def _checkpoints(self, display: Display, world: World) -> tuple[CheckpointFolders | None, Path | None]:
+    def _checkpoints(
+        self, display: Display, world: World
+    ) -> tuple[CheckpointFolders | None, Path | None]:
         """Where to save, and what to go on from."""
         if self.checkpoint is None:
             if self.resume:
-                raise ValueError("--resume needs --checkpoint DIR, the directory of the run that it goes on with")
+                raise ValueError(
+                    "--resume needs --checkpoint DIR, the directory of the run that it goes on with"
+                )
             return None, None
-        checkpoints = CheckpointFolders(self.checkpoint, self.checkpoint_every, self.keep_checkpoints, prunes=world.is_first)
+        checkpoints = CheckpointFolders(
+            self.checkpoint, self.checkpoint_every, self.keep_checkpoints, prunes=world.is_first
+        )
         last = world.from_first(lambda: checkpoints.prepare(self.resume))
         if last is not None:
             display.note(f"going on from {last}")
         elif self.resume:
-            display.note(f"no checkpoint in {self.checkpoint} yet: training starts from the beginning")
+            display.note(
+                f"no checkpoint in {self.checkpoint} yet: training starts from the beginning"
+            )
         return checkpoints, last
 
-    def _train(self, display: Display, tokenizer: Tokenizer, trainer: Trainer, parts: RunParts, world: World) -> dict[str, Any]:
+    def _train(
+        self,
+        display: Display,
+        tokenizer: Tokenizer,
+        trainer: Trainer,
+        parts: RunParts,
+        world: World,
+    ) -> dict[str, Any]:
         with Interrupt() as interrupt:
             display.phase("training")
             history = trainer.train(interrupt, display)
@@ -159,13 +185,17 @@ class FinetuneJob:
                     save_model(self.output, parts.model, weights, tokenizer)
                 else:
                     deque(weights, maxlen=0)  # brings this rank's parts
-        summary = summarize(self.model, history, report, self.output, {}, world.size, world.local_size)
+        summary = summarize(
+            self.model, history, report, self.output, {}, world.size, world.local_size
+        )
         if self.output is not None and self.report and world.is_first:
             display.phase("report")
             summary |= self._write_report(self.output, history, parts.engine, summary)
         return summary
 
-    def _write_report(self, output: Path, history: History, engine: TrainedEngine, summary: dict[str, Any]) -> dict[str, str]:
+    def _write_report(
+        self, output: Path, history: History, engine: TrainedEngine, summary: dict[str, Any]
+    ) -> dict[str, str]:
         from infinity.cli.perfetto import write_trace
         from infinity.cli.report import write_report
 
@@ -180,7 +210,10 @@ def _check_name(output: Path) -> None:
     try:
         str(output).encode()
     except UnicodeEncodeError:
-        raise ValueError(f"--output {output} is not UTF-8, and no tokenizer can be saved there; choose another one") from None
+        raise ValueError(
+            f"--output {output} is not UTF-8, and no tokenizer can be saved there; choose "
+            "another one"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -196,26 +229,42 @@ class RunParts:
 def assemble(
     job: FinetuneJob, source: ModelSource, config: Config, world: World
 ) -> tuple[torch.nn.Module, TrainedEngine, torch.optim.Optimizer, torch.device]:
-    """Build the model without memory, stream its weights into the tiers, and give it an optimizer."""
+    """Build the model without memory, stream its weights into the tiers, and give it an
+    optimizer."""
     import infinity
 
     with infinity.init():
         model = source.build(job.checkpoint_activations)
     try:
-        model = infinity.wrap(model, config, weights=source.directory, seed=job.seed, group=world.group)
-    except infinity.WeightsError:  # another model, or files of an older layout, which transformers converts as it loads them
-        whole = source.load_whole(sum(parameter.numel() for parameter in model.parameters()), job.checkpoint_activations)
+        model = infinity.wrap(
+            model, config, weights=source.directory, seed=job.seed, group=world.group
+        )
+    except (
+        infinity.WeightsError
+    ):  # another model, or files of an older layout, which transformers converts as it loads them
+        whole = source.load_whole(
+            sum(parameter.numel() for parameter in model.parameters()), job.checkpoint_activations
+        )
         if whole is None:
             raise
-        log.warning("%s is of an older layout: it is loaded whole into host memory before it moves to its tiers", source.name)
+        log.warning(
+            (
+                "%s is of an older layout: it is loaded whole into host memory before it "
+                "moves to its tiers"
+            ),
+            source.name,
+        )
         model = infinity.wrap(whole, config, group=world.group)
     except BudgetError as error:
-        shared = [option for option in ("cpu_memory", "nvme_memory") if str(error).startswith(option)]
+        shared = [
+            option for option in ("cpu_memory", "nvme_memory") if str(error).startswith(option)
+        ]
         if world.local_size == 1 or not shared:
             raise
         option = f"--{shared[0].replace('_', '-')}"
         raise BudgetError(
-            f"{error}; that is of one rank, and {option} is divided among the {world.local_size} of a node"
+            f"{error}; that is of one rank, and {option} is divided among the "
+            f"{world.local_size} of a node"
         ) from None
     engine: TrainedEngine = infinity.engine(model)
     try:

@@ -1,7 +1,9 @@
-"""The options of commands that mirror fields of `Config` and `Tuning`: made from the models, so that each is written once.
+"""The options of commands that mirror fields of `Config` and `Tuning`: made from the models, so
+that each is written once.
 
-An option has the name, the type, the limits and the default of its field. Its help is the first paragraph of the field's
-documentation, in which `field` becomes --field. What only a command knows stands in the tables here.
+An option has the name, the type, the limits and the default of its field. Its help is the first
+paragraph of the field's documentation, in which `field` becomes --field. What only a command knows
+stands in the tables here.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ OF_A_NODE = ("cpu_memory", "nvme_memory", "activation_memory")
 """Budgets that a command takes for all ranks of a node together, and an engine for its own rank."""
 DEFAULTS: dict[str, Any] = {"gpu_memory": 1 << 30, "cpu_memory": 2 << 30, "precision": "bf16"}
 """Of fields that have none, or another one, in `Config`."""
-_FIELDS = {name: field for name, field in Config.model_fields.items() if name != "tuning"} | Tuning.model_fields
+_FIELDS = {
+    name: field for name, field in Config.model_fields.items() if name != "tuning"
+} | Tuning.model_fields
 _TYPES = get_type_hints(Config, include_extras=True) | get_type_hints(Tuning, include_extras=True)
 
 
@@ -38,7 +42,9 @@ def _parse_shares(value: Any) -> Any:
     try:
         return tuple(float(number) for number in value.split(","))
     except ValueError:
-        raise typer.BadParameter(f"{value!r} is not measured, equal, or a number for each --nvme with commas between") from None
+        raise typer.BadParameter(
+            f"{value!r} is not measured, equal, or a number for each --nvme with commas between"
+        ) from None
 
 
 _PARSED: dict[Any, tuple[Any, Callable[[Any], Any], str]] = {
@@ -47,14 +53,18 @@ _PARSED: dict[Any, tuple[Any, Callable[[Any], Any], str]] = {
     ActivationBytes: (Any, _parse_cache, "auto|BYTES"),
     Shares: (Any, _parse_shares, "measured|equal|N,N,..."),
 }
-"""For a type of the models that typer does not know: the type, the parser and the name of the value of its option."""
+"""For a type of the models that typer does not know: the type, the parser and the name of the value
+of its option."""
 
 
-def mirrors(before: str, leave_out: Collection[str] = (), **defaults: Any) -> Callable[[Command], Command]:
-    """A decorator: a command that takes `**knobs` gets an option for every field of `Config` and `Tuning`.
+def mirrors(
+    before: str, leave_out: Collection[str] = (), **defaults: Any
+) -> Callable[[Command], Command]:
+    """A decorator: a command that takes `**knobs` gets an option for every field of `Config` and
+    `Tuning`.
 
-    The options stand before its parameter `before` in --help. `leave_out`: fields that get none. `defaults`: those of this
-    command alone. Raises `ValueError` for a name that is no field.
+    The options stand before its parameter `before` in --help. `leave_out`: fields that get none.
+    `defaults`: those of this command alone. Raises `ValueError` for a name that is no field.
     """
     unknown = {*leave_out, *defaults} - _FIELDS.keys()
     if unknown:
@@ -115,11 +125,13 @@ def _as_option(match: re.Match[str]) -> str:
     return f"{option} {value}" if value else option
 
 
-def configured(knobs: Mapping[str, Any], share: Callable[[int], int] = lambda nbytes: nbytes) -> Config:
+def configured(
+    knobs: Mapping[str, Any], share: Callable[[int], int] = lambda nbytes: nbytes
+) -> Config:
     """The `Config` that the options of a command say.
 
-    `share` takes this rank's part of what a node has. Raises `ValueError` when a state is on nvme and no directory is given,
-    and `ConfigError`.
+    `share` takes this rank's part of what a node has. Raises `ValueError` when a state is on nvme
+    and no directory is given, and `ConfigError`.
     """
     states = ("parameters", "optimizer", "gradients", "activations")
     on_nvme = [state for state in states if knobs[state] == "nvme"]
@@ -131,4 +143,6 @@ def configured(knobs: Mapping[str, Any], share: Callable[[int], int] = lambda nb
     shared = {name: share(knobs[name]) for name in OF_A_NODE if isinstance(knobs[name], int)}
     values = {**knobs, "nvme": tuple(knobs["nvme"] or ()), **shared}
     tuning = {name: value for name, value in values.items() if name in Tuning.model_fields}
-    return Config(**{name: values[name] for name in values.keys() - tuning.keys()}, tuning=Tuning(**tuning))
+    return Config(
+        **{name: values[name] for name in values.keys() - tuning.keys()}, tuning=Tuning(**tuning)
+    )

@@ -26,7 +26,9 @@ app = typer.Typer(
 app.command()(finetune)
 app.command()(doctor)
 app.command()(gc)
-bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure what this machine's devices give.")
+bench = typer.Typer(
+    name="bench", no_args_is_help=True, help="Measure what this machine's devices give."
+)
 bench.command("io", cls=IoCommand)(bench_io)
 bench.command()(adam)
 bench.command()(step)
@@ -42,9 +44,14 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and leave."
+        ),
     ] = False,
 ) -> None:
-    """Fine-tune PyTorch models larger than GPU memory, and larger than RAM, with their states on NVMe."""
+    """Fine-tune PyTorch models larger than GPU memory, and larger than RAM, with their states on
+    NVMe."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # paths that are not UTF-8 are printed as they are
+        # paths that are not UTF-8 are printed as they are
+        sys.stdout.reconfigure(errors="surrogateescape")

@@ -1,4 +1,5 @@
-"""The options of `infinity finetune` beside those that `infinity.cli.knobs` makes of the models; each is written once."""
+"""The options of `infinity finetune` beside those that `infinity.cli.knobs` makes of the models;
+each is written once."""
 
 from __future__ import annotations
 
@@ -26,10 +27,17 @@ _MODEL, _DATA, _TRAINING, _OUTPUT = "Model", "Data", "Training", "Output"
 _CHECKPOINTS = "Checkpoints"
 
 Model = Annotated[
-    str, typer.Option(help="A Hugging Face directory, or a preset (llama-tiny, llama-100m, ...).", rich_help_panel=_MODEL)
+    str,
+    typer.Option(
+        help="A Hugging Face directory, or a preset (llama-tiny, llama-100m, ...).",
+        rich_help_panel=_MODEL,
+    ),
 ]
 CheckpointActivations = Annotated[
-    bool, typer.Option(help="Recompute activations in backward instead of keeping them.", rich_help_panel=_MODEL)
+    bool,
+    typer.Option(
+        help="Recompute activations in backward instead of keeping them.", rich_help_panel=_MODEL
+    ),
 ]
 Data = Annotated[
     Path | None,
@@ -39,74 +47,146 @@ Data = Annotated[
         rich_help_panel=_DATA,
     ),
 ]
-SequenceLength = Annotated[int, typer.Option(min=2, max=_MOST_TOKENS, help="Tokens per window.", rich_help_panel=_DATA)]
+SequenceLength = Annotated[
+    int, typer.Option(min=2, max=_MOST_TOKENS, help="Tokens per window.", rich_help_panel=_DATA)
+]
 Seed = Annotated[
-    int, typer.Option(min=0, max=MOST, help="Seed of new weights and of the order of windows.", rich_help_panel=_DATA)
+    int,
+    typer.Option(
+        min=0,
+        max=MOST,
+        help="Seed of new weights and of the order of windows.",
+        rich_help_panel=_DATA,
+    ),
 ]
 
-Steps = Annotated[int, typer.Option(min=1, max=MOST, help="Optimizer steps.", rich_help_panel=_TRAINING)]
+Steps = Annotated[
+    int, typer.Option(min=1, max=MOST, help="Optimizer steps.", rich_help_panel=_TRAINING)
+]
 BatchSize = Annotated[
     int,
-    typer.Option(min=1, max=_MOST_WINDOWS, help="Windows per forward pass, of all ranks together.", rich_help_panel=_TRAINING),
+    typer.Option(
+        min=1,
+        max=_MOST_WINDOWS,
+        help="Windows per forward pass, of all ranks together.",
+        rich_help_panel=_TRAINING,
+    ),
 ]
 Accumulate = Annotated[
-    int, typer.Option(min=1, max=_MOST_WINDOWS, help="Forward passes per optimizer step.", rich_help_panel=_TRAINING)
+    int,
+    typer.Option(
+        min=1,
+        max=_MOST_WINDOWS,
+        help="Forward passes per optimizer step.",
+        rich_help_panel=_TRAINING,
+    ),
 ]
 AccumulationOrder = Annotated[
     Literal["horizontal", "vertical"],
     typer.Option(
-        help="vertical: all forward passes of a step go through one unit before the next unit. Parameters then move once per "
-        "step, and the activations of all passes are alive at once.",
+        help="vertical: all forward passes of a step go through one unit before the next unit. "
+        "Parameters then move once per step, and the activations of all passes are alive at once.",
         rich_help_panel=_TRAINING,
     ),
 ]
-LearningRate = Annotated[float, typer.Option("--lr", min=0.0, help="Highest learning rate.", rich_help_panel=_TRAINING)]
-WeightDecay = Annotated[float, typer.Option(min=0.0, help="Decoupled weight decay.", rich_help_panel=_TRAINING)]
+LearningRate = Annotated[
+    float, typer.Option("--lr", min=0.0, help="Highest learning rate.", rich_help_panel=_TRAINING)
+]
+WeightDecay = Annotated[
+    float, typer.Option(min=0.0, help="Decoupled weight decay.", rich_help_panel=_TRAINING)
+]
 Warmup = Annotated[
     int | None,
     typer.Option(
-        min=0, max=MOST, show_default="a tenth of the steps", help="Steps of linear warm-up.", rich_help_panel=_TRAINING
+        min=0,
+        max=MOST,
+        show_default="a tenth of the steps",
+        help="Steps of linear warm-up.",
+        rich_help_panel=_TRAINING,
     ),
 ]
 MaxGradNorm = Annotated[
-    float, typer.Option(min=0.0, help="Clip the global gradient norm to this; 0: never.", rich_help_panel=_TRAINING)
+    float,
+    typer.Option(
+        min=0.0, help="Clip the global gradient norm to this; 0: never.", rich_help_panel=_TRAINING
+    ),
 ]
 SkipNonfinite = Annotated[
-    bool, typer.Option(help="Leave out steps with an infinite or NaN gradient, as fp16 always does.", rich_help_panel=_TRAINING)
+    bool,
+    typer.Option(
+        help="Leave out steps with an infinite or NaN gradient, as fp16 always does.",
+        rich_help_panel=_TRAINING,
+    ),
 ]
 EvalEvery = Annotated[
-    int, typer.Option(min=0, max=MOST, help="Validate every so many steps; 0: only at the end.", rich_help_panel=_TRAINING)
+    int,
+    typer.Option(
+        min=0,
+        max=MOST,
+        help="Validate every so many steps; 0: only at the end.",
+        rich_help_panel=_TRAINING,
+    ),
 ]
-EvalBatches = Annotated[int, typer.Option(min=1, max=MOST, help="Batches per validation.", rich_help_panel=_TRAINING)]
+EvalBatches = Annotated[
+    int, typer.Option(min=1, max=MOST, help="Batches per validation.", rich_help_panel=_TRAINING)
+]
 
 Checkpoint = Annotated[
     Path | None,
     typer.Option(
-        help="Directory for checkpoints, one folder per step; one is also made at the end and on Ctrl-C.",
+        help=(
+            "Directory for checkpoints, one folder per step; one is also made at the end "
+            "and on Ctrl-C."
+        ),
         show_default="none",
         rich_help_panel=_CHECKPOINTS,
     ),
 ]
 CheckpointEvery = Annotated[
-    int, typer.Option(min=1, max=MOST, help="Steps from one checkpoint to the next.", rich_help_panel=_CHECKPOINTS)
+    int,
+    typer.Option(
+        min=1, max=MOST, help="Steps from one checkpoint to the next.", rich_help_panel=_CHECKPOINTS
+    ),
 ]
 KeepCheckpoints = Annotated[
-    int, typer.Option(min=1, max=MOST, help="How many checkpoints to keep.", rich_help_panel=_CHECKPOINTS)
+    int,
+    typer.Option(
+        min=1, max=MOST, help="How many checkpoints to keep.", rich_help_panel=_CHECKPOINTS
+    ),
 ]
 Resume = Annotated[
     bool,
     typer.Option(
-        "--resume", help="Go on from the last checkpoint, or from the beginning if there is none.", rich_help_panel=_CHECKPOINTS
+        "--resume",
+        help="Go on from the last checkpoint, or from the beginning if there is none.",
+        rich_help_panel=_CHECKPOINTS,
     ),
 ]
 
 Output = Annotated[
     Path | None,
-    typer.Option(help="Directory for the trained model and the report.", show_default="none", rich_help_panel=_OUTPUT),
+    typer.Option(
+        help="Directory for the trained model and the report.",
+        show_default="none",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Write into an output that is not empty.", rich_help_panel=_OUTPUT)]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite", help="Write into an output that is not empty.", rich_help_panel=_OUTPUT
+    ),
+]
 WriteReport = Annotated[
-    bool, typer.Option("--report/--no-report", help="Write report.html and trace.json.", rich_help_panel=_OUTPUT)
+    bool,
+    typer.Option(
+        "--report/--no-report", help="Write report.html and trace.json.", rich_help_panel=_OUTPUT
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.", rich_help_panel=_OUTPUT)]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of a failure.", rich_help_panel=_OUTPUT)]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print the summary as one JSON object.", rich_help_panel=_OUTPUT),
+]
+Debug = Annotated[
+    bool, typer.Option("--debug", help="Show the traceback of a failure.", rich_help_panel=_OUTPUT)
+]

@@ -1,4 +1,5 @@
-"""The directory a run leaves behind: checked before training, written so that plain `transformers` loads it."""
+"""The directory a run leaves behind: checked before training, written so that plain `transformers`
+loads it."""
 
 from __future__ import annotations
 
@@ -27,31 +28,39 @@ _OLD_SHARD = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.partial)?|model-\d+
 
 
 def prepare_output(directory: Path, source: Path | None, overwrite: bool) -> None:
-    """Create `directory` and make sure, before training starts, that the result can be written there.
+    """Create `directory` and make sure, before training starts, that the result can be written
+    there.
 
     Raises `ValueError` when it is the directory of the model itself, cannot be written, or is not
     empty without `overwrite`. Raises `OSError` when it cannot be created.
     """
     if source is not None and directory.exists() and directory.samefile(source):
-        raise ValueError(f"--output {directory} is the directory of the model itself; choose another one")
+        raise ValueError(
+            f"--output {directory} is the directory of the model itself; choose another one"
+        )
     if directory.exists() and not directory.is_dir():
         raise NotADirectoryError(f"--output {directory} is not a directory")
     if directory.is_dir() and not overwrite:
         with Directory(directory, "--output") as place:
             if set(place.names()) - remove_leftovers(place).keys():
-                raise ValueError(f"--output {directory} is not empty; choose another one, or give --overwrite")
+                raise ValueError(
+                    f"--output {directory} is not empty; choose another one, or give --overwrite"
+                )
     directory.mkdir(parents=True, exist_ok=True)
     with Directory(directory, "--output") as place, drafting(place):
         pass
 
 
 def save_model(
-    directory: Path, model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], tokenizer: Tokenizer
+    directory: Path,
+    model: torch.nn.Module,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    tokenizer: Tokenizer,
 ) -> None:
     """Write config, weights and tokenizer of a `transformers` model to `directory`.
 
-    `weights` gives full tensors by the model's names and is read once, as a stream; persistent buffers it leaves out are
-    taken from `model`.
+    `weights` gives full tensors by the model's names and is read once, as a stream; persistent
+    buffers it leaves out are taken from `model`.
     """
     from transformers import PretrainedConfig
 
@@ -72,7 +81,9 @@ def save_model(
             drafts.publish(name)
 
 
-def _with_buffers(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _with_buffers(
+    model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
     written: set[str] = set()
     for name, tensor in weights:
         written.add(name)
@@ -85,8 +96,11 @@ def _with_buffers(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Ten
                 yield full, buffer
 
 
-def _count_dtypes(weights: Iterable[tuple[str, torch.Tensor]], dtypes: dict[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass `weights` on and add up in `dtypes` how many values of each floating-point dtype they hold."""
+def _count_dtypes(
+    weights: Iterable[tuple[str, torch.Tensor]], dtypes: dict[str, int]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass `weights` on and add up in `dtypes` how many values of each floating-point dtype they
+    hold."""
     for name, tensor in weights:
         if tensor.is_floating_point():
             key = str(tensor.dtype).removeprefix("torch.")
@@ -95,19 +109,27 @@ def _count_dtypes(weights: Iterable[tuple[str, torch.Tensor]], dtypes: dict[str,
         del tensor
 
 
-def write_weights(directory: Path, weights: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES) -> list[Path]:
+def write_weights(
+    directory: Path, weights: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
     """Write a stream of tensors as safetensors shards of at most `shard_bytes`; returns the files.
 
-    Each tensor goes to the drive before the next one is taken, and none is kept. Every file is complete and on disk before any
-    gets its final name. A shard also ends where a tensor's bytes would not be aligned.
+    Each tensor goes to the drive before the next one is taken, and none is kept. Every file is
+    complete and on disk before any gets its final name. A shard also ends where a tensor's bytes
+    would not be aligned.
     """
     with Directory(directory, "--output") as place, drafting(place) as drafts:
         shards = _write_shards(drafts, weights, shard_bytes)
         count = len(shards)
-        final = [f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE for i in range(1, count + 1)]
+        final = [
+            f"model-{i:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
+            for i in range(1, count + 1)
+        ]
         if count > 1:
             total = sum(shard.nbytes for shard in shards)
-            where = {name: to for to, shard in zip(final, shards, strict=True) for name in shard.names}
+            where = {
+                name: to for to, shard in zip(final, shards, strict=True) for name in shard.names
+            }
             index = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
             drafts.write(INDEX, index.encode())
         old = {name for name in place.names() if _OLD_SHARD.fullmatch(name) or name == INDEX}
@@ -120,7 +142,9 @@ def write_weights(directory: Path, weights: Iterable[tuple[str, torch.Tensor]], 
     return [directory / name for name in final]
 
 
-def _write_shards(drafts: Drafts, weights: Iterable[tuple[str, torch.Tensor]], most: int) -> list[_Shard]:
+def _write_shards(
+    drafts: Drafts, weights: Iterable[tuple[str, torch.Tensor]], most: int
+) -> list[_Shard]:
     shards: list[_Shard] = []
     with ExitStack() as stack:
         for name, tensor in weights:
@@ -138,7 +162,8 @@ def _write_shards(drafts: Drafts, weights: Iterable[tuple[str, torch.Tensor]], m
 
 
 class _Shard:
-    """One safetensors file as it is written. After an exception in a `with` block it is left as it is."""
+    """One safetensors file as it is written. After an exception in a `with` block it is left as it
+    is."""
 
     def __init__(self, drafts: Drafts, draft: str, first: str) -> None:
         """`first` is the name of the first tensor, which certainly fits."""
@@ -149,7 +174,8 @@ class _Shard:
         self._file: Any = os.fdopen(drafts.folder.create(draft, 0o666), "wb", buffering=0)
 
     def write(self, name: str, tensor: torch.Tensor) -> bool:
-        """Write the bytes of `tensor`; False, and nothing is written, when it belongs in another file."""
+        """Write the bytes of `tensor`; False, and nothing is written, when it belongs in another
+        file."""
         entry = self._header.add(name, tensor.dtype, tensor.shape)
         if entry is None:
             return False

@@ -15,7 +15,8 @@ from infinity.observe import LANES, Span
 
 _PROCESS = 1
 _ROWS_PER_LANE = 1000
-"""Track ids are lane * this + row: a lane gets further rows where spans overlap without one containing the other."""
+"""Track ids are lane * this + row: a lane gets further rows where spans overlap without one
+containing the other."""
 
 
 def lane_order(spans: Iterable[Span]) -> list[str]:
@@ -25,7 +26,8 @@ def lane_order(spans: Iterable[Span]) -> list[str]:
 
 
 def rows(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Each span of one lane with a row, so that in a row two spans are apart or one contains the other."""
+    """Each span of one lane with a row, so that in a row two spans are apart or one contains the
+    other."""
     open_ends: list[list[float]] = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         for row, ends in enumerate(open_ends):
@@ -41,11 +43,16 @@ def rows(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
 
 
 def trace_events(spans: Sequence[Span], history: History) -> Iterator[dict[str, Any]]:
-    """Trace events: one track per lane (more where spans overlap), the steps, and counters for loss and tiers.
+    """Trace events: one track per lane (more where spans overlap), the steps, and counters for loss
+    and tiers.
 
     Times are microseconds since the first of them.
     """
-    starts = [span.start for span in spans] + [step.start for step in history.steps] + [s.time for s in history.samples]
+    starts = (
+        [span.start for span in spans]
+        + [step.start for step in history.steps]
+        + [s.time for s in history.samples]
+    )
     origin = min(starts, default=0.0)
 
     def microseconds(time: float) -> float:
@@ -64,19 +71,32 @@ def trace_events(spans: Sequence[Span], history: History) -> Iterator[dict[str, 
     yield metadata("thread_sort_index", 0, sort_index=0)
     for step in history.steps:
         yield complete(0, f"step {step.number}", "step", step.start, step.end)
-        yield {"name": "loss", "ph": "C", "pid": _PROCESS, "ts": microseconds(step.end), "args": {"loss": step.loss}}
+        yield {
+            "name": "loss",
+            "ph": "C",
+            "pid": _PROCESS,
+            "ts": microseconds(step.end),
+            "args": {"loss": step.loss},
+        }
     for number, lane in enumerate(lane_order(spans), start=1):
         named: set[int] = set()
         for row, span in rows([span for span in spans if span.lane == lane]):
             track = number * _ROWS_PER_LANE + row
             if row not in named:
                 named.add(row)
-                yield metadata("thread_name", track, name=lane if row == 0 else f"{lane} ({row + 1})")
+                yield metadata(
+                    "thread_name", track, name=lane if row == 0 else f"{lane} ({row + 1})"
+                )
                 yield metadata("thread_sort_index", track, sort_index=track)
             yield complete(track, span.name, lane, span.start, span.end)
     for sample in history.samples:
         for tier, used in sample.used.items():
-            counter = {"name": f"{tier} bytes", "ph": "C", "pid": _PROCESS, "ts": microseconds(sample.time)}
+            counter = {
+                "name": f"{tier} bytes",
+                "ph": "C",
+                "pid": _PROCESS,
+                "ts": microseconds(sample.time),
+            }
             yield {**counter, "args": {"bytes": used}}
 
 

@@ -1,4 +1,5 @@
-"""What the person at the terminal sees: a progress bar on stderr while it runs, a table on stdout at the end."""
+"""What the person at the terminal sees: a progress bar on stderr while it runs, a table on stdout
+at the end."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ class _Stderr(Console):
 
 
 class Progress:
-    """A progress bar with loss, speed and the three tiers (`whose` they are, if not all); plain lines where stderr is not a
-    terminal."""
+    """A progress bar with loss, speed and the three tiers (`whose` they are, if not all); plain
+    lines where stderr is not a terminal."""
 
     def __init__(self, steps: int, whose: str = "") -> None:
         self._console, self._whose = _Stderr(stderr=True), whose
@@ -51,7 +52,12 @@ class Progress:
         self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._bar.stop()
 
     def phase(self, text: str) -> None:
@@ -87,7 +93,8 @@ class Progress:
             return ""
         used, budgets = self._engine.memory(), self._budgets
         return self._whose + "  ".join(
-            f"{tier} {format_bytes(used[tier])}" + (f"/{format_bytes(budgets[tier])}" if budgets.get(tier) else "")
+            f"{tier} {format_bytes(used[tier])}"
+            + (f"/{format_bytes(budgets[tier])}" if budgets.get(tier) else "")
             for tier in TIERS
             if tier in used
         )
@@ -118,44 +125,97 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     def number(value: float | None, form: str = ".4f") -> str:
         return "-" if value is None else format(value, form)
 
-    loss, nvme, seconds = summary["loss"], summary["nvme_bytes_per_parameter_per_step"], summary["seconds"]
+    loss, nvme, seconds = (
+        summary["loss"],
+        summary["nvme_bytes_per_parameter_per_step"],
+        summary["seconds"],
+    )
     ranks = summary["ranks"]
     rows = [
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters"),
         *(
-            [("ranks", f"{ranks}; bytes moved are those of all, peaks those of one rank, times those of rank 0")]
+            [
+                (
+                    "ranks",
+                    (
+                        f"{ranks}; bytes moved are those of all, peaks those of one rank, "
+                        "times those of rank 0"
+                    ),
+                )
+            ]
             if ranks > 1
             else []
         ),
-        ("steps", str(summary["steps"]) + (" (interrupted)" if summary["signal"] is not None else "")),
+        (
+            "steps",
+            str(summary["steps"]) + (" (interrupted)" if summary["signal"] is not None else ""),
+        ),
         ("loss, first to last", f"{number(loss['first'])} to {number(loss['last'])}"),
         ("validation loss", number(loss["validation"])),
         ("tokens per second", f"{summary['tokens_per_second']:,.0f}"),
     ]
     for way in ("read", "written"):
-        rows.append((f"NVMe {way}", f"{nvme[way]['measured']:.2f} B per parameter and step, planned {nvme[way]['planned']:.2f}"))
+        rows.append(
+            (
+                f"NVMe {way}",
+                (
+                    f"{nvme[way]['measured']:.2f} B per parameter and step, planned "
+                    f"{nvme[way]['planned']:.2f}"
+                ),
+            )
+        )
     speculative = summary["speculative_updates"]
     if any(speculative.values()):
-        rows.append(("speculative updates", f"{speculative['kept']:,} kept, {speculative['rolled_back']:,} rolled back"))
+        rows.append(
+            (
+                "speculative updates",
+                f"{speculative['kept']:,} kept, {speculative['rolled_back']:,} rolled back",
+            )
+        )
     if summary["loss_scale"] is not None or summary["steps_skipped"]:
-        scale = "" if summary["loss_scale"] is None else f"; loss scale {summary['loss_scale']:,.0f} at the end"
-        rows.append(("steps skipped", f"{summary['steps_skipped']}, because gradients were not finite{scale}"))
+        scale = (
+            ""
+            if summary["loss_scale"] is None
+            else f"; loss scale {summary['loss_scale']:,.0f} at the end"
+        )
+        rows.append(
+            (
+                "steps skipped",
+                f"{summary['steps_skipped']}, because gradients were not finite{scale}",
+            )
+        )
     rows += [(f"time: {cause}", format_seconds(spent)) for cause, spent in seconds.items()]
-    rows += [(f"waited for {wait['unit']}", format_seconds(wait["seconds"])) for wait in summary["worst_waits"]]
+    rows += [
+        (f"waited for {wait['unit']}", format_seconds(wait["seconds"]))
+        for wait in summary["worst_waits"]
+    ]
     for tier, memory in summary["memory"].items():
-        rows.append((f"peak {tier}", format_bytes(memory["peak"]) + budget_text(summary, tier, " of ")))
+        rows.append(
+            (f"peak {tier}", format_bytes(memory["peak"]) + budget_text(summary, tier, " of "))
+        )
     if summary["cached"]["of"]:
         rows.append(("cached in host memory", cached_text(summary["cached"])))
     if summary["gpu_resident"]:
         rows.append(("GPU-resident", format_bytes(summary["gpu_resident"])))
     saved = summary["activations"]
     if saved["offloaded"] or saved["not_offloaded"]:
-        text = f"{format_bytes(saved['offloaded'])} in the last step, {format_bytes(saved['written_to_nvme'])} of it to NVMe"
-        stayed = f"; {format_bytes(saved['not_offloaded'])} had no room" if saved["not_offloaded"] else ""
-        rows.append(("activations offloaded", f"{text}; peak {format_bytes(saved['peak'])}{stayed}"))
+        text = (
+            f"{format_bytes(saved['offloaded'])} in the last step, "
+            f"{format_bytes(saved['written_to_nvme'])} of it to NVMe"
+        )
+        stayed = (
+            f"; {format_bytes(saved['not_offloaded'])} had no room"
+            if saved["not_offloaded"]
+            else ""
+        )
+        rows.append(
+            ("activations offloaded", f"{text}; peak {format_bytes(saved['peak'])}{stayed}")
+        )
     rows += [(name, summary[name]) for name in ("output", "report", "trace") if summary.get(name)]
     if not summary["output"]:
-        rows.append(("output", "none: the trained weights are gone; give --output DIR to keep them"))
+        rows.append(
+            ("output", "none: the trained weights are gone; give --output DIR to keep them")
+        )
     return rows
 
 

@@ -1,4 +1,5 @@
-"""`report.html`: one self-contained page about a run, without scripts and without anything fetched from elsewhere."""
+"""`report.html`: one self-contained page about a run, without scripts and without anything fetched
+from elsewhere."""
 
 from __future__ import annotations
 
@@ -22,11 +23,17 @@ def _number(value: float | None, form: str = ".3f") -> str:
 def _cards(summary: dict[str, Any]) -> str:
     loss, nvme = summary["loss"], summary["nvme_bytes_per_parameter_per_step"]
     read, written = nvme["read"], nvme["written"]
-    validation = f"after step {loss['validation_step']}" if loss["validation_step"] else "no validation"
+    validation = (
+        f"after step {loss['validation_step']}" if loss["validation_step"] else "no validation"
+    )
     cards = [
         card("Training loss", _number(loss["last"]), f"from {_number(loss['first'])}"),
         card("Validation loss", _number(loss["validation"]), validation),
-        card("Tokens per second", f"{summary['tokens_per_second']:,.0f}", "the first step and validation left out"),
+        card(
+            "Tokens per second",
+            f"{summary['tokens_per_second']:,.0f}",
+            "the first step and validation left out",
+        ),
         card(
             "NVMe bytes per parameter and step",
             f"{read['measured']:.1f} + {written['measured']:.1f}",
@@ -39,10 +46,18 @@ def _cards(summary: dict[str, Any]) -> str:
         budget = budget_text(summary, tier, "budget ") or "no limit was set"
         peaks.append(card(f"Peak on {tier}{of}", format_bytes(memory["peak"]), budget))
     if summary["cached"]["of"]:
-        peaks.append(card("Cached in host memory", cached_text(summary["cached"]), "of what lives on NVMe: it never moves"))
+        peaks.append(
+            card(
+                "Cached in host memory",
+                cached_text(summary["cached"]),
+                "of what lives on NVMe: it never moves",
+            )
+        )
     if summary["gpu_resident"]:
         kept = format_bytes(summary["gpu_resident"])
-        peaks.append(card("GPU-resident states", kept, "all states of the first units: updated there"))
+        peaks.append(
+            card("GPU-resident states", kept, "all states of the first units: updated there")
+        )
     return "".join(f'<div class="cards">{"".join(row)}</div>' for row in (cards, peaks) if row)
 
 
@@ -50,7 +65,8 @@ def _bars(rows: Iterable[tuple[str, float]]) -> str:
     listed = list(rows)
     longest = max((seconds for _, seconds in listed), default=0.0) or 1.0
     lines = (
-        f'<tr><th>{escape(name)}</th><td class="bar"><div style="width:{100 * seconds / longest:.1f}%"></div></td>'
+        f"<tr><th>{escape(name)}</th>"
+        f'<td class="bar"><div style="width:{100 * seconds / longest:.1f}%"></div></td>'
         f'<td class="n">{format_seconds(seconds)}</td></tr>'
         for name, seconds in listed
     )
@@ -61,36 +77,55 @@ def render_report(summary: dict[str, Any], history: History, spans: Sequence[Spa
     """The page as HTML text. `summary` as from `infinity.cli.history.summarize`."""
     count = summary["steps"]
     steps = f"{count} step{'' if count == 1 else 's'}"
-    ended = '<p class="warn">The run was interrupted; this is its state at the last finished step.</p>'
+    ended = (
+        '<p class="warn">The run was interrupted; this is its state at the last finished step.</p>'
+    )
     ranks = summary["ranks"]
     many = f" on {ranks} ranks; what follows over time is that of rank 0" if ranks > 1 else ""
-    budgets = {tier: budget for tier in summary["memory"] if (budget := budget_of_a_rank(summary, tier))}
+    budgets = {
+        tier: budget for tier in summary["memory"] if (budget := budget_of_a_rank(summary, tier))
+    }
     time_table = _bars(summary["seconds"].items())
-    waits = _bars((wait["unit"], wait["seconds"]) for wait in summary["worst_waits"]) if summary["worst_waits"] else ""
+    waits = (
+        _bars((wait["unit"], wait["seconds"]) for wait in summary["worst_waits"])
+        if summary["worst_waits"]
+        else ""
+    )
     parts = [
-        f"<header><h1>{escape(summary['model'])}</h1><p>{summary['parameters']:,} parameters, {steps} of "
-        f"{history.tokens_per_step:,} tokens{many}</p>{ended if summary['signal'] is not None else ''}</header>",
+        f"<header><h1>{escape(summary['model'])}</h1><p>{summary['parameters']:,} parameters, "
+        f"{steps} of {history.tokens_per_step:,} "
+        f"tokens{many}</p>{ended if summary['signal'] is not None else ''}</header>",
         _cards(summary),
         section("Loss and learning rate", "", loss_figure(history)),
         section(
             "Memory by tier",
-            "Bytes the engine holds, sampled while the steps ran. A dashed line is the budget, where it is near.",
+            (
+                "Bytes the engine holds, sampled while the steps ran. A dashed line is the "
+                "budget, where it is near."
+            ),
             tiers_figure(history, budgets),
         ),
         section(
             "Timeline of the last steps",
-            "Reading, writing and the optimizer should run beside compute. In the wait lanes the model stands still. "
-            "trace.json beside this page has every recorded span, for ui.perfetto.dev.",
+            "Reading, writing and the optimizer should run beside compute. In the wait lanes the "
+            "model stands still. trace.json beside this page has every recorded span, for "
+            "ui.perfetto.dev.",
             timeline_figure(history, spans),
         ),
         '<div class="pair">',
-        section("Where the time went", "Totals over the run; the optimizer runs beside the others.", time_table),
+        section(
+            "Where the time went",
+            "Totals over the run; the optimizer runs beside the others.",
+            time_table,
+        ),
         section("Units waited for most", "Seconds the model waited for NVMe, by unit.", waits),
         "</div>",
     ]
     return page(f"infinity: {summary['model']}", parts)
 
 
-def write_report(path: Path, summary: dict[str, Any], history: History, spans: Sequence[Span]) -> None:
+def write_report(
+    path: Path, summary: dict[str, Any], history: History, spans: Sequence[Span]
+) -> None:
     """Write the page to `path`."""
     write_file(path, render_report(summary, history, spans))

@@ -16,11 +16,13 @@ MOST_SAMPLES = 4000
 class Sampler:
     """Appends to `samples` what `memory()` says, in a thread of its own, from enter to exit.
 
-    Memory is bounded: when there are `most` samples every second one is dropped and the interval doubles. An exception of
-    `memory` ends the sampling, silently: the run itself meets it.
+    Memory is bounded: when there are `most` samples every second one is dropped and the interval
+    doubles. An exception of `memory` ends the sampling, silently: the run itself meets it.
     """
 
-    def __init__(self, memory: Callable[[], dict[str, int]], samples: list[Sample], most: int = MOST_SAMPLES) -> None:
+    def __init__(
+        self, memory: Callable[[], dict[str, int]], samples: list[Sample], most: int = MOST_SAMPLES
+    ) -> None:
         self._memory, self._samples, self._most = memory, samples, most
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="infinity-sampler", daemon=True)
@@ -29,7 +31,12 @@ class Sampler:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stop.set()
         self._thread.join()
 

@@ -101,17 +101,23 @@ class Trainer:
 
     def _run(self, interrupt: Interrupt, watcher: Watcher) -> None:
         plan, done = self.schedule, len(self.history.steps)
-        batches = itertools.islice(self.windows.batches(plan.batch_size), done * plan.accumulate, None)
+        batches = itertools.islice(
+            self.windows.batches(plan.batch_size), done * plan.accumulate, None
+        )
         self.model.train()
         for number in range(done + 1, plan.steps + 1):
-            self.history.steps.append(self._step(number, list(itertools.islice(batches, plan.accumulate))))
+            self.history.steps.append(
+                self._step(number, list(itertools.islice(batches, plan.accumulate)))
+            )
             self.scheduler.step()
             watcher.stepped(self.history)
             last, signal = number == plan.steps, self._world.agree(interrupt.signal)
             if signal is None and (last or (plan.eval_every and number % plan.eval_every == 0)):
                 self._validate(number, interrupt, watcher)
                 signal = self._world.agree(interrupt.signal)
-            if self._checkpoints is not None and (last or signal is not None or self._checkpoints.is_due(number)):
+            if self._checkpoints is not None and (
+                last or signal is not None or self._checkpoints.is_due(number)
+            ):
                 self._checkpoints.save(self.engine, self.optimizer, number, self._state())
                 signal = self._world.agree(interrupt.signal)
             if signal is not None:
@@ -127,11 +133,12 @@ class Trainer:
         for option, now in self._fixed().items():
             if state["fixed"][option] != now:
                 raise ValueError(
-                    f"{checkpoint} was made with {option} {state['fixed'][option]}, and now it is {now}; go on with the same, or "
-                    "start anew with another --checkpoint"
+                    f"{checkpoint} was made with {option} {state['fixed'][option]}, and now it is "
+                    f"{now}; go on with the same, or start anew with another --checkpoint"
                 )
         self.scheduler.load_state_dict(state["scheduler"])
-        if state.get("rank", 0) != self._world.rank:  # the number of ranks was another one: that of the first is all there is
+        # the number of ranks was another one: that of the first is all there is
+        if state.get("rank", 0) != self._world.rank:
             self._world.seed(self.windows.seed, len(state["steps"]))
         else:
             torch.set_rng_state(state["rng"])
@@ -140,7 +147,9 @@ class Trainer:
         self.history.validations = [Validation(*values) for values in state["validations"]]
         steps = [StepRecord(*values) for values in state["steps"]]
         shift = time.perf_counter() - steps[-1].end  # as if they had just been made
-        self.history.steps = [step._replace(start=step.start + shift, end=step.end + shift) for step in steps]
+        self.history.steps = [
+            step._replace(start=step.start + shift, end=step.end + shift) for step in steps
+        ]
 
     def _state(self) -> dict[str, Any]:
         """What `resume` needs beside the engine and the optimizer."""
@@ -174,23 +183,35 @@ class Trainer:
         rate = float(self.optimizer.param_groups[0]["lr"])
         scaler = getattr(self.optimizer, "loss_scaler", None)
         parts = [self._world.part(batch) for batch in batches]
-        total = self._world.mean(sum(loss.item() / len(parts) for loss in self._backward(parts, scaler is not None)))
+        total = self._world.mean(
+            sum(loss.item() / len(parts) for loss in self._backward(parts, scaler is not None))
+        )
         if not math.isfinite(total):
             raise InfinityError(
-                f"the loss became {total} at step {number}; try a lower --lr than {self.optimizer.defaults['lr']:g}, "
-                "a longer --warmup, or --precision bf16 or fp32"
+                f"the loss became {total} at step {number}; try a lower --lr than "
+                f"{self.optimizer.defaults['lr']:g}, a longer --warmup, or --precision bf16 or fp32"
             )
         self.optimizer.step()
         norm = getattr(self.optimizer, "grad_norm", None)
         self.optimizer.zero_grad()
         norm = None if norm is None or not math.isfinite(norm) else float(norm)
-        return StepRecord(number, total, rate, norm, start, time.perf_counter(), None if scaler is None else scaler.scale)
+        return StepRecord(
+            number,
+            total,
+            rate,
+            norm,
+            start,
+            time.perf_counter(),
+            None if scaler is None else scaler.scale,
+        )
 
     def _backward(self, batches: list[Any], scaled: bool) -> Iterator[torch.Tensor]:
         """Accumulate the gradients of the mean loss; gives the loss of each batch."""
         scale: Any = getattr(self.optimizer, "scale", None) if scaled else None
         if self.schedule.vertical:
-            yield from accumulate(self.model, [self._arguments(batch) for batch in batches], scale=scale)
+            yield from accumulate(
+                self.model, [self._arguments(batch) for batch in batches], scale=scale
+            )
             return
         for batch in batches:
             loss = self._loss(batch)
@@ -210,15 +231,21 @@ class Trainer:
         self.model.eval()
         total = tokens = 0.0
         with torch.no_grad():
-            for batch in self.windows.validation_batches(self.schedule.batch_size, self.schedule.eval_batches):
+            for batch in self.windows.validation_batches(
+                self.schedule.batch_size, self.schedule.eval_batches
+            ):
                 if self._world.agree(interrupt.signal) is not None:
                     break
                 part = self._world.part(batch)
-                loss = self._loss(part if len(part) else batch[:1]).item()  # all run the model, for all hold parts of it
+                # all run the model, for all hold parts of it
+                loss = self._loss(part if len(part) else batch[:1]).item()
                 total += loss * part.size
                 tokens += part.size
         self.model.train()
         if self._world.agree(interrupt.signal) is None:
-            total, tokens = (math.fsum(values) for values in zip(*self._world.gather((total, tokens)), strict=True))
+            total, tokens = (
+                math.fsum(values)
+                for values in zip(*self._world.gather((total, tokens)), strict=True)
+            )
             self.history.validations.append(Validation(step, total / tokens))
             watcher.validated(self.history)

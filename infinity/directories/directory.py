@@ -27,13 +27,19 @@ from infinity.errors import ConfigError
 
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 _KINDS = (
-    (stat.S_ISLNK, "a link"), (stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISREG, ""),
-)  # fmt: skip
+    (stat.S_ISLNK, "a link"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISREG, ""),
+)
 
 
 def make_durable(path: Path) -> None:
-    """Return when the content of the file `path`, or the names in the directory `path`, would survive a power cut."""
+    """Return when the content of the file `path`, or the names in the directory `path`, would
+    survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -42,27 +48,36 @@ def make_durable(path: Path) -> None:
 
 
 class Directory:
-    """An open directory. Names are looked up in it wherever its path leads later; see [Note: what a directory may hold].
+    """An open directory. Names are looked up in it wherever its path leads later; see [Note: what a
+    directory may hold].
 
-    `path` is what messages show, `what` is how they call it ("nvme directory"). Ends with `close` or a `with` block. Methods
-    raise `ConfigError` for what is not ours, with the path and the way out, and `OSError` for what the system refuses.
+    `path` is what messages show, `what` is how they call it ("nvme directory"). Ends with `close`
+    or a `with` block. Methods raise `ConfigError` for what is not ours, with the path and the way
+    out, and `OSError` for what the system refuses.
     """
 
     def __init__(self, path: Path, what: str = "directory", parent: int | None = None) -> None:
-        """Open `path`, through links if it is one, or its last name in the open directory `parent`, not through links.
+        """Open `path`, through links if it is one, or its last name in the open directory `parent`,
+        not through links.
 
         Raises `ConfigError` when it cannot be opened as a directory.
         """
         self.path, self.what = path, what
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if parent is None else os.O_NOFOLLOW)
+        flags = (
+            os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if parent is None else os.O_NOFOLLOW)
+        )
         try:
             self.descriptor = os.open(path if parent is None else path.name, flags, dir_fd=parent)
         except OSError as error:
             kinds = {errno.ENOENT: "does not exist", errno.ENOTDIR: "is not a directory"}
-            raise ConfigError(f"{what} {path} {kinds.get(error.errno or 0, f'cannot be opened: {error.strerror}')}") from error
+            raise ConfigError(
+                f"{what} {path} "
+                f"{kinds.get(error.errno or 0, f'cannot be opened: {error.strerror}')}"
+            ) from error
 
     def below(self, name: str, mode: int = 0o777, new: bool = False) -> Directory:
-        """The directory `name` in this one, which is made if need be; a link of that name is refused.
+        """The directory `name` in this one, which is made if need be; a link of that name is
+        refused.
 
         Raises `FileExistsError` when it has to be `new` and is not.
         """
@@ -76,7 +91,9 @@ class Directory:
             if status is not None and not stat.S_ISDIR(status.st_mode):
                 raise self._refused(name, status) from None
         except OSError as error:
-            raise ConfigError(f"{self.what} {self.path} cannot be written: {error.strerror}") from error
+            raise ConfigError(
+                f"{self.what} {self.path} cannot be written: {error.strerror}"
+            ) from error
         return Directory(self.path / name, self.what, self.descriptor)
 
     def close(self) -> None:
@@ -114,7 +131,8 @@ class Directory:
             return None
 
     def check(self, name: str) -> os.stat_result | None:
-        """The status of the plain file `name`, or None. Raises `ConfigError` for anything else of that name."""
+        """The status of the plain file `name`, or None. Raises `ConfigError` for anything else of
+        that name."""
         status = self.status(name)
         if status is not None:
             self.check_plain(name, status)
@@ -127,7 +145,9 @@ class Directory:
 
     def _refused(self, name: str, status: os.stat_result) -> ConfigError:
         kind = next(kind for is_one, kind in _KINDS if is_one(status.st_mode))
-        return _refusal(self.path / name, kind or f"a file with {status.st_nlink} names (hard links)")
+        return _refusal(
+            self.path / name, kind or f"a file with {status.st_nlink} names (hard links)"
+        )
 
     def is_same(self, name: str, descriptor: int) -> bool:
         """Whether `name` means the open file `descriptor`."""
@@ -145,12 +165,16 @@ class Directory:
             raise OSError(error.errno, error.strerror, str(self.path / name)) from None
 
     def create(self, name: str, mode: int = 0o600) -> int:
-        """A descriptor of the new file `name`, to read and write. Raises `FileExistsError` when anything has that name."""
+        """A descriptor of the new file `name`, to read and write. Raises `FileExistsError` when
+        anything has that name."""
         with self._naming(name):
-            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, mode, dir_fd=self.descriptor)
+            return os.open(
+                name, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, mode, dir_fd=self.descriptor
+            )
 
     def open(self, name: str, flags: int = os.O_RDWR) -> int:
-        """A descriptor of the plain file `name`. Raises `FileNotFoundError`, and `ConfigError` for anything else."""
+        """A descriptor of the plain file `name`. Raises `FileNotFoundError`, and `ConfigError` for
+        anything else."""
         self.check(name)
         try:
             with self._naming(name):
@@ -180,7 +204,8 @@ class Directory:
         return True
 
     def reclaim(self, name: str) -> int | None:
-        """Remove the plain file `name` and give its space back; returns its bytes on disk, None when there is none.
+        """Remove the plain file `name` and give its space back; returns its bytes on disk, None
+        when there is none.
 
         The file is emptied first: a child of a dead process may keep it open.
         """
@@ -200,7 +225,8 @@ class Directory:
         return None if status is None else status.st_blocks * 512
 
     def rename(self, name: str, to: str, directory: Directory | None = None) -> None:
-        """Give the file `name` the name `to`, here or in another `directory`, in place of what has it."""
+        """Give the file `name` the name `to`, here or in another `directory`, in place of what has
+        it."""
         target = directory or self
         with target._naming(to):
             os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=target.descriptor)
@@ -211,7 +237,9 @@ class Directory:
 
 
 def _refusal(path: Path, kind: str) -> ConfigError:
-    return ConfigError(f"{path} is {kind}, which infinity never makes; remove it, or choose another directory")
+    return ConfigError(
+        f"{path} is {kind}, which infinity never makes; remove it, or choose another directory"
+    )
 
 
 def temporary_name() -> str:

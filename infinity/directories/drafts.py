@@ -25,7 +25,8 @@ _TEMPORARY = re.compile(r"\.infinity-[0-9a-f]{16}\.tmp")
 
 @contextmanager
 def drafting(directory: Directory) -> Iterator[Drafts]:
-    """A place for new files that then get their names here; what has got none is gone after the block."""
+    """A place for new files that then get their names here; what has got none is gone after the
+    block."""
     folder, lock = _new_folder(directory)
     drafts = Drafts(directory, folder)
     try:
@@ -51,7 +52,9 @@ def _new_folder(directory: Directory) -> tuple[Directory, Lock]:
             folder.close()
             directory.remove_directory(folder.path.name)
             raise
-    raise PathInUseError(f"{directory.what} {directory.path} is cleaned up all the time; write elsewhere")
+    raise PathInUseError(
+        f"{directory.what} {directory.path} is cleaned up all the time; write elsewhere"
+    )
 
 
 def leftovers(directory: Directory) -> dict[str, int]:
@@ -60,7 +63,11 @@ def leftovers(directory: Directory) -> dict[str, int]:
     for name in directory.names():
         status = directory.status(name)
         if _TEMPORARY.fullmatch(name) and status is not None and stat.S_ISDIR(status.st_mode):
-            with suppress(PathInUseError, ConfigError), directory.below(name) as folder, lock(folder):
+            with (
+                suppress(PathInUseError, ConfigError),
+                directory.below(name) as folder,
+                lock(folder),
+            ):
                 ours = [folder.check(inner) for inner in folder.names()]
                 found[name] = sum(one.st_blocks * 512 for one in ours if one is not None)
     return found
@@ -79,14 +86,16 @@ def remove_leftovers(directory: Directory) -> dict[str, int]:
 
 
 class Drafts:
-    """New files in `folder`, which nobody else uses; see [Note: a file that takes another's place]."""
+    """New files in `folder`, which nobody else uses; see [Note: a file that takes another's
+    place]."""
 
     def __init__(self, directory: Directory, folder: Directory) -> None:
         self._directory, self.folder = directory, folder
 
     @property
     def path(self) -> Path:
-        """A path to the folder for libraries that take one. It is right as long as the folder is open, whatever is renamed."""
+        """A path to the folder for libraries that take one. It is right as long as the folder is
+        open, whatever is renamed."""
         return Path(f"/proc/self/fd/{self.folder.descriptor}")
 
     def names(self) -> list[str]:

@@ -33,11 +33,13 @@ _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 def lock_directory(path: Path, what: str) -> Lock:
-    """Lock the directory `path` for this process; `what` is how messages call it ("nvme directory", "--checkpoint").
+    """Lock the directory `path` for this process; `what` is how messages call it ("nvme directory",
+    "--checkpoint").
 
-    Lets one job at a time work there: another process, or a second engine of this one, gets `PathInUseError` with the holder's
-    pid. Raises `ConfigError` when the directory is not there or cannot be written, or its `infinity.lock` is not a plain file of
-    ours. Forked children do not hold it; it ends with `release`, a `with` block, or the process.
+    Lets one job at a time work there: another process, or a second engine of this one, gets
+    `PathInUseError` with the holder's pid. Raises `ConfigError` when the directory is not there or
+    cannot be written, or its `infinity.lock` is not a plain file of ours. Forked children do not
+    hold it; it ends with `release`, a `with` block, or the process.
     """
     directory = Directory(path, what)
     try:
@@ -59,13 +61,17 @@ def lock(directory: Directory, name: str = LOCK_NAME) -> Lock:
         if taken is not None:
             return taken
     where = f"{directory.what} {directory.path}"
-    raise PathInUseError(f"{where} is locked and left again and again; give each job its own directory")
+    raise PathInUseError(
+        f"{where} is locked and left again and again; give each job its own directory"
+    )
 
 
 class Lock:
     """A directory that is ours until `release`, or until this process ends."""
 
-    def __init__(self, directory: Directory, name: str, descriptor: int, owned: bool = False) -> None:
+    def __init__(
+        self, directory: Directory, name: str, descriptor: int, owned: bool = False
+    ) -> None:
         self._directory, self._name, self._descriptor = directory, name, descriptor
         self._owned = owned
         self._process = os.getpid()
@@ -76,7 +82,8 @@ class Lock:
         return self
 
     def release(self) -> None:
-        """Remove the file and let others in; may be called twice. In a forked child nothing happens: the lock is the parent's."""
+        """Remove the file and let others in; may be called twice. In a forked child nothing
+        happens: the lock is the parent's."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0 or os.getpid() != self._process:
             return
@@ -115,12 +122,15 @@ class _LockFile(NamedTuple):
             except FileNotFoundError:
                 return None
             except OSError as error:
-                raise ConfigError(f"{directory.what} {directory.path} cannot be written: {error.strerror}") from error
+                raise ConfigError(
+                    f"{directory.what} {directory.path} cannot be written: {error.strerror}"
+                ) from error
             _held.add(descriptor)
         try:
             directory.check_plain(name, os.fstat(descriptor))
             taken = self._take(descriptor, made)
-            # The holder removes the file as it leaves: make sure that what we locked is still what the name means.
+            # The holder removes the file as it leaves: make sure that what we locked is still what
+            # the name means.
             if taken and directory.is_same(name, descriptor):
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, Holder.us().text().encode(), 0)
@@ -143,15 +153,20 @@ class _LockFile(NamedTuple):
 
     def _take(self, descriptor: int, made: bool) -> bool:
         """Take the lock; False when it is to be tried again. Raises `PathInUseError`."""
-        content = os.pread(descriptor, _RECORD_BYTES, 0).strip(b"\0")  # zeros: what a power cut may leave
+        # zeros: what a power cut may leave
+        content = os.pread(descriptor, _RECORD_BYTES, 0).strip(b"\0")
         holder = Holder.parse(content)
         if content and holder is None:
-            raise ConfigError(f"{self.path} was not made by infinity; move it, or choose another directory")
+            raise ConfigError(
+                f"{self.path} was not made by infinity; move it, or choose another directory"
+            )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            raise self._in_use(Holder.parse(os.pread(descriptor, _RECORD_BYTES, 0)), flock=True) from None
+            raise self._in_use(
+                Holder.parse(os.pread(descriptor, _RECORD_BYTES, 0)), flock=True
+            ) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -163,7 +178,8 @@ class _LockFile(NamedTuple):
         return False
 
     def _remove_dead(self, content: bytes) -> None:
-        """Remove the lock file with this content; one that somebody else has made since then is put back."""
+        """Remove the lock file with this content; one that somebody else has made since then is put
+        back."""
         directory, name = self
         temporary = temporary_name()
         with suppress(FileNotFoundError):
@@ -175,7 +191,12 @@ class _LockFile(NamedTuple):
                 os.close(descriptor)
             if not same:
                 with suppress(OSError):
-                    os.link(temporary, name, src_dir_fd=directory.descriptor, dst_dir_fd=directory.descriptor)
+                    os.link(
+                        temporary,
+                        name,
+                        src_dir_fd=directory.descriptor,
+                        dst_dir_fd=directory.descriptor,
+                    )
             directory.remove(temporary)
 
     def _in_use(self, holder: Holder | None, flock: bool) -> PathInUseError:
@@ -183,19 +204,23 @@ class _LockFile(NamedTuple):
         where = f"{self.directory.what} {self.directory.path}"
         if flock and holder is not None and holder.has_ended():
             return PathInUseError(
-                f"{where} was used by process {pid}, which has ended, but a process that it forked still holds the lock; "
-                f"end that one (fuser {self.path} tells which), or choose another directory"
+                f"{where} was used by process {pid}, which has ended, but a process that it forked "
+                f"still holds the lock; end that one (fuser {self.path} tells which), or choose "
+                "another directory"
             )
         if not flock and (holder is None or not holder.is_on_this_machine()):
             return PathInUseError(
-                f"{where} may be in use by process {pid}, perhaps of another machine, and its file system has no locks; "
-                f"if no job uses it, remove {self.path}"
+                f"{where} may be in use by process {pid}, perhaps of another machine, and its file "
+                f"system has no locks; if no job uses it, remove {self.path}"
             )
-        return PathInUseError(f"{where} is in use by process {pid}; give each job its own directory")
+        return PathInUseError(
+            f"{where} is in use by process {pid}; give each job its own directory"
+        )
 
 
 class Holder(NamedTuple):
-    """A process, in the words of a lock file: numbers of pids and starts are valid for one boot and one pid namespace."""
+    """A process, in the words of a lock file: numbers of pids and starts are valid for one boot and
+    one pid namespace."""
 
     pid: int
     start: str
@@ -209,11 +234,15 @@ class Holder(NamedTuple):
 
     @classmethod
     def parse(cls, content: bytes) -> Holder | None:
-        """The holder that a lock file names; None when it names none. Older versions wrote the pid alone."""
+        """The holder that a lock file names; None when it names none. Older versions wrote the pid
+        alone."""
         match = re.fullmatch(rb"\s*(\d{1,10})(?:\s+(\S+) (\S+) (\S+) (\S+))?\s*", content)
         if match is None:
             return None
-        return cls(int(match[1]), *((value or b"?").decode(errors="replace") for value in match.groups()[1:]))
+        return cls(
+            int(match[1]),
+            *((value or b"?").decode(errors="replace") for value in match.groups()[1:]),
+        )
 
     def text(self) -> str:
         return f"{self.pid}\n{self.start} {self.boot} {self.namespace} {self.host}\n"
@@ -250,12 +279,17 @@ def _start(pid: int) -> str | None:
 
 
 class _Held:
-    """The descriptors that hold locks of this process. A forked child closes its copies; see [Note: who holds a lock]."""
+    """The descriptors that hold locks of this process. A forked child closes its copies; see [Note:
+    who holds a lock]."""
 
     def __init__(self) -> None:
         self.guard = threading.RLock()
         self._descriptors: set[int] = set()
-        os.register_at_fork(before=self.guard.acquire, after_in_parent=self.guard.release, after_in_child=self._leave)
+        os.register_at_fork(
+            before=self.guard.acquire,
+            after_in_parent=self.guard.release,
+            after_in_child=self._leave,
+        )
 
     def add(self, descriptor: int) -> None:
         with self.guard:

@@ -1,4 +1,5 @@
-"""Training data: where text comes from, how it is packed into windows of equal length, and in which order they come."""
+"""Training data: where text comes from, how it is packed into windows of equal length, and in which
+order they come."""
 
 from __future__ import annotations
 
@@ -19,15 +20,66 @@ from infinity.models.reading import open_regular, parse_json
 from infinity.models.tokenizer import Tokenizer
 from infinity.quantities import format_bytes
 
-TEXT_SUFFIXES = frozenset((
-    ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".csv", ".tsv", ".html", ".htm", ".xml", ".json", ".jsonl",
-    ".yaml", ".yml", ".toml", ".ini", ".cfg", ".log", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cuh",
-    ".rs", ".go", ".java", ".kt", ".scala", ".swift", ".js", ".ts", ".jsx", ".tsx", ".css", ".sh", ".sql", ".rb", ".pl",
-    ".lua", ".r", ".jl", ".hs", ".ml", ".cmake",
-))  # fmt: skip
+TEXT_SUFFIXES = frozenset(
+    (
+        ".txt",
+        ".text",
+        ".md",
+        ".markdown",
+        ".rst",
+        ".tex",
+        ".org",
+        ".csv",
+        ".tsv",
+        ".html",
+        ".htm",
+        ".xml",
+        ".json",
+        ".jsonl",
+        ".yaml",
+        ".yml",
+        ".toml",
+        ".ini",
+        ".cfg",
+        ".log",
+        ".py",
+        ".pyi",
+        ".c",
+        ".h",
+        ".cc",
+        ".cpp",
+        ".cxx",
+        ".hpp",
+        ".cu",
+        ".cuh",
+        ".rs",
+        ".go",
+        ".java",
+        ".kt",
+        ".scala",
+        ".swift",
+        ".js",
+        ".ts",
+        ".jsx",
+        ".tsx",
+        ".css",
+        ".sh",
+        ".sql",
+        ".rb",
+        ".pl",
+        ".lua",
+        ".r",
+        ".jl",
+        ".hs",
+        ".ml",
+        ".cmake",
+    )
+)
 STDLIB_BYTES = 8 << 20
 """How much of the standard library is read when no data is given."""
-_NOT_IN_STDLIB = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"))
+_NOT_IN_STDLIB = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
+)
 _PIECE = 1 << 20
 """Characters read, and handed to the tokenizer, at a time."""
 MOST_LINE_BYTES = 64 << 20
@@ -44,10 +96,15 @@ class TextPiece(NamedTuple):
     last: bool
 
 
-def _files(folder: Path, suffixes: frozenset[str], skip: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Files with one of `suffixes` under `folder` in sorted order; hidden folders and links to folders are not entered."""
+def _files(
+    folder: Path, suffixes: frozenset[str], skip: frozenset[str] = frozenset()
+) -> Iterator[Path]:
+    """Files with one of `suffixes` under `folder` in sorted order; hidden folders and links to
+    folders are not entered."""
     for here, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
+        folders[:] = sorted(
+            name for name in folders if name not in skip and not name.startswith(".")
+        )
         for name in sorted(names):
             path = Path(here, name)
             if path.suffix.lower() in suffixes and path.is_file():
@@ -69,7 +126,9 @@ def _text(path: Path) -> Iterator[TextPiece]:
                 yield TextPiece(text, not following)
                 text = following
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error.reason} (0x{error.object[error.start]:02x})") from None
+        raise ValueError(
+            f"{path} is not UTF-8 text: {error.reason} (0x{error.object[error.start]:02x})"
+        ) from None
 
 
 def _json_lines(path: Path) -> Iterator[TextPiece]:
@@ -99,7 +158,8 @@ def _document(path: Path) -> Iterator[TextPiece]:
 
 
 def standard_library() -> Iterator[TextPiece]:
-    """The first `STDLIB_BYTES` of the Python sources of the running interpreter's standard library, in sorted order."""
+    """The first `STDLIB_BYTES` of the Python sources of the running interpreter's standard library,
+    in sorted order."""
     total = 0
     for path in _files(Path(sysconfig.get_paths()["stdlib"]), frozenset((".py",)), _NOT_IN_STDLIB):
         total += path.stat().st_size
@@ -109,10 +169,11 @@ def standard_library() -> Iterator[TextPiece]:
 
 
 def read_pieces(source: Path | None) -> Iterator[TextPiece]:
-    """The documents in `source`, piece by piece: a text file, a JSONL file (key "text") or a folder of such files.
+    """The documents in `source`, piece by piece: a text file, a JSONL file (key "text") or a folder
+    of such files.
 
-    None reads the Python standard library. Raises `FileNotFoundError`, or `ValueError` naming the file (and line) that is
-    not text or no regular file, or the folder that has none.
+    None reads the Python standard library. Raises `FileNotFoundError`, or `ValueError` naming the
+    file (and line) that is not text or no regular file, or the folder that has none.
     """
     if source is None:
         yield from standard_library()
@@ -120,7 +181,9 @@ def read_pieces(source: Path | None) -> Iterator[TextPiece]:
         paths = _files(source, TEXT_SUFFIXES)
         first = next(paths, None)
         if first is None:
-            raise ValueError(f"{source} has no text files (known endings: {' '.join(sorted(TEXT_SUFFIXES))})")
+            raise ValueError(
+                f"{source} has no text files (known endings: {' '.join(sorted(TEXT_SUFFIXES))})"
+            )
         yield from _document(first)
         for path in paths:
             yield from _document(path)
@@ -129,13 +192,16 @@ def read_pieces(source: Path | None) -> Iterator[TextPiece]:
 
 
 def encode(pieces: Iterable[TextPiece], tokenizer: Tokenizer) -> npt.NDArray[Any]:
-    """All tokens of `pieces` in one flat array (uint16 where the vocabulary allows), a separator after each document."""
+    """All tokens of `pieces` in one flat array (uint16 where the vocabulary allows), a separator
+    after each document."""
     code = "H" if max(tokenizer.vocabulary, tokenizer.separator + 1) <= 1 << 16 else "I"
     dtype = np.uint16 if code == "H" else np.uint32
     tokens = array(code)  # grows in place: a list of parts would need twice the memory when joined
 
     def flush(waiting: list[TextPiece]) -> None:
-        for piece, ids in zip(waiting, tokenizer.encode([piece.text for piece in waiting]), strict=True):
+        for piece, ids in zip(
+            waiting, tokenizer.encode([piece.text for piece in waiting]), strict=True
+        ):
             tokens.frombytes(ids.astype(dtype, copy=False).tobytes())
             if piece.last:
                 tokens.append(tokenizer.separator)
@@ -156,7 +222,8 @@ def encode(pieces: Iterable[TextPiece], tokenizer: Tokenizer) -> npt.NDArray[Any
 class Windows:
     """Tokens cut into windows of equal length, some of them held out for validation.
 
-    `tokens` has the shape (windows, length); `training` and `validation` hold row numbers, every row in exactly one.
+    `tokens` has the shape (windows, length); `training` and `validation` hold row numbers, every
+    row in exactly one.
     """
 
     tokens: npt.NDArray[Any]
@@ -165,39 +232,48 @@ class Windows:
     seed: int
 
     def order(self) -> Iterator[int]:
-        """Training rows without end: every epoch is a fresh permutation that depends on seed and epoch alone."""
+        """Training rows without end: every epoch is a fresh permutation that depends on seed and
+        epoch alone."""
         epoch = 0
         while True:
-            yield from np.random.default_rng((self.seed, 1, epoch)).permutation(self.training).tolist()
+            yield from (
+                np.random.default_rng((self.seed, 1, epoch)).permutation(self.training).tolist()
+            )
             epoch += 1
 
     def batches(self, size: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Training batches without end, of shape (size, length); the next epoch fills up an incomplete batch."""
+        """Training batches without end, of shape (size, length); the next epoch fills up an
+        incomplete batch."""
         order = self.order()
         while True:
             yield self.tokens[[next(order) for _ in range(size)]].astype(np.int64)
 
     def validation_batches(self, size: int, most: int) -> Iterator[npt.NDArray[np.int64]]:
-        """At most `most` batches of held-out windows, always the same ones; the last may be smaller."""
+        """At most `most` batches of held-out windows, always the same ones; the last may be
+        smaller."""
         for start in range(0, min(len(self.validation), size * most), size):
             yield self.tokens[self.validation[start : start + size]].astype(np.int64)
 
 
 def pack(tokens: npt.NDArray[Any], length: int, seed: int, name: str) -> Windows:
-    """Cut `tokens` into windows of `length`, without overlap; less than one window at the end is left out.
+    """Cut `tokens` into windows of `length`, without overlap; less than one window at the end is
+    left out.
 
-    Raises `ValueError` that names the source when there is too little for one window to train on and one held out.
+    Raises `ValueError` that names the source when there is too little for one window to train on
+    and one held out.
     """
     count = len(tokens) // length
     if count < 2:
         raise ValueError(
-            f"{name} has {len(tokens)} tokens, but a sequence length of {length} needs at least {2 * length}: "
-            "one window to train on and one held out"
+            f"{name} has {len(tokens)} tokens, but a sequence length of {length} needs at least "
+            f"{2 * length}: one window to train on and one held out"
         )
     order = np.random.default_rng((seed, 0)).permutation(count)
     held_out = max(1, min(count // VALIDATION_SHARE, MOST_VALIDATION))
     rows = tokens[: count * length].reshape(count, length)
-    return Windows(rows, training=np.sort(order[held_out:]), validation=np.sort(order[:held_out]), seed=seed)
+    return Windows(
+        rows, training=np.sort(order[held_out:]), validation=np.sort(order[:held_out]), seed=seed
+    )
 
 
 def load_windows(source: Path | None, tokenizer: Tokenizer, length: int, seed: int) -> Windows:

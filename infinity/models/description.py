@@ -1,4 +1,5 @@
-"""config.json of a model directory: checked before `transformers` sees it, and blamed by name for what `transformers` raises.
+"""config.json of a model directory: checked before `transformers` sees it, and blamed by name for
+what `transformers` raises.
 
 `transformers` checks the types of values when it makes a configuration, but most of their ranges
 only by what goes wrong later: a division by zero, a negative dimension, a loop over a billion
@@ -24,12 +25,17 @@ _LIMITS = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), _MOST_LAYERS),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), _MOST_EXPERTS),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "head_dim"), _MOST_WIDTH),
-    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads"), _MOST_WIDTH),
+    **dict.fromkeys(
+        ("num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads"),
+        _MOST_WIDTH,
+    ),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), _MOST_ROWS),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), _MOST_ROWS),
 }
-"""The largest value of each size, by the names that architectures have for it; far beyond any model."""
-_MAY_BE_ZERO = frozenset(("num_local_experts", "num_experts", "n_routed_experts"))  # a model without experts
+"""The largest value of each size, by the names that architectures have for it; far beyond any
+model."""
+# a model without experts
+_MAY_BE_ZERO = frozenset(("num_local_experts", "num_experts", "n_routed_experts"))
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -47,7 +53,9 @@ def read_description(path: Path) -> dict[str, Any]:
             raise ValueError(f"{path}: {name} is NaN, which is not a number")
         least, most = int(key not in _MAY_BE_ZERO), _LIMITS.get(key)
         if most is not None and isinstance(value, int) and not least <= value <= most:
-            raise ValueError(f"{path}: {name} is {_shown(value)}, and has to be between {least} and {most}")
+            raise ValueError(
+                f"{path}: {name} is {_shown(value)}, and has to be between {least} and {most}"
+            )
     return values
 
 
@@ -56,7 +64,13 @@ def _leaves(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     waiting: list[tuple[str, Any]] = [("", values)]
     while waiting:
         name, value = waiting.pop()
-        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+        inner = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list)
+            else None
+        )
         if inner is None:
             yield name, value
         else:
@@ -70,7 +84,8 @@ def _shown(value: int) -> str:
 
 @contextmanager
 def described_by(path: Path | None) -> Iterator[None]:
-    """Inside, what is made follows the description `path`; raises `ValueError` naming it where that fails, whatever the reason.
+    """Inside, what is made follows the description `path`; raises `ValueError` naming it where that
+    fails, whatever the reason.
 
     Without a description (None) errors are what they are.
     """
@@ -80,4 +95,6 @@ def described_by(path: Path | None) -> Iterator[None]:
         if path is None or isinstance(error, InfinityError):
             raise
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ValueError(f"{path} does not describe a model that can be built: {kind}{sentence(error)}") from error
+        raise ValueError(
+            f"{path} does not describe a model that can be built: {kind}{sentence(error)}"
+        ) from error

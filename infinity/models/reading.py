@@ -1,4 +1,5 @@
-"""Files that a person names: opened only where they are regular files, and JSON read with bounds."""
+"""Files that a person names: opened only where they are regular files, and JSON read with
+bounds."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _KINDS = {
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open `path` for reading; raises `ValueError` for anything that has no end of its own, and `OSError` as `open` does.
+    """Open `path` for reading; raises `ValueError` for anything that has no end of its own, and
+    `OSError` as `open` does.
 
     Nothing waits: a pipe without a writer is opened, seen to be one, and closed.
     """
@@ -44,18 +46,23 @@ def open_regular(path: Path) -> BinaryIO:
 
 def _refusal(path: Path, mode: int) -> ValueError:
     kind = _KINDS.get(stat.S_IFMT(mode), "something else")
-    return ValueError(f"{path} is {kind}, and only regular files are read; write what it gives to a file first")
+    return ValueError(
+        f"{path} is {kind}, and only regular files are read; write what it gives to a file first"
+    )
 
 
 def read_json(path: Path, most: int) -> Any:
     """The JSON value in the file `path`.
 
-    Raises `ValueError` that names `path` where it has more than `most` bytes, is not JSON in UTF-8, or is nested too deeply.
+    Raises `ValueError` that names `path` where it has more than `most` bytes, is not JSON in UTF-8,
+    or is nested too deeply.
     """
     with open_regular(path) as handle:
         content = handle.read(most + 1)
     if len(content) > most:
-        raise ValueError(f"{path} has more than {format_bytes(most)}, so it is not what its name says")
+        raise ValueError(
+            f"{path} has more than {format_bytes(most)}, so it is not what its name says"
+        )
     return parse_json(content, str(path))
 
 
@@ -70,4 +77,6 @@ def parse_json(content: bytes, where: str) -> Any:
     except RecursionError:
         raise ValueError(f"{where}: not JSON that can be read: it is nested too deeply") from None
     except ValueError:  # the interpreter's limit of digits
-        raise ValueError(f"{where}: not JSON that can be read: it has a number with too many digits") from None
+        raise ValueError(
+            f"{where}: not JSON that can be read: it has a number with too many digits"
+        ) from None

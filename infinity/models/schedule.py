@@ -9,7 +9,8 @@ LOWEST = 0.1
 
 
 def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
-    """Share of the highest learning rate for `step` (from 0): linear warm-up, then a cosine down to `LOWEST` at the end."""
+    """Share of the highest learning rate for `step` (from 0): linear warm-up, then a cosine down to
+    `LOWEST` at the end."""
     if step < warmup:
         return (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))

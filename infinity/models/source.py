@@ -23,8 +23,20 @@ _LLAMA = {"model_type": "llama", "max_position_embeddings": 2048, "rms_norm_eps"
 _GPT2 = {"model_type": "gpt2", "n_positions": 1024}
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "llama-tiny": _LLAMA | {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "llama-100m": _LLAMA | {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 14, "num_attention_heads": 12},
+    "llama-tiny": _LLAMA
+    | {
+        "hidden_size": 128,
+        "intermediate_size": 352,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "llama-100m": _LLAMA
+    | {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 14,
+        "num_attention_heads": 12,
+    },
     "llama-1b": _LLAMA
     | {
         "hidden_size": 2048,
@@ -33,7 +45,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
-    "llama-7b": _LLAMA | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "llama-7b": _LLAMA
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
     "gpt2-tiny": _GPT2 | {"n_embd": 128, "n_layer": 4, "n_head": 4},
 }
 """Shapes of models built from scratch, with the vocabulary of the byte tokenizer."""
@@ -41,8 +59,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that can be built: its `transformers` configuration and, when it has any, the directory of its weights, and the
-    file `described` that the configuration was read from."""
+    """A model that can be built: its `transformers` configuration and, when it has any, the
+    directory of its weights, and the file `described` that the configuration was read from."""
 
     name: str
     config: Any
@@ -53,35 +71,54 @@ class ModelSource:
         """Raise `ValueError` when the model has fewer positions than `length` tokens."""
         most = getattr(self.config, "max_position_embeddings", None)
         if isinstance(most, int) and 0 < most < length:
-            raise ValueError(f"a sequence length of {length} is more than the {most} positions of {self.name}")
+            raise ValueError(
+                f"a sequence length of {length} is more than the {most} positions of {self.name}"
+            )
 
     def build(self, checkpoint_activations: bool = False) -> torch.nn.Module:
-        """A causal language model with this configuration; on the meta device inside `infinity.init()`.
+        """A causal language model with this configuration; on the meta device inside
+        `infinity.init()`.
 
-        Raises `ValueError` when the configuration is not that of a causal language model, or the model cannot recompute.
+        Raises `ValueError` when the configuration is not that of a causal language model, or the
+        model cannot recompute.
         """
         from transformers import AutoModelForCausalLM
 
         if type(self.config) not in AutoModelForCausalLM._model_mapping:
-            raise ValueError(f"{self.name} is of type {self.config.model_type!r}, which is not a causal language model")
+            raise ValueError(
+                f"{self.name} is of type {self.config.model_type!r}, which is not a causal "
+                "language model"
+            )
         with described_by(self.described):
             model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
         return self._recomputing(model, checkpoint_activations)
 
-    def load_whole(self, parameters: int, checkpoint_activations: bool = False) -> torch.nn.Module | None:
-        """The model with its weights, all in host memory, converted by `transformers` where the files are of an older layout.
+    def load_whole(
+        self, parameters: int, checkpoint_activations: bool = False
+    ) -> torch.nn.Module | None:
+        """The model with its weights, all in host memory, converted by `transformers` where the
+        files are of an older layout.
 
-        None when the files do not have all of its weights, or are too small for that many `parameters`.
+        None when the files do not have all of its weights, or are too small for that many
+        `parameters`.
         """
         from transformers import AutoModelForCausalLM
 
         directory = cast("Path", self.directory)
         if parameters > sum(path.stat().st_size for path in directory.glob("*.safetensors")):
             return None
-        where: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+        where: dict[str, Any] = {
+            "local_files_only": True,
+            "trust_remote_code": False,
+            "use_safetensors": True,
+        }
         with described_by(self.described), _quiet():
             model, loaded = AutoModelForCausalLM.from_pretrained(
-                directory, config=self.config, dtype=self.config.dtype, output_loading_info=True, **where
+                directory,
+                config=self.config,
+                dtype=self.config.dtype,
+                output_loading_info=True,
+                **where,
             )
         return None if loaded["missing_keys"] else self._recomputing(model, checkpoint_activations)
 
@@ -91,7 +128,10 @@ class ModelSource:
 
         if checkpoint_activations:
             if not model.supports_gradient_checkpointing:
-                raise ValueError(f"{type(model).__name__} cannot recompute activations; add --no-checkpoint-activations")
+                raise ValueError(
+                    f"{type(model).__name__} cannot recompute activations; add "
+                    "--no-checkpoint-activations"
+                )
             recompute = partial(checkpoint, use_reentrant=False)
             model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recompute)
         return cast("torch.nn.Module", model)
@@ -99,7 +139,8 @@ class ModelSource:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the bars of `transformers`, and its reports on what a file lacks, which the refusal says in a sentence."""
+    """Without the bars of `transformers`, and its reports on what a file lacks, which the refusal
+    says in a sentence."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -115,10 +156,12 @@ def _quiet() -> Iterator[None]:
 
 
 def find_model(name: str, precision: str) -> ModelSource:
-    """The model called `name`: a directory with config.json and model.safetensors, or one of `PRESETS`.
+    """The model called `name`: a directory with config.json and model.safetensors, or one of
+    `PRESETS`.
 
-    `precision` (bf16, fp16, fp32, or auto for the model's own) becomes the configuration's dtype. Raises `ValueError` that
-    lists the presets, with the nearest, for a name that is neither, and `FileNotFoundError` for an incomplete directory.
+    `precision` (bf16, fp16, fp32, or auto for the model's own) becomes the configuration's dtype.
+    Raises `ValueError` that lists the presets, with the nearest, for a name that is neither, and
+    `FileNotFoundError` for an incomplete directory.
     """
     directory = Path(name)
     if name in PRESETS and not directory.is_dir():
@@ -130,8 +173,8 @@ def find_model(name: str, precision: str) -> ModelSource:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"unknown model {name!r}; {hint}It is a directory with config.json and model.safetensors, "
-            f"or one of the presets: {', '.join(PRESETS)}"
+            f"unknown model {name!r}; {hint}It is a directory with config.json and "
+            f"model.safetensors, or one of the presets: {', '.join(PRESETS)}"
         )
     if precision in DTYPES:
         source.config.dtype = DTYPES[precision]
@@ -154,9 +197,14 @@ def _preset(name: str) -> Any:
 
 def _directory_config(directory: Path) -> Any:
     if not (directory / NAME).is_file():
-        raise FileNotFoundError(f"{directory} has no {NAME}, so it is not a Hugging Face model directory")
+        raise FileNotFoundError(
+            f"{directory} has no {NAME}, so it is not a Hugging Face model directory"
+        )
     if not any((directory / name).is_file() for name in (SINGLE, INDEX)):
-        raise FileNotFoundError(f"{directory} has neither {SINGLE} nor {INDEX} (weights in pickle files are never loaded)")
+        raise FileNotFoundError(
+            f"{directory} has neither {SINGLE} nor {INDEX} (weights in pickle files are "
+            "never loaded)"
+        )
     from transformers import AutoConfig
 
     read_description(directory / NAME)

@@ -1,4 +1,5 @@
-"""Text to token ids: the tokenizer a model directory brings, or one token per byte when it brings none."""
+"""Text to token ids: the tokenizer a model directory brings, or one token per byte when it brings
+none."""
 
 from __future__ import annotations
 
@@ -33,7 +34,14 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "chat_template.jinja",
 )
-_DEFINING_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+_DEFINING_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 
 
 class Tokenizer(Protocol):
@@ -57,7 +65,10 @@ class ByteTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """One uint16 array of byte values per text."""
-        return [np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.uint16) for text in texts]
+        return [
+            np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.uint16)
+            for text in texts
+        ]
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
         """The bytes of `ids`; everything above 255 is left out."""
@@ -80,8 +91,9 @@ class ByteTokenizer:
 def _byte_level() -> Any:
     """A `tokenizers.Tokenizer` without merges whose ids are the bytes.
 
-    Byte-level tokenizers write each byte as one printable character: itself where it is printable in Latin-1, else the
-    next free code point from 256 on, in the order of the bytes (the table of GPT-2's `bytes_to_unicode`).
+    Byte-level tokenizers write each byte as one printable character: itself where it is printable
+    in Latin-1, else the next free code point from 256 on, in the order of the bytes (the table of
+    GPT-2's `bytes_to_unicode`).
     """
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Backend
@@ -98,7 +110,9 @@ def _byte_level() -> Any:
     backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(SPECIAL[i], special=True, normalized=False) for i in sorted(SPECIAL)])
+    backend.add_special_tokens(
+        [AddedToken(SPECIAL[i], special=True, normalized=False) for i in sorted(SPECIAL)]
+    )
     return backend
 
 
@@ -110,13 +124,17 @@ class DirectoryTokenizer:
 
         self._directory = directory
         with self._blamed("cannot be loaded"):
-            self._backend: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            self._backend: Any = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
             self.vocabulary = len(self._backend)
             self.largest = max(self._backend.get_vocab().values(), default=0)
         ends = (self._backend.eos_token_id, self._backend.sep_token_id)
         separator = next((token for token in ends if token is not None), None)
         if separator is None:
-            raise ValueError(f"the tokenizer in {directory} has no end-of-text token to put between documents")
+            raise ValueError(
+                f"the tokenizer in {directory} has no end-of-text token to put between documents"
+            )
         self.separator = int(separator)
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
@@ -135,14 +153,17 @@ class DirectoryTokenizer:
 
     @contextmanager
     def _blamed(self, what: str) -> Iterator[None]:
-        """Inside, any failure is the tokenizer's, also a panic of its Rust code, which is no `Exception`."""
+        """Inside, any failure is the tokenizer's, also a panic of its Rust code, which is no
+        `Exception`."""
         try:
             yield
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             kind = "" if type(error) in (ValueError, Exception) else f"{type(error).__name__}: "
-            raise ValueError(f"the tokenizer in {self._directory} {what}: {kind}{sentence(error)}") from error
+            raise ValueError(
+                f"the tokenizer in {self._directory} {what}: {kind}{sentence(error)}"
+            ) from error
 
     def save(self, directory: Path) -> None:
         """Copy the tokenizer files of the source directory."""
@@ -152,7 +173,8 @@ class DirectoryTokenizer:
 
 
 def load_tokenizer(directory: Path | None, vocabulary: int) -> Tokenizer:
-    """The tokenizer in `directory`, else the byte tokenizer; `vocabulary` is the number of rows of the model's embedding.
+    """The tokenizer in `directory`, else the byte tokenizer; `vocabulary` is the number of rows of
+    the model's embedding.
 
     Raises `ValueError` when the model's vocabulary is too small for it.
     """
@@ -161,7 +183,10 @@ def load_tokenizer(directory: Path | None, vocabulary: int) -> Tokenizer:
         tokenizer, name = DirectoryTokenizer(directory), f"the tokenizer in {directory}"
         needed = tokenizer.vocabulary
         if needed <= vocabulary <= tokenizer.largest:
-            raise ValueError(f"{name} has a token {tokenizer.largest} but the model's vocabulary has {vocabulary}")
+            raise ValueError(
+                f"{name} has a token {tokenizer.largest} but the model's vocabulary has "
+                f"{vocabulary}"
+            )
     else:
         tokenizer, needed, name = ByteTokenizer(), PAD + 1, "the byte tokenizer"
     if needed > vocabulary:

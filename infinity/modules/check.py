@@ -1,4 +1,5 @@
-"""What `infinity.wrap` refuses of a model: one sentence each, with a name and the way out, before anything is changed."""
+"""What `infinity.wrap` refuses of a model: one sentence each, with a name and the way out, before
+anything is changed."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _ANYWHERE = 1 << 20
 
 
 def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Raise `ConfigError` for the first thing in `model` that cannot be managed. Floating-point parameters become `dtype`."""
+    """Raise `ConfigError` for the first thing in `model` that cannot be managed. Floating-point
+    parameters become `dtype`."""
     _check_modules(model)
     _check_parameters(model, dtype)
     _check_memory(model)
@@ -36,13 +38,16 @@ def _check_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if is_graphed(module):
             raise ConfigError(
-                f"the forward of {name or 'the model'} was replaced by make_graphed_callables, whose graphs read "
-                "parameters where they were then; wrap the model without that"
+                f"the forward of {name or 'the model'} was replaced by make_graphed_callables, "
+                "whose graphs read parameters where they were then; wrap the model without that"
             )
-        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
+        if (
+            isinstance(module, torch.jit.ScriptModule)
+            and next(module.parameters(), None) is not None
+        ):
             raise ConfigError(
-                f"{name or 'the model'} is a ScriptModule with parameters; TorchScript calls no Python hooks, which bring them: "
-                "wrap the module that it was made from"
+                f"{name or 'the model'} is a ScriptModule with parameters; TorchScript calls no "
+                "Python hooks, which bring them: wrap the module that it was made from"
             )
 
 
@@ -50,19 +55,30 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(parameter):
             raise ConfigError(
-                f"{name} has no shape yet, because its module is lazy: run the model on one batch before infinity.wrap"
+                f"{name} has no shape yet, because its module is lazy: run the model on "
+                "one batch before infinity.wrap"
             )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, (ShardedParameter, GatheredParameter)):
-            _refuse_managed(name, isinstance(parameter, GatheredParameter) or bool(type(parameter).unit.tier))
+            _refuse_managed(
+                name, isinstance(parameter, GatheredParameter) or bool(type(parameter).unit.tier)
+            )
         if _is_made_of_others(parameter):
             raise ConfigError(
-                f"{name} is a {type(parameter).__name__}, a tensor made of others, which cannot be laid out as bytes: wrap the "
-                "model before that type replaces its parameters, or register it as a buffer, which stays on the compute device"
+                f"{name} is a {type(parameter).__name__}, a tensor made of others, which cannot be "
+                "laid out as bytes: wrap the model before that type replaces its parameters, or "
+                "register it as a buffer, which stays on the compute device"
             )
         if parameter.layout is not torch.strided or parameter.is_quantized:
-            kind = "quantized" if parameter.is_quantized else str(parameter.layout).removeprefix("torch.")
-            raise ConfigError(f"{name} is a {kind} tensor; parameters must be dense: convert it, or register it as a buffer")
+            kind = (
+                "quantized"
+                if parameter.is_quantized
+                else str(parameter.layout).removeprefix("torch.")
+            )
+            raise ConfigError(
+                f"{name} is a {kind} tensor; parameters must be dense: convert it, or "
+                "register it as a buffer"
+            )
         if parameter.requires_grad and stored_as(parameter, dtype) not in DTYPES.values():
             _refuse_dtype(name, stored_as(parameter, dtype))
 
@@ -70,10 +86,12 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
 def _refuse_managed(name: str, is_open: bool) -> None:
     if is_open:
         raise ConfigError(
-            f"{name} belongs to a model that is wrapped already: build both anew, and wrap one module that holds them"
+            f"{name} belongs to a model that is wrapped already: build both anew, and wrap "
+            "one module that holds them"
         )
     raise ConfigError(
-        f"{name} has no data any more, because its engine was closed: build the model again and load your checkpoint"
+        f"{name} has no data any more, because its engine was closed: build the model "
+        "again and load your checkpoint"
     )
 
 
@@ -82,13 +100,14 @@ def _refuse_dtype(name: str, dtype: torch.dtype) -> None:
     if not dtype.is_complex:
         way = "convert the model with model.float(), or give Config(precision='fp32')"
     raise ConfigError(
-        f"{name} is trainable and {str(dtype).removeprefix('torch.')}, and optimizers update fp32, bf16 and fp16: {way}, or "
-        "freeze it with requires_grad_(False)"
+        f"{name} is trainable and {str(dtype).removeprefix('torch.')}, and optimizers update fp32, "
+        f"bf16 and fp16: {way}, or freeze it with requires_grad_(False)"
     )
 
 
 class _MemorySpan(NamedTuple):
-    """The bytes [begin, end) of `space`, a device or a storage without memory, that tensor `number` of the model lies in."""
+    """The bytes [begin, end) of `space`, a device or a storage without memory, that tensor `number`
+    of the model lies in."""
 
     space: str
     begin: int
@@ -99,18 +118,22 @@ class _MemorySpan(NamedTuple):
 
 
 def _check_memory(model: nn.Module) -> None:
-    """Parameters of a wrapped model have memory of their own each, so nothing may show what is written to one of them."""
+    """Parameters of a wrapped model have memory of their own each, so nothing may show what is
+    written to one of them."""
     spans = sorted(_spans(model), key=lambda span: span[:4])
     open_spans: list[_MemorySpan] = []
     for span in spans:
-        open_spans = [other for other in open_spans if other.space == span.space and other.end > span.begin]
+        open_spans = [
+            other for other in open_spans if other.space == span.space and other.end > span.begin
+        ]
         for other in open_spans:
             either = isinstance(span.tensor, nn.Parameter) or isinstance(other.tensor, nn.Parameter)
             if either and _overlap(other, span):
                 first, second = sorted((other, span), key=lambda each: each.number)
                 raise ConfigError(
-                    f"{first.name} and {second.name} share memory but are two tensors, as .data makes them: give both modules "
-                    "the same nn.Parameter to tie them, or clone() one of them"
+                    f"{first.name} and {second.name} share memory but are two tensors, as .data "
+                    "makes them: give both modules the same nn.Parameter to tie them, or clone() "
+                    "one of them"
                 )
         open_spans.append(span)
 
@@ -123,18 +146,23 @@ def _spans(model: nn.Module) -> Iterator[_MemorySpan]:
         storage = mine.untyped_storage()
         address = 0 if mine.is_meta else storage.data_ptr()
         begin = (address or _ANYWHERE) + int(mine.storage_offset()) * mine.itemsize
-        last = sum((int(size) - 1) * int(stride) for size, stride in zip(mine.shape, mine.stride(), strict=True))
+        last = sum(
+            (int(size) - 1) * int(stride)
+            for size, stride in zip(mine.shape, mine.stride(), strict=True)
+        )
         space = str(mine.device) if address else f"storage {storage._cdata}"
         yield _MemorySpan(space, begin, begin + (last + 1) * mine.itemsize, number, name, tensor)
 
 
 def _is_made_of_others(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no memory of its own, but tensors inside that have; not a DTensor, whose local tensor counts."""
+    """Whether a tensor has no memory of its own, but tensors inside that have; not a DTensor, whose
+    local tensor counts."""
     return bool(is_traceable_wrapper_subclass(tensor)) and not isinstance(tensor, DTensor)
 
 
 def _overlap(one: _MemorySpan, other: _MemorySpan) -> bool:
-    """Whether two tensors have a byte in common; columns of one matrix have none, although their spans overlap."""
+    """Whether two tensors have a byte in common; columns of one matrix have none, although their
+    spans overlap."""
     return bool(np.shares_memory(_as_array(one), _as_array(other)))
 
 

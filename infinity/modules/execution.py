@@ -1,4 +1,5 @@
-"""What is under way of a model: its forward calls and backward passes, and the uses of units that they hold.
+"""What is under way of a model: its forward calls and backward passes, and the uses of units that
+they hold.
 
 [Note: calls that never end]
 Torch runs no forward hook when a forward ends by what is not an `Exception`, as Ctrl-C does. So a
@@ -71,42 +72,56 @@ class Execution:
     all methods, but `check_thread` is for any. `backward_ended` is called after the last pass.
     """
 
-    def __init__(self, runtime: Runtime, recorder: Recorder, backward_ended: Callable[[], None]) -> None:
+    def __init__(
+        self, runtime: Runtime, recorder: Recorder, backward_ended: Callable[[], None]
+    ) -> None:
         self._runtime = runtime
         self._recorder = recorder
         self._backward_ended = backward_ended
         self.calls: list[Call] = []
         self.passes: dict[int, Pass] = {}
         """By autograd's number."""
-        self._owner: int | None = None  # the thread whose forward is under way, see [Note: one thread]
+        # the thread whose forward is under way, see [Note: one thread]
+        self._owner: int | None = None
         self._shown: Any = None  # to a profiler: the forward or backward that is under way
         self._backward_since = self._forward_since = self._forward_waited = 0.0
 
     # One thread at a time
 
     def check_thread(self, what: str) -> None:
-        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the caller wants to do."""
+        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the
+        caller wants to do."""
         me = threading.get_ident()
-        going = next((found for found in self.passes.values() if found.watch.alive and found.thread != me), None)
+        going = next(
+            (found for found in self.passes.values() if found.watch.alive and found.thread != me),
+            None,
+        )
         in_forward = None if self._owner == me else self._owner
         others = [in_forward, None if going is None or in_backward() else going.thread]
-        busy = next((thread for thread in others if thread is not None and self._is_under_way(thread)), None)
+        busy = next(
+            (thread for thread in others if thread is not None and self._is_under_way(thread)), None
+        )
         if busy is not None:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise RuntimeError(
-                f"{what} on thread {threading.current_thread().name}, while {names.get(busy)} runs a forward or backward "
-                "of the same wrapped model, which serves one thread at a time; hold a lock around both, or wrap a model for each"
+                f"{what} on thread {threading.current_thread().name}, while {names.get(busy)} runs "
+                "a forward or backward of the same wrapped model, which serves one thread at a "
+                "time; hold a lock around both, or wrap a model for each"
             )
 
     def _is_under_way(self, thread: int) -> bool:
-        """Whether the forward or backward of another `thread` goes on; an interrupt, or the thread's end, may have cut it off."""
+        """Whether the forward or backward of another `thread` goes on; an interrupt, or the
+        thread's end, may have cut it off."""
         frame = sys._current_frames().get(thread)
         if frame is None:
             return False
-        return not self.calls or self.calls[-1].thread != thread or _is_in(self.calls[-1].frame, frame)
+        return (
+            not self.calls or self.calls[-1].thread != thread or _is_in(self.calls[-1].frame, frame)
+        )
 
     def claim(self, what: str) -> None:
-        """This thread runs the model until its outermost forward ends; raises like `check_thread`."""
+        """This thread runs the model until its outermost forward ends; raises like
+        `check_thread`."""
         self.check_thread(what)
         self.unwind()
         self._owner = threading.get_ident()
@@ -134,7 +149,8 @@ class Execution:
         self._runtime.forward_seconds += now - self._forward_since - waited
 
     def unwind(self) -> None:
-        """End the calls that are not under way any more; outside of a backward, which may run in other threads."""
+        """End the calls that are not under way any more; outside of a backward, which may run in
+        other threads."""
         me = threading.get_ident()
         while self.calls:
             last = self.calls[-1]
@@ -144,7 +160,8 @@ class Execution:
 
     def _abandon(self, call: Call) -> None:
         self._recorder.hide(call.shown)
-        if call.saving is not None and call.thread == threading.get_ident():  # the hooks of another thread are out of reach
+        # the hooks of another thread are out of reach
+        if call.saving is not None and call.thread == threading.get_ident():
             call.saving.__exit__(None, None, None)
         for use in call.uses:
             use.end()
@@ -166,7 +183,9 @@ class Execution:
 
     def release_touched(self, units: Sequence[Unit]) -> None:
         """The input of a module that uses `units` has its gradient: what was touched may end."""
-        found = next((each for number, each in self.passes.items() if number == current_pass()), None)
+        found = next(
+            (each for number, each in self.passes.items() if number == current_pass()), None
+        )
         if found is not None:
             found.uses += [use for use in found.touched if use.unit in units]
             found.touched = [use for use in found.touched if use.unit not in units]
@@ -188,8 +207,9 @@ class Execution:
         self._drop(found)
         if kept:
             raise ShardedParameterError(
-                f"a view of a parameter of {described(kept)}, saved by autograd, outlives the backward: as a gradient that a "
-                "custom autograd function returned, or in an attribute; return or keep a copy (.clone())"
+                f"a view of a parameter of {described(kept)}, saved by autograd, outlives the "
+                "backward: as a gradient that a custom autograd function returned, or in an "
+                "attribute; return or keep a copy (.clone())"
             )
 
     def bury(self) -> None:
@@ -241,14 +261,17 @@ class Interleaving(Protocol):
     """Who interleaves several executions, one at a time (`infinity.modules.interleave`)."""
 
     def switch_at(self, unit: Unit) -> None:
-        """The execution that runs is about to use `unit`, or to have a gradient of it; others may run before this returns."""
+        """The execution that runs is about to use `unit`, or to have a gradient of it; others may
+        run before this returns."""
 
     def collect(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
-        """The execution that runs has the gradient of parameter `index`, for `unit.gradients.add`."""
+        """The execution that runs has the gradient of parameter `index`, for
+        `unit.gradients.add`."""
 
 
 class Executions:
-    """The executions of one model. One runs; there are several while a `Interleaving` interleaves them.
+    """The executions of one model. One runs; there are several while a `Interleaving` interleaves
+    them.
 
     The thread that runs the model calls all methods, but `check_thread` is for any. `buffer` is
     where gradients are collected; what it holds goes home when the last backward has ended.
@@ -275,7 +298,8 @@ class Executions:
         return left
 
     def end_interrupted(self) -> None:
-        """End what an exception or an interrupt cut off: forwards, and a backward. Does nothing inside of either."""
+        """End what an exception or an interrupt cut off: forwards, and a backward. Does nothing
+        inside of either."""
         if in_backward():
             return
         self.check_thread("a step was asked for")
@@ -284,7 +308,8 @@ class Executions:
             self.now.bury()
 
     def check_thread(self, what: str) -> None:
-        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the caller wants to do."""
+        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the
+        caller wants to do."""
         self.now.check_thread(what)
 
     def refuse_inside(self, what: str) -> None:
@@ -292,7 +317,10 @@ class Executions:
         self.check_thread(what)
         self.now.unwind()
         if self.interleaver is not None or self.now.calls or in_backward():
-            raise RuntimeError(f"{what} cannot be called inside of itself, nor of a forward or backward of its model")
+            raise RuntimeError(
+                f"{what} cannot be called inside of itself, nor of a forward or backward "
+                "of its model"
+            )
 
     def begin_turn(self, unit: Unit) -> None:
         """The backward is about to use `unit`."""
@@ -312,7 +340,8 @@ class Executions:
 def caller() -> FrameType | None:
     """The frame that called the hook that calls this."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":  # of `uncompiled`
+    # of `uncompiled`
+    while frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
         frame = frame.f_back
     return frame
 

@@ -17,17 +17,23 @@ from infinity.sharding.use import Showing, collected, described
 
 
 @contextmanager
-def gathered(target: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write: bool = False) -> Iterator[None]:
-    """Make the data of a wrapped module's parameters, of one parameter or of several, readable inside the block.
+def gathered(
+    target: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write: bool = False
+) -> Iterator[None]:
+    """Make the data of a wrapped module's parameters, of one parameter or of several, readable
+    inside the block.
 
-    With `write`, what the block leaves in them becomes their value, and the fp32 master of what changed follows. This is so
-    also when the block raises, as with plain parameters. The block's parameters are on the compute device at once, with what
-    shares their units: `BudgetError` when that does not fit. Units whose home is the compute device are also copied to host
-    memory meanwhile. Waits for pending updates. Parameters that are plain, or gathered already, are left as they are: write
-    in the outermost block. With several ranks every rank must enter, and write the same values.
+    With `write`, what the block leaves in them becomes their value, and the fp32 master of what
+    changed follows. This is so also when the block raises, as with plain parameters. The block's
+    parameters are on the compute device at once, with what shares their units: `BudgetError` when
+    that does not fit. Units whose home is the compute device are also copied to host memory
+    meanwhile. Waits for pending updates. Parameters that are plain, or gathered already, are left
+    as they are: write in the outermost block. With several ranks every rank must enter, and write
+    the same values.
 
-    Raises `ShardedParameterError` at the end when a parameter was changed without `write`, which is undone, and when a view of
-    one outlives the block: keep a copy (`.clone()`). Raises `RuntimeError` while another thread is inside of a forward.
+    Raises `ShardedParameterError` at the end when a parameter was changed without `write`, which is
+    undone, and when a view of one outlives the block: keep a copy (`.clone()`). Raises
+    `RuntimeError` while another thread is inside of a forward.
     """
     parameters: list[torch.Tensor]
     if isinstance(target, nn.Module):
@@ -47,13 +53,14 @@ def gathered(target: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write
     changed = [name for read in reads for name in read.changed]
     if changed:
         raise ShardedParameterError(
-            f"{described(changed)} was changed inside of infinity.gathered without write=True; the change was undone. Use "
-            "infinity.gathered(..., write=True)"
+            f"{described(changed)} was changed inside of infinity.gathered without write=True; the "
+            "change was undone. Use infinity.gathered(..., write=True)"
         )
     left = [name for read in reads for name in read.left]
     if left:
         raise ShardedParameterError(
-            f"a view of {described(left)} outlives infinity.gathered, which ends the right to its memory; keep a copy (.clone())"
+            f"a view of {described(left)} outlives infinity.gathered, which ends the right "
+            "to its memory; keep a copy (.clone())"
         )
 
 
@@ -78,7 +85,8 @@ class _Reading:
             updates.drain()
         else:
             updates.look()
-        if unit.blocks[Kind.PARAM].permanent:  # a write goes straight to the home: only a copy tells what was there
+        # a write goes straight to the home: only a copy tells what was there
+        if unit.blocks[Kind.PARAM].permanent:
             self._before = unit.states.read(Kind.PARAM)
         unit.start()
         try:
@@ -110,15 +118,20 @@ class _Reading:
 
 
 def _write_back(unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
-    """Make `after` (shard_numel,) the unit's content, and of what differs from `before` its masters."""
+    """Make `after` (shard_numel,) the unit's content, and of what differs from `before` its
+    masters."""
     size = after.element_size()
     same = (before.view(torch.uint8) == after.view(torch.uint8)).view(-1, size).all(dim=1)
     if bool(same.all()):
         return
     master = unit.blocks.get(Kind.MASTER)
-    if master is not None and master.written:  # one that was never written is the parameter, widened
-        if unit.blocks[Kind.PARAM].permanent:  # a split master is what its parameter lacks: it needs the old one
+    # one that was never written is the parameter, widened
+    if master is not None and master.written:
+        # a split master is what its parameter lacks: it needs the old one
+        if unit.blocks[Kind.PARAM].permanent:
             unit.states.write(Kind.PARAM, before)
-        unit.states.write(Kind.MASTER, torch.where(same, unit.states.read(Kind.MASTER), after.float()))
+        unit.states.write(
+            Kind.MASTER, torch.where(same, unit.states.read(Kind.MASTER), after.float())
+        )
     else:
         unit.states.write(Kind.PARAM, after)

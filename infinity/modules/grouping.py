@@ -11,11 +11,13 @@ from torch import nn
 
 from infinity.errors import ConfigError
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)  # they hold, but have no forward
+# they hold, but have no forward
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Group(NamedTuple):
-    """A future unit: parameters of one dtype, all trainable or all frozen, below one owner module (of several: the first)."""
+    """A future unit: parameters of one dtype, all trainable or all frozen, below one owner module
+    (of several: the first)."""
 
     name: str
     dtype: torch.dtype
@@ -23,16 +25,21 @@ class Group(NamedTuple):
     parameters: tuple[tuple[str, nn.Parameter], ...]
 
 
-def find_owners(model: nn.Module, given: Sequence[type[nn.Module] | nn.Module] | None = None) -> dict[str, nn.Module]:
-    """The modules whose parameters form units, by name: the repeated blocks, or the `given` classes and instances.
+def find_owners(
+    model: nn.Module, given: Sequence[type[nn.Module] | nn.Module] | None = None
+) -> dict[str, nn.Module]:
+    """The modules whose parameters form units, by name: the repeated blocks, or the `given` classes
+    and instances.
 
-    A repeated block is an element of a `ModuleList` or `Sequential` in which its class occurs more than once; the outermost
-    wins, except that an element with more than half of the model's parameters (an encoder of many blocks) is looked into.
+    A repeated block is an element of a `ModuleList` or `Sequential` in which its class occurs more
+    than once; the outermost wins, except that an element with more than half of the model's
+    parameters (an encoder of many blocks) is looked into.
     """
     owners: dict[str, nn.Module] = {}
     total = sum(p.numel() for p in model.parameters())
 
-    # A loop, for a function that calls itself from inside would keep the model in a reference cycle.
+    # A loop, for a function that calls itself from inside would keep the model in a reference
+    # cycle.
     pending = [("", model, False)]
     while pending:
         name, module, chosen = pending.pop()
@@ -44,22 +51,34 @@ def find_owners(model: nn.Module, given: Sequence[type[nn.Module] | nn.Module] |
         for child_name, child in module.named_children():
             numel = sum(p.numel() for p in child.parameters())
             if given is not None:
-                chosen = any(child is g if isinstance(g, nn.Module) else isinstance(child, g) for g in given)
+                chosen = any(
+                    child is g if isinstance(g, nn.Module) else isinstance(child, g) for g in given
+                )
             else:
-                repeated = isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds[type(child)] > 1
+                repeated = (
+                    isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds[type(child)] > 1
+                )
                 chosen = repeated and not isinstance(child, _CONTAINERS) and 2 * numel <= total
-            below.append((f"{name}.{child_name}" if name else child_name, child, chosen and numel > 0))
+            below.append(
+                (f"{name}.{child_name}" if name else child_name, child, chosen and numel > 0)
+            )
         pending += reversed(below)
     if given is not None and not owners:
-        raise ConfigError("units=... matches no module of the model; give classes or modules that occur in it")
+        raise ConfigError(
+            "units=... matches no module of the model; give classes or modules that occur in it"
+        )
     return owners
 
 
-def group_parameters(model: nn.Module, owners: dict[str, nn.Module], dtype: torch.dtype | None = None) -> list[Group]:
-    """Every parameter of `model` in exactly one group, tied ones where they come first, in the order of the modules.
+def group_parameters(
+    model: nn.Module, owners: dict[str, nn.Module], dtype: torch.dtype | None = None
+) -> list[Group]:
+    """Every parameter of `model` in exactly one group, tied ones where they come first, in the
+    order of the modules.
 
-    Floating-point parameters count as `dtype` when it is given: what they will be stored in. Frozen ones of one byte
-    (float8) keep their own dtype: they are codes of a quantized base, whose kernels and scales expect them.
+    Floating-point parameters count as `dtype` when it is given: what they will be stored in. Frozen
+    ones of one byte (float8) keep their own dtype: they are codes of a quantized base, whose
+    kernels and scales expect them.
     """
     inside = {id(m): (name, owner) for name, owner in owners.items() for m in owner.modules()}
     buckets: dict[tuple[str, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
@@ -78,19 +97,29 @@ def group_parameters(model: nn.Module, owners: dict[str, nn.Module], dtype: torc
     kinds = Counter(unit_name for unit_name, _, _ in buckets)
     groups = []
     for (unit_name, stored, trainable), parameters in buckets.items():
-        suffix = "" if kinds[unit_name] == 1 else f" ({str(stored).removeprefix('torch.')}{'' if trainable else ', frozen'})"
-        groups.append(Group((unit_name or "model") + suffix, stored, owner_of[unit_name], tuple(parameters)))
+        suffix = (
+            ""
+            if kinds[unit_name] == 1
+            else f" ({str(stored).removeprefix('torch.')}{'' if trainable else ', frozen'})"
+        )
+        groups.append(
+            Group((unit_name or "model") + suffix, stored, owner_of[unit_name], tuple(parameters))
+        )
     return groups
 
 
 def stored_as(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What a parameter is stored in: `dtype` (`Config.precision`) if that is given and is for it, else its own."""
-    converted = parameter.is_floating_point() and (parameter.requires_grad or parameter.dtype.itemsize > 1)
+    """What a parameter is stored in: `dtype` (`Config.precision`) if that is given and is for it,
+    else its own."""
+    converted = parameter.is_floating_point() and (
+        parameter.requires_grad or parameter.dtype.itemsize > 1
+    )
     return dtype if dtype is not None and converted else parameter.dtype
 
 
 def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list[Group]:
-    """`groups` with small neighbours of one kind joined, so that they share their collectives and their I/O.
+    """`groups` with small neighbours of one kind joined, so that they share their collectives and
+    their I/O.
 
     [Note: what is small]
     A unit of any size needs an all-gather, a reduction and I/O of its own. So adapters, or the
@@ -106,12 +135,15 @@ def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list
     owner_of = {id(p): group.owner for group in groups for _, p in group.parameters}
     containers = {owner: name.rpartition(".")[0] for name, owner in owners.items()}
     joined: list[list[int]] = []
-    last: dict[tuple[torch.dtype, bool], list[int]] = {}  # what the next one of the same kind may be joined to
+    # what the next one of the same kind may be joined to
+    last: dict[tuple[torch.dtype, bool], list[int]] = {}
 
     def go_together(before: list[int], number: int) -> bool:
         together = sum(sizes[each] for each in before) + sizes[number]
         first, other = (containers.get(groups[each].owner) for each in (before[0], number))
-        return together <= most or (first is not None and first == other and 64 * together <= 65 * sizes[before[0]])
+        return together <= most or (
+            first is not None and first == other and 64 * together <= 65 * sizes[before[0]]
+        )
 
     for number, group in enumerate(groups):
         kind = group.dtype, group.parameters[0][1].requires_grad
@@ -129,11 +161,16 @@ def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list
 def _joined(groups: Sequence[Group]) -> Group:
     first, *_, last = [groups[0], *groups]
     name = first.name if first is last else f"{first.name} to {last.name}"
-    return first._replace(name=name, parameters=tuple(named for group in groups for named in group.parameters))
+    return first._replace(
+        name=name, parameters=tuple(named for group in groups for named in group.parameters)
+    )
 
 
-def find_users(model: nn.Module, owners: dict[str, nn.Module], unit_of: dict[int, int]) -> dict[nn.Module, list[int]]:
-    """For each module to be hooked, the numbers of the units that its forward uses, given the unit of each parameter's id.
+def find_users(
+    model: nn.Module, owners: dict[str, nn.Module], unit_of: dict[int, int]
+) -> dict[nn.Module, list[int]]:
+    """For each module to be hooked, the numbers of the units that its forward uses, given the unit
+    of each parameter's id.
 
     Three kinds of modules are hooked: the model itself; the owners, with all parameters below them;
     and every module with parameters of its own that can be reached without passing through an
@@ -150,9 +187,11 @@ def find_users(model: nn.Module, owners: dict[str, nn.Module], unit_of: dict[int
     return users
 
 
-def _with_parents(model: nn.Module, without: Iterable[int] = ()) -> Iterator[tuple[str, nn.Module, tuple[str, nn.Module]]]:
-    """Every module once, with its path and its nearest ancestor that has a forward; not those whose ids are in `without`,
-    nor what is only below them."""
+def _with_parents(
+    model: nn.Module, without: Iterable[int] = ()
+) -> Iterator[tuple[str, nn.Module, tuple[str, nn.Module]]]:
+    """Every module once, with its path and its nearest ancestor that has a forward; not those whose
+    ids are in `without`, nor what is only below them."""
     seen = set(without)
     pending = [("", model, ("", model))]
     while pending:
@@ -162,5 +201,8 @@ def _with_parents(model: nn.Module, without: Iterable[int] = ()) -> Iterator[tup
         seen.add(id(module))
         yield path, module, above
         below = above if isinstance(module, _CONTAINERS) else (path, module)
-        children = [(f"{path}.{name}" if path else name, child, below) for name, child in module.named_children()]
+        children = [
+            (f"{path}.{name}" if path else name, child, below)
+            for name, child in module.named_children()
+        ]
         pending += reversed(children)

@@ -3,13 +3,14 @@
 What is under way, and so begins and ends uses of units, is kept in `infinity.modules.execution`.
 
 [Note: uses]
-Whatever points at a unit's bytes holds a `Use` of it (`infinity.sharding.use`), which somebody ends:
+Whatever points at a unit's bytes holds a `Use` of it (`infinity.sharding.use`), which somebody
+ends:
 
 | begun by | shows the parameters | ends |
 |---|---|---|
-| a call of a hooked module | yes | with the call; handed to the call around it while views of it are left |
+| a call of a hooked module | yes | with the call; the one around it takes it while views are left |
 | a touch of a parameter in a forward whose hooks did not bring it | yes | with the call that runs |
-| a saved view that a backward unpacks | no | when nobody refers to the view any more: see `Execution.sweep` |
+| a saved view that a backward unpacks | no | with the last reference to it: see `Execution.sweep` |
 | a touch of a parameter in a backward | yes | see [Note: recomputation] |
 
 A view that outlives the outermost forward, or a backward, is refused: its bytes would change.
@@ -31,8 +32,9 @@ then cast twice, and its gradients are added in its own dtype, as with `cache_en
 autograd saves of casts stays until the backward, unless the activations are checkpointed.
 
 [Note: graphs]
-torch.compile does not look into these hooks. They run before the guards of a compiled forward are looked at, which so see
-parameters of the same class, shape and dtype each time: nothing is compiled again. What the graph saves passes `Packer` as ever.
+torch.compile does not look into these hooks. They run before the guards of a compiled forward are
+looked at, which so see parameters of the same class, shape and dtype each time: nothing is compiled
+again. What the graph saves passes `Packer` as ever.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ _MOST_OBJECTS = 256
 class Hooks(Border):
     """The hooks of one engine on one model, from construction to `close`.
 
-    A forward of `model` is a cycle of the trace; `units_of` maps each hooked module to the units its forward uses.
+    A forward of `model` is a cycle of the trace; `units_of` maps each hooked module to the units
+    its forward uses.
     """
 
     def __init__(
@@ -105,13 +108,18 @@ class Hooks(Border):
     def _register(self) -> None:
         before, after = uncompiled(self._before_forward), uncompiled(self._after_forward)
         for module in self._units_of:
-            # First, for other pre-hooks may use the parameters: torch.nn.utils.weight_norm computes the weight in one.
-            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+            # First, for other pre-hooks may use the parameters: torch.nn.utils.weight_norm computes
+            # the weight in one.
+            self._handles.append(
+                module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+            )
             self._handles.append(module.register_forward_hook(after, always_call=True))
         for unit in self._units:
             if unit.trainable:
                 for index, parameter in enumerate(unit.parameters):
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._collector(unit, index)))
+                    self._handles.append(
+                        parameter.register_post_accumulate_grad_hook(self._collector(unit, index))
+                    )
 
     def close(self) -> None:
         """Take every hook off the model. May be called twice."""
@@ -122,11 +130,13 @@ class Hooks(Border):
 
     @contextmanager
     def interleaved(self, interleaver: Interleaving) -> Iterator[None]:
-        """Inside, `interleaver` decides which of several executions goes on; all are one cycle of the trace. Not nested."""
+        """Inside, `interleaver` decides which of several executions goes on; all are one cycle of
+        the trace. Not nested."""
         self._executions.end_interrupted()
         self._runtime.begin(True)
         self._executions.interleaver = interleaver
-        # Before a gradient is accumulated, not after: autograd locks the parameter's node for that, and others could not use it.
+        # Before a gradient is accumulated, not after: autograd locks the parameter's node for that,
+        # and others could not use it.
         borders = [
             parameter.register_hook(lambda _, unit=unit: self._before_gradient(unit))
             for unit in self._units
@@ -143,7 +153,8 @@ class Hooks(Border):
             self._executions.flush()
 
     def check_thread(self, what: str) -> None:
-        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the caller wants to do."""
+        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the
+        caller wants to do."""
         self._executions.check_thread(what)
 
     @property
@@ -158,7 +169,9 @@ class Hooks(Border):
         if not recomputing:
             with self._claiming:
                 self._now.claim(f"{type(module).__name__} was called")
-        call = Call(module, recomputing, time.perf_counter(), None, caller(), threading.get_ident(), None)
+        call = Call(
+            module, recomputing, time.perf_counter(), None, caller(), threading.get_ident(), None
+        )
         try:
             if recomputing:
                 self._now.backward_pass()
@@ -177,18 +190,25 @@ class Hooks(Border):
             self._now.disown()
             raise
         call.start = time.perf_counter()
-        call.shown = self._recorder.show("compute", f"forward {call.uses[0].unit.name}") if call.uses else None
+        call.shown = (
+            self._recorder.show("compute", f"forward {call.uses[0].unit.name}")
+            if call.uses
+            else None
+        )
         self._now.calls.append(call)
         if not recomputing and torch.is_grad_enabled():
             units = self._units_of[module]
             for tensor in _tensors((args, kwargs)):
-                if tensor.grad_fn is not None:  # the gradient of a leaf may come before the module's last node has run
+                # the gradient of a leaf may come before the module's last node has run
+                if tensor.grad_fn is not None:
                     tensor.register_hook(lambda _, units=units: self._now.release_touched(units))
 
     def _begin_forward(self, module: nn.Module) -> None:
         """The outermost forward begins, of `module`."""
         self._now.begin_forward()
-        if self._executions.interleaver is None and (module is self._model() or self._runtime.stale):
+        if self._executions.interleaver is None and (
+            module is self._model() or self._runtime.stale
+        ):
             training = torch.is_grad_enabled()
             if not training:
                 self._updater.before_evaluation()
@@ -197,14 +217,16 @@ class Hooks(Border):
     def _check(self, module: nn.Module) -> None:
         if module not in self._units_of:
             raise ShardedParameterError(
-                f"this {type(module).__name__} is a copy of a module of a wrapped model, as torch.nn.DataParallel makes them: it "
-                "has no parameters; run the wrapped model itself, or a process for each device, and give infinity.wrap a group="
+                f"this {type(module).__name__} is a copy of a module of a wrapped model, as "
+                "torch.nn.DataParallel makes them: it has no parameters; run the wrapped model "
+                "itself, or a process for each device, and give infinity.wrap a group="
             )
         transform = torch._C._functorch.peek_interpreter_stack()
         if transform is not None and transform.key() == torch._C._functorch.TransformType.Grad:
             raise RuntimeError(
-                "torch.func.grad, vjp and their kind cannot pass a wrapped model: they take no hooks on saved tensors, which "
-                "bring the parameters back for the backward; use loss.backward(), and infinity.engine(model).gradient(parameter)"
+                "torch.func.grad, vjp and their kind cannot pass a wrapped model: they take no "
+                "hooks on saved tensors, which bring the parameters back for the backward; use "
+                "loss.backward(), and infinity.engine(model).gradient(parameter)"
             )
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -216,7 +238,8 @@ class Hooks(Border):
         self._recorder.hide(call.shown)
         if call.saving is not None:
             call.saving.__exit__(None, None, None)
-        failed = output is None and sys.exc_info()[0] is not None  # its frames refer to what they had
+        # its frames refer to what they had
+        failed = output is None and sys.exc_info()[0] is not None
         changed = [name for use in call.uses for name in use.unit.changed()]
         kept = self._end_uses(call, output, failed)
         units = self._units_of[module]
@@ -231,20 +254,26 @@ class Hooks(Border):
         self._now.disown()
         if changed:
             raise ShardedParameterError(
-                f"{described(changed)} was changed in place inside of a forward, which would be lost; change it outside of the "
-                "forward, in `with infinity.gathered(model, write=True):` (or gathered(parameter, write=True))"
+                f"{described(changed)} was changed in place inside of a forward, which would be "
+                "lost; change it outside of the forward, in `with infinity.gathered(model, "
+                "write=True):` (or gathered(parameter, write=True))"
             )
         if kept:
             raise ShardedParameterError(
-                f"{type(module).__name__} leaves a view of {described(kept)} behind: in its output, in an attribute or in hooks "
-                "on saved tensors. The data leaves when the forward ends; keep a copy (.clone()), or call the module inside "
-                "`with infinity.gathered(model):`"
+                f"{type(module).__name__} leaves a view of {described(kept)} behind: in its "
+                "output, in an attribute or in hooks on saved tensors. The data leaves when the "
+                "forward ends; keep a copy (.clone()), or call the module inside `with "
+                "infinity.gathered(model):`"
             )
 
     def _end_uses(self, call: Call, output: Any, failed: bool) -> list[str]:
-        """End the uses of a call that has ended, or hand them to the one around it where views are left; returns the names of
-        those views that outlive the outermost forward."""
-        returned = {found[0] for tensor in _tensors(output) if (found := self._packer.locate(tensor)) is not None}
+        """End the uses of a call that has ended, or hand them to the one around it where views are
+        left; returns the names of those views that outlive the outermost forward."""
+        returned = {
+            found[0]
+            for tensor in _tensors(output)
+            if (found := self._packer.locate(tensor)) is not None
+        }
         kept: list[str] = []
         for use in call.uses:
             left = not failed and (use.unit in returned or bool(use.referenced()))
@@ -265,7 +294,8 @@ class Hooks(Border):
         return Showing(unit, self._runtime.enter(unit), self._left)
 
     def _left(self, unit: Unit) -> None:
-        if unit.data.state is UnitState.SHARDED and any(map(torch.is_autocast_enabled, _AUTOCAST)):  # see [Note: casts]
+        # see [Note: casts]
+        if unit.data.state is UnitState.SHARDED and any(map(torch.is_autocast_enabled, _AUTOCAST)):
             torch.clear_autocast_cache()
         unit.release()
 
@@ -274,12 +304,13 @@ class Hooks(Border):
         return self._packer.context() or nullcontext()
 
     def _bring(self, saved: PackedView) -> torch.Tensor:
-        """The tensor of a saved view, for the node that runs, or for whoever asks for what autograd saved."""
+        """The tensor of a saved view, for the node that runs, or for whoever asks for what autograd
+        saved."""
         unit = saved.unit
         if saved.updates != unit.blocks[Kind.PARAM].home.updates:
             raise RuntimeError(
-                f"the parameters of {unit.name} were updated after the forward whose backward needs them; "
-                "call backward() before optimizer.step(), or run the forward again"
+                f"the parameters of {unit.name} were updated after the forward whose backward "
+                "needs them; call backward() before optimizer.step(), or run the forward again"
             )
         found = self._now.backward_pass() if in_backward() else None
         self._now.sweep()
@@ -287,8 +318,11 @@ class Hooks(Border):
             self._executions.interleaver.switch_at(unit)
         self._executions.begin_turn(unit)
         use = Unpacking(unit, self._runtime.enter(unit), Unit.release)
-        view = use.window.tensor(saved.size, saved.stride, saved.offset // saved.dtype.itemsize, saved.dtype)
-        if found is None or torch.is_grad_enabled():  # a backward that is recorded keeps what it unpacks
+        view = use.window.tensor(
+            saved.size, saved.stride, saved.offset // saved.dtype.itemsize, saved.dtype
+        )
+        # a backward that is recorded keeps what it unpacks
+        if found is None or torch.is_grad_enabled():
             view = view.clone()
             use.end()
         else:
@@ -304,7 +338,8 @@ class Hooks(Border):
 
     def _collector(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
-            with torch._C.DisableTorchFunctionSubclass():  # classes of parameters hide .grad while the engine holds a gradient
+            # classes of parameters hide .grad while the engine holds a gradient
+            with torch._C.DisableTorchFunctionSubclass():
                 gradient = _GRAD.__get__(parameter)
                 _GRAD.__set__(parameter, None)
             if gradient is not None:
@@ -318,8 +353,9 @@ class Hooks(Border):
         return collect
 
     def touched(self, unit: Unit) -> bool:
-        """A parameter of a unit that is not there was touched: by a recomputation that no hook saw, or by a forward that uses
-        another module's parameter (`nn.MultiheadAttention` never calls its `out_proj`). False outside of both."""
+        """A parameter of a unit that is not there was touched: by a recomputation that no hook saw,
+        or by a forward that uses another module's parameter (`nn.MultiheadAttention` never calls
+        its `out_proj`). False outside of both."""
         recomputing = in_backward()
         if not recomputing:
             self.check_thread(f"a parameter of {unit.name} was touched")
@@ -337,7 +373,8 @@ class Hooks(Border):
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in `value`: in mappings, lists, tuples and dataclasses, and in the attributes of other objects there."""
+    """The tensors in `value`: in mappings, lists, tuples and dataclasses, and in the attributes of
+    other objects there."""
     pending = [value]
     seen: set[int] = set()
     while pending and len(seen) < _MOST_OBJECTS:

@@ -14,10 +14,12 @@ One that skips a block waits for the others if the trace predicts that they will
 runs ahead, which only costs a fetch.
 
 [Note: the order of gradients]
-Sums of floating-point numbers depend on their order. A parameter takes the gradients of the first micro-batch first, then those
-of the second, as it would if one ran after the other. A gradient that comes before its turn is held until no earlier micro-batch
-owes one to the same parameter. What a micro-batch owes is read from its autograd graph when its backward begins; a use without
-autograd may bring one, too, when it is recomputed (re-entrant checkpointing), and is counted until the micro-batch ends.
+Sums of floating-point numbers depend on their order. A parameter takes the gradients of the first
+micro-batch first, then those of the second, as it would if one ran after the other. A gradient that
+comes before its turn is held until no earlier micro-batch owes one to the same parameter. What a
+micro-batch owes is read from its autograd graph when its backward begins; a use without autograd
+may bring one, too, when it is recomputed (re-entrant checkpointing), and is counted until the
+micro-batch ends.
 
 [Note: what a thread has of its own]
 Torch keeps some state per thread (`_carry`). Each micro-batch also has its own state of the random
@@ -52,14 +54,20 @@ RandomState = list[torch.Tensor]
 
 
 class _Stopped(BaseException):
-    """Ends a micro-batch from inside, as Ctrl-C would; another one failed, or the caller was interrupted."""
+    """Ends a micro-batch from inside, as Ctrl-C would; another one failed, or the caller was
+    interrupted."""
 
 
 class MicroBatch:
     """One micro-batch, and what is under way of it. Used by the thread whose turn it is."""
 
     def __init__(
-        self, index: int, work: Callable[[MicroBatch], None], random: RandomState, execution: Execution, alone: bool
+        self,
+        index: int,
+        work: Callable[[MicroBatch], None],
+        random: RandomState,
+        execution: Execution,
+        alone: bool,
     ) -> None:
         self.index = index
         self.work = work
@@ -71,7 +79,8 @@ class MicroBatch:
         """The unit that it is about to use; None before the first."""
         self.scaled: Noted = []
         self.ended = False
-        self._reached: frozenset[int] | None = None  # ids of the parameters that its backward reaches; None before
+        # ids of the parameters that its backward reaches; None before
+        self._reached: frozenset[int] | None = None
         self._hidden: Counter[int] = Counter()  # uses of each unit that autograd did not see
         self._brought: Counter[int] = Counter()  # gradients of each parameter, by id
 
@@ -81,7 +90,8 @@ class MicroBatch:
             self._reached = _leaves(loss)
 
     def use_hidden(self, unit: Unit) -> None:
-        """A forward without autograd uses `unit`: its recomputation may bring gradients that the graph does not show."""
+        """A forward without autograd uses `unit`: its recomputation may bring gradients that the
+        graph does not show."""
         self._hidden[unit.index] += 1
 
     def bring(self, parameter: int) -> None:
@@ -106,12 +116,21 @@ class _HeldGradient(NamedTuple):
 
 
 class Interleaver:
-    """Runs micro-batches, each until it is about to use another unit than the one that is there. Lives for one `run`.
+    """Runs micro-batches, each until it is about to use another unit than the one that is there.
+    Lives for one `run`.
 
-    Everything is done by the thread whose turn it is; the caller's only waits, and may be interrupted. `device` is the engine's.
+    Everything is done by the thread whose turn it is; the caller's only waits, and may be
+    interrupted. `device` is the engine's.
     """
 
-    def __init__(self, hooks: Hooks, executions: Executions, trace: Trace, device: ComputeDevice, scales: Scales) -> None:
+    def __init__(
+        self,
+        hooks: Hooks,
+        executions: Executions,
+        trace: Trace,
+        device: ComputeDevice,
+        scales: Scales,
+    ) -> None:
         self._hooks = hooks
         self._executions = executions
         self._trace = trace
@@ -121,14 +140,16 @@ class Interleaver:
         self._running: MicroBatch
         self._at: int | None = None  # the unit that is there
         self._idle = executions.new()  # the caller's, which has nothing under way
-        self._held: dict[int, list[_HeldGradient]] = {}  # by id of the parameter, in the order of the micro-batches
+        # by id of the parameter, in the order of the micro-batches
+        self._held: dict[int, list[_HeldGradient]] = {}
         self._last: dict[int, int] = {}  # the micro-batch whose gradient a parameter took last
         self._errors: list[BaseException] = []
         self._stopping = False
         self._over = _closed()
 
     def run(self, works: Sequence[Callable[[MicroBatch], None]], vertical: bool) -> None:
-        """Run each of `works` as a micro-batch, together if `vertical`, else one after the other on the calling thread.
+        """Run each of `works` as a micro-batch, together if `vertical`, else one after the other on
+        the calling thread.
 
         Each draws random numbers from a state of its own, the first one from the caller's state.
         The caller continues from the last state that was drawn from. When every micro-batch has
@@ -147,7 +168,11 @@ class Interleaver:
                 self.device.set_random_state(micro_batch.random)
                 micro_batch.work(micro_batch)
                 micro_batch.random = self.device.random_state()
-        drawn = [s.random for s, begun in zip(micro_batches, randoms, strict=True) if not all(map(torch.equal, s.random, begun))]
+        drawn = [
+            s.random
+            for s, begun in zip(micro_batches, randoms, strict=True)
+            if not all(map(torch.equal, s.random, begun))
+        ]
         self.device.set_random_state([*randoms[:1], *drawn][-1])
 
     def _run_together(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -156,7 +181,9 @@ class Interleaver:
             for micro_batch in micro_batches:
                 context = contextvars.copy_context()
                 name = f"infinity-micro-batch-{micro_batch.index}"
-                thread = threading.Thread(target=context.run, args=(self._live, micro_batch, carry), name=name)
+                thread = threading.Thread(
+                    target=context.run, args=(self._live, micro_batch, carry), name=name
+                )
                 try:
                     thread.start()
                     threads.append(thread)
@@ -164,7 +191,8 @@ class Interleaver:
                 except BaseException as error:  # no more threads: those that there are end at once
                     self._stop(error)
                     if micro_batch not in self._micro_batches:
-                        micro_batch.wakeup.release()  # an interrupt may have come when its thread had begun
+                        # an interrupt may have come when its thread had begun
+                        micro_batch.wakeup.release()
                     break
             if self._micro_batches:
                 self._micro_batches[0].wakeup.release()
@@ -216,7 +244,9 @@ class Interleaver:
         except BaseException as error:
             self._stop(error)
         finally:  # somebody goes on, whatever has failed: all others wait for their turn
-            following = following or next((other for other in self._micro_batches if not other.ended), None)
+            following = following or next(
+                (other for other in self._micro_batches if not other.ended), None
+            )
             (self._over if following is None else following.wakeup).release()
 
     def _leave(self, micro_batch: MicroBatch) -> None:
@@ -233,7 +263,8 @@ class Interleaver:
     # Whose turn it is
 
     def switch_at(self, unit: Unit) -> None:
-        """The micro-batch that runs is about to use `unit`, or to have a gradient of it: let others use what is there first."""
+        """The micro-batch that runs is about to use `unit`, or to have a gradient of it: let others
+        use what is there first."""
         micro_batch = self._running
         if not torch.is_grad_enabled() and not in_backward():
             micro_batch.use_hidden(unit)
@@ -248,11 +279,15 @@ class Interleaver:
             raise _Stopped
 
     def _choose(self) -> MicroBatch | None:
-        """Who runs next: the first micro-batch that uses what is there, or else one that uses what the trace says comes next.
+        """Who runs next: the first micro-batch that uses what is there, or else one that uses what
+        the trace says comes next.
 
-        Where the trace does not know, the unit that most micro-batches want comes first. None when all have ended.
+        Where the trace does not know, the unit that most micro-batches want comes first. None when
+        all have ended.
         """
-        micro_batches = [micro_batch for micro_batch in self._micro_batches if not micro_batch.ended]
+        micro_batches = [
+            micro_batch for micro_batch in self._micro_batches if not micro_batch.ended
+        ]
         for micro_batch in micro_batches:
             if micro_batch.wanted in (None, self._at):
                 return micro_batch
@@ -265,12 +300,14 @@ class Interleaver:
     # Gradients
 
     def collect(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
-        """The micro-batch that runs has the gradient of parameter `index` of `unit`: add it when its turn has come."""
+        """The micro-batch that runs has the gradient of parameter `index` of `unit`: add it when
+        its turn has come."""
         micro_batch, parameter = self._running, id(unit.parameters[index])
         if self._last.get(parameter, 0) > micro_batch.index:
             raise InfinityError(
-                f"{unit.names[index]} got a gradient of micro-batch {micro_batch.index} after one of a later micro-batch, "
-                "so the sum would have another order than in horizontal order; "
+                f"{unit.names[index]} got a gradient of micro-batch {micro_batch.index} after one "
+                "of a later micro-batch, so the sum would have another order than in horizontal "
+                "order; "
                 'use infinity.accumulate(..., order="horizontal")'
             )
         micro_batch.bring(parameter)
@@ -280,9 +317,13 @@ class Interleaver:
         self._deliver(parameter)
 
     def _deliver(self, parameter: int) -> None:
-        """Add what is held for the parameter with this id, as far as no earlier micro-batch owes it a gradient."""
+        """Add what is held for the parameter with this id, as far as no earlier micro-batch owes it
+        a gradient."""
         held = self._held[parameter]
-        while held and not any(s.owes(held[0].unit, parameter) for s in self._micro_batches[: held[0].micro_batch.index]):
+        while held and not any(
+            s.owes(held[0].unit, parameter)
+            for s in self._micro_batches[: held[0].micro_batch.index]
+        ):
             first = held.pop(0)
             self._last[parameter] = first.micro_batch.index
             first.unit.gradients.add(first.position, first.gradient, first.loss_scale)
@@ -313,14 +354,19 @@ def _leaves(loss: torch.Tensor) -> frozenset[int]:
 
 
 def _carry(device: ComputeDevice) -> Callable[[], None]:
-    """What torch keeps per thread, as the caller has it; the result puts the thread that calls it into the same, for good.
+    """What torch keeps per thread, as the caller has it; the result puts the thread that calls it
+    into the same, for good.
 
     Autocast is not in it: it begins and ends with a forward (see `infinity.accumulate`).
     """
-    function_modes, dispatch_modes = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+    function_modes, dispatch_modes = (
+        _get_current_function_mode_stack(),
+        _get_current_dispatch_mode_stack(),
+    )
     saving: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     follow = device.follow()
-    # OpenMP and MKL count threads per calling thread. Another count divides a product into other sums, with other bits.
+    # OpenMP and MKL count threads per calling thread. Another count divides a product into other
+    # sums, with other bits.
     count = torch.get_num_threads()
 
     def carry() -> None:

@@ -1,11 +1,14 @@
-"""The first values of the units: from safetensors, from the model, or from the modules' own initialisation.
+"""The first values of the units: from safetensors, from the model, or from the modules' own
+initialisation.
 
 [Note: low bits]
-`Config.precision` may store parameters in fewer bits than their values come with: an fp32 model, or fp32 safetensors, in bf16.
-A trainable unit has a master block, with room for these bits. So its master is written from the value in fp32, and takes the
-rounded parameter along: training goes on from the weights that were given. Everywhere else nothing but the parameter is
-written, and the master is the parameter, widened. The choice follows from dtypes alone, never from values, so that all ranks
-choose alike. It costs the bytes of the master once more, 2 or 4 per parameter, and the flat buffer of one unit in fp32.
+`Config.precision` may store parameters in fewer bits than their values come with: an fp32 model, or
+fp32 safetensors, in bf16. A trainable unit has a master block, with room for these bits. So its
+master is written from the value in fp32, and takes the rounded parameter along: training goes on
+from the weights that were given. Everywhere else nothing but the parameter is written, and the
+master is the parameter, widened. The choice follows from dtypes alone, never from values, so that
+all ranks choose alike. It costs the bytes of the master once more, 2 or 4 per parameter, and the
+flat buffer of one unit in fp32.
 """
 
 from __future__ import annotations
@@ -58,16 +61,19 @@ class Weights:
         return DTYPES[code] if code in DTYPES else self._files[name].get_tensor(name).dtype
 
     def read_into(self, name: str, target: torch.Tensor, bounds: tuple[slice, ...] = ()) -> None:
-        """Copy tensor `name`, or the part of it within `bounds`, into `target` of the same shape, converting the dtype."""
+        """Copy tensor `name`, or the part of it within `bounds`, into `target` of the same shape,
+        converting the dtype."""
         file = self._files[name]
         target.copy_(file.get_slice(name)[bounds] if bounds else file.get_tensor(name))
 
 
 @contextmanager
 def open_weights(source: str | Path, model: nn.Module) -> Iterator[Weights]:
-    """Open the safetensors of a Hugging Face directory, or one file, and check that they have what `model` needs.
+    """Open the safetensors of a Hugging Face directory, or one file, and check that they have what
+    `model` needs.
 
-    Raises `ConfigError` when there are none, one is broken, or a name is missing or has another shape.
+    Raises `ConfigError` when there are none, one is broken, or a name is missing or has another
+    shape.
     """
     path = Path(source)
     if path.is_file():
@@ -78,7 +84,9 @@ def open_weights(source: str | Path, model: nn.Module) -> Iterator[Weights]:
             files = [path / name for name in sorted(set(index["weight_map"].values()))]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{path / INDEX} is not an index of safetensors files: {reason}") from error
+            raise ConfigError(
+                f"{path / INDEX} is not an index of safetensors files: {reason}"
+            ) from error
     elif (path / SINGLE).is_file():
         files = [path / SINGLE]
     else:
@@ -104,12 +112,20 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}" if path else name, buffer
 
 
-def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights: Weights | None, seed: int | None) -> None:
-    """Move every unit to its tier, one after the other, so that no more than one is whole at a time.
+def fill_units(
+    model: nn.Module,
+    units: Sequence[Unit],
+    empty: set[int],
+    weights: Weights | None,
+    seed: int | None,
+) -> None:
+    """Move every unit to its tier, one after the other, so that no more than one is whole at a
+    time.
 
-    Values come from `weights`; without them from the parameters, and for those whose ids are in `empty` from the modules'
-    own initialisation. Raises `ConfigError` before anything is moved where these cannot be initialised. What the parameters held
-    is freed if nobody else holds it. See [Note: low bits].
+    Values come from `weights`; without them from the parameters, and for those whose ids are in
+    `empty` from the modules' own initialisation. Raises `ConfigError` before anything is moved
+    where these cannot be initialised. What the parameters held is freed if nobody else holds it.
+    See [Note: low bits].
     """
     if weights is None:
         check_initialisable(model, empty)
@@ -118,11 +134,16 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
         if seed is not None:
             torch.manual_seed(seed)
         for unit in units:
-            names = [next((n for n in aliases[id(p)] if weights and n in weights), "") for p in unit.parameters]
+            names = [
+                next((n for n in aliases[id(p)] if weights and n in weights), "")
+                for p in unit.parameters
+            ]
             kind, dtype = _kept_of(unit, names, empty, weights)
             flat = torch.zeros(unit.layout.numel, dtype=dtype)
             uninitialised = []
-            for parameter, name, place in zip(unit.parameters, names, unit.layout.places, strict=True):
+            for parameter, name, place in zip(
+                unit.parameters, names, unit.layout.places, strict=True
+            ):
                 view = flat[place.offset : place.end].view(place.shape)
                 if weights is not None:
                     weights.read_into(name, view, bounds_of(parameter))
@@ -139,14 +160,23 @@ def fill_units(model: nn.Module, units: Sequence[Unit], empty: set[int], weights
             weights.read_into(name, local(buffer))
 
 
-def _kept_of(unit: Unit, names: Sequence[str], empty: set[int], weights: Weights | None) -> tuple[Kind, torch.dtype]:
-    """What of `unit` is written first, its parameters or its masters, and the dtype in which its values are put together.
+def _kept_of(
+    unit: Unit, names: Sequence[str], empty: set[int], weights: Weights | None
+) -> tuple[Kind, torch.dtype]:
+    """What of `unit` is written first, its parameters or its masters, and the dtype in which its
+    values are put together.
 
-    `names` are those of its parameters in `weights`. Parameters of the modules' own initialisation are drawn in their own
-    dtype, as without the engine, and rounded after that.
+    `names` are those of its parameters in `weights`. Parameters of the modules' own initialisation
+    are drawn in their own dtype, as without the engine, and rounded after that.
     """
-    sources = [p.dtype for p in unit.parameters] if weights is None else [weights.dtype(name) for name in names]
-    if unit.dtype not in (torch.bfloat16, torch.float16) or not any(_has_more_bits(s, unit.dtype) for s in sources):
+    sources = (
+        [p.dtype for p in unit.parameters]
+        if weights is None
+        else [weights.dtype(name) for name in names]
+    )
+    if unit.dtype not in (torch.bfloat16, torch.float16) or not any(
+        _has_more_bits(s, unit.dtype) for s in sources
+    ):
         return Kind.PARAM, unit.dtype
     if Kind.MASTER in unit.blocks:
         return Kind.MASTER, torch.float32
@@ -155,9 +185,13 @@ def _kept_of(unit: Unit, names: Sequence[str], empty: set[int], weights: Weights
 
 
 def _has_more_bits(source: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether `stored` cannot hold every value of `source`, a type of floating-point numbers. fp16 and bf16 hold neither all
-    values of the other."""
-    return source.is_floating_point and source.itemsize > 1 and torch.promote_types(source, stored) != stored
+    """Whether `stored` cannot hold every value of `source`, a type of floating-point numbers. fp16
+    and bf16 hold neither all values of the other."""
+    return (
+        source.is_floating_point
+        and source.itemsize > 1
+        and torch.promote_types(source, stored) != stored
+    )
 
 
 def _aliases(model: nn.Module) -> dict[int, list[str]]:
@@ -171,7 +205,11 @@ def _aliases(model: nn.Module) -> dict[int, list[str]]:
 def _check(weights: Weights, model: nn.Module) -> None:
     shapes = {id(parameter): tuple(parameter.shape) for parameter in model.parameters()}
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model)}
-    needed, known, absent = {name: buffers[name] for name in buffers if name in weights}, set(buffers), []
+    needed, known, absent = (
+        {name: buffers[name] for name in buffers if name in weights},
+        set(buffers),
+        [],
+    )
     for key, names in _aliases(model).items():
         known.update(names)
         name = next((name for name in names if name in weights), None)
@@ -181,10 +219,20 @@ def _check(weights: Weights, model: nn.Module) -> None:
             needed[name] = shapes[key]
     for name, shape in needed.items():
         if weights.shape(name) != shape:
-            raise ConfigError(f"{name} in {weights.directory} has shape {weights.shape(name)}, the model needs {shape}")
+            raise ConfigError(
+                f"{name} in {weights.directory} has shape {weights.shape(name)}, the model "
+                f"needs {shape}"
+            )
     if absent:
         some = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
-        raise WeightsError(f"{weights.directory} has no tensor for {some}; it belongs to another model")
+        raise WeightsError(
+            f"{weights.directory} has no tensor for {some}; it belongs to another model"
+        )
     extra = sorted(weights.names() - known)
     if extra:
-        log.warning("%s has %d tensors that the model does not use, %s first", weights.directory, len(extra), extra[0])
+        log.warning(
+            "%s has %d tensors that the model does not use, %s first",
+            weights.directory,
+            len(extra),
+            extra[0],
+        )

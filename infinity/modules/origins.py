@@ -1,4 +1,5 @@
-"""Where the values of parameters come from that are built without memory, so that none is replaced without a word.
+"""Where the values of parameters come from that are built without memory, so that none is replaced
+without a word.
 
 [Note: what a constructor does]
 Inside `infinity.init()` a parameter has no memory, and what a constructor writes to it is gone.
@@ -13,9 +14,10 @@ while models are built, finds out from the stack who called it, and notes it wit
     CONSTANT: other code, one value for all  fills in this value
     OTHER: other code                        refuses, with file and line
 
-A writer is its own module's only if that module holds the parameter: `wrap` would not call a parent's `reset_parameters`.
-After `init()` the version counter of a parameter still tells that somebody wrote, but not who: OTHER. A write through `.data`,
-or by an initialisation that torch skips for meta tensors (`trunc_normal_`, `orthogonal_`), cannot be seen there.
+A writer is its own module's only if that module holds the parameter: `wrap` would not call a
+parent's `reset_parameters`. After `init()` the version counter of a parameter still tells that
+somebody wrote, but not who: OTHER. A write through `.data`, or by an initialisation that torch
+skips for meta tensors (`trunc_normal_`, `orthogonal_`), cannot be seen there.
 """
 
 from __future__ import annotations
@@ -36,7 +38,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _ATTRIBUTE = "_infinity_origins"  # of a module: by the names of its parameters
-_UNINITIALISED = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+_UNINITIALISED = {
+    "aten::empty",
+    "aten::empty_like",
+    "aten::empty_strided",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+}
 _FILLS = {"aten::fill_", "aten::zero_"}
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _SAMPLE = 16
@@ -53,7 +61,8 @@ class ParameterWriter(enum.Enum):
 
 
 class Origin(NamedTuple):
-    """Where the values of a parameter come from: `where` is file and line of OTHER, `constant` has no dimensions."""
+    """Where the values of a parameter come from: `where` is file and line of OTHER, `constant` has
+    no dimensions."""
 
     writer: ParameterWriter
     where: str = ""
@@ -65,13 +74,16 @@ class _Built:
 
     def __init__(self, parameter: nn.Parameter, origin: Origin) -> None:
         self.origin = origin
-        self.storages = [StorageWeakRef(parameter.untyped_storage())]  # their numbers are nobody else's as long as these live
+        # their numbers are nobody else's as long as these live
+        self.storages = [StorageWeakRef(parameter.untyped_storage())]
         self.numel = parameter.numel()
-        self.holders: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # and its names there
+        # and its names there
+        self.holders: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 class WriterWatch(TorchDispatchMode):
-    """Inside, notes who writes the parameters that were `registered`; of the thread that entered it."""
+    """Inside, notes who writes the parameters that were `registered`; of the thread that entered
+    it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -88,24 +100,41 @@ class WriterWatch(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._skipped.__exit__(*error)  # type: ignore[no-untyped-call]
         for built in self._built.values():
-            for module, name in [(module, name) for module, names in built.holders.items() for name in names]:
+            for module, name in [
+                (module, name) for module, names in built.holders.items() for name in names
+            ]:
                 parameter = module._parameters.get(name)
                 # Else its data was replaced, and nothing is known.
                 if parameter is not None and self._built.get(_number(parameter) or 0) is built:
-                    vars(module).setdefault(_ATTRIBUTE, {})[name] = (built.origin, parameter._version, id(parameter))
+                    vars(module).setdefault(_ATTRIBUTE, {})[name] = (
+                        built.origin,
+                        parameter._version,
+                        id(parameter),
+                    )
 
     def registered(self, module: nn.Module, name: str, given: nn.Parameter) -> None:
-        """`module` was given the parameter `given`, of which it has one without memory as `name`."""
+        """`module` was given the parameter `given`, of which it has one without memory as
+        `name`."""
         parameter = cast("nn.Parameter", module._parameters[name])
         number = _number(parameter)
         if number is None:
             return
         if number not in self._built:
-            origin = Origin(ParameterWriter.NOBODY) if _number(given) in self._empty or not given.numel() else _given(given)
+            origin = (
+                Origin(ParameterWriter.NOBODY)
+                if _number(given) in self._empty or not given.numel()
+                else _given(given)
+            )
             self._built[number] = _Built(parameter, origin)
         self._built[number].holders.setdefault(module, set()).add(name)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Run `func`, and note what it writes."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -114,7 +143,9 @@ class WriterWatch(TorchDispatchMode):
                 self.wrote(tensor, func._schema.name, args)
         elif func._schema.name in _UNINITIALISED and (number := _number(result)) is not None:
             self._empty[number] = StorageWeakRef(result.untyped_storage())
-        elif func._schema.name == "aten::_to_copy":  # what `model.half()` puts in the place of a parameter's data
+        elif (
+            func._schema.name == "aten::_to_copy"
+        ):  # what `model.half()` puts in the place of a parameter's data
             built = self._built.get(_number(args[0]) or 0)
             number = _number(result)
             if built is not None and number is not None and result.is_meta:
@@ -132,7 +163,11 @@ class WriterWatch(TorchDispatchMode):
         if built is None:
             return
         built.origin = _origin(built.holders)
-        if built.origin.writer is ParameterWriter.OTHER and operator in _FILLS and tensor.numel() == built.numel:
+        if (
+            built.origin.writer is ParameterWriter.OTHER
+            and operator in _FILLS
+            and tensor.numel() == built.numel
+        ):
             value = args[1] if operator == "aten::fill_" else 0
             if not (isinstance(value, torch.Tensor) and value.is_meta):
                 constant = torch.empty((), dtype=tensor.dtype).fill_(value)
@@ -140,23 +175,30 @@ class WriterWatch(TorchDispatchMode):
 
 
 class _Skipped(TorchFunctionMode):
-    """Tells `watch` of the functions of `torch.nn.init` that look whether a tensor is on the meta device, and return then."""
+    """Tells `watch` of the functions of `torch.nn.init` that look whether a tensor is on the meta
+    device, and return then."""
 
     def __init__(self, watch: WriterWatch) -> None:
         super().__init__()
         self._watch = watch
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
         """Run `func`."""
         result = func(*args, **(kwargs or {}))
-        if result is True and func == _IS_META and sys._getframe(1).f_globals.get("__name__") == "torch.nn.init":
+        if (
+            result is True
+            and func == _IS_META
+            and sys._getframe(1).f_globals.get("__name__") == "torch.nn.init"
+        ):
             self._watch.wrote(args[0])
         return result
 
 
 def fix(module: nn.Module, name: str) -> None:
-    """The parameter `name` of `module`, which has no memory yet, is written no more: note whether it was since it was built, or
-    is another one. A DTensor that was made of it is not."""
+    """The parameter `name` of `module`, which has no memory yet, is written no more: note whether
+    it was since it was built, or is another one. A DTensor that was made of it is not."""
     known, parameter = vars(module).get(_ATTRIBUTE, {}), module._parameters[name]
     if parameter is None or name not in known or isinstance(parameter, DTensor):
         return
@@ -168,7 +210,8 @@ def fix(module: nn.Module, name: str) -> None:
 
 
 def origins_of(model: nn.Module) -> dict[int, Origin]:
-    """What is known of the parameters of `model` that were built inside of `init()`, by their ids."""
+    """What is known of the parameters of `model` that were built inside of `init()`, by their
+    ids."""
     return {
         id(module._parameters[name]): origin
         for module in model.modules()
@@ -193,11 +236,16 @@ def frames(frame: FrameType | None) -> Iterator[FrameType]:
 def _given(parameter: nn.Parameter) -> Origin:
     """Of the values with which a parameter was registered."""
     constant = _constant(parameter) if parameter.device.type != "meta" else None
-    return Origin(ParameterWriter.OTHER, _place()) if constant is None else Origin(ParameterWriter.CONSTANT, constant=constant)
+    return (
+        Origin(ParameterWriter.OTHER, _place())
+        if constant is None
+        else Origin(ParameterWriter.CONSTANT, constant=constant)
+    )
 
 
 def _constant(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The one value that all elements have, to the bit, without dimensions; None where they differ."""
+    """The one value that all elements have, to the bit, without dimensions; None where they
+    differ."""
     flat = parameter.detach().reshape(-1)
     for part in (flat[:_SAMPLE], flat):  # what differs does so early
         codes = part.contiguous().view(torch.uint8).view(-1, flat.itemsize)
@@ -222,7 +270,11 @@ def _origin(holders: Mapping[nn.Module, set[str]]) -> Origin:
 def _place() -> str:
     """The file and line that led here, outside of torch and of this package."""
     for frame in frames(sys._getframe(1)):
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "infinity", "contextlib"):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in (
+            "torch",
+            "infinity",
+            "contextlib",
+        ):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     return "an unknown place"
 
@@ -232,7 +284,11 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[number] if number < len(args) else kwargs.get(argument.name)
-            yield from (each for each in (value if isinstance(value, (list, tuple)) else [value]) if torch.is_tensor(each))
+            yield from (
+                each
+                for each in (value if isinstance(value, (list, tuple)) else [value])
+                if torch.is_tensor(each)
+            )
 
 
 def _number(tensor: Any) -> int | None:

@@ -23,8 +23,9 @@ of the thread is on top, it enters the hooks with the packer in front of them, a
 code that takes them off needs to know nothing. On other threads, and under no packer, it does the
 same as torch's.
 
-The hooks of a checkpoint get the parameters, too, where it is entered so. They keep nothing, and count what they are given, again
-in the recomputation, where no packer is on top. The packer stays in front of them for hooks that are entered in the checkpoint.
+The hooks of a checkpoint get the parameters, too, where it is entered so. They keep nothing, and
+count what they are given, again in the recomputation, where no packer is on top. The packer stays
+in front of them for hooks that are entered in the checkpoint.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ from infinity.sharding.tensor_parallel import Form, form_of, local
 from infinity.sharding.unit import Unit
 
 NO_GRAPH = (
-    "infinity brings the parameters of each unit, such as a block, in a hook, and a hook cannot be part of a graph: "
-    "compile block after block, or leave out fullgraph=True"
+    "infinity brings the parameters of each unit, such as a block, in a hook, and a hook cannot be "
+    "part of a graph: compile block after block, or leave out fullgraph=True"
 )
 
 _NEEDED = (
-    "infinity needs them, because parameters leave after a forward and must come back for the backward; call the wrapped model "
-    "outside of torch.autograd.graph.disable_saved_tensors_hooks"
+    "infinity needs them, because parameters leave after a forward and must come back for the "
+    "backward; call the wrapped model outside of torch.autograd.graph.disable_saved_tensors_hooks"
 )
 _CHECKPOINTS = "torch.utils.checkpoint"
 _Pair = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -60,7 +61,9 @@ class PackedView(NamedTuple):
 
     unit: Unit
     kind: type[torch.Tensor]
-    dtype: torch.dtype  # need not be the unit's, nor need the bits below be clear: complex numbers are views of real ones
+    # need not be the unit's, nor need the bits below be clear: complex numbers are views of real
+    # ones
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int  # bytes from the start of the unit
@@ -93,7 +96,8 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Packer:
-    """Packs and unpacks for one engine. `locate` maps an address to (unit, byte offset); `bring` gives the tensor of a view."""
+    """Packs and unpacks for one engine. `locate` maps an address to (unit, byte offset); `bring`
+    gives the tensor of a view."""
 
     def __init__(
         self,
@@ -106,33 +110,51 @@ class Packer:
         """`unpack`, for torch to call."""
 
     def context(self, recomputing: bool = False) -> saved_tensors_hooks | None:
-        """Hooks to enter now, on top of those that are there; None where the packer is on top already.
+        """Hooks to enter now, on top of those that are there; None where the packer is on top
+        already.
 
-        What is saved while `recomputing` stays where it is, for its backward comes next. Raises `RuntimeError` where hooks on
-        saved tensors are disabled.
+        What is saved while `recomputing` stays where it is, for its backward comes next. Raises
+        `RuntimeError` where hooks on saved tensors are disabled.
         """
         why = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
         if why is not None:
             raise RuntimeError(f"hooks on saved tensors are disabled here ({why}); {_NEEDED}")
         top = _top()
-        if top is not None and isinstance(top[0], _Pack) and top[0].packer is self and not top[0].passes:
+        if (
+            top is not None
+            and isinstance(top[0], _Pack)
+            and top[0].packer is self
+            and not top[0].passes
+        ):
             return None
         return _OnTop(_Pack(self, top, recomputing), self.unpack_hook)
 
-    def pack(self, tensor: torch.Tensor, under: _Pair | None, recomputing: bool, passes: bool) -> Any:
-        """What autograd keeps of `tensor`; `under` are the pack and unpack hooks below ours, which get all that `passes`."""
+    def pack(
+        self, tensor: torch.Tensor, under: _Pair | None, recomputing: bool, passes: bool
+    ) -> Any:
+        """What autograd keeps of `tensor`; `under` are the pack and unpack hooks below ours, which
+        get all that `passes`."""
         found = None if passes else self.locate(tensor)
         if found is None:
             if under is not None:
                 return HandedDown(under[0](tensor), under[1])
-            return self._offloader.pack_here(tensor) if recomputing else self._offloader.pack(tensor)
+            return (
+                self._offloader.pack_here(tensor) if recomputing else self._offloader.pack(tensor)
+            )
         unit, offset = found
         form, tensor = form_of(tensor), local(tensor)
         with torch._C.DisableTorchFunctionSubclass():
-            size, stride, conjugate, negative = tensor.size(), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+            size, stride, conjugate, negative = (
+                tensor.size(),
+                tensor.stride(),
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
             kind = nn.Parameter if isinstance(tensor, nn.Parameter) else type(tensor)
             updates = unit.blocks[Kind.PARAM].home.updates
-            return PackedView(unit, kind, tensor.dtype, size, stride, offset, conjugate, negative, updates, form)
+            return PackedView(
+                unit, kind, tensor.dtype, size, stride, offset, conjugate, negative, updates, form
+            )
 
     def unpack(self, saved: Any) -> torch.Tensor:
         """What autograd gave to `pack`."""
@@ -143,7 +165,8 @@ class Packer:
         return saved.unpack() if isinstance(saved, SavedInPlace | OffloadedTensor) else saved
 
     def locate(self, tensor: torch.Tensor) -> tuple[Unit, int] | None:
-        """The unit in whose bytes `tensor` begins, whatever its class, and the byte offset there."""
+        """The unit in whose bytes `tensor` begins, whatever its class, and the byte offset
+        there."""
         tensor = local(tensor)
         with torch._C.DisableTorchFunctionSubclass():
             if tensor.layout is not torch.strided:
@@ -156,9 +179,12 @@ class Packer:
 
 
 class _Pack:
-    """The pack hook, which can be told from those of others. `under` are the hooks below; they get all that it `passes`."""
+    """The pack hook, which can be told from those of others. `under` are the hooks below; they get
+    all that it `passes`."""
 
-    def __init__(self, packer: Packer, under: _Pair | None, recomputing: bool, passes: bool = False) -> None:
+    def __init__(
+        self, packer: Packer, under: _Pair | None, recomputing: bool, passes: bool = False
+    ) -> None:
         self.packer, self.under, self.recomputing, self.passes = packer, under, recomputing, passes
 
     def __call__(self, tensor: torch.Tensor) -> Any:
@@ -168,7 +194,8 @@ class _Pack:
 
 
 class _OnTop(saved_tensors_hooks):
-    """Enters the hooks of a packer, and until its end keeps the packer in front of hooks that are entered meanwhile."""
+    """Enters the hooks of a packer, and until its end keeps the packer in front of hooks that are
+    entered meanwhile."""
 
     def __enter__(self) -> None:
         self._push = _Push.begin()
@@ -184,7 +211,8 @@ class _OnTop(saved_tensors_hooks):
 
 
 class _Push:
-    """What is in the place of torch's function that enters hooks, from `begin` until as many calls of `end`."""
+    """What is in the place of torch's function that enters hooks, from `begin` until as many calls
+    of `end`."""
 
     _changing: ClassVar = threading.Lock()
 
@@ -203,19 +231,25 @@ class _Push:
         return push
 
     def end(self) -> None:
-        """One user less: after the last one torch's function is back, if nobody has put another one there."""
+        """One user less: after the last one torch's function is back, if nobody has put another one
+        there."""
         with self._changing:
             self._users -= 1
             if not self._users and torch._C._autograd._push_saved_tensors_default_hooks is self:
                 torch._C._autograd._push_saved_tensors_default_hooks = self._plain
 
-    def __call__(self, pack_hook: Callable[[torch.Tensor], Any], unpack_hook: Callable[[Any], torch.Tensor]) -> None:
+    def __call__(
+        self, pack_hook: Callable[[torch.Tensor], Any], unpack_hook: Callable[[Any], torch.Tensor]
+    ) -> None:
         """Enter these hooks, with the packers in front of them that are so now."""
         hooks: _Pair = pack_hook, unpack_hook
         if not isinstance(pack_hook, _Pack):
             passes = getattr(pack_hook, "__module__", None) == _CHECKPOINTS
             for front in _in_front():
-                hooks = _Pack(front.packer, hooks, front.recomputing, passes), front.packer.unpack_hook
+                hooks = (
+                    _Pack(front.packer, hooks, front.recomputing, passes),
+                    front.packer.unpack_hook,
+                )
         self._plain(*hooks)
 
     __call__ = uncompiled(__call__)

@@ -1,16 +1,20 @@
-"""What autograd saves that is no parameter: kept as it is, or as a view of bytes that `infinity.tiers.activations` moves.
+"""What autograd saves that is no parameter: kept as it is, or as a view of bytes that
+`infinity.tiers.activations` moves.
 
 [Note: a saved tensor that changes]
-Torch notes the version of a saved tensor, and refuses to use what was changed in place before its backward. It cannot where hooks
-pack the tensor, so it is done here: what is packed shares the version counter of the tensor, as an alias whose memory has been
-taken away. Nor may it keep the tensor itself, which refers to the node that saves it: such a circle, half of which is not
-Python's, is never collected when a loss is dropped without its backward. (Who writes to memory behind the counter's back, by
-`.data`, finds what the storage held when it was first saved, or what it holds now.)
+Torch notes the version of a saved tensor, and refuses to use what was changed in place before its
+backward. It cannot where hooks pack the tensor, so it is done here: what is packed shares the
+version counter of the tensor, as an alias whose memory has been taken away. Nor may it keep the
+tensor itself, which refers to the node that saves it: such a circle, half of which is not Python's,
+is never collected when a loss is dropped without its backward. (Who writes to memory behind the
+counter's back, by `.data`, finds what the storage held when it was first saved, or what it holds
+now.)
 
 [Note: storages move, not tensors]
-Views of one storage are saved by many operators: chunks of a fused projection, the input of three linear layers, the hidden state
-that a norm and the residual connection read. The whole storage moves, once, as long as its version is the same, and each view is
-made anew on what comes back. A view of a part keeps all of a storage in plain PyTorch, too.
+Views of one storage are saved by many operators: chunks of a fused projection, the input of three
+linear layers, the hidden state that a norm and the residual connection read. The whole storage
+moves, once, as long as its version is the same, and each view is made anew on what comes back. A
+view of a part keeps all of a storage in plain PyTorch, too.
 """
 
 from __future__ import annotations
@@ -59,11 +63,24 @@ class SavedInPlace:
 class OffloadedTensor:
     """A saved tensor whose storage was offloaded."""
 
-    __slots__ = ("conjugate", "counter", "negative", "offset", "shape", "storage", "stride", "version")
+    __slots__ = (
+        "conjugate",
+        "counter",
+        "negative",
+        "offset",
+        "shape",
+        "storage",
+        "stride",
+        "version",
+    )
 
     def __init__(self, tensor: torch.Tensor, storage: _OffloadedStorage) -> None:
         self.storage, self.version = storage, tensor._version
-        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.shape, self.stride, self.offset = (
+            tensor.shape,
+            tensor.stride(),
+            tensor.storage_offset(),
+        )
         self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()
         self.counter = tensor.detach()
         self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -73,7 +90,9 @@ class OffloadedTensor:
         does, and like `SavedInPlace`."""
         like = self.counter
         storage = self.storage.tier.fetch(self.storage.saved)
-        view = torch.empty(0, dtype=like.dtype, device=like.device).set_(storage, self.offset, self.shape, self.stride)
+        view = torch.empty(0, dtype=like.dtype, device=like.device).set_(
+            storage, self.offset, self.shape, self.stride
+        )
         _check_version(like, self.version, view)
         if self.conjugate:
             view = view.conj()
@@ -83,21 +102,28 @@ class OffloadedTensor:
 def _check_version(counter: torch.Tensor, version: int, tensor: torch.Tensor) -> None:
     if counter._version != version:
         raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {counter._version}; expected version {version} instead"
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {counter._version}; "
+            f"expected version {version} instead"
         )
 
 
 class SavedTensorOffloader:
-    """Packs what autograd saves inside of the model's forwards. `tier` is None where everything stays on `device`."""
+    """Packs what autograd saves inside of the model's forwards. `tier` is None where everything
+    stays on `device`."""
 
     def __init__(self, tier: Activations | None, model: nn.Module, device: torch.device) -> None:
         self._tier, self._device = tier, device
-        self._known: weakref.WeakValueDictionary[tuple[int, int], SavedInPlace | _OffloadedStorage] = (
-            weakref.WeakValueDictionary()
-        )
-        # Buffers live as long as the model: to move a copy of one saves nothing. A weak reference keeps the number from another.
-        buffers = [buffer for buffer in model.buffers() if type(buffer) in _PLAIN and buffer.layout is torch.strided]
+        self._known: weakref.WeakValueDictionary[
+            tuple[int, int], SavedInPlace | _OffloadedStorage
+        ] = weakref.WeakValueDictionary()
+        # Buffers live as long as the model: to move a copy of one saves nothing. A weak reference
+        # keeps the number from another.
+        buffers = [
+            buffer
+            for buffer in model.buffers()
+            if type(buffer) in _PLAIN and buffer.layout is torch.strided
+        ]
         self._buffers = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
         self._lasting = {reference.cdata for reference in self._buffers}
 
@@ -111,7 +137,12 @@ class SavedTensorOffloader:
         if storage is None:
             return tensor
         number = storage._cdata
-        if self._tier is None or storage.nbytes() < LEAST_BYTES or tensor.device != self._device or number in self._lasting:
+        if (
+            self._tier is None
+            or storage.nbytes() < LEAST_BYTES
+            or tensor.device != self._device
+            or number in self._lasting
+        ):
             return SavedInPlace(tensor)
         key = number, tensor._version
         known = self._known.get(key)
@@ -127,7 +158,8 @@ class SavedTensorOffloader:
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage of a plain tensor; None of one of another kind, or of no bytes, as a fake or a functional one."""
+    """The storage of a plain tensor; None of one of another kind, or of no bytes, as a fake or a
+    functional one."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
         return None
     try:

@@ -16,18 +16,24 @@ _TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value
 
 
 class Snapshot:
-    """Keeps what `model` is made of: attributes and tables of its modules, classes and data of its parameters.
+    """Keeps what `model` is made of: attributes and tables of its modules, classes and data of its
+    parameters.
 
-    Data is kept by reference, so its memory is given back when the last step of `wrap` is done, and not before. That adds nothing
-    to the peak of host memory: the arenas are there as a whole before the first parameter moves.
+    Data is kept by reference, so its memory is given back when the last step of `wrap` is done, and
+    not before. That adds nothing to the peak of host memory: the arenas are there as a whole before
+    the first parameter moves.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for module in model.modules():
             tables = [vars(module).get(name) for name in _TABLES]
-            self._tables += [(table, dict(table)) for table in (vars(module), *tables) if isinstance(table, dict)]
-        self._parameters = [(p, type(p), local(p) if isinstance(p, DTensor) else p.data) for p in model.parameters()]
+            self._tables += [
+                (table, dict(table)) for table in (vars(module), *tables) if isinstance(table, dict)
+            ]
+        self._parameters = [
+            (p, type(p), local(p) if isinstance(p, DTensor) else p.data) for p in model.parameters()
+        ]
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep_contents(self, buffers: Iterable[torch.Tensor]) -> None:

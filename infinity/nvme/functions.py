@@ -14,7 +14,8 @@ from infinity.nvme.ticket import Ticket
 
 
 class _Shared:
-    """The `Io` of the module's functions: made when it is first needed, once per process, ended when the process ends."""
+    """The `Io` of the module's functions: made when it is first needed, once per process, ended
+    when the process ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,7 +68,8 @@ def write_many(items: Iterable[Item]) -> None:
 
 
 def read_many(items: Iterable[Item]) -> list[torch.Tensor]:
-    """Read every (tensor, path, offset) of `items` and return the tensors; blocks. A missing offset is 0."""
+    """Read every (tensor, path, offset) of `items` and return the tensors; blocks. A missing offset
+    is 0."""
     return _shared.get().read_many(items)
 
 
@@ -82,17 +84,25 @@ def read_many_async(items: Iterable[Item]) -> Ticket:
 
 
 def drain() -> None:
-    """Wait for every ticket; raises the `NvmeError` of the first that failed without having been waited for."""
+    """Wait for every ticket; raises the `NvmeError` of the first that failed without having been
+    waited for."""
     _shared.get().drain()
 
 
-def save(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+def save(
+    tensors: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Save `tensors` by name as a safetensors file, whole or not at all (see `Io.save`); blocks."""
     _shared.get().save(tensors, path, metadata)
 
 
 def load(
-    path: str | os.PathLike[str], names: Iterable[str] | None = None, device: str | torch.device = "cpu"
+    path: str | os.PathLike[str],
+    names: Iterable[str] | None = None,
+    device: str | torch.device = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file by name, all or those in `names`, on `device` (see `Io.load`); blocks."""
+    """The tensors of a safetensors file by name, all or those in `names`, on `device` (see
+    `Io.load`); blocks."""
     return _shared.get().load(path, names, device)

@@ -19,26 +19,34 @@ OPEN_FILES = 64  # of one call; what is in flight keeps its own
 class Files:
     """The files of one call, each opened once; at most `OPEN_FILES` at a time.
 
-    What is in flight keeps its descriptor, so closing the files does not wait. Nothing is kept from call to call: a file that
-    is replaced or removed is never mistaken for its successor, and opening one costs microseconds.
+    What is in flight keeps its descriptor, so closing the files does not wait. Nothing is kept from
+    call to call: a file that is replaced or removed is never mistaken for its successor, and
+    opening one costs microseconds.
     """
 
     def __init__(self, writes: Iterable[IoRequest] = (), name: bytes = b"") -> None:
         """`name` is what errors call a file whose path is a descriptor."""
         self._name = name
         self._open: OrderedDict[tuple[bytes, bool], Any] = OrderedDict()
-        self._writes: dict[bytes, tuple[int, int]] = {}  # for each file that is to be made: bytes to come, and their end
+        # for each file that is to be made: bytes to come, and their end
+        self._writes: dict[bytes, tuple[int, int]] = {}
         for request in writes:
             total, end = self._writes.get(request.path, (0, 0))
-            self._writes[request.path] = total + request.nbytes, max(end, request.offset + request.nbytes)
+            self._writes[request.path] = (
+                total + request.nbytes,
+                max(end, request.offset + request.nbytes),
+            )
 
     def get(self, path: bytes, direct: bool = True) -> Any:
-        """The file; with O_DIRECT where it can be had, unless `direct` is false. Raises `OSError`."""
+        """The file; with O_DIRECT where it can be had, unless `direct` is false. Raises
+        `OSError`."""
         file = self._open.get((path, direct))
         if file is not None:
             self._open.move_to_end((path, direct))
             return file
-        file = native.aio().File(path, create=path in self._writes, mode=0o666, direct=direct, name=self._name)
+        file = native.aio().File(
+            path, create=path in self._writes, mode=0o666, direct=direct, name=self._name
+        )
         self._open[path, direct] = file
         if len(self._open) > OPEN_FILES:
             self._open.popitem(last=False)[1].close()
@@ -47,7 +55,8 @@ class Files:
         return file
 
     def _reserve(self, file: Any, path: bytes) -> None:
-        """Give a file that grows its blocks at once: requests past the end of a file are done one after the other."""
+        """Give a file that grows its blocks at once: requests past the end of a file are done one
+        after the other."""
         total, end = self._writes[path]
         growth = end - file.size()
         if growth < RESERVE_BYTES or total < growth:  # the file may stay sparse
@@ -65,7 +74,8 @@ class Files:
 
 
 def allocate(file: Any, nbytes: int) -> None:
-    """Reserve the first `nbytes`; raises `OSError` when there is no room, and does nothing where that cannot be done."""
+    """Reserve the first `nbytes`; raises `OSError` when there is no room, and does nothing where
+    that cannot be done."""
     try:
         file.allocate(nbytes)
     except OSError as error:

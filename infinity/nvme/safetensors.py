@@ -1,7 +1,9 @@
-"""The header of a safetensors file: what lies where. Knows bytes and names, and neither files nor tensors' memory.
+"""The header of a safetensors file: what lies where. Knows bytes and names, and neither files nor
+tensors' memory.
 
-The file is 8 bytes with the header's length (little-endian), the header (JSON, may end in spaces), and the data: the tensors
-one after the other, in any order, without gaps. https://huggingface.co/docs/safetensors
+The file is 8 bytes with the header's length (little-endian), the header (JSON, may end in spaces),
+and the data: the tensors one after the other, in any order, without gaps.
+https://huggingface.co/docs/safetensors
 """
 
 from __future__ import annotations
@@ -24,12 +26,26 @@ _DIGITS = 100  # of a number that is converted; a size has 19
 _DIMENSIONS = 64  # as in NumPy
 _SHOWN = 120  # characters of anything that a file says
 DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
-    "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32,
-    "U32": torch.uint32, "F32": torch.float32, "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
     "C64": torch.complex64,
-}  # fmt: skip
+}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -50,10 +66,12 @@ class Entry(NamedTuple):
 def pack(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None
 ) -> tuple[bytes, list[Entry]]:
-    """The first bytes of a file with `tensors` (dtype and shape), a multiple of 4096, and the entries in order of the data.
+    """The first bytes of a file with `tensors` (dtype and shape), a multiple of 4096, and the
+    entries in order of the data.
 
-    Tensors of whole blocks come first, so that they all begin at a block; the others follow by falling alignment of their
-    dtype. Raises `ValueError` for a name, dtype or metadata that the format does not have.
+    Tensors of whole blocks come first, so that they all begin at a block; the others follow by
+    falling alignment of their dtype. Raises `ValueError` for a name, dtype or metadata that the
+    format does not have.
     """
     for key, value in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(value, str):
@@ -62,7 +80,9 @@ def pack(
     for name, (dtype, shape) in tensors.items():
         check_tensor(name, dtype)
         sizes[name] = math.prod(shape) * dtype.itemsize
-    order = sorted(tensors, key=lambda name: (sizes[name] % BLOCK != 0, -tensors[name][0].itemsize, name))
+    order = sorted(
+        tensors, key=lambda name: (sizes[name] % BLOCK != 0, -tensors[name][0].itemsize, name)
+    )
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     places, position = [], 0
     for name in order:
@@ -74,16 +94,22 @@ def pack(
     text = _json(header)
     start = round_up(LENGTH_BYTES + len(text), BLOCK)
     if start > HEADER_LIMIT:
-        raise ValueError(f"the header of {len(tensors)} tensors takes {start} bytes, and readers accept {HEADER_LIMIT}")
+        raise ValueError(
+            f"the header of {len(tensors)} tensors takes {start} bytes, and readers accept "
+            f"{HEADER_LIMIT}"
+        )
     return _head(text, start), [
-        Entry(name, dtype, shape, start + begin, start + end) for name, dtype, shape, begin, end in places
+        Entry(name, dtype, shape, start + begin, start + end)
+        for name, dtype, shape, begin, end in places
     ]
 
 
 class Growing:
-    """A file that is written tensor by tensor, before it is known which ones follow: the header goes where room was left.
+    """A file that is written tensor by tensor, before it is known which ones follow: the header
+    goes where room was left.
 
-    The data begins after `reserve` bytes. Write the bytes of each tensor at the `Entry.begin` that `add` gives, and `head` at 0.
+    The data begins after `reserve` bytes. Write the bytes of each tensor at the `Entry.begin` that
+    `add` gives, and `head` at 0.
     """
 
     def __init__(self, metadata: Mapping[str, str], reserve: int = 64 << 10) -> None:
@@ -94,9 +120,11 @@ class Growing:
         """Bytes of the file so far."""
 
     def add(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry | None:
-        """The place of the next tensor; None when it belongs in another file, as the header is full, or it would not be aligned.
+        """The place of the next tensor; None when it belongs in another file, as the header is
+        full, or it would not be aligned.
 
-        Raises `ValueError` for a name or dtype that the format does not have, or a name that is there already.
+        Raises `ValueError` for a name or dtype that the format does not have, or a name that is
+        there already.
         """
         check_tensor(name, dtype)
         if name in self._header:
@@ -119,7 +147,8 @@ class Growing:
 
 
 def header_bytes(name: str) -> int:
-    """What to reserve so that a tensor of this name surely fits, for most files much more than they need."""
+    """What to reserve so that a tensor of this name surely fits, for most files much more than they
+    need."""
     return round_up(max(64 << 10, 2 * len(_json(name)) + 4096), BLOCK)
 
 
@@ -128,7 +157,10 @@ def check_tensor(name: object, dtype: torch.dtype) -> None:
     if not isinstance(name, str) or name == METADATA:
         raise ValueError(f"a tensor's name must be a string other than {METADATA!r}, not {name!r}")
     if dtype not in _NAMES:
-        raise ValueError(f"tensor {name!r} is {dtype}, which a safetensors file cannot hold; one of {', '.join(DTYPES)} can be")
+        raise ValueError(
+            f"tensor {name!r} is {dtype}, which a safetensors file cannot hold; one of "
+            f"{', '.join(DTYPES)} can be"
+        )
 
 
 def _fields(dtype: torch.dtype, shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
@@ -140,50 +172,85 @@ def _json(value: Any) -> bytes:
 
 
 def _head(text: bytes, start: int) -> bytes:
-    return (start - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(start - LENGTH_BYTES)
+    return (start - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + text.ljust(
+        start - LENGTH_BYTES
+    )
 
 
 def data_start(length: bytes, size: int, path: str) -> int:
-    """Where the data begins, from the first 8 bytes of a file of `size` bytes. Raises `WeightsError`."""
+    """Where the data begins, from the first 8 bytes of a file of `size` bytes. Raises
+    `WeightsError`."""
     if len(length) < LENGTH_BYTES:
-        raise WeightsError(f"{path} is no safetensors file: it ends after {size} bytes, inside the header's length")
+        raise WeightsError(
+            f"{path} is no safetensors file: it ends after {size} bytes, inside the header's length"
+        )
     header = int.from_bytes(length, "little")
     if header > HEADER_LIMIT:
-        raise WeightsError(f"{path} is no safetensors file: its header would be {header} bytes, and {HEADER_LIMIT} are allowed")
+        raise WeightsError(
+            f"{path} is no safetensors file: its header would be {header} bytes, and "
+            f"{HEADER_LIMIT} are allowed"
+        )
     if LENGTH_BYTES + header > size:
-        raise WeightsError(f"{path} is cut off or damaged: it ends after {size} bytes, inside its header of {header}")
+        raise WeightsError(
+            f"{path} is cut off or damaged: it ends after {size} bytes, inside its header "
+            f"of {header}"
+        )
     return LENGTH_BYTES + header
 
 
 def parse(header: bytes, size: int, path: str) -> list[Entry]:
-    """The entries of a file of `size` bytes, in order of the data, from its header (without the length).
+    """The entries of a file of `size` bytes, in order of the data, from its header (without the
+    length).
 
-    They are contiguous, do not overlap, and end where the file ends; else `WeightsError` names the tensor. Takes time
-    proportional to n log n for a header of n bytes, whatever is in it.
+    They are contiguous, do not overlap, and end where the file ends; else `WeightsError` names the
+    tensor. Takes time proportional to n log n for a header of n bytes, whatever is in it.
     """
     try:
         table = json.loads(
-            header.decode(), object_pairs_hook=_unique, parse_int=_integer, parse_float=_fraction, parse_constant=_no_number
+            header.decode(),
+            object_pairs_hook=_unique,
+            parse_int=_integer,
+            parse_float=_fraction,
+            parse_constant=_no_number,
         )
     except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path} is no safetensors file: its header is not JSON ({_short(error)})") from None
+        raise WeightsError(
+            f"{path} is no safetensors file: its header is not JSON ({_short(error)})"
+        ) from None
     if not isinstance(table, dict) or header[:1] != b"{":
         raise WeightsError(f"{path} is no safetensors file: its header is not a JSON object")
     metadata = table.pop(METADATA, None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise WeightsError(f"{path} is damaged: {METADATA} is not an object of strings")
     start = LENGTH_BYTES + len(header)
-    entries = sorted((_entry(name, fields, start, path) for name, fields in table.items()), key=lambda entry: entry[3:])
+    entries = sorted(
+        (_entry(name, fields, start, path) for name, fields in table.items()),
+        key=lambda entry: entry[3:],
+    )
     position = start
     for entry in entries:
         if entry.begin != position:
-            wrong = "overlaps with the one before it" if entry.begin < position else "leaves a gap before it"
-            raise WeightsError(f"{path} is damaged: tensor {_short(entry.name)} {wrong} (bytes {entry.begin} and {position})")
+            wrong = (
+                "overlaps with the one before it"
+                if entry.begin < position
+                else "leaves a gap before it"
+            )
+            raise WeightsError(
+                f"{path} is damaged: tensor {_short(entry.name)} {wrong} (bytes "
+                f"{entry.begin} and {position})"
+            )
         position = entry.end
         if position > size:
-            raise WeightsError(f"{path} is cut off: tensor {_short(entry.name)} ends at byte {position}, the file at {size}")
+            raise WeightsError(
+                f"{path} is cut off: tensor {_short(entry.name)} ends at byte {position}, "
+                f"the file at {size}"
+            )
     if position != size:
-        raise WeightsError(f"{path} is damaged: its tensors end at byte {position}, the file at {size}")
+        raise WeightsError(
+            f"{path} is damaged: its tensors end at byte {position}, the file at {size}"
+        )
     return entries
 
 
@@ -195,7 +262,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    """A size. Others are refused before they are converted, which takes time that grows with the square of their length."""
+    """A size. Others are refused before they are converted, which takes time that grows with the
+    square of their length."""
     if digits == "-0" or len(digits) > _DIGITS:
         raise ValueError(f"{_short(digits)} is no size")
     return int(digits)
@@ -221,7 +289,8 @@ def _is_size(value: object) -> bool:
 
 
 def _nbytes(shape: Sequence[int], itemsize: int) -> int | None:
-    """Bytes of a tensor; None when it has more elements than can be counted, also where another extent is 0."""
+    """Bytes of a tensor; None when it has more elements than can be counted, also where another
+    extent is 0."""
     result = itemsize
     for extent in shape:
         result *= max(extent, 1)
@@ -235,10 +304,15 @@ def _entry(name: str, fields: Any, start: int, path: str) -> Entry:
     if any("\ud800" <= letter <= "\udfff" for letter in name):
         raise WeightsError(f"{path} is damaged: the name {shown} is no text")
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
-        raise WeightsError(f"{path} is damaged: tensor {shown} is not described by dtype, shape and data_offsets")
+        raise WeightsError(
+            f"{path} is damaged: tensor {shown} is not described by dtype, shape and data_offsets"
+        )
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
     if dtype is None:
-        raise WeightsError(f"{path}: tensor {shown} has dtype {_short(fields['dtype'])}; known are {', '.join(DTYPES)}")
+        raise WeightsError(
+            f"{path}: tensor {shown} has dtype {_short(fields['dtype'])}; known are "
+            f"{', '.join(DTYPES)}"
+        )
     shape, offsets = fields["shape"], fields["data_offsets"]
     if not isinstance(shape, list) or not all(map(_is_size, shape)):
         raise WeightsError(f"{path} is damaged: tensor {shown} has shape {_short(shape)}")
@@ -246,13 +320,19 @@ def _entry(name: str, fields: Any, start: int, path: str) -> Entry:
         raise WeightsError(f"{path} is damaged: tensor {shown} has data_offsets {_short(offsets)}")
     begin, end = offsets
     if len(shape) > _DIMENSIONS:
-        raise WeightsError(f"{path}: tensor {shown} has {len(shape)} dimensions; at most {_DIMENSIONS} are read")
+        raise WeightsError(
+            f"{path}: tensor {shown} has {len(shape)} dimensions; at most {_DIMENSIONS} are read"
+        )
     nbytes = _nbytes(shape, dtype.itemsize)
     if nbytes is None:
         given = f"and is given {end - begin} bytes"
-        raise WeightsError(f"{path} is damaged: tensor {shown} of shape {_short(shape)} is larger than any file, {given}")
+        raise WeightsError(
+            f"{path} is damaged: tensor {shown} of shape {_short(shape)} is larger than "
+            f"any file, {given}"
+        )
     if end - begin != nbytes:
         raise WeightsError(
-            f"{path} is damaged: tensor {shown} of shape {_short(shape)} and dtype {fields['dtype']} is given {end - begin} bytes"
+            f"{path} is damaged: tensor {shown} of shape {_short(shape)} and dtype "
+            f"{fields['dtype']} is given {end - begin} bytes"
         )
     return Entry(name, dtype, tuple(shape), start + begin, start + end)

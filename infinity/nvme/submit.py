@@ -1,4 +1,5 @@
-"""Turns ranges of files into native requests: straight from and to the memory of a tensor, or through staging slots."""
+"""Turns ranges of files into native requests: straight from and to the memory of a tensor, or
+through staging slots."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ log = logging.getLogger("infinity")
 SLOTS = 4
 SLOT_BYTES = 4 << 20  # staging, made when it is first needed
 
-Piece = tuple[int, torch.Tensor]  # a position in the file, and the bytes (uint8, one dimension) that belong there
+# a position in the file, and the bytes (uint8, one dimension) that belong there
+Piece = tuple[int, torch.Tensor]
 Range = tuple[int, int]  # an offset in the file, and bytes
 
 
@@ -38,14 +40,16 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Between bytes of the host, or of the host and a device; returns when it is done."""
     if target.is_cpu and source.is_cpu:
-        # Not copy_: on a thread that has used no other torch operation it would start a team of OpenMP threads.
+        # Not copy_: on a thread that has used no other torch operation it would start a team of
+        # OpenMP threads.
         ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
     else:
         target.copy_(source)
 
 
 def _runs(pieces: Iterable[Piece], gap: int = 0) -> Iterator[list[Piece]]:
-    """Cut `pieces`, in the order of the file, into runs that fit a slot whose first byte is that of a block.
+    """Cut `pieces`, in the order of the file, into runs that fit a slot whose first byte is that of
+    a block.
 
     Inside a run there are at most `gap` bytes between two pieces.
     """
@@ -73,7 +77,8 @@ def _placed(run: list[Piece], slot: torch.Tensor) -> Iterator[tuple[torch.Tensor
 
 
 class Submitter:
-    """A native engine, what is in flight on it, and staging memory for what cannot move straight. Any thread may use it.
+    """A native engine, what is in flight on it, and staging memory for what cannot move straight.
+    Any thread may use it.
 
     Ends with `close`, which waits for what is in flight.
     """
@@ -99,7 +104,8 @@ class Submitter:
             raise ValueError("this infinity.nvme.Io is closed")
 
     def pin(self, tensor: torch.Tensor, address: int, nbytes: int) -> bool:
-        """Pin the memory of `tensor`, and keep it, until `close`; false where the kernel refuses."""
+        """Pin the memory of `tensor`, and keep it, until `close`; false where the kernel
+        refuses."""
         try:
             self.engine.register_memory(address, nbytes)
         except OSError as error:
@@ -109,14 +115,16 @@ class Submitter:
         return True
 
     def drain(self) -> None:
-        """Wait for every ticket; raises the `NvmeError` of the first that failed without having been waited for."""
+        """Wait for every ticket; raises the `NvmeError` of the first that failed without having
+        been waited for."""
         check_process(self.tickets.process)
         lost = self.tickets.drain()
         if lost is not None:
             lost.wait()
 
     def close(self) -> None:
-        """Wait for every ticket and end the threads; then raises as `drain` does. May be called twice."""
+        """Wait for every ticket and end the threads; then raises as `drain` does. May be called
+        twice."""
         if os.getpid() != self.tickets.process:
             return
         self._closed = True
@@ -138,7 +146,8 @@ class Submitter:
 
     @contextmanager
     def ticket(self) -> Iterator[Ticket]:
-        """A ticket for what is started inside. When the block raises, all of it is over before the exception goes on."""
+        """A ticket for what is started inside. When the block raises, all of it is over before the
+        exception goes on."""
         self.check_open()
         ticket = Ticket(ended=self.tickets.ended)
         try:
@@ -149,11 +158,20 @@ class Submitter:
             ticket.finish()
             raise
 
-    def move(self, ticket: Ticket, operation: str, files: Files, request: IoRequest, whole: Range | None = None) -> None:
-        """Start moving the bytes of `request`, which is a part of `whole`, straight from or to the memory of its tensor.
+    def move(
+        self,
+        ticket: Ticket,
+        operation: str,
+        files: Files,
+        request: IoRequest,
+        whole: Range | None = None,
+    ) -> None:
+        """Start moving the bytes of `request`, which is a part of `whole`, straight from or to the
+        memory of its tensor.
 
-        A block that is written in part goes through a descriptor without O_DIRECT. With it the block would be read, patched
-        and written back: a neighbour's bytes that arrive meanwhile would be lost, and the file would end with the block.
+        A block that is written in part goes through a descriptor without O_DIRECT. With it the
+        block would be read, patched and written back: a neighbour's bytes that arrive meanwhile
+        would be lost, and the file would end with the block.
         """
         tensor, address, nbytes, path, offset = request
         if nbytes == 0:
@@ -167,10 +185,23 @@ class Submitter:
         end = offset + nbytes
         first = min(round_up(offset, BLOCK), end)
         last = max(end // BLOCK * BLOCK, first)
-        for begin, until, direct in ((offset, first, False), (first, last, True), (last, end, False)):
+        for begin, until, direct in (
+            (offset, first, False),
+            (first, last, True),
+            (last, end, False),
+        ):
             if begin < until:
                 file = files.get(path, direct)
-                ticket.add(submit(file, begin, address + begin - offset, until - begin, owner=tensor, whole=whole))
+                ticket.add(
+                    submit(
+                        file,
+                        begin,
+                        address + begin - offset,
+                        until - begin,
+                        owner=tensor,
+                        whole=whole,
+                    )
+                )
 
     def stage(
         self,
@@ -182,7 +213,8 @@ class Submitter:
         ticket: Ticket | None = None,
         whole: Range | None = None,
     ) -> None:
-        """Move `pieces`, in order of the file, through the slots; raises the `NvmeError` of a run. Blocks.
+        """Move `pieces`, in order of the file, through the slots; raises the `NvmeError` of a run.
+        Blocks.
 
         A piece has the same distance from the start of a block in its slot as in the file. So whole
         blocks are not copied once more. With `ticket` the runs are among its requests, so that it
@@ -216,7 +248,9 @@ class Submitter:
                     busy.append((moving, slot, run))
                     if ticket is not None:
                         ticket.add(moving)
-                    request = IoRequest(slot, slot.data_ptr() + begin % BLOCK, end - begin, path, begin)
+                    request = IoRequest(
+                        slot, slot.data_ptr() + begin % BLOCK, end - begin, path, begin
+                    )
                     self.move(moving, operation, files, request, whole)
                 while busy:
                     retire()

@@ -26,7 +26,8 @@ from infinity.quantities import round_up
 HEADER_BYTES = 64 << 10  # of a file that is loaded are read first: most headers end there
 FETCH_BYTES = 32 << 20
 LOAD_GAP = 64 << 10  # bytes that nobody asked for are read rather than left out, up to here
-DIRECT_BYTES = 256 << 10  # runs of whole blocks from here on are saved without passing the staging slots
+# runs of whole blocks from here on are saved without passing the staging slots
+DIRECT_BYTES = 256 << 10
 
 
 def save(
@@ -37,8 +38,13 @@ def save(
 ) -> None:
     """`Io.save`."""
     io.check_open()
-    addresses = {name: memory_of("write", tensor, f"save of tensor {name!r}")[0] for name, tensor in tensors.items()}
-    head, entries = safetensors.pack({name: (t.dtype, t.shape) for name, t in tensors.items()}, metadata)
+    addresses = {
+        name: memory_of("write", tensor, f"save of tensor {name!r}")[0]
+        for name, tensor in tensors.items()
+    }
+    head, entries = safetensors.pack(
+        {name: (t.dtype, t.shape) for name, t in tensors.items()}, metadata
+    )
     target = Path(os.path.realpath(os.fsdecode(path)))
     with _replacing(target) as name:
         size = entries[-1].end if entries else len(head)
@@ -55,7 +61,9 @@ def save(
                     if not tensor.is_cpu or last - first < DIRECT_BYTES:
                         edges.append((entry.begin, data))
                         continue
-                    request = IoRequest(tensor, address + first - entry.begin, last - first, name, first)
+                    request = IoRequest(
+                        tensor, address + first - entry.begin, last - first, name, first
+                    )
                     io.move(ticket, "write", files, request)
                     edges.append((entry.begin, data[: first - entry.begin]))
                     edges.append((last, data[last - entry.begin :]))
@@ -77,7 +85,8 @@ def load(
         raise ValueError(f"load of {shown}: device must be cpu or cuda, not {where}")
     with Files() as files:
         entries = _entries(io, files, name, shown)
-        shift = entries[0].begin % 8 if entries else 0  # not 0: written by one who does not align the data
+        # not 0: written by one who does not align the data
+        shift = entries[0].begin % 8 if entries else 0
         if names is not None:
             wanted, there = dict.fromkeys(names), {entry.name for entry in entries}
             missing = ", ".join(repr(name) for name in wanted if name not in there)
@@ -86,8 +95,17 @@ def load(
             entries = [entry for entry in entries if entry.name in wanted]
         if where.type == "cpu":
             return _load_host(io, files, name, entries, shift)
-        found = {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device=where) for entry in entries}
-        io.stage("read", files, name, [(entry.begin, bytes_of(found[entry.name])) for entry in entries], gap=LOAD_GAP)
+        found = {
+            entry.name: torch.empty(entry.shape, dtype=entry.dtype, device=where)
+            for entry in entries
+        }
+        io.stage(
+            "read",
+            files,
+            name,
+            [(entry.begin, bytes_of(found[entry.name])) for entry in entries],
+            gap=LOAD_GAP,
+        )
         return found
 
 
@@ -102,11 +120,13 @@ def _entries(io: Submitter, files: Files, name: bytes, shown: str) -> list[Entry
     return safetensors.parse(first[8:start].numpy().tobytes() + rest.numpy().tobytes(), size, shown)
 
 
-def _fetch(io: Submitter, files: Files, name: bytes, targets: Sequence[tuple[torch.Tensor, int]]) -> None:
+def _fetch(
+    io: Submitter, files: Files, name: bytes, targets: Sequence[tuple[torch.Tensor, int]]
+) -> None:
     """Fill new host memory from its offsets of the file; blocks.
 
-    The memory is touched piece by piece while what was touched before is read: an engine may not read straight into pages
-    that are not there yet.
+    The memory is touched piece by piece while what was touched before is read: an engine may not
+    read straight into pages that are not there yet.
     """
     with io.ticket() as ticket:
         for target, offset in targets:
@@ -114,19 +134,30 @@ def _fetch(io: Submitter, files: Files, name: bytes, targets: Sequence[tuple[tor
             while at < target.numel():
                 piece = target[at:][: FETCH_BYTES - (offset + at) % BLOCK]
                 piece[::HUGE_PAGE] = 0
-                io.move(ticket, "read", files, IoRequest(piece, piece.data_ptr(), piece.numel(), name, offset + at))
+                io.move(
+                    ticket,
+                    "read",
+                    files,
+                    IoRequest(piece, piece.data_ptr(), piece.numel(), name, offset + at),
+                )
                 at += piece.numel()
     ticket.wait()
 
 
-def _load_host(io: Submitter, files: Files, name: bytes, entries: Sequence[Entry], shift: int) -> dict[str, torch.Tensor]:
-    """Every range of entries without a gap gets memory of its own, as far from a block's start as the file has it."""
+def _load_host(
+    io: Submitter, files: Files, name: bytes, entries: Sequence[Entry], shift: int
+) -> dict[str, torch.Tensor]:
+    """Every range of entries without a gap gets memory of its own, as far from a block's start as
+    the file has it."""
     ranges: list[list[Entry]] = []
     for entry in entries:
         if not ranges or ranges[-1][-1].end != entry.begin:
             ranges.append([])
         ranges[-1].append(entry)
-    places = [(huge_pages(run[-1].end - run[0].begin, (run[0].begin - shift) % BLOCK), run[0].begin) for run in ranges]
+    places = [
+        (huge_pages(run[-1].end - run[0].begin, (run[0].begin - shift) % BLOCK), run[0].begin)
+        for run in ranges
+    ]
     _fetch(io, files, name, places)
     found = {}
     for run, (memory, begin) in zip(ranges, places, strict=True):
@@ -137,7 +168,8 @@ def _load_host(io: Submitter, files: Files, name: bytes, entries: Sequence[Entry
 
 @contextmanager
 def _replacing(target: Path) -> Iterator[bytes]:
-    """A name for a new file that takes the place of `target` when the block ends well, and goes when it does not."""
+    """A name for a new file that takes the place of `target` when the block ends well, and goes
+    when it does not."""
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
     try:
@@ -162,10 +194,14 @@ def _tensor_at(memory: torch.Tensor, at: int, entry: Entry) -> torch.Tensor:
     data = memory.numpy()
     if (memory.data_ptr() + at) % entry.dtype.itemsize != 0:
         data, at = data[at : at + entry.nbytes].copy(), 0
-    return torch.frombuffer(data, dtype=entry.dtype, count=math.prod(entry.shape), offset=at).reshape(entry.shape)
+    return torch.frombuffer(
+        data, dtype=entry.dtype, count=math.prod(entry.shape), offset=at
+    ).reshape(entry.shape)
 
 
 def _some(names: Iterable[str]) -> str:
     """A few of many names."""
     ordered = sorted(names)
-    return ", ".join(map(repr, ordered[:5])) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
+    return ", ".join(map(repr, ordered[:5])) + (
+        f" and {len(ordered) - 5} more" if len(ordered) > 5 else ""
+    )

@@ -1,4 +1,5 @@
-"""Tickets: I/O in flight. One class for a range on several drives, for the tensors of a call, and for a staged piece."""
+"""Tickets: I/O in flight. One class for a range on several drives, for the tensors of a call, and
+for a staged piece."""
 
 from __future__ import annotations
 
@@ -15,22 +16,30 @@ MANY_TICKETS = 256
 def check_process(process: int) -> None:
     """Raise `ValueError` in a child of `process`."""
     if os.getpid() != process:
-        raise ValueError(f"this belongs to process {process}, which was forked; make an infinity.nvme.Io of your own")
+        raise ValueError(
+            f"this belongs to process {process}, which was forked; make an "
+            "infinity.nvme.Io of your own"
+        )
 
 
 class Ticket:
-    """I/O in flight that is waited for together. Any thread may use it, several times; it may outlive its engine, which waits.
+    """I/O in flight that is waited for together. Any thread may use it, several times; it may
+    outlive its engine, which waits.
 
-    `requests` are tickets of native engines, or others of these. Native code reads their completions and raises `NvmeError`.
-    `ended` is called once, with the ticket, by the thread that first finds it complete.
+    `requests` are tickets of native engines, or others of these. Native code reads their
+    completions and raises `NvmeError`. `ended` is called once, with the ticket, by the thread that
+    first finds it complete.
     """
 
-    def __init__(self, requests: Iterable[Any] = (), ended: Callable[[Ticket], object] | None = None) -> None:
+    def __init__(
+        self, requests: Iterable[Any] = (), ended: Callable[[Ticket], object] | None = None
+    ) -> None:
         self._requests = list(requests)
         self._ended = ended
         self._process = os.getpid()
         self._settled = 0  # of the requests
-        self._lock = threading.RLock()  # a collection inside may end another ticket of the same thread
+        # a collection inside may end another ticket of the same thread
+        self._lock = threading.RLock()
         self._complete = False
         self._stopped: Any = None  # the first request that failed
         self.reported = False
@@ -50,7 +59,8 @@ class Ticket:
         return self._complete
 
     def wait(self) -> None:
-        """Block until every byte has moved; raises `NvmeError` with path, offset, errno, asked and done.
+        """Block until every byte has moved; raises `NvmeError` with path, offset, errno, asked and
+        done.
 
         Where several requests failed the error is that of the first.
         """
@@ -62,12 +72,14 @@ class Ticket:
             self._stopped.wait()  # raises a new error each time: one that is raised grows
 
     def promote(self) -> None:
-        """Somebody waits for it now: what was submitted in the background goes on in the foreground."""
+        """Somebody waits for it now: what was submitted in the background goes on in the
+        foreground."""
         for request in self._requests:
             request.promote()
 
     def add(self, request: Any) -> None:
-        """One more request, before any other thread has this. Lets go of what those that are complete keep alive."""
+        """One more request, before any other thread has this. Lets go of what those that are
+        complete keep alive."""
         while self._settled < len(self._requests) and self._requests[self._settled].done():
             self._settled += 1
         self._requests.append(request)
@@ -89,7 +101,8 @@ class Ticket:
 
 
 class Tickets:
-    """The tickets of one `Io` that are not complete: it keeps them, so that their tensors live as long as the I/O."""
+    """The tickets of one `Io` that are not complete: it keeps them, so that their tensors live as
+    long as the I/O."""
 
     def __init__(self) -> None:
         # A collection inside these few lines may end another Io of the same thread: reentrant.
@@ -99,7 +112,8 @@ class Tickets:
         self._lost: Ticket | None = None  # the first that failed and that nobody has waited for
 
     def add(self, ticket: Ticket) -> None:
-        """Keep `ticket`, and let go of those that are complete: the oldest, or all when there are many."""
+        """Keep `ticket`, and let go of those that are complete: the oldest, or all when there are
+        many."""
         with self.lock:
             for older in list(self._tickets):
                 if older.done():

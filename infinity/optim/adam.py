@@ -12,7 +12,8 @@ from infinity.placement.spec import Kind
 
 
 class Adam(Optimizer):
-    """Adam (Kingma & Ba, arXiv 1412.6980): weight decay is added to the gradient, as in `torch.optim.Adam`; see `Optimizer`."""
+    """Adam (Kingma & Ba, arXiv 1412.6980): weight decay is added to the gradient, as in
+    `torch.optim.Adam`; see `Optimizer`."""
 
     states: ClassVar[dict[str, Kind]] = {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ}
     decoupled = False
@@ -30,7 +31,9 @@ class Adam(Optimizer):
         error_if_nonfinite: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
+        super().__init__(
+            params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
+        )
 
     def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The values of `Config.algorithm` under which the states of `group` are kept."""
@@ -39,18 +42,29 @@ class Adam(Optimizer):
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
         for name, good in (
-            ("lr", group["lr"] >= 0), ("betas", all(0 <= beta < 1 for beta in group["betas"])), ("eps", group["eps"] > 0),
+            ("lr", group["lr"] >= 0),
+            ("betas", all(0 <= beta < 1 for beta in group["betas"])),
+            ("eps", group["eps"] > 0),
             ("weight_decay", group["weight_decay"] >= 0),
-        ):  # fmt: skip
+        ):
             self._check(name, group[name], good)
 
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
-        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
-        return adam(float(group["lr"]), group["betas"], group["eps"], group["weight_decay"], step, self.decoupled)
+        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
+        kernels take them."""
+        return adam(
+            float(group["lr"]),
+            group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            step,
+            self.decoupled,
+        )
 
 
 class AdamW(Adam):
-    """AdamW (Loshchilov & Hutter, arXiv 1711.05101): weight decay acts on the parameter; see `Optimizer`."""
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101): weight decay acts on the parameter; see
+    `Optimizer`."""
 
     decoupled = True
 
@@ -66,17 +80,40 @@ class AdamW(Adam):
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            max_grad_norm,
+            skip_nonfinite,
+            loss_scaler,
+            error_if_nonfinite,
+        )
 
 
-def adam(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int, decoupled: bool) -> Hyper:
+def adam(
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    decoupled: bool,
+) -> Hyper:
     """Update number `step` (from 1) by Adam."""
     beta1, beta2 = betas
     return Hyper(
         "adam",
         step,
         {
-            "lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled,
-            "bias_correction1": 1.0 - beta1**step, "bias_correction2_sqrt": (1.0 - beta2**step) ** 0.5,
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled": decoupled,
+            "bias_correction1": 1.0 - beta1**step,
+            "bias_correction2_sqrt": (1.0 - beta2**step) ** 0.5,
         },
-    )  # fmt: skip
+    )

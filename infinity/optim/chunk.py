@@ -107,7 +107,8 @@ class Chunk:
         """Do what `update` does to this chunk; on the compute device, queue it."""
         unit, at = update.unit, self.begin
         length = self.outs[Kind.GRAD].tensor.nbytes // unit.gradient_dtype.itemsize
-        # Padding is zeros in both homes. What else no segment has goes from one to the other as it is.
+        # Padding is zeros in both homes. What else no segment has goes from one to the other as it
+        # is.
         if not _covers(update.segments, at, min(at + length, unit.end_in_shard)):
             for out in self.outs.values():
                 out.fill(kernels.copy)

@@ -1,4 +1,5 @@
-"""Any other `torch.optim.Optimizer` over parameters of a wrapped model, on a slow path: one unit after the other on the host.
+"""Any other `torch.optim.Optimizer` over parameters of a wrapped model, on a slow path: one unit
+after the other on the host.
 
 [Note: what it costs]
 A unit's gradients, its parameters in fp32 and its states are in host memory together, beside the
@@ -49,28 +50,38 @@ def adapt(
     error_if_nonfinite: bool = False,
     **settings: Any,
 ) -> Adapted:
-    """An optimizer that updates the parameters of a wrapped model as `optimizer(params, **settings)` would update plain ones.
+    """An optimizer that updates the parameters of a wrapped model as `optimizer(params,
+    **settings)` would update plain ones.
 
-    For example `infinity.adapt(torch.optim.RMSprop, model.parameters(), lr=1e-3)`. Masters, clipping, loss scaling, groups,
-    schedulers and state dicts are as in `infinity.AdamW`; parameters in bf16 or fp16 are updated in fp32. Slow: see the note in
-    `infinity.optim.foreign`. Wrap with `Config(algorithm="other")`, so that no place is kept for other states.
+    For example `infinity.adapt(torch.optim.RMSprop, model.parameters(), lr=1e-3)`. Masters,
+    clipping, loss scaling, groups, schedulers and state dicts are as in `infinity.AdamW`;
+    parameters in bf16 or fp16 are updated in fp32. Slow: see the note in `infinity.optim.foreign`.
+    Wrap with `Config(algorithm="other")`, so that no place is kept for other states.
 
     Raises `ConfigError` for an optimizer that is infinity's own, or that needs a closure. For wrong
     `settings`, raises the error of `optimizer` itself.
     """
-    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)) or issubclass(optimizer, Optimizer):
-        raise ConfigError(f"infinity.adapt takes a class of torch.optim optimizers that is not infinity's own, not {optimizer!r}")
+    if not (
+        isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
+    ) or issubclass(optimizer, Optimizer):
+        raise ConfigError(
+            "infinity.adapt takes a class of torch.optim optimizers that is not "
+            f"infinity's own, not {optimizer!r}"
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"{optimizer.__name__} evaluates the loss inside its step, for all parameters at once, but infinity updates unit by "
-            "unit; use an optimizer whose step needs no closure"
+            f"{optimizer.__name__} evaluates the loss inside its step, for all parameters at once, "
+            "but infinity updates unit by unit; use an optimizer whose step needs no closure"
         )
-    return Adapted(optimizer, params, settings, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
+    return Adapted(
+        optimizer, params, settings, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
+    )
 
 
 class Shelf:
-    """Where the states of one unit lie between steps: in an unnamed file in `directory`, or in memory when it is None."""
+    """Where the states of one unit lie between steps: in an unnamed file in `directory`, or in
+    memory when it is None."""
 
     def __init__(self, directory: Path | None) -> None:
         self._file = None if directory is None else tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as we do)
@@ -79,7 +90,8 @@ class Shelf:
         self._places: list[tuple[dict[str, Any], str, torch.Size, torch.dtype, int]] = []
 
     def put(self, states: Iterable[dict[str, Any]]) -> None:
-        """Take every tensor out of `states` that has more than one element; what is left of it says so."""
+        """Take every tensor out of `states` that has more than one element; what is left of it says
+        so."""
         if self._file is None:
             return
         items, end = [], 0
@@ -97,7 +109,10 @@ class Shelf:
     def take(self) -> None:
         """Put the tensors back to where `put` took them from."""
         tensors = [torch.empty(shape, dtype=dtype) for _, _, shape, dtype, _ in self._places]
-        nvme.read_many((tensor, self._path, place[-1]) for tensor, place in zip(tensors, self._places, strict=True))
+        nvme.read_many(
+            (tensor, self._path, place[-1])
+            for tensor, place in zip(tensors, self._places, strict=True)
+        )
         for tensor, (state, name, *_) in zip(tensors, self._places, strict=True):
             state[name] = tensor
 
@@ -107,7 +122,8 @@ class Shelf:
 
 
 class Workbench:
-    """The torch optimizer of one unit, over stand-ins for its parameters that have data only while it is used."""
+    """The torch optimizer of one unit, over stand-ins for its parameters that have data only while
+    it is used."""
 
     def __init__(self, unit: Unit, directory: Path | None) -> None:
         self.unit = unit
@@ -116,12 +132,14 @@ class Workbench:
         self._shelf = Shelf(directory)
 
     def lay_out(self, adapted: Adapted, values: torch.Tensor) -> torch.optim.Optimizer:
-        """Give the stand-ins their part of `values` (numel,), fp32, and the optimizer its states and the groups of now."""
+        """Give the stand-ins their part of `values` (numel,), fp32, and the optimizer its states
+        and the groups of now."""
         for stand, place in zip(self.stands, self.unit.layout.places, strict=True):
             stand.data = values[place.offset : place.end].view(place.shape)
         own = {id(p): stand for p, stand in zip(self.unit.parameters, self.stands, strict=True)}
         groups: list[dict[str, Any]] = [
-            group | {"params": [own[id(p)] for p in group["params"] if id(p) in own]} for group in adapted.param_groups
+            group | {"params": [own[id(p)] for p in group["params"] if id(p) in own]}
+            for group in adapted.param_groups
         ]
         if self.optimizer is None:
             self.optimizer = adapted.kind(groups, **adapted.settings)
@@ -135,13 +153,18 @@ class Workbench:
     def clear(self) -> None:
         """Put the states away, and let go of all data."""
         if self.optimizer is not None:
-            self._shelf.put(self.optimizer.state[stand] for stand in self.stands if stand in self.optimizer.state)
+            self._shelf.put(
+                self.optimizer.state[stand]
+                for stand in self.stands
+                if stand in self.optimizer.state
+            )
         for stand in self.stands:
             stand.data, stand.grad = torch.empty(0), None
 
 
 class Adapted(Optimizer):
-    """What `infinity.adapt` returns: an `Optimizer` whose rule is the torch optimizer `kind` with `settings`."""
+    """What `infinity.adapt` returns: an `Optimizer` whose rule is the torch optimizer `kind` with
+    `settings`."""
 
     states: ClassVar[dict[str, Kind]] = {}
     by_kernels: ClassVar[bool] = False
@@ -159,25 +182,29 @@ class Adapted(Optimizer):
         self.kind, self.settings = kind, settings
         self._benches: dict[Unit, Workbench] = {}
         defaults = kind([nn.Parameter(torch.zeros(2))], **settings).defaults
-        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
+        super().__init__(
+            params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
+        )
         tier = "on nvme" if any(unit.spill for unit in self.units) else "in host memory"
         log.warning(
-            "infinity has no kernels for %s: it updates one unit after the other on the host while step() waits; "
-            "one unit needs memory beside the budgets; its states are %s, beside the budgets",
+            "infinity has no kernels for %s: it updates one unit after the other on the host "
+            "while step() waits; one unit needs memory beside the budgets; its states are %s, "
+            "beside the budgets",
             kind.__name__,
             tier,
         )
 
     def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The values of `Config.algorithm` under which the states of `group` are kept: any, for they are kept here."""
+        """The values of `Config.algorithm` under which the states of `group` are kept: any, for
+        they are kept here."""
         return tuple(MOMENTS)
 
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` for DTensors; the torch optimizer has checked its settings."""
         if any(isinstance(parameter, DTensor) for parameter in group["params"]):
             raise ConfigError(
-                f"{self.kind.__name__} would see of a DTensor what this rank has of it, and not the whole; with tensor "
-                "parallelism take infinity.AdamW or one of its family"
+                f"{self.kind.__name__} would see of a DTensor what this rank has of it, and not "
+                "the whole; with tensor parallelism take infinity.AdamW or one of its family"
             )
 
     def refuse_unsupported(self, group: dict[str, Any]) -> None:
@@ -203,7 +230,9 @@ class Adapted(Optimizer):
         bench, updated = self._bench(unit), self._updated(unit)
         try:
             optimizer = bench.lay_out(self, values)
-            for index, (stand, place) in enumerate(zip(bench.stands, unit.layout.places, strict=True)):
+            for index, (stand, place) in enumerate(
+                zip(bench.stands, unit.layout.places, strict=True)
+            ):
                 if updated[index][1] is not None:
                     stand.grad = gradients[place.offset : place.end].view(place.shape)
                     if (times := unit.gradients.factor(index, factor)) != 1.0:
@@ -214,7 +243,8 @@ class Adapted(Optimizer):
         unit.states.write(kept, unit.shard_of(values))
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch: per parameter the states of the torch optimizer and, for bf16 and fp16 parameters, the fp32 `master`."""
+        """As in torch: per parameter the states of the torch optimizer and, for bf16 and fp16
+        parameters, the fp32 `master`."""
         packed = super().state_dict()
         number_of = numbers(self)
         for unit in self._benches:
@@ -226,27 +256,46 @@ class Adapted(Optimizer):
     def _load_states(self, states: dict[int, Mapping[str, Any]]) -> None:
         super()._load_states(states)
         for unit in self.units:
-            self.load_unit_states(unit, [states.get(id(parameter), {}) for parameter in unit.parameters])
+            self.load_unit_states(
+                unit, [states.get(id(parameter), {}) for parameter in unit.parameters]
+            )
 
     def check_hyper(self, group: dict[str, Any]) -> None:
         """Nothing: the torch optimizer says what they mean."""
 
-    def check_state(self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]) -> None:
-        """As for every optimizer; and tensors must be of the shapes of those that the torch optimizer makes."""
+    def check_state(
+        self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]
+    ) -> None:
+        """As for every optimizer; and tensors must be of the shapes of those that the torch
+        optimizer makes."""
         super().check_state(unit, parameter, state, group)
-        if not any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in state.values()):
+        if not any(
+            isinstance(value, torch.Tensor) and value.numel() > 1 for value in state.values()
+        ):
             return
         stand = nn.Parameter(torch.zeros(parameter.shape))
         stand.grad = torch.zeros(parameter.shape)
         optimizer = self.kind([stand], **self.settings)
-        optimizer.param_groups[0].update((name, value) for name, value in group.items() if name != "params")
+        optimizer.param_groups[0].update(
+            (name, value) for name, value in group.items() if name != "params"
+        )
         optimizer.step()
         made = optimizer.state.get(stand, {})
         for name, value in state.items():
             like = made.get(name)
-            if isinstance(like, torch.Tensor) and (not isinstance(value, torch.Tensor) or value.shape != like.shape):
-                shape = list(value.shape) if isinstance(value, torch.Tensor) else f"that of {value!r}"
-                raise misfit(self, f"{name} of {unit.name_of(parameter)} has shape {shape}, and should have {list(like.shape)}")
+            if isinstance(like, torch.Tensor) and (
+                not isinstance(value, torch.Tensor) or value.shape != like.shape
+            ):
+                shape = (
+                    list(value.shape) if isinstance(value, torch.Tensor) else f"that of {value!r}"
+                )
+                raise misfit(
+                    self,
+                    (
+                        f"{name} of {unit.name_of(parameter)} has shape {shape}, and should "
+                        f"have {list(like.shape)}"
+                    ),
+                )
 
     def load_header(self, header: dict[str, Any]) -> None:
         """Take over what `header` gave. All states begin anew."""
@@ -254,7 +303,8 @@ class Adapted(Optimizer):
         self._benches.clear()
 
     def unit_states(self, unit: Unit) -> list[dict[str, Any]]:
-        """The states that the torch optimizer has of each parameter of `unit`; copies, on the host."""
+        """The states that the torch optimizer has of each parameter of `unit`; copies, on the
+        host."""
         if unit not in self._benches:
             return [{} for _ in unit.parameters]
         bench = self._benches[unit]
@@ -271,7 +321,9 @@ class Adapted(Optimizer):
             optimizer = bench.lay_out(self, torch.zeros(unit.layout.numel))
             for stand, state in zip(bench.stands, states, strict=True):
                 if state:
-                    optimizer.state[stand] = {name: _copy(value) for name, value in state.items() if name != "master"}
+                    optimizer.state[stand] = {
+                        name: _copy(value) for name, value in state.items() if name != "master"
+                    }
             bench.clear()
 
 

@@ -55,11 +55,11 @@ class UnitUpdate:
 class JobState(enum.Enum):
     """What is known of a job's update.
 
-    AWAITED: nothing; its gradients are still to come, and its old states are read as far as there is room.
-    SPECULATIVE: what it will be if the guess is right; nobody sees what it writes.
+    AWAITED: nothing; its gradients are still to come, and its old states are read as far as there
+    is room. SPECULATIVE: what it will be if the guess is right; nobody sees what it writes.
     DELAYED: all, but nobody shall see yet what it writes: the parameters are in use as they are.
-    CONFIRMED: all; what it writes is the unit's content once all is written.
-    ENDED: that is so, or never will be.
+    CONFIRMED: all; what it writes is the unit's content once all is written. ENDED: that is so, or
+    never will be.
     """
 
     AWAITED = enum.auto()
@@ -88,7 +88,8 @@ class Job:
         """The element from which on an update may be rolled back."""
         beside = bisect_left(starts, self.in_place_until, lo=staged)
         self.in_memory = deque(starts[:staged])
-        """First elements of the chunks that need neither staging nor I/O, and were not checked out."""
+        """First elements of the chunks that need neither staging nor I/O, and were not checked
+        out."""
         self.chunks = deque((*starts[beside:], *starts[staged:beside]))
         """First elements of the other chunks that were not checked out, those first that may be
         SPECULATIVE."""
@@ -96,7 +97,8 @@ class Job:
         """Chunks that are checked out."""
         self.meter = Meter()
         self.hurried = False
-        """Whether a thread waits for it that does not bring the unit's place: it runs without one."""
+        """Whether a thread waits for it that does not bring the unit's place: it runs without
+        one."""
         self.placed = True
         """Whether all that went through and was updated is where the next forward looks for it."""
 
@@ -113,7 +115,9 @@ class Job:
     def may_update(self, begin: int) -> bool:
         """Whether the chunk from `begin` on may be updated now, as far as is known what the update
         is."""
-        return self.is_final or (self.state is JobState.SPECULATIVE and begin >= self.in_place_until)
+        return self.is_final or (
+            self.state is JobState.SPECULATIVE and begin >= self.in_place_until
+        )
 
     @property
     def written(self) -> bool:
@@ -129,8 +133,8 @@ class Job:
 class QueueState(enum.IntEnum):
     """The life of a `JobQueue`, in this order.
 
-    OPEN: it takes jobs. CLOSED: it finishes what is final. FAILED: the pipeline does nothing more. ENDED: its thread has ended,
-    and nothing changes any more.
+    OPEN: it takes jobs. CLOSED: it finishes what is final. FAILED: the pipeline does nothing more.
+    ENDED: its thread has ended, and nothing changes any more.
     """
 
     OPEN = enum.auto()
@@ -209,7 +213,9 @@ class JobQueue:
         """Block until the update of `unit` that is CONFIRMED, if any, has ended, well or not; it
         waits for no place."""
         with self.changed:
-            going = [job for job in self.jobs if job.unit is unit and job.state is JobState.CONFIRMED]
+            going = [
+                job for job in self.jobs if job.unit is unit and job.state is JobState.CONFIRMED
+            ]
             for job in going:
                 job.hurried = True
             self.changed.notify_all()
@@ -222,7 +228,9 @@ class JobQueue:
             self._hurries += 1
             self.changed.notify_all()
             try:
-                self._wait_for(lambda: all(job.state is not JobState.CONFIRMED for job in self.jobs))
+                self._wait_for(
+                    lambda: all(job.state is not JobState.CONFIRMED for job in self.jobs)
+                )
             finally:
                 self._hurries -= 1
 
@@ -244,7 +252,9 @@ class JobQueue:
     def await_work(self, may_hold: bool) -> bool:
         """Block until there is a chunk to take; False when it was closed and there is none."""
         with self.changed:
-            self.changed.wait_for(lambda: self._state is not QueueState.OPEN or self.has_work(may_hold))
+            self.changed.wait_for(
+                lambda: self._state is not QueueState.OPEN or self.has_work(may_hold)
+            )
             return self.has_work(may_hold)
 
     def await_change(self, resumed: Callable[[], bool], may_hold: bool) -> None:
@@ -279,7 +289,8 @@ class JobQueue:
             return job, job.in_memory.popleft()
 
     def put_back(self, job: Job, queue: deque[int], begin: int) -> None:
-        """The chunk from `begin` on, taken from that `queue` of the job, could not be checked out."""
+        """The chunk from `begin` on, taken from that `queue` of the job, could not be checked
+        out."""
         with self.changed:
             if job in self.jobs:
                 queue.appendleft(begin)
@@ -342,7 +353,9 @@ class JobQueue:
         if fixed and job.written and self._state < QueueState.FAILED:
             job.state = JobState.ENDED
             self.jobs.remove(job)
-            self._store.resident.end_update([block for kind, block in job.unit.blocks.items() if kind is not Kind.GRAD])
+            self._store.resident.end_update(
+                [block for kind, block in job.unit.blocks.items() if kind is not Kind.GRAD]
+            )
             self.changed.notify_all()
 
     def _next(self, may_hold: bool, ready: bool) -> Job | None:
@@ -366,7 +379,11 @@ class JobQueue:
         block = job.unit.blocks[Kind.PARAM]
         if self._store.resident.is_updating(block):
             return False
-        return not block.moved_bytes or not reads(job.unit, Kind.PARAM) or self._store.resident.is_ready(block)
+        return (
+            not block.moved_bytes
+            or not reads(job.unit, Kind.PARAM)
+            or self._store.resident.is_ready(block)
+        )
 
     def _has_place(self, job: Job) -> bool:
         """Whether what the update of `job` makes can be put where it is used, or need not wait for

@@ -1,4 +1,5 @@
-"""The optimizer kernels, and what they are told: hyper-parameters, and the parts of a shard that these are for."""
+"""The optimizer kernels, and what they are told: hyper-parameters, and the parts of a shard that
+these are for."""
 
 from __future__ import annotations
 
@@ -19,12 +20,18 @@ from infinity.sharding.unit import Unit
 from infinity.tiers.staging import ChunkRequest
 from infinity.tiers.store import Store
 
-_NAMES_OF_TARGETS = {Kind.PARAM: "param", Kind.MASTER: "master", Kind.EXP_AVG: "first", Kind.EXP_AVG_SQ: "second"}
+_NAMES_OF_TARGETS = {
+    Kind.PARAM: "param",
+    Kind.MASTER: "master",
+    Kind.EXP_AVG: "first",
+    Kind.EXP_AVG_SQ: "second",
+}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Hyper(NamedTuple):
-    """The hyper-parameters of one parameter in its update number `step`: those of the kernel `rule`, by keyword."""
+    """The hyper-parameters of one parameter in its update number `step`: those of the kernel
+    `rule`, by keyword."""
 
     rule: str
     step: int
@@ -32,7 +39,8 @@ class Hyper(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Elements [begin, end) of this rank's shard that are updated with `hyper`, and with their gradients times `factor`."""
+    """Elements [begin, end) of this rank's shard that are updated with `hyper`, and with their
+    gradients times `factor`."""
 
     begin: int
     end: int
@@ -41,10 +49,11 @@ class Segment(NamedTuple):
 
 
 class StateTensors(NamedTuple):
-    """The states of some elements of unit number `unit`, from number `position` of its flat buffer on.
+    """The states of some elements of unit number `unit`, from number `position` of its flat buffer
+    on.
 
-    PARAM and GRAD are tensors of their dtypes, the others uint8 in `formats`. What becomes of those that have one of `targets`
-    goes there, and they stay as they are.
+    PARAM and GRAD are tensors of their dtypes, the others uint8 in `formats`. What becomes of those
+    that have one of `targets` goes there, and they stay as they are.
     """
 
     tensors: dict[Kind, torch.Tensor]
@@ -63,32 +72,62 @@ class Kernels:
         self._module = native.cpu_adam()
         best = self._module.best_isa()
         if instruction_set != "auto" and not self._module.has_isa(instruction_set):
-            raise ConfigError(f"instruction_set={instruction_set!r} is not one that this CPU has; 'auto' is {best!r} here")
+            raise ConfigError(
+                f"instruction_set={instruction_set!r} is not one that this CPU has; 'auto' "
+                f"is {best!r} here"
+            )
         self.isa = best if instruction_set == "auto" else instruction_set
         self.threads = threads_of(threads)
         self._pool = self._module.Pool(self.threads)
 
-    def update(self, states: StateTensors, begin: int, end: int, hyper: Hyper, grad_scale: float) -> None:
-        """Update elements [begin, end) with gradients times `grad_scale`; formulas in `native/cpu_adam/rules.h`.
+    def update(
+        self, states: StateTensors, begin: int, end: int, hyper: Hyper, grad_scale: float
+    ) -> None:
+        """Update elements [begin, end) with gradients times `grad_scale`; formulas in
+        `native/cpu_adam/rules.h`.
 
-        The noise of stochastic rounding is a function of the unit, the element's place in it, and the step (`noise.h`).
+        The noise of stochastic rounding is a function of the unit, the element's place in it, and
+        the step (`noise.h`).
         """
         tensors, formats = states.tensors, states.formats
 
         def at(kind: Kind, where: Mapping[Kind, torch.Tensor] = tensors) -> int:
             return where[kind].data_ptr() if kind in where else 0
 
-        moments = {formats[kind].name for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ) if kind in tensors}
+        moments = {
+            formats[kind].name for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ) if kind in tensors
+        }
         on_gpu = tensors[Kind.PARAM].is_cuda
         module: Any = native.cuda() if on_gpu else self._module
-        where = {"stream": stream_of(tensors[Kind.PARAM])} if on_gpu else {"isa": self.isa, "pool": self._pool}
-        where |= {f"to_{name}": at(kind, states.targets) for kind, name in _NAMES_OF_TARGETS.items() if kind in states.targets}
+        where = (
+            {"stream": stream_of(tensors[Kind.PARAM])}
+            if on_gpu
+            else {"isa": self.isa, "pool": self._pool}
+        )
+        where |= {
+            f"to_{name}": at(kind, states.targets)
+            for kind, name in _NAMES_OF_TARGETS.items()
+            if kind in states.targets
+        }
         module.update(
-            hyper.rule, at(Kind.GRAD), _NAMES[tensors[Kind.GRAD].dtype], at(Kind.PARAM), _NAMES[tensors[Kind.PARAM].dtype],
-            at(Kind.MASTER), formats[Kind.MASTER].name if Kind.MASTER in tensors else "none",
-            at(Kind.EXP_AVG), at(Kind.EXP_AVG_SQ), moments.pop() if moments else "fp32", begin, end, position=states.position,
-            key=states.unit << 32 | hyper.step, grad_scale=grad_scale, **where, **hyper.values,
-        )  # fmt: skip
+            hyper.rule,
+            at(Kind.GRAD),
+            _NAMES[tensors[Kind.GRAD].dtype],
+            at(Kind.PARAM),
+            _NAMES[tensors[Kind.PARAM].dtype],
+            at(Kind.MASTER),
+            formats[Kind.MASTER].name if Kind.MASTER in tensors else "none",
+            at(Kind.EXP_AVG),
+            at(Kind.EXP_AVG_SQ),
+            moments.pop() if moments else "fp32",
+            begin,
+            end,
+            position=states.position,
+            key=states.unit << 32 | hyper.step,
+            grad_scale=grad_scale,
+            **where,
+            **hyper.values,
+        )
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """`target.copy_(source)` for uint8 tensors (n,) on the host, by all threads."""
@@ -99,27 +138,40 @@ class Kernels:
         self._pool = None
 
     def squared_norm(self, values: torch.Tensor, carry: float) -> float:
-        """`carry` plus the sum of squares of `values`, in double precision and in a fixed order, on the device where they are."""
+        """`carry` plus the sum of squares of `values`, in double precision and in a fixed order, on
+        the device where they are."""
         if values.is_cuda:
             cuda: Any = native.cuda()
             total = torch.full((1,), carry, dtype=torch.float64, device=values.device)
             sums = total.new_empty(cuda.norm_blocks(values.numel()))
             with device_of(values):
                 cuda.squared_norm(
-                    values.data_ptr(), _NAMES[values.dtype], values.numel(), block_sums=sums.data_ptr(), total=total.data_ptr(),
+                    values.data_ptr(),
+                    _NAMES[values.dtype],
+                    values.numel(),
+                    block_sums=sums.data_ptr(),
+                    total=total.data_ptr(),
                     stream=stream_of(values),
-                )  # fmt: skip
+                )
             return float(total)
         if (pool := self._pool) is None:
             raise EngineClosedError("the engine was closed")
-        return float(self._module.squared_norm(values.data_ptr(), _NAMES[values.dtype], values.numel(), carry, self.isa, pool))
+        return float(
+            self._module.squared_norm(
+                values.data_ptr(), _NAMES[values.dtype], values.numel(), carry, self.isa, pool
+            )
+        )
 
 
-def segments_of(unit: Unit, hypers: Sequence[Hyper | None], further: float = 1.0) -> tuple[Segment, ...]:
-    """The parts of this rank's shard to update, given the hyper-parameters of each parameter (None: leave it alone).
+def segments_of(
+    unit: Unit, hypers: Sequence[Hyper | None], further: float = 1.0
+) -> tuple[Segment, ...]:
+    """The parts of this rank's shard to update, given the hyper-parameters of each parameter (None:
+    leave it alone).
 
-    Gradients are multiplied by what the step under way has found so far, and by `further`. Neighbours that are updated alike are
-    one segment, the padding between them included (zeros stay zeros).
+    Gradients are multiplied by what the step under way has found so far, and by `further`.
+    Neighbours that are updated alike are one segment, the padding between them included (zeros stay
+    zeros).
     """
     segments: list[Segment] = []
     before: Segment | None = None  # of the parameter before, if that is updated
@@ -136,11 +188,15 @@ def segments_of(unit: Unit, hypers: Sequence[Hyper | None], further: float = 1.0
     return tuple(segments)
 
 
-def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels, positions: Sequence[int]) -> float:
-    """The sum of squares of the gradients of these parameters in this rank's shard, in double precision.
+def squared_gradient_norm(
+    unit: Unit, store: Store, kernels: Kernels, positions: Sequence[int]
+) -> float:
+    """The sum of squares of the gradients of these parameters in this rank's shard, in double
+    precision.
 
-    Depends on which parameters these are and on nothing else, neither on placement nor on what the others' bytes are. Parameters
-    that another tensor parallel rank counts (`Unit.counted`) add nothing while they are finite, else NaN.
+    Depends on which parameters these are and on nothing else, neither on placement nor on what the
+    others' bytes are. Parameters that another tensor parallel rank counts (`Unit.counted`) add
+    nothing while they are finite, else NaN.
     """
     counted = others = 0.0
     runs = _runs(unit, positions)
@@ -149,7 +205,9 @@ def squared_gradient_norm(unit: Unit, store: Store, kernels: Kernels, positions:
     for begin, end in zip(starts, [*starts[1:], gradient.elements], strict=True):
         if not any(run.begin < end and run.end > begin for run in runs):
             continue
-        (chunk,) = store.staging.check_out(ChunkRequest([gradient], begin, [gradient], on_device=True))
+        (chunk,) = store.staging.check_out(
+            ChunkRequest([gradient], begin, [gradient], on_device=True)
+        )
         try:
             chunk.wait()
             values = chunk.tensor.view(unit.gradient_dtype)
@@ -173,8 +231,9 @@ class _ElementRun(NamedTuple):
 
 
 def _runs(unit: Unit, positions: Sequence[int]) -> list[_ElementRun]:
-    """The shard, or its parts for these parameters, cut where what counts changes, and so that sums do not depend on where chunks
-    end: those that cross a border of the blocks in which the kernel adds up are cut there."""
+    """The shard, or its parts for these parameters, cut where what counts changes, and so that sums
+    do not depend on where chunks end: those that cross a border of the blocks in which the kernel
+    adds up are cut there."""
     if all(unit.counted) and len(positions) == len(unit.parameters):
         return [_ElementRun(0, unit.layout.shard_numel, True)]
     runs = []
@@ -182,16 +241,23 @@ def _runs(unit: Unit, positions: Sequence[int]) -> list[_ElementRun]:
         part, counts = unit.layout.overlap(index, unit.rank), unit.counted[index]
         begin, end = part.in_shard, part.in_shard + part.length
         border = min(round_up(begin, CHUNK_ELEMENTS), end)
-        runs += [_ElementRun(low, high, counts) for low, high in ((begin, border), (border, end)) if low < high]
+        runs += [
+            _ElementRun(low, high, counts)
+            for low, high in ((begin, border), (border, end))
+            if low < high
+        ]
     return runs
 
 
 def nonfinite_gradients(unit: Unit, positions: Sequence[int]) -> list[bool]:
-    """Which of these parameters have a settled gradient with an infinity or a NaN in this rank's shard."""
+    """Which of these parameters have a settled gradient with an infinity or a NaN in this rank's
+    shard."""
     there = [unit.gradients.has(index) for index in positions]
     if not any(there):
         return there
     shard = unit.states.read(Kind.GRAD)
     parts = [unit.layout.overlap(index, unit.rank) for index in positions]
-    finite = [bool(shard[part.in_shard : part.in_shard + part.length].isfinite().all()) for part in parts]
+    finite = [
+        bool(shard[part.in_shard : part.in_shard + part.length].isfinite().all()) for part in parts
+    ]
     return [has and not good for has, good in zip(there, finite, strict=True)]

@@ -54,7 +54,11 @@ class GradientNorm:
 
     def _squares(self, unit: Unit, positions: Sequence[int]) -> float:
         found = unit.gradients.measured() if positions == unit.gradients.present() else None
-        return squared_gradient_norm(unit, self._store, self._kernels, positions) if found is None else found
+        return (
+            squared_gradient_norm(unit, self._store, self._kernels, positions)
+            if found is None
+            else found
+        )
 
     def square_ahead(self, unit: Unit) -> float | None:
         """What `of` will ask of `unit`: read on the thread that brings gradients from a device with
@@ -74,11 +78,17 @@ class GradientNorm:
         """The name of the first parameter with a settled gradient that is not finite; "" when all
         are."""
         names = [share.unit.names[index] for share in shares for index in share.positions]
-        bad = [float(flag) for share in shares for flag in nonfinite_gradients(share.unit, share.positions)]
+        bad = [
+            float(flag)
+            for share in shares
+            for flag in nonfinite_gradients(share.unit, share.positions)
+        ]
         everywhere = self._sum_over_shards(bad, "of gradients that are not finite")
         return next((name for name, flag in zip(names, everywhere, strict=True) if flag), "")
 
-    def take_nonfinite(self, norm: float, shares: Sequence[UnitShare], number: int, raises: bool) -> None:
+    def take_nonfinite(
+        self, norm: float, shares: Sequence[UnitShare], number: int, raises: bool
+    ) -> None:
         """The settled gradients of `shares`, for step `number`, have the norm `norm`, which is not
         finite: log whose fault that is, or raise `NonFiniteError`, before anything is changed."""
         name = self.first_nonfinite(shares)

@@ -1,10 +1,11 @@
-"""The base of the optimizer family: a real `torch.optim.Optimizer` whose states the engine keeps and updates.
+"""The base of the optimizer family: a real `torch.optim.Optimizer` whose states the engine keeps
+and updates.
 
 [Note: torch.amp.GradScaler]
-`scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()` works: GradScaler leaves optimizers whose `step` takes
-it as `grad_scaler` to divide by the scale themselves, and asks only what they found; with a FutureWarning, for this way may end
-some day. It is for fp32 parameters under autocast. The scale is not known before the step, so no update that began in backward
-is kept.
+`scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()` works: GradScaler leaves
+optimizers whose `step` takes it as `grad_scaler` to divide by the scale themselves, and asks only
+what they found; with a FutureWarning, for this way may end some day. It is for fp32 parameters
+under autocast. The scale is not known before the step, so no update that began in backward is kept.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from infinity.errors import ConfigError, NonFiniteError
 from infinity.optim.kernels import Hyper, Segment, segments_of
 from infinity.optim.norm import apply_clips, clip_factor
 from infinity.optim.scaler import LossScaler, scaled_loss
-from infinity.optim.state_dict import add_states, check_header, check_state, kinds, numbers, restore, states_in, updates_in
+from infinity.optim.state_dict import (
+    add_states,
+    check_header,
+    check_state,
+    kinds,
+    numbers,
+    restore,
+    states_in,
+    updates_in,
+)
 from infinity.optim.step import Step, UnitShare
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
@@ -31,23 +41,27 @@ log = logging.getLogger("infinity")
 
 
 class Optimizer(torch.optim.Optimizer):
-    """What the optimizers over parameters of a wrapped model have in common; each adds its hyper-parameters.
+    """What the optimizers over parameters of a wrapped model have in common; each adds its
+    hyper-parameters.
 
-    `step` fixes the gradient norm, the clip factor and this step's hyper-parameters, and returns; the update runs beside
-    what follows, and the next forward waits for it unit by unit. A parameter that got no gradient is left alone, as in torch;
-    so one that was trainable when the model was wrapped may be frozen (`requires_grad_(False)`) and thawed between steps.
-    `grad_norm` is the exact global L2 norm of the last step before clipping to `max_grad_norm`, and `clipped_grad_norm` after
-    it; None where no norm was needed.
+    `step` fixes the gradient norm, the clip factor and this step's hyper-parameters, and returns;
+    the update runs beside what follows, and the next forward waits for it unit by unit. A parameter
+    that got no gradient is left alone, as in torch; so one that was trainable when the model was
+    wrapped may be frozen (`requires_grad_(False)`) and thawed between steps. `grad_norm` is the
+    exact global L2 norm of the last step before clipping to `max_grad_norm`, and
+    `clipped_grad_norm` after it; None where no norm was needed.
 
-    The gradients stay until `zero_grad`, as in torch: another `step` applies them again, and a backward adds to them. Several
-    optimizers may have parameters of one model, also of one unit: norm, clipping and `zero_grad` concern an optimizer's own.
+    The gradients stay until `zero_grad`, as in torch: another `step` applies them again, and a
+    backward adds to them. Several optimizers may have parameters of one model, also of one unit:
+    norm, clipping and `zero_grad` concern an optimizer's own.
 
-    With fp16 parameters the loss is scaled, `optimizer.scale(loss).backward()`, by `loss_scaler` (default: `LossScaler()`),
-    and a step with a gradient that is infinite or NaN is left out: no state, parameter or count changes by a bit. With
-    `skip_nonfinite` that is so for every precision, without scaling. By default such a step is taken, as in torch, and logged if
-    a norm was needed: with `max_grad_norm` a NaN makes all gradients NaN, and an infinity makes the finite ones zeros. With
-    `error_if_nonfinite` `step` raises `NonFiniteError` before anything is changed, unless the loss is scaled, which skips.
-    `skipped_steps` counts what was left out.
+    With fp16 parameters the loss is scaled, `optimizer.scale(loss).backward()`, by `loss_scaler`
+    (default: `LossScaler()`), and a step with a gradient that is infinite or NaN is left out: no
+    state, parameter or count changes by a bit. With `skip_nonfinite` that is so for every
+    precision, without scaling. By default such a step is taken, as in torch, and logged if a norm
+    was needed: with `max_grad_norm` a NaN makes all gradients NaN, and an infinity makes the finite
+    ones zeros. With `error_if_nonfinite` `step` raises `NonFiniteError` before anything is changed,
+    unless the loss is scaled, which skips. `skipped_steps` counts what was left out.
 
     Raises `ConfigError` when a value is out of range. Raises it, too, when a parameter has another
     optimizer or does not belong to a wrapped model. `step` raises `NonFiniteError` also when the
@@ -72,7 +86,10 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         self._check("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0)
         if skip_nonfinite and error_if_nonfinite:
-            raise ConfigError(f"{type(self).__name__}: a step is skipped or raises; give skip_nonfinite or error_if_nonfinite")
+            raise ConfigError(
+                f"{type(self).__name__}: a step is skipped or raises; give skip_nonfinite "
+                "or error_if_nonfinite"
+            )
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
         self.error_if_nonfinite = error_if_nonfinite
         self.loss_scaler = loss_scaler
@@ -97,15 +114,18 @@ class Optimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
-        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
+        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
+        kernels take them."""
         raise NotImplementedError
 
     def refuse_unsupported(self, group: dict[str, Any]) -> None:
-        """Raise `ConfigError` when `group`, from a state dict of torch, asks for what the kernels do not do."""
+        """Raise `ConfigError` when `group`, from a state dict of torch, asks for what the kernels
+        do not do."""
         for name in ("amsgrad", "maximize"):
             if group.get(name):
                 raise ConfigError(
-                    f"{type(self).__name__}: {name}=True is not supported; infinity.adapt runs the optimizer of torch that has it"
+                    f"{type(self).__name__}: {name}=True is not supported; infinity.adapt "
+                    "runs the optimizer of torch that has it"
                 )
 
     def check_group(self, group: dict[str, Any], units: Iterable[Unit]) -> None:
@@ -116,8 +136,9 @@ class Optimizer(torch.optim.Optimizer):
         for unit in units:
             if unit.algorithm not in self.algorithms(group):
                 raise ConfigError(
-                    f"{who} needs other states than the model was wrapped with (algorithm={unit.algorithm!r}); "
-                    f"use infinity.Config(algorithm={self.algorithms(group)[0]!r})"
+                    f"{who} needs other states than the model was wrapped with "
+                    f"(algorithm={unit.algorithm!r}); use "
+                    f"infinity.Config(algorithm={self.algorithms(group)[0]!r})"
                 )
 
     def _check(self, name: str, value: Any, good: bool) -> None:
@@ -143,13 +164,20 @@ class Optimizer(torch.optim.Optimizer):
         updater = self._updater
         for parameter in group["params"]:
             if not isinstance(parameter, ShardedParameter):
-                raise ConfigError(f"{who} got a parameter of no wrapped model; first model = infinity.wrap(model, config)")
+                raise ConfigError(
+                    f"{who} got a parameter of no wrapped model; first model = "
+                    "infinity.wrap(model, config)"
+                )
             unit = type(parameter).unit
             found = unit.listeners.updates
             if not isinstance(found, Updater) or updater not in (None, found):
-                raise ConfigError(f"the parameters of one {who} must belong to one wrapped model whose engine is open")
+                raise ConfigError(
+                    f"the parameters of one {who} must belong to one wrapped model whose "
+                    "engine is open"
+                )
             updater = found
-            if unit.trainable:  # as in torch: one that is not gets no gradient, and cannot be made to
+            # as in torch: one that is not gets no gradient, and cannot be made to
+            if unit.trainable:
                 taken.setdefault(unit, []).append(unit.position(parameter))
         if updater is None:
             return
@@ -175,7 +203,8 @@ class Optimizer(torch.optim.Optimizer):
     # The step
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """What to call `backward` on instead of `loss`: `loss` times the loss scale, or `loss` where nothing scales it.
+        """What to call `backward` on instead of `loss`: `loss` times the loss scale, or `loss`
+        where nothing scales it.
 
         In fp16 a loss overflows at scales from 2**16 on: compute it in fp32.
         """
@@ -184,13 +213,21 @@ class Optimizer(torch.optim.Optimizer):
         return scaled_loss(loss, self.loss_scaler.scale, self.updater.scales)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
-        """Start the update of every parameter that has a gradient, and return; `closure`, if any, computes the loss first.
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> Any:
+        """Start the update of every parameter that has a gradient, and return; `closure`, if any,
+        computes the loss first.
 
         `grad_scaler` is given by `torch.amp.GradScaler.step`. There are three phases:
 
-        1. Measure: gradients become final on all ranks, and their norm is computed where anything depends on it.
-        2. Fix: the step is left out, or becomes a `Step`: the clip factor, and what is done to every unit.
+        1. Measure: gradients become final on all ranks, and their norm is computed where anything
+           depends on it.
+        2. Fix: the step is left out, or becomes a `Step`: the clip factor, and what is done to
+           every unit.
         3. Post: the updater takes it, and makes it beside what follows.
         """
         loss = None
@@ -203,12 +240,20 @@ class Optimizer(torch.optim.Optimizer):
         if step is not None:
             self._post(step)
             self._steps.update(step.counts)
-            if self.loss_scaler is not None and grad_scaler is None and norm is not None and math.isfinite(norm):
+            if (
+                self.loss_scaler is not None
+                and grad_scaler is None
+                and norm is not None
+                and math.isfinite(norm)
+            ):
                 self.loss_scaler.update(finite=True)
         return loss
 
-    def _measure(self, shares: Sequence[UnitShare], grad_scaler: torch.amp.GradScaler | None) -> float | None:
-        """Phase 1. Returns the norm of the gradients, unscaled, or None where nothing depends on it."""
+    def _measure(
+        self, shares: Sequence[UnitShare], grad_scaler: torch.amp.GradScaler | None
+    ) -> float | None:
+        """Phase 1. Returns the norm of the gradients, unscaled, or None where nothing depends on
+        it."""
         self.updater.settle([share.unit for share in shares])
         if grad_scaler is None and self.loss_scaler is not None:
             self._remind(shares, self.loss_scaler)
@@ -220,13 +265,20 @@ class Optimizer(torch.optim.Optimizer):
             _tell(grad_scaler, self, norm)
         return norm
 
-    def _fix(self, shares: Sequence[UnitShare], norm: float | None, grad_scaler: torch.amp.GradScaler | None) -> Step | None:
+    def _fix(
+        self,
+        shares: Sequence[UnitShare],
+        norm: float | None,
+        grad_scaler: torch.amp.GradScaler | None,
+    ) -> Step | None:
         """Phase 2. Returns None for a step that is left out, because a gradient is not finite."""
         if norm is not None and not math.isfinite(norm):
             if self._skips(grad_scaler):
                 self._skip(shares, grad_scaler)
                 return None
-            self.updater.norm.take_nonfinite(norm, shares, self.updater.next_number, self.error_if_nonfinite)
+            self.updater.norm.take_nonfinite(
+                norm, shares, self.updater.next_number, self.error_if_nonfinite
+            )
         factor = _unscaling(grad_scaler)
         if norm is not None and self.max_grad_norm is not None:
             clip = clip_factor(norm, self.max_grad_norm)
@@ -234,7 +286,9 @@ class Optimizer(torch.optim.Optimizer):
             factor *= clip
         apply_clips(shares, factor)
         segments = {share: self.segments(share.unit, factor) for share in shares if share.present()}
-        updated = [id(share.unit.parameters[index]) for share in segments for index in share.present()]
+        updated = [
+            id(share.unit.parameters[index]) for share in segments for index in share.present()
+        ]
         return Step(
             number=self.updater.next_number,
             factor=factor,
@@ -262,30 +316,44 @@ class Optimizer(torch.optim.Optimizer):
         before = self.loss_scaler.scale
         if not self.loss_scaler.update(finite=False):
             raise NonFiniteError(
-                f"the gradient of {name} is not finite at the smallest loss scale, {before:g} (skipped step {number}); the model "
-                "or its data overflow fp16: lower the learning rate, or train in bf16",
+                f"the gradient of {name} is not finite at the smallest loss scale, {before:g} "
+                f"(skipped step {number}); the model or its data overflow fp16: lower the "
+                "learning rate, or train in bf16",
                 name,
             )
         after = self.loss_scaler.scale
-        log.info("step %d is skipped: the gradient of %s is not finite at loss scale %g; now %g", number, name, before, after)
+        log.info(
+            "step %d is skipped: the gradient of %s is not finite at loss scale %g; now %g",
+            number,
+            name,
+            before,
+            after,
+        )
 
     def _remind(self, shares: Sequence[UnitShare], scaler: LossScaler) -> None:
-        unscaled = any(share.present() and share.unit.gradients.loss_scale == 1.0 for share in shares)
+        unscaled = any(
+            share.present() and share.unit.gradients.loss_scale == 1.0 for share in shares
+        )
         if unscaled and scaler.scale != 1.0 and not self._reminded:
             self._reminded = True
             log.warning(
-                "the loss was not scaled, so fp16 gradients below 6e-8 are lost: call optimizer.scale(loss).backward(), or ask "
-                "for no scaling with loss_scaler=infinity.LossScaler(1.0, window=None)"
+                "the loss was not scaled, so fp16 gradients below 6e-8 are lost: call "
+                "optimizer.scale(loss).backward(), or ask for no scaling with "
+                "loss_scaler=infinity.LossScaler(1.0, window=None)"
             )
 
     def segments(self, unit: Unit, factor: float = 1.0) -> tuple[Segment, ...]:
-        """What the next step does to this rank's shard of `unit`, with the gradients and hyper-parameters of now, and gradients
-        clipped by `factor`."""
-        hypers = [None if group is None else self.hyper(group, self._steps[id(p)] + 1) for p, group in self._updated(unit)]
+        """What the next step does to this rank's shard of `unit`, with the gradients and
+        hyper-parameters of now, and gradients clipped by `factor`."""
+        hypers = [
+            None if group is None else self.hyper(group, self._steps[id(p)] + 1)
+            for p, group in self._updated(unit)
+        ]
         return segments_of(unit, hypers, factor)
 
     def _updated(self, unit: Unit) -> list[tuple[torch.Tensor, dict[str, Any] | None]]:
-        """The parameters of `unit`, each with its group if it has a gradient and is this optimizer's to update."""
+        """The parameters of `unit`, each with its group if it has a gradient and is this
+        optimizer's to update."""
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         return [
             (parameter, groups.get(id(parameter)) if unit.gradients.has(index) else None)
@@ -293,19 +361,21 @@ class Optimizer(torch.optim.Optimizer):
         ]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this optimizer's parameters. Without `set_to_none` they become zeros, as in torch, which the
-        next step takes; that reads and writes them."""
+        """Forget the gradients of this optimizer's parameters. Without `set_to_none` they become
+        zeros, as in torch, which the next step takes; that reads and writes them."""
         if self._updater is not None:
             self._updater.forget(list(self._shares.values()), set_to_none)
 
     # States
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch: per parameter `step`, the states by torch's names and, for bf16 and fp16 parameters, the fp32 `master`.
+        """As in torch: per parameter `step`, the states by torch's names and, for bf16 and fp16
+        parameters, the fp32 `master`.
 
-        Waits for pending updates. All states are returned in host memory, so this needs as much as they have bytes; with
-        several ranks every rank must call it and gets the whole, of DTensors, too: plain tensors. A parameter that was never
-        updated has no state, as in torch; its master, if it has more bits than the parameter, is in `masters`, by its number.
+        Waits for pending updates. All states are returned in host memory, so this needs as much as
+        they have bytes; with several ranks every rank must call it and gets the whole, of DTensors,
+        too: plain tensors. A parameter that was never updated has no state, as in torch; its
+        master, if it has more bits than the parameter, is in `masters`, by its number.
         """
         self.updater.drain()
         packed = super().state_dict()
@@ -315,16 +385,20 @@ class Optimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, or the torch optimizer of the same name and parameters, which has no masters: these
-        stay as they are. Moments that it does not have begin anew. Of DTensors it may have the whole, or DTensors.
+        """Take over what `state_dict` gave, or the torch optimizer of the same name and parameters,
+        which has no masters: these stay as they are. Moments that it does not have begin anew. Of
+        DTensors it may have the whole, or DTensors.
 
-        Raises `ConfigError` when anything in it does not fit, a shape, a type, a group or a count, before anything is changed.
+        Raises `ConfigError` when anything in it does not fit, a shape, a type, a group or a count,
+        before anything is changed.
         """
         states = states_in(state_dict, self)
         self.load_header(state_dict | {"steps": [updates_in(state) for state in states]})
         if "masters" in state_dict:  # then one that is not there is the parameter, widened
             for share in self._shares.values():
-                self.updater.owners.forget_states(share, [Kind.MASTER] if Kind.MASTER in share.unit.blocks else [])
+                self.updater.owners.forget_states(
+                    share, [Kind.MASTER] if Kind.MASTER in share.unit.blocks else []
+                )
         self._load_states(dict(zip(numbers(self), states, strict=True)))
 
     def _load_states(self, states: dict[int, Mapping[str, Any]]) -> None:
@@ -339,32 +413,50 @@ class Optimizer(torch.optim.Optimizer):
         """Raise when `hyper` would."""
         self.hyper(group, 1)
 
-    def check_state(self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]) -> None:
+    def check_state(
+        self, unit: Unit, parameter: torch.Tensor, state: Any, group: dict[str, Any]
+    ) -> None:
         """Raise `ConfigError` when `state` cannot be that of `parameter`, which is in `group`."""
         check_state(unit, parameter, state, self)
 
     def header(self) -> dict[str, Any]:
-        """What there is beside the states: `param_groups` as in `state_dict`, `steps` (the updates of every parameter, in that
-        order), `skipped_steps`, and where the loss is scaled `loss_scaler`.
+        """What there is beside the states: `param_groups` as in `state_dict`, `steps` (the updates
+        of every parameter, in that order), `skipped_steps`, and where the loss is scaled
+        `loss_scaler`.
         """
-        groups, steps = super().state_dict()["param_groups"], [self._steps.get(key, 0) for key in numbers(self)]
+        groups, steps = (
+            super().state_dict()["param_groups"],
+            [self._steps.get(key, 0) for key in numbers(self)],
+        )
         header = {"param_groups": groups, "steps": steps, "skipped_steps": self.skipped_steps}
-        return header if self.loss_scaler is None else header | {"loss_scaler": self.loss_scaler.state_dict()}
+        return (
+            header
+            if self.loss_scaler is None
+            else header | {"loss_scaler": self.loss_scaler.state_dict()}
+        )
 
     def load_header(self, header: dict[str, Any]) -> None:
-        """Take over what `header` gave. All moments begin anew; masters are the weights, and stay."""
+        """Take over what `header` gave. All moments begin anew; masters are the weights, and
+        stay."""
         check_header(header, self)
         steps = dict(zip(numbers(self), header["steps"], strict=True))
         self.updater.drain()
-        missing = [{name: self.defaults[name] for name in self.defaults if name in mine} for mine in self.param_groups]
-        groups = [filled | group for filled, group in zip(missing, header["param_groups"], strict=True)]
+        missing = [
+            {name: self.defaults[name] for name in self.defaults if name in mine}
+            for mine in self.param_groups
+        ]
+        groups = [
+            filled | group for filled, group in zip(missing, header["param_groups"], strict=True)
+        ]
         super().load_state_dict({"state": {}, "param_groups": groups})
         if self.loss_scaler is not None and "loss_scaler" in header:
             self.loss_scaler.load_state_dict(header["loss_scaler"])
         self.skipped_steps = header.get("skipped_steps", self.skipped_steps)
         self._steps = steps
         for share in self._shares.values():
-            self.updater.owners.forget_states(share, [kind for kind in self.states.values() if kind in share.unit.blocks])
+            self.updater.owners.forget_states(
+                share, [kind for kind in self.states.values() if kind in share.unit.blocks]
+            )
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -378,7 +470,8 @@ def _unscaling(grad_scaler: torch.amp.GradScaler | None) -> float:
 
 
 def _tell(grad_scaler: torch.amp.GradScaler, optimizer: Optimizer, norm: float | None) -> None:
-    """What `GradScaler.update` wants to know of every optimizer: whether it met an infinity or a NaN."""
+    """What `GradScaler.update` wants to know of every optimizer: whether it met an infinity or a
+    NaN."""
     found = torch.tensor(0.0 if norm is not None and math.isfinite(norm) else 1.0)
     found_inf_per_device: dict[Any, Any] = grad_scaler._found_inf_per_device(optimizer)
     found_inf_per_device[found.device] = found

@@ -39,8 +39,9 @@ class Owners:
         for index, owner in self._of.get(share.unit, {}).items():
             if index in share.positions and owner() not in (None, optimizer):
                 raise ConfigError(
-                    f"{share.unit.names[index]} already has an optimizer, {type(owner()).__name__}; a parameter has states for "
-                    "one: use one optimizer with several parameter groups, or let go of the other one first"
+                    f"{share.unit.names[index]} already has an optimizer, "
+                    f"{type(owner()).__name__}; a parameter has states for one: use one optimizer "
+                    "with several parameter groups, or let go of the other one first"
                 )
 
     def have_left(self, share: UnitShare) -> bool:
@@ -51,14 +52,22 @@ class Owners:
 
     def assign(self, share: UnitShare, optimizer: Owner) -> None:
         """`optimizer` updates these parameters from now on; see `check_free`."""
-        self._of.setdefault(share.unit, {}).update((index, weakref.ref(optimizer)) for index in share.positions)
+        self._of.setdefault(share.unit, {}).update(
+            (index, weakref.ref(optimizer)) for index in share.positions
+        )
 
     def only(self, unit: Unit) -> Owner | None:
         """The optimizer of `unit`, where there is one for all that any updates."""
-        found = {id(owner): owner for ref in self._of.get(unit, {}).values() if (owner := ref()) is not None}
+        found = {
+            id(owner): owner
+            for ref in self._of.get(unit, {}).values()
+            if (owner := ref()) is not None
+        }
         return next(iter(found.values())) if len(found) == 1 else None
 
-    def beside(self, units: Iterable[Unit], optimizers: Sequence[Owner]) -> list[tuple[UnitShare, list[str]]]:
+    def beside(
+        self, units: Iterable[Unit], optimizers: Sequence[Owner]
+    ) -> list[tuple[UnitShare, list[str]]]:
         """What `units`, if they have moments, have beside the parameters of `optimizers`; and those
         names of it that another optimizer updates."""
         found = []
@@ -66,17 +75,29 @@ class Owners:
             if not any(kind in unit.blocks for kind in MOMENTS[unit.algorithm]):
                 continue
             owners = {index: owner() for index, owner in self._of[unit].items()}
-            rest = [index for index in range(len(unit.parameters)) if owners.get(index) not in optimizers]
+            rest = [
+                index
+                for index in range(len(unit.parameters))
+                if owners.get(index) not in optimizers
+            ]
             if rest:
-                found.append((UnitShare(unit, tuple(rest)), [unit.names[i] for i in rest if owners.get(i) is not None]))
+                found.append(
+                    (
+                        UnitShare(unit, tuple(rest)),
+                        [unit.names[i] for i in rest if owners.get(i) is not None],
+                    )
+                )
         return found
 
     def forget_states(self, share: UnitShare, kinds: Iterable[Kind]) -> None:
         """These states of these parameters begin anew. Those that the unit has of other optimizers'
         parameters stay."""
         owners = self._of.get(share.unit, {})
-        alone = not any(owner() is not None and index not in share.positions for index, owner in owners.items())
-        has_all = len(share.positions) == len(share.unit.parameters)  # masters may say more than parameters that nobody updates
+        alone = not any(
+            owner() is not None and index not in share.positions for index, owner in owners.items()
+        )
+        # masters may say more than parameters that nobody updates
+        has_all = len(share.positions) == len(share.unit.parameters)
         for kind in kinds:
             if has_all or (alone and kind is not Kind.MASTER):
                 self._store.forget(share.unit.blocks[kind])

@@ -41,8 +41,8 @@ log = logging.getLogger("infinity")
 READING, WRITING = 2, STAGED_SETS - 2
 """ChunksByPhase in flight each way: more would only make what comes after them wait longer."""
 PLACING = 4
-"""ChunksByPhase of states in memory of which what an update made is on its way to a compute device with
-memory of its own."""
+"""ChunksByPhase of states in memory of which what an update made is on its way to a compute device
+with memory of its own."""
 
 
 class _Turn(NamedTuple):
@@ -79,7 +79,8 @@ class Pipeline:
     def close(self) -> None:
         """Finish what is final, let go of the rest, and end this thread and those of the kernels.
         May be called twice."""
-        with contextlib.ExitStack() as stack:  # each of these happens, whatever the others meet; the last one first
+        # each of these happens, whatever the others meet; the last one first
+        with contextlib.ExitStack() as stack:
             stack.callback(self._kernels.close)
             stack.callback(self._thread.join)
             stack.callback(self.jobs.close)
@@ -109,7 +110,12 @@ class Pipeline:
                 stack.callback(self.jobs.refuse)
                 stack.callback(self._store.latch.fail, error)
         except BaseException as later:
-            log.error("an update failed (%s), and so did what its end takes: %s", error, later, exc_info=later)
+            log.error(
+                "an update failed (%s), and so did what its end takes: %s",
+                error,
+                later,
+                exc_info=later,
+            )
 
     def _work(self) -> bool:
         """One turn; False when there is nothing left to do. A chunk goes through these phases:
@@ -117,8 +123,10 @@ class Pipeline:
         1. It is read: its old states are on their way (HELD or READING).
         2. It waits for the gradients of its unit, or for its step (HELD).
         3. It is updated.
-        4. What came of it is placed for the next forward, and written (RUNNING, PLACING, WRITING or URGENT).
-        5. It is retired: its slots go back. After the last chunk the unit flips, and whoever waits for the job is told.
+        4. What came of it is placed for the next forward, and written (RUNNING, PLACING, WRITING or
+           URGENT).
+        5. It is retired: its slots go back. After the last chunk the unit flips, and whoever waits
+           for the job is told.
 
         A turn ends and resumes what it can without a wait. Then it does the first thing on its list
         that can be done: work comes before waits, and what the next forward needs sooner comes
@@ -188,7 +196,9 @@ class Pipeline:
         taken = self.jobs.take_in_memory(before)
         chunk = None if taken is None else self._open(*taken, taken[0].in_memory, wait=False)
         if chunk is not None:
-            self._update(chunk, Phase.RUNNING if chunk.job.unit.states.gpu_resident else Phase.PLACING)
+            self._update(
+                chunk, Phase.RUNNING if chunk.job.unit.states.gpu_resident else Phase.PLACING
+            )
         return chunk is not None
 
     def _await_device(self, turn: _Turn) -> bool:
@@ -196,7 +206,11 @@ class Pipeline:
         forward may wait for it."""
         if turn.arrived:
             return False
-        moving = (*self._chunks.of(Phase.RUNNING), *self._writing(), *self._chunks.of(Phase.PLACING))
+        moving = (
+            *self._chunks.of(Phase.RUNNING),
+            *self._writing(),
+            *self._chunks.of(Phase.PLACING),
+        )
         chunk = next((chunk for chunk in moving if not chunk.device_is_done()), None)
         if chunk is not None:
             chunk.await_device()
@@ -215,7 +229,8 @@ class Pipeline:
         first = _needed_first(self._writing())
         if first is not None:
             self._retire(first)
-        return first is not None or bool(self._chunks.of(Phase.RUNNING, Phase.PLACING))  # the last of these has just ended
+        # the last of these has just ended
+        return first is not None or bool(self._chunks.of(Phase.RUNNING, Phase.PLACING))
 
     def _await_states(self, turn: _Turn) -> bool:
         """Wait for the states of a chunk that is held."""
@@ -235,7 +250,9 @@ class Pipeline:
         held = self._chunks.of(Phase.HELD)
         if held:
             self._busy.stop()
-            self.jobs.await_change(lambda: any(chunk.may_go_on() for chunk in held), self._may_hold())
+            self.jobs.await_change(
+                lambda: any(chunk.may_go_on() for chunk in held), self._may_hold()
+            )
             self._busy.start()
         return bool(held)
 
@@ -259,7 +276,14 @@ class Pipeline:
         try:
             blocks = list(unit.blocks.values())
             load = [block for kind, block in unit.blocks.items() if reads(unit, kind)]
-            request = ChunkRequest(blocks, begin, load, updates=True, on_device=unit.states.gpu_resident, meter=job.meter)
+            request = ChunkRequest(
+                blocks,
+                begin,
+                load,
+                updates=True,
+                on_device=unit.states.gpu_resident,
+                meter=job.meter,
+            )
             staging = self._store.staging
             outs = staging.check_out(request) if wait else staging.try_check_out(request)
         finally:
@@ -282,7 +306,11 @@ class Pipeline:
             self._retire(chunk)
             return
         start = time.perf_counter()
-        running = self._store.resident.updating(unit.blocks[Kind.PARAM]) if unit.states.gpu_resident else contextlib.nullcontext()
+        running = (
+            self._store.resident.updating(unit.blocks[Kind.PARAM])
+            if unit.states.gpu_resident
+            else contextlib.nullcontext()
+        )
         with self._recorder.range("adam", unit.name), running as chunk.running:
             chunk.apply(update, self._kernels)
         self._recorder.add("adam", unit.name, start, time.perf_counter())
@@ -300,12 +328,16 @@ class Pipeline:
         seen = chunk.job.state in (JobState.SPECULATIVE, JobState.CONFIRMED)
         if seen and chunk.phase in UPDATED and chunk.placing is None and chunk.ran():
             block = chunk.job.unit.blocks[Kind.PARAM]
-            chunk.placing = self._store.resident.renew(block, chunk.begin, chunk.outs[Kind.PARAM].tensor)
+            chunk.placing = self._store.resident.renew(
+                block, chunk.begin, chunk.outs[Kind.PARAM].tensor
+            )
 
     def _is_awaited(self, chunk: Chunk) -> bool:
         """Whether the next forward waits for what is written: when it has to read it, or another
         chunk of the unit, again."""
-        return chunk.job.state is JobState.CONFIRMED and (chunk.placing is None or not chunk.job.placed)
+        return chunk.job.state is JobState.CONFIRMED and (
+            chunk.placing is None or not chunk.job.placed
+        )
 
     def _retire(self, chunk: Chunk) -> None:
         """Wait for what is in flight, give the slots back, and report that the chunk has been

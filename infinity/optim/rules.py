@@ -12,7 +12,8 @@ from infinity.placement.spec import Kind
 
 
 class Adagrad(Optimizer):
-    """Adagrad (Duchi et al., JMLR 12, 2011), as `torch.optim.Adagrad` with an initial sum of zero; see `Optimizer`.
+    """Adagrad (Duchi et al., JMLR 12, 2011), as `torch.optim.Adagrad` with an initial sum of zero;
+    see `Optimizer`.
 
     For a model wrapped with `Config(algorithm="adagrad")`, which keeps one moment.
     """
@@ -32,7 +33,9 @@ class Adagrad(Optimizer):
         error_if_nonfinite: bool = False,
     ) -> None:
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
+        super().__init__(
+            params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
+        )
 
     def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The values of `Config.algorithm` under which the states of `group` are kept."""
@@ -47,15 +50,20 @@ class Adagrad(Optimizer):
         self._check("initial_accumulator_value", start, start == 0)
 
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
-        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
+        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
+        kernels take them."""
         lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
-        return Hyper("adagrad", step, {"lr": lr, "eps": group["eps"], "weight_decay": group["weight_decay"]})
+        return Hyper(
+            "adagrad", step, {"lr": lr, "eps": group["eps"], "weight_decay": group["weight_decay"]}
+        )
 
 
 class Lion(Optimizer):
-    """Lion (Chen et al., arXiv 2302.06675): steps of one length, by the sign of a momentum; see `Optimizer`.
+    """Lion (Chen et al., arXiv 2302.06675): steps of one length, by the sign of a momentum; see
+    `Optimizer`.
 
-    For a model wrapped with `Config(algorithm="lion")`, which keeps one moment. Weight decay acts on the parameter.
+    For a model wrapped with `Config(algorithm="lion")`, which keeps one moment. Weight decay acts
+    on the parameter.
     """
 
     states: ClassVar[dict[str, Kind]] = {"exp_avg": Kind.EXP_AVG}
@@ -72,7 +80,9 @@ class Lion(Optimizer):
         error_if_nonfinite: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
-        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
+        super().__init__(
+            params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
+        )
 
     def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The values of `Config.algorithm` under which the states of `group` are kept."""
@@ -85,16 +95,23 @@ class Lion(Optimizer):
             self._check(name, group[name], group[name] >= 0)
 
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
-        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
+        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
+        kernels take them."""
         beta1, beta2 = group["betas"]
-        values = {"lr": float(group["lr"]), "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
+        values = {
+            "lr": float(group["lr"]),
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": group["weight_decay"],
+        }
         return Hyper("lion", step, values)
 
 
 class SGD(Optimizer):
     """Stochastic gradient descent, as `torch.optim.SGD`; see `Optimizer`.
 
-    For a model wrapped with `Config(algorithm="momentum")`, which keeps one moment, or "sgd", which keeps none.
+    For a model wrapped with `Config(algorithm="momentum")`, which keeps one moment, or "sgd", which
+    keeps none.
     """
 
     states: ClassVar[dict[str, Kind]] = {"momentum_buffer": Kind.EXP_AVG}
@@ -113,9 +130,15 @@ class SGD(Optimizer):
         error_if_nonfinite: bool = False,
     ) -> None:
         defaults = {
-            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov
-        }  # fmt: skip
-        super().__init__(params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite)
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(
+            params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
+        )
 
     def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The values of `Config.algorithm` under which the states of `group` are kept."""
@@ -129,6 +152,9 @@ class SGD(Optimizer):
         self._check("nesterov", f"{group['nesterov']} without momentum, or with dampening,", fits)
 
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
-        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the kernels take them."""
-        values = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov")}
+        """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
+        kernels take them."""
+        values = {
+            name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov")
+        }
         return Hyper("sgd", step, {"lr": float(group["lr"]), "first_step": step == 1} | values)

@@ -1,4 +1,5 @@
-"""Dynamic loss scaling: fp16 gradients below 6e-8 vanish and above 65504 overflow, so the loss is scaled to keep them between."""
+"""Dynamic loss scaling: fp16 gradients below 6e-8 vanish and above 65504 overflow, so the loss is
+scaled to keep them between."""
 
 from __future__ import annotations
 
@@ -16,20 +17,38 @@ HIGHEST = 2.0**24  # gradients that are all zero would otherwise raise the scale
 
 
 class LossScaler:
-    """The factor that the loss is multiplied by before its backward; powers of two, so that dividing it out is exact.
+    """The factor that the loss is multiplied by before its backward; powers of two, so that
+    dividing it out is exact.
 
-    It starts at `initial` and doubles after `window` steps in a row whose gradients were finite (None: never). A step with
-    a gradient that is not finite is skipped; the first `hysteresis - 1` of these are borne, and each further one halves the
-    scale, until a window has passed. At `minimum` it cannot be halved, and the step raises `NonFiniteError`.
+    It starts at `initial` and doubles after `window` steps in a row whose gradients were finite
+    (None: never). A step with a gradient that is not finite is skipped; the first `hysteresis - 1`
+    of these are borne, and each further one halves the scale, until a window has passed. At
+    `minimum` it cannot be halved, and the step raises `NonFiniteError`.
 
     Raises `ConfigError` for values out of range. Used by the thread that trains.
     """
 
-    def __init__(self, initial: float = 2.0**16, window: int | None = 2000, hysteresis: int = 2, minimum: float = 1.0) -> None:
+    def __init__(
+        self,
+        initial: float = 2.0**16,
+        window: int | None = 2000,
+        hysteresis: int = 2,
+        minimum: float = 1.0,
+    ) -> None:
         for name, value, good, allowed in (
             ("minimum", minimum, _is_power_of_two(minimum), "a power of two"),
-            ("initial", initial, _is_power_of_two(initial) and initial >= minimum, "a power of two, and minimum or more"),
-            ("window", window, window is None or window >= 1, "1 or more, or None for a scale that never grows"),
+            (
+                "initial",
+                initial,
+                _is_power_of_two(initial) and initial >= minimum,
+                "a power of two, and minimum or more",
+            ),
+            (
+                "window",
+                window,
+                window is None or window >= 1,
+                "1 or more, or None for a scale that never grows",
+            ),
             ("hysteresis", hysteresis, hysteresis >= 1, "1 or more"),
         ):
             if not good:
@@ -43,7 +62,8 @@ class LossScaler:
         self._patience = hysteresis
 
     def update(self, finite: bool) -> bool:
-        """A step ended whose gradients were `finite` or not; returns False where the scale would have to leave its range."""
+        """A step ended whose gradients were `finite` or not; returns False where the scale would
+        have to leave its range."""
         if finite:
             self._finite += 1
             if self._finite == self.window:
@@ -61,13 +81,26 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Scale and counts, for `load_state_dict`; the settings are not in it."""
-        return {"scale": self.scale, "skipped": self.skipped, "finite": self._finite, "patience": self._patience}
+        return {
+            "scale": self.scale,
+            "skipped": self.skipped,
+            "finite": self._finite,
+            "patience": self._patience,
+        }
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for what `state_dict` did not give."""
-        counts = [state.get(name) for name in ("skipped", "finite", "patience")] if isinstance(state, Mapping) else [None]
+        counts = (
+            [state.get(name) for name in ("skipped", "finite", "patience")]
+            if isinstance(state, Mapping)
+            else [None]
+        )
         good = all(isinstance(count, int) and count >= 0 for count in counts)
-        if not good or not isinstance(state.get("scale"), (int, float)) or not _is_power_of_two(state["scale"]):
+        if (
+            not good
+            or not isinstance(state.get("scale"), (int, float))
+            or not _is_power_of_two(state["scale"])
+        ):
             raise ConfigError(f"LossScaler: {state!r} is not what state_dict() of one gives")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -88,8 +121,9 @@ Noted = list[tuple[BackwardPass, float]]
 class Scales:
     """What the losses were multiplied by of the backward passes under way, of one engine.
 
-    A scale belongs to its pass and ends with it, also when an exception cuts the pass off. A pass inside of that one, as
-    re-entrant checkpointing runs it, gets gradients that are scaled, and so inherits the scale.
+    A scale belongs to its pass and ends with it, also when an exception cuts the pass off. A pass
+    inside of that one, as re-entrant checkpointing runs it, gets gradients that are scaled, and so
+    inherits the scale.
     """
 
     def __init__(self) -> None:
@@ -109,7 +143,8 @@ class Scales:
         self._noted.append((BackwardPass(), scale))
 
     def exchange(self, noted: Noted) -> Noted:
-        """Go on with the passes of another thread, one of several of which one runs at a time; returns those that were left."""
+        """Go on with the passes of another thread, one of several of which one runs at a time;
+        returns those that were left."""
         left, self._noted = self._noted, noted
         return left
 

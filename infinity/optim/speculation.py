@@ -100,7 +100,8 @@ class Speculation:
         self._final[unit] = None
         turn = self._order.index(unit) + 1 if unit in self._order else len(self._order)
         for following in self._order[turn : turn + UNITS_AHEAD]:
-            # An exact step updates what the next forward needs first when all gradients are there, and reads that ahead alone.
+            # An exact step updates what the next forward needs first when all gradients are there,
+            # and reads that ahead alone.
             if self.policy.speculates or places[following] == 0:
                 self.read_ahead(following, places)
 
@@ -110,15 +111,20 @@ class Speculation:
         return self.policy.speculates and unit in self._order[:UNITS_AHEAD]
 
     def read_ahead(self, unit: Unit, places: Places) -> None:
-        """Read the states of `unit`, whose gradients are still to come, as far as staging has room."""
-        if self._store.staging.is_needed(unit.blocks[Kind.GRAD]) or unit.gradients.state is GradientState.SPENT:
+        """Read the states of `unit`, whose gradients are still to come, as far as staging has
+        room."""
+        if (
+            self._store.staging.is_needed(unit.blocks[Kind.GRAD])
+            or unit.gradients.state is GradientState.SPENT
+        ):
             return
         if unit not in self.jobs and unit not in self._final:
             job = self.jobs[unit] = Job(unit, places[unit])
             self._queue.expect(job)
 
     def rollback(self, unit: Unit) -> None:
-        """Undo what was begun for `unit`, if anything was; returns when nothing of it is in flight."""
+        """Undo what was begun for `unit`, if anything was; returns when nothing of it is in
+        flight."""
         job = self.jobs.get(unit)
         if job is not None:
             self._queue.rollback(job)  # an interrupt leaves it where it is, to be waited for again

@@ -1,7 +1,8 @@
 """State dicts of the optimizer family: what one holds, and whether it fits an optimizer.
 
-A state dict is that of torch (`state` by the number of the parameter, `param_groups`), with fp32 masters beside the moments.
-`Optimizer` calls these functions; what a rule adds to the checks is in its `check_state` and `check_hyper`.
+A state dict is that of torch (`state` by the number of the parameter, `param_groups`), with fp32
+masters beside the moments. `Optimizer` calls these functions; what a rule adds to the checks is in
+its `check_state` and `check_hyper`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 def misfit(optimizer: Optimizer, what: str) -> ConfigError:
     """The error for a state dict that cannot be loaded, because of `what`."""
-    return ConfigError(f"{type(optimizer).__name__}: the state dict does not fit, and nothing was loaded: {what}")
+    return ConfigError(
+        f"{type(optimizer).__name__}: the state dict does not fit, and nothing was loaded: {what}"
+    )
 
 
 def numbers(optimizer: Optimizer) -> dict[int, int]:
@@ -48,7 +51,10 @@ def add_states(packed: dict[str, Any], optimizer: Optimizer, steps: Mapping[int,
                 continue
             full = unit.states.gather(kind)
             for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
-                count, part = steps.get(id(parameter), 0), full[place.offset : place.end].view(place.shape)
+                count, part = (
+                    steps.get(id(parameter), 0),
+                    full[place.offset : place.end].view(place.shape),
+                )
                 if count:
                     first = {"step": torch.tensor(float(count))}
                     state = packed["state"].setdefault(number_of[id(parameter)], first)
@@ -58,7 +64,8 @@ def add_states(packed: dict[str, Any], optimizer: Optimizer, steps: Mapping[int,
 
 
 def restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
-    """Replace the states of `kind` of the parameters of `unit` by `values`, where these are there; every rank must call it."""
+    """Replace the states of `kind` of the parameters of `unit` by `values`, where these are there;
+    every rank must call it."""
     full = unit.states.gather(kind)
     for parameter, place, value in zip(unit.parameters, unit.layout.places, values, strict=True):
         if value is not None:
@@ -67,25 +74,33 @@ def restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:
 
 
 def states_in(state_dict: Mapping[str, Any], optimizer: Optimizer) -> list[Mapping[str, Any]]:
-    """The states that `state_dict` has of each parameter, in the order of the groups; raises `ConfigError` for what does not
-    fit."""
+    """The states that `state_dict` has of each parameter, in the order of the groups; raises
+    `ConfigError` for what does not fit."""
     for key, kind in (("state", Mapping), ("param_groups", Sequence)):
         if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get(key), kind):
             raise misfit(optimizer, f"it has no {key!r}, as state_dict() of an optimizer has")
     groups, states = state_dict["param_groups"], state_dict["state"]
     check_header(state_dict, optimizer)
     named = [number for group in groups for number in group["params"]]
-    masters = state_dict.get("masters", {})  # of parameters that were never updated, and have no state
+    # of parameters that were never updated, and have no state
+    masters = state_dict.get("masters", {})
     if not isinstance(masters, Mapping):
         raise misfit(optimizer, f"its masters are a {type(masters).__name__}")
     unknown = next((number for number in (*states, *masters) if number not in named), None)
     if unknown is not None:
-        raise misfit(optimizer, f"it has a state of parameter {unknown!r}, which none of its groups has")
+        raise misfit(
+            optimizer, f"it has a state of parameter {unknown!r}, which none of its groups has"
+        )
     found = [states.get(number, {}) for number in named]
-    owned = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    owned = [
+        (group, parameter) for group in optimizer.param_groups for parameter in group["params"]
+    ]
     for (group, parameter), state in zip(owned, found, strict=True):
         optimizer.check_state(type(parameter).unit, parameter, state, group)
-    found = [{**state, "master": masters[n]} if n in masters else state for n, state in zip(named, found, strict=True)]
+    found = [
+        {**state, "master": masters[n]} if n in masters else state
+        for n, state in zip(named, found, strict=True)
+    ]
     for (group, parameter), number, state in zip(owned, named, found, strict=True):
         if number in masters:
             optimizer.check_state(type(parameter).unit, parameter, state, group)
@@ -93,10 +108,13 @@ def states_in(state_dict: Mapping[str, Any], optimizer: Optimizer) -> list[Mappi
 
 
 def check_header(header: Mapping[str, Any], optimizer: Optimizer) -> None:
-    """Raise `ConfigError` when the groups of `header` are not those of `optimizer`, or a value in it is out of range."""
+    """Raise `ConfigError` when the groups of `header` are not those of `optimizer`, or a value in
+    it is out of range."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     groups = header["param_groups"]
-    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in groups):
+    if not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), Sequence) for group in groups
+    ):
         raise misfit(optimizer, "one of its groups has no list of parameters")
     counts = [len(group["params"]) for group in groups]
     if counts != sizes:
@@ -128,10 +146,14 @@ def check_state(unit: Unit, parameter: torch.Tensor, state: Any, optimizer: Opti
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.is_meta:
             raise misfit(optimizer, f"{name} of {name_of} is no tensor of floating-point values")
         if value.shape != parameter.shape:
-            shapes = f"{name} of {name_of} has shape {list(value.shape)}, and {name_of} {list(parameter.shape)}"
+            shapes = (
+                f"{name} of {name_of} has shape {list(value.shape)}, and {name_of} "
+                f"{list(parameter.shape)}"
+            )
             raise misfit(optimizer, shapes)
 
 
 def updates_in(state: Mapping[str, Any]) -> int:
-    """How many updates made `state`; `torch.optim.SGD` does not count them, and needs to know of the first only."""
+    """How many updates made `state`; `torch.optim.SGD` does not count them, and needs to know of
+    the first only."""
     return int(state.get("step", 1 if state.keys() - {"master"} else 0))

@@ -57,7 +57,11 @@ class Step:
     @property
     def unclipped(self) -> bool:
         """Whether no gradient has been clipped, in this step or before it."""
-        return all(share.unit.gradients.clip_of(index) == 1.0 for share in self.shares for index in share.positions)
+        return all(
+            share.unit.gradients.clip_of(index) == 1.0
+            for share in self.shares
+            for index in share.positions
+        )
 
     def spend(self) -> None:
         """The gradients were given to this step's updates, clipped by `factor`."""

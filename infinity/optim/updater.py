@@ -82,7 +82,8 @@ class Updater(Updates):
         """Steps that were asked for and left out, because their gradients were not finite."""
         self.last = StepRun()
         """What became of the last step."""
-        self._pipeline = Pipeline(store, self._jobs, kernels, recorder)  # last, because it begins a thread
+        # last, because it begins a thread
+        self._pipeline = Pipeline(store, self._jobs, kernels, recorder)
 
     @property
     def next_number(self) -> int:
@@ -120,7 +121,8 @@ class Updater(Updates):
         return owner if owner is not None and owner.by_kernels and not self._delayed else None
 
     def rollback(self, unit: Unit) -> None:
-        """Undo what was begun for `unit` before its step; returns when nothing of it is in flight."""
+        """Undo what was begun for `unit` before its step; returns when nothing of it is in
+        flight."""
         self.speculation.rollback(unit)
 
     def square_ahead(self, unit: Unit) -> float | None:
@@ -243,7 +245,10 @@ class Updater(Updates):
         units = [*(share.unit for share in shares), *self._delayed]
         used = [unit.name for unit in units if unit.blocks[Kind.PARAM].copy.pins]
         if used:
-            raise RuntimeError(f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered (invariant I7)")
+            raise RuntimeError(
+                f"{', '.join(used)} cannot be updated inside of a forward or of "
+                "infinity.gathered (invariant I7)"
+            )
         self.land()
 
     def _announce(self) -> None:
@@ -259,7 +264,9 @@ class Updater(Updates):
         self._recorder.count("updates kept", self.last.kept)
         self._recorder.count("updates rolled back", self.last.rollbacks)
         held = unclipped and not self.last.rollbacks
-        self.speculation.policy.learn(self._pipeline.busy_since(), self._runtime.forward_since(), held=held)
+        self.speculation.policy.learn(
+            self._pipeline.busy_since(), self._runtime.forward_since(), held=held
+        )
         self.norm.end_step()
 
     def _await_copies(self, units: Iterable[Unit]) -> None:
@@ -283,7 +290,10 @@ class Updater(Updates):
         """Where each unit comes in the next forward, or in the next backward; those of which that
         is not known come last."""
         order = self._runtime.trace.first_uses()
-        place = {index: position for position, index in enumerate(reversed(order) if backwards else order)}
+        place = {
+            index: position
+            for position, index in enumerate(reversed(order) if backwards else order)
+        }
         return {unit: place.get(unit.index, len(place) + unit.index) for unit in self._units}
 
     # Waiting for updates
@@ -333,7 +343,8 @@ class Updater(Updates):
         """Like `look`, before a forward that trains nothing starts a cycle, where steps are seen
         late."""
         if self.speculation.policy.ever_delays:
-            self._store.latch.check_usable()  # a forked child would wait for a thread that it does not have
+            # a forked child would wait for a thread that it does not have
+            self._store.latch.check_usable()
             self.look()
 
     def _await_updates(self) -> None:

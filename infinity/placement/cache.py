@@ -1,4 +1,5 @@
-"""Which part of the states on NVMe stays in host memory: pure functions of sizes and a budget. Imports no torch.
+"""Which part of the states on NVMe stays in host memory: pure functions of sizes and a budget.
+Imports no torch.
 
 [Note: a part that always stays]
 Every step uses every block in the same order: a cyclic scan. For that no policy hits more than C of
@@ -7,14 +8,15 @@ reaches that bound. It moves nothing and needs no shadow copy on the drive. It i
 run, so the planner can state the bytes that move.
 
 [Note: what is cached first]
-What saves most NVMe traffic per byte of memory (`infinity.placement.traffic`): 2 or 3 bytes in a step. Among equals the
-unit that comes first in the module: the next forward waits for its update first.
+What saves most NVMe traffic per byte of memory (`infinity.placement.traffic`): 2 or 3 bytes in a
+step. Among equals the unit that comes first in the module: the next forward waits for its update
+first.
 
 But an update may begin before its step only where nothing is rewritten in place (see
 `infinity.optim.pipeline`). Where updates are speculative, a unit's parameters and states are
-therefore cached element by element together. Parameters alone would leave up to 8 % less to move with
-bf16, where 2 bytes of 12 are cached of all (fp32: 14 %, 4 of 12), and let no update be speculative at
-all.
+therefore cached element by element together. Parameters alone would leave up to 8 % less to move
+with bf16, where 2 bytes of 12 are cached of all (fp32: 14 %, 4 of 12), and let no update be
+speculative at all.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ from infinity.placement.traffic import traffic
 
 
 class Candidate(NamedTuple):
-    """Something of which any first part of n times `granule` elements may be cached, or all `elements`.
+    """Something of which any first part of n times `granule` elements may be cached, or all
+    `elements`.
 
-    `piece` is the bytes of `granule` elements, `nbytes` those of all, `worth` the bytes of NVMe traffic per step that a cached
-    byte saves.
+    `piece` is the bytes of `granule` elements, `nbytes` those of all, `worth` the bytes of NVMe
+    traffic per step that a cached byte saves.
     """
 
     elements: int
@@ -41,7 +44,8 @@ class Candidate(NamedTuple):
 
 
 def distribute(budget: int, candidates: Sequence[Candidate]) -> list[int]:
-    """How many elements of each candidate to cache in `budget` bytes: the worthiest first, the first of equals first.
+    """How many elements of each candidate to cache in `budget` bytes: the worthiest first, the
+    first of equals first.
 
     Only one of them is cached in part, and less than one of its pieces of the budget is left over.
     """
@@ -57,8 +61,8 @@ def distribute(budget: int, candidates: Sequence[Candidate]) -> list[int]:
 
 
 def fill(budget: int, sizes: Sequence[int]) -> list[int]:
-    """Which of things of `sizes` bytes, by number, to take into `budget` bytes: the first ones, and of those that follow one that
-    does not fit what still does."""
+    """Which of things of `sizes` bytes, by number, to take into `budget` bytes: the first ones, and
+    of those that follow one that does not fit what still does."""
     taken = []
     for number, size in enumerate(sizes):
         if size <= budget:
@@ -68,9 +72,15 @@ def fill(budget: int, sizes: Sequence[int]) -> list[int]:
 
 
 def choose(
-    blocks: Sequence[BlockSpec], budget: int, granule: int, speculative: bool, resident: float, never: Collection[Kind] = ()
+    blocks: Sequence[BlockSpec],
+    budget: int,
+    granule: int,
+    speculative: bool,
+    resident: float,
+    never: Collection[Kind] = (),
 ) -> dict[BlockSpec, int]:
-    """How many elements, from the first on, to cache of each of `blocks` that is on NVMe, in `budget` bytes of host memory.
+    """How many elements, from the first on, to cache of each of `blocks` that is on NVMe, in
+    `budget` bytes of host memory.
 
     It is all of them or a multiple of `granule`. With `speculative`, updates may begin before their
     step. The compute device has room for `resident` of all parameters. What is in `never` is not
@@ -83,16 +93,27 @@ def choose(
     return {block: min(cached, block.elements) for group, cached in shares for block in group}
 
 
-def _groups(unit: Mapping[Kind, BlockSpec], speculative: bool, never: Collection[Kind]) -> list[list[BlockSpec]]:
-    """The blocks of one unit that may be cached, in groups that are cached element by element together."""
-    on_nvme = {kind: block for kind, block in unit.items() if block.tier == "nvme" and kind not in never}
-    parameter, gradient = ([on_nvme[kind]] if kind in on_nvme else [] for kind in (Kind.PARAM, Kind.GRAD))
+def _groups(
+    unit: Mapping[Kind, BlockSpec], speculative: bool, never: Collection[Kind]
+) -> list[list[BlockSpec]]:
+    """The blocks of one unit that may be cached, in groups that are cached element by element
+    together."""
+    on_nvme = {
+        kind: block for kind, block in unit.items() if block.tier == "nvme" and kind not in never
+    }
+    parameter, gradient = (
+        [on_nvme[kind]] if kind in on_nvme else [] for kind in (Kind.PARAM, Kind.GRAD)
+    )
     states = [block for kind, block in on_nvme.items() if kind not in (Kind.PARAM, Kind.GRAD)]
-    found = [parameter + states, gradient] if speculative and states else [parameter, gradient, states]
+    found = (
+        [parameter + states, gradient] if speculative and states else [parameter, gradient, states]
+    )
     return [group for group in found if group]
 
 
-def _candidate(group: Sequence[BlockSpec], unit: Mapping[Kind, BlockSpec], granule: int, resident: float) -> Candidate:
+def _candidate(
+    group: Sequence[BlockSpec], unit: Mapping[Kind, BlockSpec], granule: int, resident: float
+) -> Candidate:
     saved = sum(traffic(block.kind, unit, resident) * block.nbytes for block in group)
     nbytes = sum(block.nbytes for block in group)
     piece = sum(block.format.bytes_of(granule) for block in group)

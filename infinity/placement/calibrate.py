@@ -1,4 +1,5 @@
-"""What a machine gives, as measured, in the form that decisions take it. `infinity.rates` and `tiers/speed` measure."""
+"""What a machine gives, as measured, in the form that decisions take it. `infinity.rates` and
+`tiers/speed` measure."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ALIKE = 1.25
-"""Speeds that differ by less than this factor are taken to be equal: measured again, they would differ as much."""
+"""Speeds that differ by less than this factor are taken to be equal: measured again, they would
+differ as much."""
 
 
 class Rates(NamedTuple):
-    """What this machine gives: bytes per second to the compute device, from it, and to and from all drives (half of each);
-    parameters per second that the CPU updates."""
+    """What this machine gives: bytes per second to the compute device, from it, and to and from all
+    drives (half of each); parameters per second that the CPU updates."""
 
     upload: float
     download: float

@@ -1,4 +1,5 @@
-"""Where every block is at home, and how the budgets are divided: decided once, before anything is allocated.
+"""Where every block is at home, and how the budgets are divided: decided once, before anything is
+allocated.
 
 Three things are decided beside what the configuration says. Units all of whose states stay on the
 compute device (`with_gpu_cache`); what of the blocks on NVMe is cached in host memory
@@ -18,7 +19,14 @@ from typing import NamedTuple
 
 from infinity.config import Config, Tier
 from infinity.errors import BudgetError
-from infinity.placement.budget import CHUNK_ELEMENTS, PAGE, WIDEST_ELEMENT, HostPlan, Staged, divide_with_activations
+from infinity.placement.budget import (
+    CHUNK_ELEMENTS,
+    PAGE,
+    WIDEST_ELEMENT,
+    HostPlan,
+    Staged,
+    divide_with_activations,
+)
 from infinity.placement.cache import choose, fill
 from infinity.placement.calibrate import Rates
 from infinity.placement.spec import BlockSpec, Kind, Placed, units_of
@@ -26,7 +34,8 @@ from infinity.placement.traffic import Moves, moves
 from infinity.quantities import format_bytes, round_up
 
 MOST_CANDIDATES = 32
-"""Of numbers of units that may stay on the compute device: so many are weighed, where a model has more units."""
+"""Of numbers of units that may stay on the compute device: so many are weighed, where a model has
+more units."""
 
 
 class Machine(NamedTuple):
@@ -39,8 +48,8 @@ class Machine(NamedTuple):
 
 
 class Rooms(NamedTuple):
-    """Bytes to allocate: on the compute device; in host memory for homes, for the cache, and for saved activations; and the plan
-    of what passes."""
+    """Bytes to allocate: on the compute device; in host memory for homes, for the cache, and for
+    saved activations; and the plan of what passes."""
 
     device: int
     homes: int
@@ -71,22 +80,26 @@ class Layout:
     """Those that a larger budget might bring."""
 
     def shortage(self, wanted: BlockSpec, pinned: Sequence[BlockSpec]) -> BudgetError:
-        """The error where `wanted` has to come to the compute device beside `pinned`, and does not fit."""
+        """The error where `wanted` has to come to the compute device beside `pinned`, and does not
+        fit."""
         place = self.placement
-        # Anywhere between n copies there are n + 1 gaps, each of which may lack a byte. All copies at once leave no gaps.
+        # Anywhere between n copies there are n + 1 gaps, each of which may lack a byte. All copies
+        # at once leave no gaps.
         copies = sum(spec.span for spec in pinned) + (len(pinned) + 1) * wanted.span
         copies = min(copies, sum(spec.span for spec in place.travelling()))
         need = place.home_bytes("gpu") + round_up(self.most_reserve, PAGE) + copies
         return BudgetError(
-            f"{wanted.name} does not fit into gpu_memory={format_bytes(place.config.gpu_memory)} beside the units in use at the "
-            f"same time ({', '.join(spec.name for spec in pinned)}); gpu_memory={need} ({format_bytes(need)}) is enough for "
-            f"these{place.fixed()}"
+            f"{wanted.name} does not fit into gpu_memory={format_bytes(place.config.gpu_memory)} "
+            "beside the units in use at the same time "
+            f"({', '.join(spec.name for spec in pinned)}); gpu_memory={need} "
+            f"({format_bytes(need)}) is enough for these{place.fixed()}"
         )
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What there is to place, and the questions about it. A value: a decision gives another one, or a `Layout`."""
+    """What there is to place, and the questions about it. A value: a decision gives another one, or
+    a `Layout`."""
 
     config: Config
     machine: Machine
@@ -97,15 +110,18 @@ class Placement:
     # The compute device
 
     def needs_rates(self, concurrent: int, reserve: int) -> bool:
-        """Whether `with_gpu_cache` has to know rates: it may choose how many units stay, and not all of them can."""
+        """Whether `with_gpu_cache` has to know rates: it may choose how many units stay, and not
+        all of them can."""
         some_fit = any(_home_bytes(unit) <= self._room(reserve) for unit in self._units())
         return self._may_choose() and some_fit and not self._all_fit(concurrent, reserve)
 
-    def with_gpu_cache(self, concurrent: int, reserve: int, rates: Rates | None = None) -> Placement:
+    def with_gpu_cache(
+        self, concurrent: int, reserve: int, rates: Rates | None = None
+    ) -> Placement:
         """All states of some units at home on the compute device, as `Tuning.gpu_cache` says.
 
-        `concurrent` and `reserve` bytes there are for others. With "auto" so many units that a step takes least time by
-        `rates`; none without these, unless all can stay.
+        `concurrent` and `reserve` bytes there are for others. With "auto" so many units that a step
+        takes least time by `rates`; none without these, unless all can stay.
         """
         units, wanted = self._units(), self.config.tuning.gpu_cache
         everything = [spec for unit in units for spec in unit]
@@ -115,7 +131,11 @@ class Placement:
             return self
         if self._all_fit(concurrent, reserve):
             return self._with(everything)
-        return self._with(self._fastest(units, concurrent, reserve, rates)) if rates is not None else self
+        return (
+            self._with(self._fastest(units, concurrent, reserve, rates))
+            if rates is not None
+            else self
+        )
 
     def _with(self, resident: Sequence[BlockSpec]) -> Placement:
         """The same with `resident` on the compute device."""
@@ -125,7 +145,8 @@ class Placement:
         return dataclasses.replace(self, specs=specs, gpu_cache_bytes=nbytes)
 
     def _units(self) -> list[list[BlockSpec]]:
-        """The blocks that may move to the compute device, by unit: not what is frozen, which no update renews."""
+        """The blocks that may move to the compute device, by unit: not what is frozen, which no
+        update renews."""
         units = units_of(spec for spec in self.specs if not spec.frozen and spec.tier != "gpu")
         return [list(unit.values()) for unit in units.values()]
 
@@ -133,22 +154,33 @@ class Placement:
         return max(self.config.gpu_memory - self.home_bytes("gpu") - reserve, 0)
 
     def _may_choose(self) -> bool:
-        can_update = self.machine.has_kernels and self.config.algorithm != "other" and not self._shadowed_kinds
+        can_update = (
+            self.machine.has_kernels
+            and self.config.algorithm != "other"
+            and not self._shadowed_kinds
+        )
         return self.config.tuning.gpu_cache == "auto" and can_update
 
     def fixed(self) -> str:
-        """What to say beside another `gpu_memory`, so that as much stays on the compute device as now; "" where that is fixed."""
+        """What to say beside another `gpu_memory`, so that as much stays on the compute device as
+        now; "" where that is fixed."""
         return f", with Tuning(gpu_cache={self.gpu_cache_bytes})" if self._may_choose() else ""
 
     def _all_fit(self, concurrent: int, reserve: int) -> bool:
-        return self._with([spec for unit in self._units() for spec in unit]).fits(concurrent, reserve)
+        return self._with([spec for unit in self._units() for spec in unit]).fits(
+            concurrent, reserve
+        )
 
-    def _fastest(self, units: Sequence[Sequence[BlockSpec]], concurrent: int, reserve: int, rates: Rates) -> list[BlockSpec]:
+    def _fastest(
+        self, units: Sequence[Sequence[BlockSpec]], concurrent: int, reserve: int, rates: Rates
+    ) -> list[BlockSpec]:
         """The first of `units`, so many that what has most to do in a step has least.
 
-        Example, of a GPU with 50 GB/s each way beside a CPU that updates 6e9 parameters per second, per GB and step in bf16:
-        states of 71 million parameters that stay save 12 ms of the CPU, 6 of the way up and 3 of the way down; copies of 500
-        million parameters save 20 ms of the way up, and nothing else. So it depends on which of them is the longest.
+        Example, of a GPU with 50 GB/s each way beside a CPU that updates 6e9 parameters per second,
+        per GB and step in bf16:
+        states of 71 million parameters that stay save 12 ms of the CPU, 6 of the way up and 3 of
+        the way down; copies of 500 million parameters save 20 ms of the way up, and nothing else.
+        So it depends on which of them is the longest.
         """
         room = self._room(reserve)
         ends = [end for end in itertools.accumulate(map(_home_bytes, units)) if end <= room]
@@ -162,7 +194,8 @@ class Placement:
         return chosen
 
     def moved(self, passing: int, concurrent: int) -> Moves | None:
-        """What a step moves where the compute device has `passing` bytes for parameters that come and go.
+        """What a step moves where the compute device has `passing` bytes for parameters that come
+        and go.
 
         None where that cannot be, or leaves them no room to come ahead of use.
         """
@@ -183,22 +216,31 @@ class Placement:
 
     def fits(self, concurrent: int, reserve: int) -> bool:
         """Whether `layout` would find enough memory on the compute device."""
-        return self.home_bytes("gpu") + (concurrent if self.travelling() else 0) + reserve <= self.config.gpu_memory
+        return (
+            self.home_bytes("gpu") + (concurrent if self.travelling() else 0) + reserve
+            <= self.config.gpu_memory
+        )
 
     # Homes
 
     def home_bytes(self, tier: Tier) -> int:
-        """Bytes of all homes on a tier that is memory, but for shadow copies that `layout` finds room for."""
-        return sum(round_up(spec.home_bytes, PAGE) * self._copies(spec) for spec in self.specs if spec.tier == tier)
+        """Bytes of all homes on a tier that is memory, but for shadow copies that `layout` finds
+        room for."""
+        return sum(
+            round_up(spec.home_bytes, PAGE) * self._copies(spec)
+            for spec in self.specs
+            if spec.tier == tier
+        )
 
     @property
     def _shadowed_kinds(self) -> set[Kind]:
-        """A delayed update writes new parameters while the old ones are in use: they have two places each, not one in the
-        cache."""
+        """A delayed update writes new parameters while the old ones are in use: they have two
+        places each, not one in the cache."""
         return {Kind.PARAM} if self.config.tuning.update == "delayed" else set()
 
     def _copies(self, spec: BlockSpec) -> int:
-        """How many homes in memory, or extents on NVMe, a block has. What a failed step leaves of gradients is of no use: one."""
+        """How many homes in memory, or extents on NVMe, a block has. What a failed step leaves of
+        gradients is of no use: one."""
         on_nvme = self.config.tuning.copy_on_write and spec.kind is not Kind.GRAD
         shadowed = on_nvme if spec.tier == "nvme" else spec.kind in self._shadowed_kinds
         return 2 if shadowed and not spec.frozen else 1
@@ -208,60 +250,88 @@ class Placement:
     def layout(self, concurrent: int, reserve: int = 0, most_reserve: int = 0) -> Layout:
         """Check the budgets (I10) and decide what is left to decide; raises `BudgetError`.
 
-        `concurrent` bytes of gathered units must fit on the compute device at once, and `reserve` bytes for gradient buffers,
-        beside what is at home there. With a larger budget these might be `most_reserve` bytes.
+        `concurrent` bytes of gathered units must fit on the compute device at once, and `reserve`
+        bytes for gradient buffers, beside what is at home there. With a larger budget these might
+        be `most_reserve` bytes.
         """
         budget, home, travelling = self.config, self.home_bytes("gpu"), self.travelling()
         least = (concurrent if travelling else 0) + reserve
         if not self.fits(concurrent, reserve):
+            asked = budget.tuning.gpu_cache not in ("auto", 0)
+            way_out = ", or set a smaller gpu_cache" if asked else ""
             raise BudgetError(
-                f"gpu_memory={format_bytes(budget.gpu_memory)} is too small: states at home there take "
-                f"{format_bytes(home)}, the units in use at once and the next one {format_bytes(least)}; the smallest "
-                f"gpu_memory that works is {home + least} ({format_bytes(home + least)})"
-                f"{', or set a smaller gpu_cache' if budget.tuning.gpu_cache not in ('auto', 0) else ''} (invariant I10)"
+                f"gpu_memory={format_bytes(budget.gpu_memory)} is too small: states at home there "
+                f"take {format_bytes(home)}, the units in use at once and the next one "
+                f"{format_bytes(least)}; the smallest gpu_memory that works is {home + least} "
+                f"({format_bytes(home + least)}){way_out} (invariant I10)"
             )
         useful = sum(spec.span for spec in travelling) + reserve
         device = min(budget.gpu_memory // PAGE * PAGE, home + max(useful, least))
         homes = self.home_bytes("cpu")
         plan, saved = self._divide_host(budget.cpu_memory - homes, homes)
-        free = budget.cpu_memory - homes - plan.slots * plan.chunk_elements * WIDEST_ELEMENT - plan.cache - saved
-        shadowed = self._shadowed(free + (saved // 2 if budget.tuning.activation_memory == "auto" else 0))
+        free = (
+            budget.cpu_memory
+            - homes
+            - plan.slots * plan.chunk_elements * WIDEST_ELEMENT
+            - plan.cache
+            - saved
+        )
+        shadowed = self._shadowed(
+            free + (saved // 2 if budget.tuning.activation_memory == "auto" else 0)
+        )
         more = _home_bytes(shadowed)
-        cached = self._choose(plan.cache, resident=min(1.0, (device - home - reserve) / max(useful - reserve, 1)))
+        cached = self._choose(
+            plan.cache, resident=min(1.0, (device - home - reserve) / max(useful - reserve, 1))
+        )
         blocks = self._place(set(shadowed), cached)
         cache = sum(block.cached_bytes for block in blocks if block.spec.tier == "nvme")
-        rooms = Rooms(device, homes + more, cache, saved - round_up(max(more - free, 0), PAGE), plan)
+        rooms = Rooms(
+            device, homes + more, cache, saved - round_up(max(more - free, 0), PAGE), plan
+        )
         cuts: dict[int, set[int]] = {}
         for spec, elements in cached.items():
             cuts.setdefault(spec.unit, set()).add(elements)
         return Layout(self, blocks, rooms, cuts, reserve, max(reserve, most_reserve))
 
-    def _place(self, shadowed: Collection[BlockSpec], cached: Mapping[BlockSpec, int]) -> tuple[Placed, ...]:
+    def _place(
+        self, shadowed: Collection[BlockSpec], cached: Mapping[BlockSpec, int]
+    ) -> tuple[Placed, ...]:
         return tuple(
-            Placed(spec, copies=2 if spec in shadowed else self._copies(spec), cached_elements=cached.get(spec, 0))
+            Placed(
+                spec,
+                copies=2 if spec in shadowed else self._copies(spec),
+                cached_elements=cached.get(spec, 0),
+            )
             for spec in self.specs
         )
 
     def _divide_host(self, available: int, home: int) -> tuple[HostPlan, int]:
-        """The plan for `available` bytes beside the `home` bytes of states, and the bytes for saved activations; raises
-        `BudgetError` when there is none."""
+        """The plan for `available` bytes beside the `home` bytes of states, and the bytes for saved
+        activations; raises `BudgetError` when there is none."""
         on_nvme = [spec for spec in self.specs if self._may_be_cached(spec)]
-        others = {spec.kind for spec in self.specs if not self._may_be_cached(spec) and not self._is_addressed(spec)}
+        others = {
+            spec.kind
+            for spec in self.specs
+            if not self._may_be_cached(spec) and not self._is_addressed(spec)
+        }
         spare = not self.machine.unified_memory  # for what has to be added to gradients
         kinds = others | {spec.kind for spec in on_nvme}
         longest = max((spec.elements for spec in self.specs), default=0)
         elements = sum(spec.elements for spec in self.specs if spec.kind is Kind.PARAM)
         all_of_it = sum(spec.nbytes for spec in on_nvme)
-        staged = Staged(len(kinds) + spare, len(others) + spare, self._granule, longest, elements, all_of_it)
+        staged = Staged(
+            len(kinds) + spare, len(others) + spare, self._granule, longest, elements, all_of_it
+        )
         wanted = self.config.tuning.activation_memory if self.moves_activations() else 0
         fixed = 0 if wanted == "auto" else wanted
         least = home + fixed + staged.least
         if available < least - home:
             also = f", saved activations {format_bytes(fixed)} (activation_memory)" if fixed else ""
             raise BudgetError(
-                f"cpu_memory={format_bytes(self.config.cpu_memory)} is too small: states at home in host memory take "
-                f"{format_bytes(home)}{also} and staging at least {format_bytes(staged.least)}; the smallest cpu_memory that "
-                f"works is {least} ({format_bytes(least)}) (invariant I10)"
+                f"cpu_memory={format_bytes(self.config.cpu_memory)} is too small: states at home "
+                f"in host memory take {format_bytes(home)}{also} and staging at least "
+                f"{format_bytes(staged.least)}; the smallest cpu_memory that works is {least} "
+                f"({format_bytes(least)}) (invariant I10)"
             )
         cache = None if self.config.tuning.cache == "auto" else self.config.tuning.cache
         return divide_with_activations(available, staged, cache, wanted)
@@ -285,35 +355,55 @@ class Placement:
         return spec.tier == "cpu" or (spec.tier == "gpu" and self.machine.unified_memory)
 
     def _choose(self, cache_bytes: int, resident: float) -> dict[BlockSpec, int]:
-        """What of the blocks on NVMe is at home in host memory; `resident` of the parameters fit on the compute device."""
-        speculative = self.config.tuning.copy_on_write and self.config.tuning.update in ("auto", "speculative")
-        return choose(self.specs, cache_bytes, self._granule, speculative, resident, never=self._shadowed_kinds)
+        """What of the blocks on NVMe is at home in host memory; `resident` of the parameters fit on
+        the compute device."""
+        speculative = self.config.tuning.copy_on_write and self.config.tuning.update in (
+            "auto",
+            "speculative",
+        )
+        return choose(
+            self.specs,
+            cache_bytes,
+            self._granule,
+            speculative,
+            resident,
+            never=self._shadowed_kinds,
+        )
 
     def _shadowed(self, room: int) -> list[BlockSpec]:
-        """The blocks in host memory that get shadow copies in `room` bytes of it, by units: first those that come last in the
-        model, whose gradients come first. What is on NVMe is better cached instead."""
+        """The blocks in host memory that get shadow copies in `room` bytes of it, by units: first
+        those that come last in the model, whose gradients come first. What is on NVMe is better
+        cached instead."""
         speculative = self.config.tuning.update == "speculative" or (
             self.config.tuning.update == "auto" and not self.machine.unified_memory
         )
         rewritten = [spec for spec in self.specs if spec.kind is not Kind.GRAD and not spec.frozen]
-        if not speculative or not self.config.tuning.copy_on_write or any(spec.tier == "nvme" for spec in rewritten):
+        if (
+            not speculative
+            or not self.config.tuning.copy_on_write
+            or any(spec.tier == "nvme" for spec in rewritten)
+        ):
             return []
         units = [list(unit.values()) for unit in units_of(reversed(rewritten)).values()]
-        return _those_that_fit([unit for unit in units if all(spec.tier == "cpu" for spec in unit)], room)
+        return _those_that_fit(
+            [unit for unit in units if all(spec.tier == "cpu" for spec in unit)], room
+        )
 
 
 def describe_choice(placement: Placement, rates: Rates) -> str:
     """What `with_gpu_cache` chose by `rates`, for a log."""
     drives = f", {rates.nvme / 1e9:.1f} of the drives" if rates.nvme < math.inf else ""
     return (
-        f"{format_bytes(placement.gpu_cache_bytes)} of states stay on the compute device; measured: "
-        f"{rates.upload / 1e9:.1f} GB/s to it, {rates.download / 1e9:.1f} from it{drives}, and "
-        f"{rates.updates / 1e9:.2f} billion updates of parameters per second on the CPU"
+        f"{format_bytes(placement.gpu_cache_bytes)} of states stay on the compute device; "
+        f"measured: {rates.upload / 1e9:.1f} GB/s to it, {rates.download / 1e9:.1f} from "
+        f"it{drives}, and {rates.updates / 1e9:.2f} billion updates of parameters per second on "
+        "the CPU"
     )
 
 
 def _those_that_fit(units: Sequence[Sequence[BlockSpec]], room: int) -> list[BlockSpec]:
-    """The blocks of the first of `units` that fit into `room` bytes, and of those after them that still do."""
+    """The blocks of the first of `units` that fit into `room` bytes, and of those after them that
+    still do."""
     return [spec for number in fill(room, list(map(_home_bytes, units))) for spec in units[number]]
 
 

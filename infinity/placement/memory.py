@@ -1,4 +1,5 @@
-"""How much memory the states of a model take on each rank: formulas, for before anything is allocated. Imports no torch."""
+"""How much memory the states of a model take on each rank: formulas, for before anything is
+allocated. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ class StateBytes(NamedTuple):
     optimizer: float
 
     def on_rank(self, ranks: int, stage: int) -> StateBytes:
-        """What one of `ranks` ranks holds of these bytes: 1/N of what the stage shares (ZeRO, 1910.02054, figure 1).
+        """What one of `ranks` ranks holds of these bytes: 1/N of what the stage shares (ZeRO,
+        1910.02054, figure 1).
 
-        Example: 7.5e9 parameters of 2 + 2 + 12 bytes, 64 ranks: 120 GB with stage 0; 31.4 with 1, 16.6 with 2, 1.88 with 3.
+        Example: 7.5e9 parameters of 2 + 2 + 12 bytes, 64 ranks: 120 GB with stage 0; 31.4 with 1,
+        16.6 with 2, 1.88 with 3.
         """
         shared = (ranks if stage >= least else 1 for least in (3, 2, 1))
         return StateBytes(*(nbytes / n for nbytes, n in zip(self, shared, strict=True)))
@@ -31,34 +34,62 @@ _MOMENTS = {"adam": 2, "adagrad": 1, "lion": 1, "momentum": 1, "sgd": 0, "other"
 def bytes_per_parameter(config: Config) -> StateBytes:
     """Bytes of the states of one trainable parameter, before they are shared.
 
-    Example: bf16 takes 2 + 2 + 10 with a split master and fp32 moments. With precision "auto" parameters are taken to be fp32.
+    Example: bf16 takes 2 + 2 + 10 with a split master and fp32 moments. With precision "auto"
+    parameters are taken to be fp32.
     """
     parameter = _DTYPE_BYTES.get(config.precision, 4)
     gradient = 4 if config.tuning.gradient_precision == "fp32" else parameter
-    master = 0 if parameter == 4 else 2 if config.tuning.split_master and config.precision == "bf16" else 4
-    return StateBytes(parameter, gradient, master + _MOMENTS[config.algorithm] * _MOMENT_BYTES[config.moment_precision])
+    master = (
+        0
+        if parameter == 4
+        else 2
+        if config.tuning.split_master and config.precision == "bf16"
+        else 4
+    )
+    return StateBytes(
+        parameter,
+        gradient,
+        master + _MOMENTS[config.algorithm] * _MOMENT_BYTES[config.moment_precision],
+    )
 
 
-def bytes_on_tiers(trainable: int, config: Config, ranks: int = 1, frozen: int = 0) -> dict[str, float]:
-    """Bytes of the states of `trainable` parameters, and of `frozen` ones, on each tier of one of `ranks` ranks.
+def bytes_on_tiers(
+    trainable: int, config: Config, ranks: int = 1, frozen: int = 0
+) -> dict[str, float]:
+    """Bytes of the states of `trainable` parameters, and of `frozen` ones, on each tier of one of
+    `ranks` ranks.
 
-    Without padding (a unit takes whole pages on every rank: multiples of 2048 elements, of 4096 where they have one byte),
-    and without what passes through: gathered units and
-    one gradient buffer on the compute device, staging in host memory. What is rewritten beside its old content counts twice, but
-    not in host memory, where a shadow copy takes only what the budget leaves. What `gpu_cache` keeps on the compute device counts
-    there where it is a number; what "auto" is depends on the units.
+    Without padding (a unit takes whole pages on every rank: multiples of 2048 elements, of 4096
+    where they have one byte), and without what passes through: gathered units and one gradient
+    buffer on the compute device, staging in host memory. What is rewritten beside its old content
+    counts twice, but not in host memory, where a shadow copy takes only what the budget leaves.
+    What `gpu_cache` keeps on the compute device counts there where it is a number; what "auto" is
+    depends on the units.
     """
     parameter, gradient, optimizer = bytes_per_parameter(config)
     whole = StateBytes(trainable * parameter, trainable * gradient, trainable * optimizer)
-    states, frozen_states = whole.on_rank(ranks, config.stage), StateBytes(frozen * parameter, 0, 0).on_rank(ranks, config.stage)
+    states, frozen_states = (
+        whole.on_rank(ranks, config.stage),
+        StateBytes(frozen * parameter, 0, 0).on_rank(ranks, config.stage),
+    )
     tiers = dict.fromkeys(("gpu", "cpu", "nvme"), 0.0)
-    places = {"parameters": config.parameters, "gradients": config.gradients, "optimizer": config.optimizer}
+    places = {
+        "parameters": config.parameters,
+        "gradients": config.gradients,
+        "optimizer": config.optimizer,
+    }
     may_stay = sum(getattr(states, name) for name, tier in places.items() if tier != "gpu")
-    stays = 0.0 if config.tuning.gpu_cache == "auto" or not may_stay else min(1.0, config.tuning.gpu_cache / may_stay)
+    stays = (
+        0.0
+        if config.tuning.gpu_cache == "auto" or not may_stay
+        else min(1.0, config.tuning.gpu_cache / may_stay)
+    )
     tiers["gpu"] += stays * may_stay
     for name, tier in places.items():
         shadowed = tier == "nvme" and config.tuning.copy_on_write and name != "gradients"
         late = tier == "cpu" and config.tuning.update == "delayed" and name == "parameters"
         leaves = 1.0 if tier == "gpu" else 1.0 - stays
-        tiers[tier] += leaves * getattr(states, name) * (2 if shadowed or late else 1) + getattr(frozen_states, name)
+        tiers[tier] += leaves * getattr(states, name) * (2 if shadowed or late else 1) + getattr(
+            frozen_states, name
+        )
     return tiers

@@ -1,4 +1,5 @@
-"""What there is to place: blocks, by kind, format and size. Frozen values; the live blocks are in `infinity.tiers.block`."""
+"""What there is to place: blocks, by kind, format and size. Frozen values; the live blocks are in
+`infinity.tiers.block`."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Kind(str, enum.Enum):
 
 
 class Format(NamedTuple):
-    """How values lie in memory and on NVMe: `elements` of them take `nbytes` bytes together, and cannot be moved apart."""
+    """How values lie in memory and on NVMe: `elements` of them take `nbytes` bytes together, and
+    cannot be moved apart."""
 
     name: str
     elements: int
@@ -43,16 +45,18 @@ BF16 = Format("bf16", 1, 2)
 SPLIT = Format("split", 1, 2)
 """A master as the 16 bits by which it differs from its bf16 parameter."""
 INT8 = Format("int8", 32768, 36864)
-"""32768 codes of a byte, then an fp32 scale for every 32 of them: whole pages, so that direct I/O can move them alone."""
+"""32768 codes of a byte, then an fp32 scale for every 32 of them: whole pages, so that direct I/O
+can move them alone."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockSpec:
     """`elements` values in `format`, of kind `kind` of unit number `unit`, at home on `tier`.
 
-    `span` and `at` (bytes) place a parameter shard inside the unit's gathered buffer. No update rewrites a block that is
-    `frozen`. Where `whole`, the home in memory is that of the whole unit, `span` bytes, and the block is this rank's part.
-    Two specs are never equal: each stands for one block.
+    `span` and `at` (bytes) place a parameter shard inside the unit's gathered buffer. No update
+    rewrites a block that is `frozen`. Where `whole`, the home in memory is that of the whole unit,
+    `span` bytes, and the block is this rank's part. Two specs are never equal: each stands for one
+    block.
     """
 
     unit: int
@@ -90,8 +94,9 @@ class BlockSpec:
 class Placed:
     """Where a block is at home: on the tier of `spec`.
 
-    It has `copies` homes in memory, or extents on NVMe: two where an update writes beside the old content. The first
-    `cached_elements` elements of a block on NVMe are at home in host memory instead.
+    It has `copies` homes in memory, or extents on NVMe: two where an update writes beside the old
+    content. The first `cached_elements` elements of a block on NVMe are at home in host memory
+    instead.
     """
 
     spec: BlockSpec
@@ -105,7 +110,8 @@ class Placed:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that cross to NVMe when the block is read or written whole; 0 for a block of another tier."""
+        """Bytes that cross to NVMe when the block is read or written whole; 0 for a block of
+        another tier."""
         return self.spec.nbytes - self.cached_bytes if self.spec.tier == "nvme" else 0
 
 

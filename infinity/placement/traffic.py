@@ -1,4 +1,5 @@
-"""What a step moves, by where blocks are at home, and how long that takes: pure functions of sizes. Imports no torch."""
+"""What a step moves, by where blocks are at home, and how long that takes: pure functions of sizes.
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from infinity.placement.spec import SPLIT, BlockSpec, Kind, units_of
 
 
 class Moves(NamedTuple):
-    """What a step of one cycle moves: bytes to the compute device, from it, and to and from the drives; and how many parameters
-    the CPU updates."""
+    """What a step of one cycle moves: bytes to the compute device, from it, and to and from the
+    drives; and how many parameters the CPU updates."""
 
     upload: float
     download: float
@@ -19,13 +20,14 @@ class Moves(NamedTuple):
     updates: float
 
     def seconds(self, rates: Rates) -> tuple[float, ...]:
-        """How long each of these takes alone; all are under way at once, so a step takes no less than the longest."""
+        """How long each of these takes alone; all are under way at once, so a step takes no less
+        than the longest."""
         return tuple(amount / max(rate, 1.0) for amount, rate in zip(self, rates, strict=True))
 
 
 def moves(blocks: Iterable[BlockSpec], resident: float, cached: Mapping[BlockSpec, int]) -> Moves:
-    """What a step moves of `blocks`, all of a rank's. The compute device has room for `resident` of all parameters that come and
-    go, and of a block on NVMe `cached` elements are in host memory.
+    """What a step moves of `blocks`, all of a rank's. The compute device has room for `resident` of
+    all parameters that come and go, and of a block on NVMe `cached` elements are in host memory.
 
     Where all of a unit is at home on the compute device nothing moves. Else a parameter is brought
     to each use that finds it gone. If the update puts it there for the first use, that is one of
@@ -48,7 +50,9 @@ def moves(blocks: Iterable[BlockSpec], resident: float, cached: Mapping[BlockSpe
             elif block.tier == "gpu":
                 upload, download = upload + block.nbytes, download + block.nbytes
             if block.tier == "nvme":
-                nvme += traffic(kind, unit, resident) * (block.nbytes - block.format.bytes_of(cached.get(block, 0)))
+                nvme += traffic(kind, unit, resident) * (
+                    block.nbytes - block.format.bytes_of(cached.get(block, 0))
+                )
         updates += trains * unit[Kind.PARAM].elements
     return Moves(upload, download, nvme, updates)
 
@@ -56,10 +60,11 @@ def moves(blocks: Iterable[BlockSpec], resident: float, cached: Mapping[BlockSpe
 def traffic(kind: Kind, unit: Mapping[Kind, BlockSpec], resident: float) -> float:
     """NVMe bytes that a step moves per byte of `kind` of `unit`, where it is on NVMe.
 
-    A parameter is fetched for backward, written by the update, and read by it where it is a part of its master: 2 or 3; a frozen
-    one is fetched for forward and for backward: 2. What the compute device has room for is not fetched and not read, so that
-    share of the reads does not count. A gradient is written by backward and read by the norm and by the update: 3. A master or a
-    moment is read and written: 2.
+    A parameter is fetched for backward, written by the update, and read by it where it is a part of
+    its master: 2 or 3; a frozen one is fetched for forward and for backward: 2. What the compute
+    device has room for is not fetched and not read, so that share of the reads does not count. A
+    gradient is written by backward and read by the norm and by the update: 3. A master or a moment
+    is read and written: 2.
     """
     if kind is Kind.PARAM:
         written, read = (1, 1 if is_rounded(unit) else 2) if Kind.GRAD in unit else (0, 2)
@@ -68,5 +73,6 @@ def traffic(kind: Kind, unit: Mapping[Kind, BlockSpec], resident: float) -> floa
 
 
 def is_rounded(unit: Mapping[Kind, BlockSpec]) -> bool:
-    """Whether the parameters are nothing but their masters, rounded: then an update writes them and does not read them."""
+    """Whether the parameters are nothing but their masters, rounded: then an update writes them and
+    does not read them."""
     return Kind.MASTER in unit and unit[Kind.MASTER].format is not SPLIT

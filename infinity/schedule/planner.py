@@ -1,22 +1,27 @@
-"""What to bring next, and what that costs: pure functions of the trace, the sizes and the budgets. Imports no torch.
+"""What to bring next, and what that costs: pure functions of the trace, the sizes and the budgets.
+Imports no torch.
 
-The runtime walks `look_ahead` against the real arena; `predict` walks the same function against a map of slots, so the bytes
-it states are the bytes that move.
+The runtime walks `look_ahead` against the real arena; `predict` walks the same function against a
+map of slots, so the bytes it states are the bytes that move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from infinity.schedule.trace import Trace
 from infinity.tiers.slots import SlotMap
 
 MOST_STEPS = 16
-"""How many steps `predict` walks at most: where sizes differ, placements may take some to settle, or go round for ever."""
+"""How many steps `predict` walks at most: where sizes differ, placements may take some to settle,
+or go round for ever."""
 
 
-def look_ahead(trace: Trace, has_copy: Callable[[int], bool], bring: Callable[[int, float], bool]) -> None:
+def look_ahead(
+    trace: Trace, has_copy: Callable[[int], bool], bring: Callable[[int, float], bool]
+) -> None:
     """Bring the units that will be used next, soonest first, until there is no room.
 
     `bring(unit, beyond)` may evict only what is used later than `beyond`: with the trace as the
@@ -30,10 +35,12 @@ def look_ahead(trace: Trace, has_copy: Callable[[int], bool], bring: Callable[[i
 
 @dataclass(frozen=True)
 class UnitCost:
-    """What moving one unit of this rank costs, in bytes of NVMe traffic; none for what is in memory.
+    """What moving one unit of this rank costs, in bytes of NVMe traffic; none for what is in
+    memory.
 
-    `slots` is the run it takes on the compute device (0: it never leaves). `fetch` brings it there; `old` is what its update
-    reads of the parameter when that is not there. `update_read` and `update_written` are all else of one optimizer step.
+    `slots` is the run it takes on the compute device (0: it never leaves). `fetch` brings it there;
+    `old` is what its update reads of the parameter when that is not there. `update_read` and
+    `update_written` are all else of one optimizer step.
     """
 
     slots: int
@@ -46,7 +53,8 @@ class UnitCost:
 
 @dataclass(frozen=True)
 class Traffic:
-    """NVMe bytes of one optimizer step in the steady state: parameters fetched, and states updated."""
+    """NVMe bytes of one optimizer step in the steady state: parameters fetched, and states
+    updated."""
 
     fetched: int
     update_read: int
@@ -66,7 +74,8 @@ def predict(
     waits: bool = False,
     delayed: bool = False,
 ) -> Traffic:
-    """NVMe traffic of one optimizer step of `accumulation` cycles of `order`, with `slots` slots for copies.
+    """NVMe traffic of one optimizer step of `accumulation` cycles of `order`, with `slots` slots
+    for copies.
 
     Walks steps from an empty arena until one leaves it as it found it, mostly the third, and states
     that one; where sizes differ there may be none, and it is the last of `MOST_STEPS`. `held[i]`
@@ -84,7 +93,11 @@ def predict(
 
     def bring(unit: int, beyond: float, pinned: frozenset[int] = frozenset()) -> bool:
         nonlocal fetched, reread
-        place = copies.place(units[unit].slots, lambda other: None if other in pinned else trace.next_use(other), beyond)
+        place = copies.place(
+            units[unit].slots,
+            lambda other: None if other in pinned else trace.next_use(other),
+            beyond,
+        )
         if place is None:
             return False
         for victim in place.evicted:
@@ -110,8 +123,7 @@ def predict(
                 trace.use(unit)
                 if not has_copy(unit):
                     bring(unit, -1, others)
-                pinned = others | {unit}
-                look_ahead(trace, has_copy, lambda other, beyond, pinned=pinned: bring(other, beyond, pinned))  # type: ignore[misc]
+                look_ahead(trace, has_copy, partial(bring, pinned=others | {unit}))
         if delayed:
             reread += sum(units[unit].old for unit in trainable)
             fetched += sum(units[unit].fetch for unit in trainable if unit in copies.runs)
@@ -126,4 +138,8 @@ def predict(
             break
         before = after
     updated = [units[unit] for unit in sorted(trainable)]
-    return Traffic(fetched, reread + sum(u.update_read for u in updated), sum(u.update_written for u in updated))
+    return Traffic(
+        fetched,
+        reread + sum(u.update_read for u in updated),
+        sum(u.update_written for u in updated),
+    )

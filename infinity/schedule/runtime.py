@@ -1,4 +1,5 @@
-"""Walks the plan: at every use of a unit it starts what comes next and waits for this one, and for nothing else."""
+"""Walks the plan: at every use of a unit it starts what comes next and waits for this one, and for
+nothing else."""
 
 from __future__ import annotations
 
@@ -19,9 +20,12 @@ from infinity.tiers.store import Store
 
 
 class Runtime:
-    """Called by the thread that runs the model, at the points where units come into and go out of use."""
+    """Called by the thread that runs the model, at the points where units come into and go out of
+    use."""
 
-    def __init__(self, store: Store, units: Sequence[Unit], trace: Trace, recorder: Recorder) -> None:
+    def __init__(
+        self, store: Store, units: Sequence[Unit], trace: Trace, recorder: Recorder
+    ) -> None:
         self._store = store
         self._units = units
         self._recorder = recorder
@@ -30,11 +34,13 @@ class Runtime:
         self.accumulation = 0
         """Training cycles per optimizer step, as the last step had them; 0 before the first."""
         self.stale = True
-        """Whether a step has been since the last `begin`: the next forward, of whatever module, starts a new cycle."""
+        """Whether a step has been since the last `begin`: the next forward, of whatever module,
+        starts a new cycle."""
         self.waited = 0.0
         """Seconds that `enter` waited since the start."""
         self.forward_seconds = 0.0
-        """Seconds of all forwards since the start, without the waits for units; counted by the hooks."""
+        """Seconds of all forwards since the start, without the waits for units; counted by the
+        hooks."""
         self._forward_before = 0.0
         self._cycles = 0
 
@@ -43,7 +49,8 @@ class Runtime:
         return self._cycles > 0
 
     def forward_since(self) -> float:
-        """Seconds that a forward took, without waits, on average over those since this was asked last, at the last step."""
+        """Seconds that a forward took, without waits, on average over those since this was asked
+        last, at the last step."""
         before, self._forward_before = self._forward_before, self.forward_seconds
         return (self._forward_before - before) / max(self.accumulation, 1)
 
@@ -56,24 +63,37 @@ class Runtime:
         self.look_ahead()
 
     def stepped(self) -> None:
-        """An optimizer step was started: take the places of what comes first, for its updates to fill."""
+        """An optimizer step was started: take the places of what comes first, for its updates to
+        fill."""
         self.accumulation, self._cycles, self.stale = self._cycles, 0, True
         self.look_ahead()
 
     def enter(self, unit: Unit) -> torch.Tensor:
-        """`unit` is in use until `Unit.release`: start bringing it and what comes next, then wait for it.
+        """`unit` is in use until `Unit.release`: start bringing it and what comes next, then wait
+        for it.
 
         Returns its flat buffer.
         """
         new = self.trace.current != unit.index
         if new:
-            self.trace.use(unit.index, frozenset(u.index for u in self._units if u.blocks[Kind.PARAM].copy.pins))
+            self.trace.use(
+                unit.index,
+                frozenset(u.index for u in self._units if u.blocks[Kind.PARAM].copy.pins),
+            )
         unit.start()
         try:
             if new:
                 self.look_ahead()
-            state, gathered, start = unit.blocks[Kind.PARAM].copy.state, unit.gathered(), time.perf_counter()
-            with self._recorder.range(_lane(state), unit.name) if self._waits(state, gathered) else nullcontext():
+            state, gathered, start = (
+                unit.blocks[Kind.PARAM].copy.state,
+                unit.gathered(),
+                time.perf_counter(),
+            )
+            with (
+                self._recorder.range(_lane(state), unit.name)
+                if self._waits(state, gathered)
+                else nullcontext()
+            ):
                 flat = unit.wait()
         except BaseException:
             unit.release()
@@ -87,8 +107,11 @@ class Runtime:
         return state is not CopyState.READY or not gathered
 
     def _count_wait(self, unit: Unit, state: CopyState, start: float, end: float) -> None:
-        """`enter` waited for `unit`, whose block was in `state`: until it was there, and then until it was gathered."""
-        arrived = end if unit.gather_posted is None else min(max(unit.gather_posted.arrived, start), end)
+        """`enter` waited for `unit`, whose block was in `state`: until it was there, and then until
+        it was gathered."""
+        arrived = (
+            end if unit.gather_posted is None else min(max(unit.gather_posted.arrived, start), end)
+        )
         if state is not CopyState.READY:
             self._recorder.add(_lane(state), unit.name, start, arrived)
         if arrived < end:
@@ -101,13 +124,15 @@ class Runtime:
         return None if found is None else (self._units[found[0].unit], found[1])
 
     def look_ahead(self) -> None:
-        """Start bringing what will be used next, as far as there is room, and have it gathered in this order."""
+        """Start bringing what will be used next, as far as there is room, and have it gathered in
+        this order."""
         look_ahead(self.trace, self._has_copy, self._bring)
         if self._units[0].shared:
             self._gather_ahead()
 
     def _gather_ahead(self) -> None:
-        """Not what an optimizer step will update before its next use: that will be gathered then."""
+        """Not what an optimizer step will update before its next use: that will be gathered
+        then."""
         left = math.inf if self._cycles < max(self.accumulation, 1) else self.trace.left
         for index, distance in self.trace.upcoming():
             unit = self._units[index]
@@ -124,6 +149,7 @@ class Runtime:
 
 
 def _lane(state: CopyState) -> str:
-    """What a wait for a unit whose block is in `state` is called; with several ranks its second part is "wait collective"."""
+    """What a wait for a unit whose block is in `state` is called; with several ranks its second
+    part is "wait collective"."""
     lanes = {CopyState.UPDATING: "wait adam", CopyState.READY: "wait collective"}
     return lanes.get(state, "wait nvme")

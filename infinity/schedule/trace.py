@@ -1,4 +1,5 @@
-"""The trace: the order in which units are used, recorded as it happens and taken as a prediction of the next round.
+"""The trace: the order in which units are used, recorded as it happens and taken as a prediction of
+the next round.
 
 Imports no torch. A *cycle* is one forward of the model with what follows it (its backward, in
 training) up to the next forward. The trace predicts, it does not bind: a use that was not predicted
@@ -23,15 +24,18 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 LEAST_ROUND, ROUND_PER_UNIT = 64, 8
-"""A round that is looked for has at most so many uses for each unit that was used, or `LEAST_ROUND`."""
+"""A round that is looked for has at most so many uses for each unit that was used, or
+`LEAST_ROUND`."""
 LEAST_USES, USES_PER_UNIT = 1 << 14, 64
-"""A cycle that has more uses than so many for each unit, or than `LEAST_USES`, is cut: only its second half stays recorded."""
+"""A cycle that has more uses than so many for each unit, or than `LEAST_USES`, is cut: only its
+second half stays recorded."""
 
 
 class Cycle:
     """A recorded order of uses, with fast look-up of the next use of a unit.
 
-    `held[i]` are the units that were in use already, and so could not be evicted, when `order[i]` came into use.
+    `held[i]` are the units that were in use already, and so could not be evicted, when `order[i]`
+    came into use.
     """
 
     def __init__(self, order: Sequence[int], held: Sequence[frozenset[int]] = ()) -> None:
@@ -41,15 +45,21 @@ class Cycle:
             self._at[unit].append(position)
 
     def distance(self, unit: int, position: int) -> float:
-        """Uses from `position` to the next use of `unit`, going round; infinite when it is never used.
+        """Uses from `position` to the next use of `unit`, going round; infinite when it is never
+        used.
 
-        Example: order 0 1 2 1 0 and position 2: unit 2 is 0 away, unit 1 is 1 away, unit 0 is 2 away.
+        Example: order 0 1 2 1 0 and position 2: unit 2 is 0 away, unit 1 is 1 away, unit 0 is 2
+        away.
         """
         positions = self._at.get(unit)
         if not positions:
             return math.inf
         index = bisect_left(positions, position)
-        return positions[index] - position if index < len(positions) else positions[0] + len(self.order) - position
+        return (
+            positions[index] - position
+            if index < len(positions)
+            else positions[0] + len(self.order) - position
+        )
 
     def find(self, unit: int, position: int) -> int | None:
         """The first position from `position` on at which `unit` is used, not going round."""
@@ -59,7 +69,8 @@ class Cycle:
 
 
 class Trace:
-    """Records the current cycle and predicts from the last one of the same phase. Used by the thread that runs the model.
+    """Records the current cycle and predicts from the last one of the same phase. Used by the
+    thread that runs the model.
 
     Takes memory for as many uses as `USES_PER_UNIT` and `LEAST_USES` say, in each phase.
     """
@@ -69,15 +80,20 @@ class Trace:
         self._phase = ""
         self._recording: list[int] = []
         self._held: list[frozenset[int]] = []
-        self._at: defaultdict[int, list[int]] = defaultdict(list)  # where each unit is in the recording
-        self._interrupted: tuple[Cycle, int] | None = None  # the prediction of the phase, while a round is predicted
+        # where each unit is in the recording
+        self._at: defaultdict[int, list[int]] = defaultdict(list)
+        # the prediction of the phase, while a round is predicted
+        self._interrupted: tuple[Cycle, int] | None = None
         self.predicted = Cycle(())
         self.position = 0
         """Index in `predicted` of the use that is expected next."""
 
     def begin(self, phase: str) -> None:
         """A new cycle starts; what was recorded becomes the prediction of its phase."""
-        recorded, known = (tuple(self._recording), tuple(self._held)), self._cycles.get(self._phase, Cycle(()))
+        recorded, known = (
+            (tuple(self._recording), tuple(self._held)),
+            self._cycles.get(self._phase, Cycle(())),
+        )
         if self._recording and (known.order, known.held) != recorded:
             self._cycles[self._phase] = Cycle(*recorded)
         self._phase, self._recording, self._held = phase, [], []
@@ -118,8 +134,8 @@ class Trace:
         return found == expected
 
     def _use_in_round(self, unit: int) -> bool:
-        """While a round is predicted: take `unit` out of it, or go back to the cycle that it interrupted. False where neither
-        knows it next."""
+        """While a round is predicted: take `unit` out of it, or go back to the cycle that it
+        interrupted. False where neither knows it next."""
         if self._interrupted is None:
             raise RuntimeError("no round is predicted")
         order = self.predicted.order
@@ -147,7 +163,8 @@ class Trace:
                 self._at[used].append(position)
 
     def _find_round(self) -> None:
-        """Predict that the last uses come again, where they have come before. See [Note: a cycle that does not end]."""
+        """Predict that the last uses come again, where they have come before. See [Note: a cycle
+        that does not end]."""
         recording, last = self._recording, len(self._recording) - 1
         longest = max(LEAST_ROUND, ROUND_PER_UNIT * len(self._at))
         best, length = 0, 0
@@ -166,16 +183,22 @@ class Trace:
     def _alike(self, distance: int, most: int) -> int:
         """How many of the last uses are the same as `distance` uses before; at most `most`."""
         recording, count = self._recording, 0
-        while count < most and count + distance < len(recording) and recording[-1 - count] == recording[-1 - count - distance]:
+        while (
+            count < most
+            and count + distance < len(recording)
+            and recording[-1 - count] == recording[-1 - count - distance]
+        ):
             count += 1
         return count
 
     def next_use(self, unit: int) -> float:
-        """How many uses away the next use of `unit` is, as far as is known; infinite when it is not known."""
+        """How many uses away the next use of `unit` is, as far as is known; infinite when it is not
+        known."""
         return self.predicted.distance(unit, self.position)
 
     def upcoming(self) -> Iterator[tuple[int, float]]:
-        """Each unit that will be used, with its distance, soonest first, at most one cycle ahead."""
+        """Each unit that will be used, with its distance, soonest first, at most one cycle
+        ahead."""
         order, seen = self.predicted.order, set()
         for ahead in range(len(order)):
             unit = order[(self.position + ahead) % len(order)]
@@ -185,12 +208,17 @@ class Trace:
 
     def train_cycle(self) -> Cycle:
         """The last training cycle, as far as it was recorded."""
-        return Cycle(self._recording, self._held) if self._phase == "train" else self._cycles.get("train", Cycle(()))
+        return (
+            Cycle(self._recording, self._held)
+            if self._phase == "train"
+            else self._cycles.get("train", Cycle(()))
+        )
 
     def train_order(self) -> tuple[int, ...]:
         """The units of the last training cycle, as far as it was recorded."""
         return self.train_cycle().order
 
     def first_uses(self) -> list[int]:
-        """The units in the order in which a training forward first uses them, as far as is known."""
+        """The units in the order in which a training forward first uses them, as far as is
+        known."""
         return list(dict.fromkeys(self.train_order()))

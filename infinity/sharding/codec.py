@@ -1,4 +1,5 @@
-"""States in fp32 from and to the formats of their blocks. The optimizer's kernels read and write the formats themselves."""
+"""States in fp32 from and to the formats of their blocks. The optimizer's kernels read and write
+the formats themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _ORDERS = {Kind.EXP_AVG: "first", Kind.EXP_AVG_SQ: "second"}
 
 
 def round_to(param: torch.Tensor, values: torch.Tensor) -> None:
-    """Write fp32 `values` into `param`, of any dtype, as the kernels round masters: to bf16 with ties away from zero."""
+    """Write fp32 `values` into `param`, of any dtype, as the kernels round masters: to bf16 with
+    ties away from zero."""
     if param.dtype == torch.bfloat16 and param.is_cuda:
         patterns = torch.where(values.isnan(), torch.nan, values).view(torch.int32)
         param.view(torch.int16).copy_(((patterns.long() + 0x8000) >> 16).to(torch.int16))
@@ -25,14 +27,19 @@ def round_to(param: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def decode_master(form: Format, tensors: Sequence[torch.Tensor], values: torch.Tensor) -> None:
-    """`tensors` are the chunk's bytes of the parameter and the low halves (SPLIT), or of the master; `values` is fp32."""
+    """`tensors` are the chunk's bytes of the parameter and the low halves (SPLIT), or of the
+    master; `values` is fp32."""
     if form is SPLIT:
-        native.cpu_adam().join(*(tensor.data_ptr() for tensor in tensors), values.data_ptr(), values.numel())
+        native.cpu_adam().join(
+            *(tensor.data_ptr() for tensor in tensors), values.data_ptr(), values.numel()
+        )
     else:
         values.copy_(tensors[0].view(torch.float32))
 
 
-def encode_master(form: Format, values: torch.Tensor, param: torch.Tensor, master: torch.Tensor) -> None:
+def encode_master(
+    form: Format, values: torch.Tensor, param: torch.Tensor, master: torch.Tensor
+) -> None:
     """Write fp32 `values` as the rounded `param` (of its dtype) and the bytes of `master`."""
     if form is SPLIT:
         _split(values, param, master)
@@ -51,7 +58,9 @@ def decode_moment(form: Format, kind: Kind, chunk: torch.Tensor, values: torch.T
     if form is FP32:
         values.copy_(chunk.view(torch.float32))
     else:
-        native.cpu_adam().decode(chunk.data_ptr(), form.name, _ORDERS[kind], values.data_ptr(), 0, values.numel())
+        native.cpu_adam().decode(
+            chunk.data_ptr(), form.name, _ORDERS[kind], values.data_ptr(), 0, values.numel()
+        )
 
 
 def encode_moment(form: Format, kind: Kind, values: torch.Tensor, chunk: torch.Tensor) -> None:
@@ -60,4 +69,6 @@ def encode_moment(form: Format, kind: Kind, values: torch.Tensor, chunk: torch.T
         chunk.view(torch.float32).copy_(values)
     else:
         values = values.contiguous()
-        native.cpu_adam().encode(chunk.data_ptr(), form.name, _ORDERS[kind], values.data_ptr(), 0, values.numel())
+        native.cpu_adam().encode(
+            chunk.data_ptr(), form.name, _ORDERS[kind], values.data_ptr(), 0, values.numel()
+        )

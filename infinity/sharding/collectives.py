@@ -1,4 +1,5 @@
-"""The collectives of a sharded unit, as functions over a process group; with one rank they move nothing.
+"""The collectives of a sharded unit, as functions over a process group; with one rank they move
+nothing.
 
 [Note: reductions over gloo]
 Gloo makes a reduce-scatter from an all-reduce, which sends twice as much. So on the host each rank
@@ -32,7 +33,8 @@ RECEIVING_BYTES = 2 << 20
 """What a rank has for the pieces of reductions on the way to it: with two ranks, two of 1 MiB."""
 
 PASSING_BYTES = 8 << 20
-"""What a rank sends at a time of a tensor on the host that passes the compute device; that has room for those of all ranks."""
+"""What a rank sends at a time of a tensor on the host that passes the compute device; that has room
+for those of all ranks."""
 
 # Their names from torch 2.13 on; the older ones then warn.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,9 +42,11 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Calls:
-    """The collectives that one rank has posted, in their order, as a hash that the ranks compare (invariant I6).
+    """The collectives that one rank has posted, in their order, as a hash that the ranks compare
+    (invariant I6).
 
-    Units are often of one size, so ranks that run different modules would take each other's data for their own.
+    Units are often of one size, so ranks that run different modules would take each other's data
+    for their own.
     """
 
     def __init__(self) -> None:
@@ -69,7 +73,8 @@ def rank(group: Group) -> int:
 
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
-    """Fill `full` (n * ranks,) with the shards (n,) of all ranks; `shard` may be this rank's part of `full`.
+    """Fill `full` (n * ranks,) with the shards (n,) of all ranks; `shard` may be this rank's part
+    of `full`.
 
     Backends see bytes. Gloo and NCCL know neither bool nor every float8, and a gather only moves.
     """
@@ -77,13 +82,18 @@ def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group) -> None:
         _gather(full.view(torch.uint8), shard.view(torch.uint8), group=group)
 
 
-def all_gather_home(full: torch.Tensor, shard: torch.Tensor, group: Group, device: ComputeDevice) -> None:
-    """Like `all_gather`, of tensors on the host; see [Note: what a group reaches]. On the thread of the exchange."""
+def all_gather_home(
+    full: torch.Tensor, shard: torch.Tensor, group: Group, device: ComputeDevice
+) -> None:
+    """Like `all_gather`, of tensors on the host; see [Note: what a group reaches]. On the thread of
+    the exchange."""
     if group is None or reaches(group, "cpu"):
         all_gather(full, shard, group)
         return
     ranks, length = size(group), max(PASSING_BYTES // shard.itemsize, 1)
-    room = device.scratch(min(length, shard.numel()) * shard.itemsize * (ranks + 1)).view(shard.dtype)
+    room = device.scratch(min(length, shard.numel()) * shard.itemsize * (ranks + 1)).view(
+        shard.dtype
+    )
     for piece in shard.split(length):
         here, gathered = room[: piece.numel()], room[piece.numel() :][: piece.numel() * ranks]
         here.copy_(piece)
@@ -109,14 +119,19 @@ def _kind_for(group: dist.ProcessGroup) -> str:
 
 
 def receiving(groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """The memory, uint8, that reductions in `groups` receive in; none where it is the backend's own affair."""
+    """The memory, uint8, that reductions in `groups` receive in; none where it is the backend's own
+    affair."""
     return torch.empty(RECEIVING_BYTES if any(map(_is_gloo, groups)) else 0, dtype=torch.uint8)
 
 
-def reduce_scatter_mean(shard: torch.Tensor, full: torch.Tensor, room: torch.Tensor, group: Group) -> None:
-    """This rank's part of the mean over ranks of `full` (n * ranks,), into `shard` (n,), which is that part of `full`.
+def reduce_scatter_mean(
+    shard: torch.Tensor, full: torch.Tensor, room: torch.Tensor, group: Group
+) -> None:
+    """This rank's part of the mean over ranks of `full` (n * ranks,), into `shard` (n,), which is
+    that part of `full`.
 
-    Overwrites `full`, and needs no other memory than `room`. On the host the bits are those of a sum in the order of the ranks.
+    Overwrites `full`, and needs no other memory than `room`. On the host the bits are those of a
+    sum in the order of the ranks.
     """
     if group is not None:
         divide_alone(full, dist.get_world_size(group))
@@ -144,9 +159,11 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def _add_parts(parts: Sequence[torch.Tensor], room: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Into this rank's one of `parts` (n,), the sum of what the ranks have there, added in their order.
+    """Into this rank's one of `parts` (n,), the sum of what the ranks have there, added in their
+    order.
 
-    See [Note: reductions over gloo]. While the pieces of one turn are added, those of the next are on their way.
+    See [Note: reductions over gloo]. While the pieces of one turn are added, those of the next are
+    on their way.
     """
     mine, others = dist.get_rank(group), _others(group)
     dtype = parts[mine].dtype
@@ -166,10 +183,24 @@ def _add_parts(parts: Sequence[torch.Tensor], room: torch.Tensor, group: dist.Pr
         if len(turns) == 2:
             finish()
         pieces = [part[begin : begin + length] for part in parts]
-        boxes = room[turn % 2 * (room.numel() // 2) :][: len(others) * length * dtype.itemsize].view(dtype).split(length)
-        received = {other: box[: pieces[mine].numel()] for other, box in zip(others, boxes, strict=True)}
-        works = [dist.irecv(box, group=group, group_src=other) for other, box in received.items() if box.numel()]
-        works += [dist.isend(pieces[other], group=group, group_dst=other) for other in others if pieces[other].numel()]
+        boxes = (
+            room[turn % 2 * (room.numel() // 2) :][: len(others) * length * dtype.itemsize]
+            .view(dtype)
+            .split(length)
+        )
+        received = {
+            other: box[: pieces[mine].numel()] for other, box in zip(others, boxes, strict=True)
+        }
+        works = [
+            dist.irecv(box, group=group, group_src=other)
+            for other, box in received.items()
+            if box.numel()
+        ]
+        works += [
+            dist.isend(pieces[other], group=group, group_dst=other)
+            for other in others
+            if pieces[other].numel()
+        ]
         turns.append((pieces[mine], received, works))
     while turns:
         finish()
@@ -178,7 +209,11 @@ def _add_parts(parts: Sequence[torch.Tensor], room: torch.Tensor, group: dist.Pr
 def _share_parts(parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Give this rank's one of `parts` to all, and take theirs."""
     mine, others = parts[dist.get_rank(group)], _others(group)
-    works = [dist.irecv(parts[other], group=group, group_src=other) for other in others if parts[other].numel()]
+    works = [
+        dist.irecv(parts[other], group=group, group_src=other)
+        for other in others
+        if parts[other].numel()
+    ]
     works += [dist.isend(mine, group=group, group_dst=other) for other in others if mine.numel()]
     _wait(works)
 
@@ -203,7 +238,8 @@ def same(value: int, group: dist.ProcessGroup) -> bool:
 
 
 def all_reduce_sum(values: Sequence[float], groups: Iterable[dist.ProcessGroup]) -> list[float]:
-    """The sum over the ranks of all `groups`, one after the other, of each of `values`, in double precision."""
+    """The sum over the ranks of all `groups`, one after the other, of each of `values`, in double
+    precision."""
     result = list(values)
     for group in groups:
         total = torch.tensor(result, dtype=torch.float64, device=_kind_for(group))

@@ -1,4 +1,5 @@
-"""The collectives of one engine with several ranks: on a thread of their own, in the order in which they are posted.
+"""The collectives of one engine with several ranks: on a thread of their own, in the order in which
+they are posted.
 
 With one rank and a GPU the same thread brings gradients home: a reduction among nobody.
 
@@ -64,10 +65,17 @@ Look = tuple[float, Callable[[], None]]
 
 
 class Collective:
-    """One collective on its way, number `number` of its engine, called `name`. Any thread may wait for it."""
+    """One collective on its way, number `number` of its engine, called `name`. Any thread may wait
+    for it."""
 
     def __init__(
-        self, number: int, name: str, join: Callable[[], Any], sent: float, arrive: Callable[[], object], watch: Look
+        self,
+        number: int,
+        name: str,
+        join: Callable[[], Any],
+        sent: float,
+        arrive: Callable[[], object],
+        watch: Look,
     ) -> None:
         self.number, self.name, self.join, self.sent, self.arrive = number, name, join, sent, arrive
         self.after: Any = None
@@ -100,7 +108,8 @@ class Collective:
             look()
 
     def wait(self) -> Any:
-        """Block until it has ended; its result. Raises `EngineClosedError` when it, or one before it, failed."""
+        """Block until it has ended; its result. Raises `EngineClosedError` when it, or one before
+        it, failed."""
         self.await_end()
         if self._error is not None:
             raise EngineClosedError(str(self._error)) from self._error.__cause__
@@ -108,13 +117,16 @@ class Collective:
 
 
 class Exchange:
-    """The collectives among `ranks`, which are copied: every rank must make one. Methods are for the thread that runs the model.
-    `timeout` is `Tuning.collective_timeout`, in seconds.
+    """The collectives among `ranks`, which are copied: every rank must make one. Methods are for
+    the thread that runs the model. `timeout` is `Tuning.collective_timeout`, in seconds.
 
-    An error is told to the store, so that it reaches the user's next call, and nothing is joined any more.
+    An error is told to the store, so that it reaches the user's next call, and nothing is joined
+    any more.
     """
 
-    def __init__(self, ranks: Ranks, device: ComputeDevice, store: Store, recorder: Recorder, timeout: float) -> None:
+    def __init__(
+        self, ranks: Ranks, device: ComputeDevice, store: Store, recorder: Recorder, timeout: float
+    ) -> None:
         self.device, self._store, self._recorder = device, store, recorder
         self.ranks = ranks.copy(1.25 * timeout + 1)
         self.room = collectives.receiving(self.ranks.groups())
@@ -123,9 +135,11 @@ class Exchange:
         self._recent: deque[str] = deque(maxlen=RECENT)
         self._count = 0  # how many were posted
         self.averages = True
-        """Whether gradients are averaged over the replicas as they come; else when they are needed (`Engine.no_sync`)."""
+        """Whether gradients are averaged over the replicas as they come; else when they are needed
+        (`Engine.no_sync`)."""
         self.bytes_per_second: float | None = None
-        """For tests and benchmarks: every collective takes at least as long as sending at this rate what this rank sends."""
+        """For tests and benchmarks: every collective takes at least as long as sending at this rate
+        what this rank sends."""
         self._calls = collectives.Calls()
         self._lock = threading.Lock()
         self._open: dict[Collective, None] = {}  # posted, and not ended
@@ -148,9 +162,9 @@ class Exchange:
     ) -> Collective:
         """Have `join` called after all that was posted before, and when `arrive` has returned.
 
-        Among all data parallel ranks if `everywhere`, else among those that the shards are divided among; with `tensor` among
-        the tensor parallel ranks, too. On a stream device it runs after what the caller has queued so far. This rank sends `sent`
-        bytes in it.
+        Among all data parallel ranks if `everywhere`, else among those that the shards are divided
+        among; with `tensor` among the tensor parallel ranks, too. On a stream device it runs after
+        what the caller has queued so far. This rank sends `sent` bytes in it.
         """
         look = self._watch.pause, self._look
         collective = Collective(self._count, f"{operation} {unit}", join, sent, arrive, look)
@@ -169,7 +183,9 @@ class Exchange:
 
     def sum(self, values: Sequence[float], what: str, everywhere: bool = True) -> list[float]:
         """The sums of `values` over all ranks, or without replicas; for `what` says a report."""
-        join = functools.partial(collectives.all_reduce_sum, values, self._groups(everywhere, tensor=True))
+        join = functools.partial(
+            collectives.all_reduce_sum, values, self._groups(everywhere, tensor=True)
+        )
         found: list[float] = self.post("sum", what, join, everywhere=everywhere, tensor=True).wait()
         return found
 
@@ -185,7 +201,8 @@ class Exchange:
             last.await_end()
 
     def fail(self, error: EngineClosedError) -> None:
-        """Nothing is joined any more, and who waits, now or later, gets `error`. May be called by any thread."""
+        """Nothing is joined any more, and who waits, now or later, gets `error`. May be called by
+        any thread."""
         with self._lock:
             self._error = self._error or error
             waited_for, self._open = list(self._open), {}
@@ -193,7 +210,8 @@ class Exchange:
             collective.end(error=self._error)
 
     def close(self) -> None:
-        """Join what was posted, as the other ranks do, and end the thread; after an error, or `CLOSING_SECONDS`, give it up.
+        """Join what was posted, as the other ranks do, and end the thread; after an error, or
+        `CLOSING_SECONDS`, give it up.
 
         What was given up on ends when torch.distributed ends it. May be called twice.
         """
@@ -205,7 +223,10 @@ class Exchange:
         self._thread.join(CLOSING_SECONDS if self._error is None else 1.0)
         if self._thread.is_alive():
             going = [collective.name for collective in self._open]
-            log.warning("the engine was closed although other ranks have not joined %s", ", then ".join(going) or "all")
+            log.warning(
+                "the engine was closed although other ranks have not joined %s",
+                ", then ".join(going) or "all",
+            )
             self.fail(EngineClosedError("the engine was closed"))
         else:
             ranks, self.ranks = self.ranks, Ranks()
@@ -215,11 +236,16 @@ class Exchange:
 
     def _note(self, going: Collective | None, failed: bool = False, reason: str = "") -> Note:
         with self._lock:
-            at = (self._count, "", False) if going is None else (going.number, going.name, going.arrived < math.inf)
+            at = (
+                (self._count, "", False)
+                if going is None
+                else (going.number, going.name, going.arrived < math.inf)
+            )
             return Note(*at, failed, self._count, list(self._recent), reason)
 
     def _tell(self, error: EngineClosedError) -> None:
-        """Something failed on this rank for good, on whatever thread: the others are told now, whatever they wait for."""
+        """Something failed on this rank for good, on whatever thread: the others are told now,
+        whatever they wait for."""
         self._watch.write(self._note(None, failed=True, reason=str(error)))
         self.fail(error)
 
@@ -232,14 +258,16 @@ class Exchange:
         mine = self._note(going)
         self._watch.write(mine)
         others = self._watch.others()
-        waited = time.perf_counter() - going.arrived  # less than none while this rank's own part is not there
+        # less than none while this rank's own part is not there
+        waited = time.perf_counter() - going.arrived
         reason = diverged(self._watch.rank, mine, others)
         if not reason and any(note is not None and note.failed for note in others.values()):
             reason = self._in_vain(mine, others)
         elif not reason and waited > self._watch.timeout:
             reason = (
-                f"rank {self._watch.rank} waited {waited:.0f} s for the others in collective {mine.number}; {state_of(others)}. "
-                "See what they do (py-spy dump --pid ...); if a rank may compute for longer than that, raise "
+                f"rank {self._watch.rank} waited {waited:.0f} s for the others in collective "
+                f"{mine.number}; {state_of(others)}. See what they do (py-spy dump --pid ...); if "
+                "a rank may compute for longer than that, raise "
                 f"Config(tuning=Tuning(collective_timeout={self._watch.timeout:g}))"
             )
         if reason:
@@ -247,15 +275,21 @@ class Exchange:
             self.fail(self._store.latch.fail(InfinityError(reason), going.name))
 
     def _in_vain(self, mine: Note, others: Mapping[int, Note | None]) -> str:
-        return f"rank {self._watch.rank} waits in collective {mine.number} in vain; {state_of(others)}"
+        return (
+            f"rank {self._watch.rank} waits in collective {mine.number} in vain; {state_of(others)}"
+        )
 
     def _explain(self, collective: Collective, error: BaseException) -> BaseException:
-        """What torch raised, with what the other ranks are at, which they may have yet to find out."""
+        """What torch raised, with what the other ranks are at, which they may have yet to find
+        out."""
         mine = self._note(collective, failed=True)
         others = self._watch.others(patience=2 * self._watch.pause)
         if any(note is not None and note.reason for note in others.values()):
-            return InfinityError(self._in_vain(mine, others))  # whatever torch met is what became of it
-        explained = InfinityError(diverged(self._watch.rank, mine, others) or f"{error} ({state_of(others)})")
+            # whatever torch met is what became of it
+            return InfinityError(self._in_vain(mine, others))
+        explained = InfinityError(
+            diverged(self._watch.rank, mine, others) or f"{error} ({state_of(others)})"
+        )
         explained.__cause__ = error
         return explained
 
@@ -272,12 +306,17 @@ class Exchange:
     def _join(self, collective: Collective) -> None:
         collective.arrive()
         collective.arrived = start = time.perf_counter()
-        with self._recorder.range("collective", collective.name), self.device.side_stream(collective.after):
+        with (
+            self._recorder.range("collective", collective.name),
+            self.device.side_stream(collective.after),
+        ):
             if not all(collectives.same(collective.order, group) for group in collective.groups):
                 raise InfinityError("the ranks have posted different collectives")
             result = collective.join()
         if self.bytes_per_second is not None:
-            self._closing.wait(start + collective.sent / self.bytes_per_second - time.perf_counter())
+            self._closing.wait(
+                start + collective.sent / self.bytes_per_second - time.perf_counter()
+            )
         self._recorder.add("collective", collective.name, start, time.perf_counter())
         with self._lock:
             going = collective in self._open  # else `fail` has ended it meanwhile
@@ -288,19 +327,32 @@ class Exchange:
                 self._watch.write(None)
 
     def _give_up(self, collective: Collective, error: BaseException) -> None:
-        """`error` ended the first in the queue: nothing is joined any more, whatever else fails here."""
+        """`error` ended the first in the queue: nothing is joined any more, whatever else fails
+        here."""
         if collective.ended():
-            log.debug("%s had ended when it failed: %s", collective.name, error)  # somebody has given up on it
+            # somebody has given up on it
+            log.debug("%s had ended when it failed: %s", collective.name, error)
             return
         told = error
         try:
-            if collective.arrived < math.inf and not isinstance(error, NvmeError):  # it may be the other ranks' doing
+            # it may be the other ranks' doing
+            if collective.arrived < math.inf and not isinstance(error, NvmeError):
                 self._watch.write(self._note(collective, failed=True))
                 told = self._explain(collective, error)
         except BaseException as later:
-            log.error("%s failed (%s), and so did asking the other ranks: %s", collective.name, error, later, exc_info=later)
+            log.error(
+                "%s failed (%s), and so did asking the other ranks: %s",
+                collective.name,
+                error,
+                later,
+                exc_info=later,
+            )
         finally:
-            closed = told if isinstance(told, EngineClosedError) else self._store.latch.fail(told, collective.name)
+            closed = (
+                told
+                if isinstance(told, EngineClosedError)
+                else self._store.latch.fail(told, collective.name)
+            )
             self.fail(closed)
             if not collective.ended():  # it was joined, and failed then
                 collective.end(error=closed)

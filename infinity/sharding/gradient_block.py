@@ -1,4 +1,5 @@
-"""The gradients of a unit at home: how they are added up there, averaged over the ranks, and rewritten."""
+"""The gradients of a unit at home: how they are added up there, averaged over the ranks, and
+rewritten."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class GradientBlock:
         self._unit = unit
 
     def flat(self) -> torch.Tensor:
-        """The home in memory: this rank's shard, or where gradients are reduced late the whole unit (numel,)."""
+        """The home in memory: this rank's shard, or where gradients are reduced late the whole unit
+        (numel,)."""
         home = self._unit.blocks[Kind.GRAD].home.buffer
         if home is None:
             raise RuntimeError(f"the gradients of {self._unit.name} have no home in memory")
@@ -40,16 +42,25 @@ class GradientBlock:
         return self.flat()[place.offset : place.end].view(place.shape)
 
     def rewrite(self, factors: Mapping[int, float | None]) -> None:
-        """Multiply the gradients of these parameters, by their index; with None they become zeros, whatever they were.
+        """Multiply the gradients of these parameters, by their index; with None they become zeros,
+        whatever they were.
 
         Reads and writes the chunks of this rank's shard that have any of them.
         """
         unit = self._unit
-        block, overlaps = unit.blocks[Kind.GRAD], {i: unit.layout.overlap(i, unit.rank) for i in factors}
+        block, overlaps = (
+            unit.blocks[Kind.GRAD],
+            {i: unit.layout.overlap(i, unit.rank) for i in factors},
+        )
         starts = unit.states.chunks()
         for begin, end in zip(starts, [*starts[1:], unit.layout.shard_numel], strict=True):
-            spans = {i: (max(o.in_shard, begin), min(o.in_shard + o.length, end)) for i, o in overlaps.items()}
-            spans = {i: (low - begin, high - begin) for i, (low, high) in spans.items() if low < high}
+            spans = {
+                i: (max(o.in_shard, begin), min(o.in_shard + o.length, end))
+                for i, o in overlaps.items()
+            }
+            spans = {
+                i: (low - begin, high - begin) for i, (low, high) in spans.items() if low < high
+            }
             if not spans:
                 continue
             (chunk,) = unit.store.staging.check_out(ChunkRequest([block], begin, [block]))
@@ -68,14 +79,19 @@ class GradientBlock:
         unit.store.resident.end_update([block])
 
     def add_up(self, shard: torch.Tensor | None, first: bool, average: bool = False) -> None:
-        """Add `shard` (shard_numel,) to the block, or replace that by it if it is the `first` of the step; then have the block
-        averaged over the replicas if asked. With an exchange, on its thread."""
+        """Add `shard` (shard_numel,) to the block, or replace that by it if it is the `first` of
+        the step; then have the block averaged over the replicas if asked. With an exchange, on its
+        thread."""
         unit = self._unit
         block = unit.blocks[Kind.GRAD]
         if shard is not None:
-            with closing(unit.store.staging.bring_home(block, shard.view(torch.uint8), add=not first)) as parts:
+            with closing(
+                unit.store.staging.bring_home(block, shard.view(torch.uint8), add=not first)
+            ) as parts:
                 for home, part in parts:
-                    (copy_alone if first else add_alone)(home.view(unit.gradient_dtype), part.view(unit.gradient_dtype))
+                    (copy_alone if first else add_alone)(
+                        home.view(unit.gradient_dtype), part.view(unit.gradient_dtype)
+                    )
             unit.store.resident.end_update([block])
         if average:
             for begin in unit.states.chunks():
@@ -88,17 +104,22 @@ class GradientBlock:
                     chunk.release()
             unit.store.resident.end_update([block])
 
-    def post(self, join: Callable[[], object], scatters: bool = True, averages: bool = True) -> Collective:
+    def post(
+        self, join: Callable[[], object], scatters: bool = True, averages: bool = True
+    ) -> Collective:
         """Have the exchange reduce gradients by `join`, among the shards, the replicas, or both."""
         unit = self._unit
         nbytes = unit.layout.shard_numel * unit.gradient_dtype.itemsize
         replicas = collectives.size(unit.ranks.replicas)
-        sent = nbytes * (scatters * (unit.layout.ranks - 1) + averages * 2 * (replicas - 1) / replicas)
+        sent = nbytes * (
+            scatters * (unit.layout.ranks - 1) + averages * 2 * (replicas - 1) / replicas
+        )
         operation = "reduce" if scatters else "average"
         return self._partners().post(operation, unit.name, join, sent, everywhere=averages)
 
     def reduced(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the mean of `full` (numel,) over all ranks, in the same memory. On the thread of the exchange."""
+        """This rank's part of the mean of `full` (numel,) over all ranks, in the same memory. On
+        the thread of the exchange."""
         shard = self.scattered(full)
         self._average(shard)
         return shard
@@ -110,7 +131,8 @@ class GradientBlock:
         return shard
 
     def spread(self) -> None:
-        """Undo a late reduction: this rank's shard counts once for every rank, and the rest of its home for none."""
+        """Undo a late reduction: this rank's shard counts once for every rank, and the rest of its
+        home for none."""
         flat = self.flat()
         mean = self._unit.shard_of(flat) * self._unit.layout.ranks
         flat.zero_()
@@ -122,7 +144,8 @@ class GradientBlock:
         return self._unit.exchange
 
     def _average(self, values: torch.Tensor) -> None:
-        """Put the mean over the replicas in the place of `values`. On the thread of the exchange."""
+        """Put the mean over the replicas in the place of `values`. On the thread of the
+        exchange."""
         exchange = self._partners()
         if exchange.ranks.replicas is not None:
             here = exchange.device.on_device(values)  # what its group can reach

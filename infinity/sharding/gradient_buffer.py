@@ -1,4 +1,5 @@
-"""Where a unit's gradients are collected on the compute device, before they are reduced and go home."""
+"""Where a unit's gradients are collected on the compute device, before they are reduced and go
+home."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class GradientBuffer:
-    """Compute buffers as large as the largest unit, in which a unit's gradients are collected before they are reduced.
+    """Compute buffers as large as the largest unit, in which a unit's gradients are collected
+    before they are reduced.
 
     Needed with several ranks, and where the gradient's home cannot be addressed from the compute
     device. If a unit asks while another unit holds the buffer, the other one reduces what it has. A
@@ -28,8 +30,10 @@ class GradientBuffer:
 
     def __init__(self, memory: torch.Tensor, parts: int) -> None:
         self._memory = memory
-        self._free = deque(memory.chunk(parts))  # the first one is collected into, and is not free while there is a holder
-        self._posted: deque[tuple[Collective, torch.Tensor, Unit, int]] = deque()  # reductions; how much was collected
+        # the first one is collected into, and is not free while there is a holder
+        self._free = deque(memory.chunk(parts))
+        # reductions; how much was collected
+        self._posted: deque[tuple[Collective, torch.Tensor, Unit, int]] = deque()
         self._holder: Unit | None = None
         self._collected: set[int] = set()
 
@@ -41,7 +45,9 @@ class GradientBuffer:
     def add(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """Collect `gradient`, of the parameter `index` of `unit`."""
         again = self._holder is unit and index in self._collected
-        if self._holder is not unit or (again and (unit.ranks.number > 1 or unit.gradients.at_home(index))):
+        if self._holder is not unit or (
+            again and (unit.ranks.number > 1 or unit.gradients.at_home(index))
+        ):
             self.flush()
             while self._posted and (not self._free or self._posted[0][0].ended()):
                 self._end_first()
@@ -55,7 +61,8 @@ class GradientBuffer:
             part.copy_(gradient)
 
     def begin_turn(self, unit: Unit) -> None:
-        """The backward is about to use `unit`: another one that holds the buffer has all its gradients, as a rule.
+        """The backward is about to use `unit`: another one that holds the buffer has all its
+        gradients, as a rule.
 
         It is reduced first, before the gathers that are posted with this use. So the buffer is free
         again when the unit after this one needs it. Frozen units come and go between gradients.
@@ -74,7 +81,8 @@ class GradientBuffer:
             self._posted.append((posted, self._free.popleft(), holder, holder.gradients.collected))
 
     def _zero_rest(self, holder: Unit) -> None:
-        """What the holder has not collected: mostly padding at the end alone, so that the buffer is filled in one pass."""
+        """What the holder has not collected: mostly padding at the end alone, so that the buffer is
+        filled in one pass."""
         flat, end = self._flat(holder), 0
         for place in (holder.layout.places[index] for index in sorted(self._collected)):
             if end < place.offset:
@@ -103,7 +111,8 @@ class GradientBuffer:
         self.await_added()
 
     def forget(self, unit: Unit, indices: set[int]) -> None:
-        """Forget what `unit` has collected of these parameters and not reduced; return when nothing of it is on its way."""
+        """Forget what `unit` has collected of these parameters and not reduced; return when nothing
+        of it is on its way."""
         if self._holder is unit:
             self._collected -= indices
         self.await_added()

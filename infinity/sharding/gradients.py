@@ -1,4 +1,5 @@
-"""The gradients of the step under way: what the engine knows of them, and how they get to where they are at home.
+"""The gradients of the step under way: what the engine knows of them, and how they get to where
+they are at home.
 
 [Note: what torch's .grad would be]
 The engine keeps the gradients of a step until `zero_grad`, as torch does: a second `step` applies
@@ -8,12 +9,14 @@ is added to them. A gradient that is forgotten keeps its bytes until something i
 its unit (`Where.FORGOTTEN`). What was scaled with its loss stays so (`Gradients.loss_scale`).
 
 [Note: who touches the bytes]
-The thread of the model, or while a reduction is on its way the thread of the exchange. An update reads the bytes after
-`spend`; whoever changes them then waits for it. `Gradients.wait` returns when the exchange has ended what it was given.
+The thread of the model, or while a reduction is on its way the thread of the exchange. An update
+reads the bytes after `spend`; whoever changes them then waits for it. `Gradients.wait` returns when
+the exchange has ended what it was given.
 
 [Note: the same on all ranks]
-A rank knows of the gradients that its own backward brought. `settle` agrees on what all of them have. Until then a rank
-must not conclude from its own entries that a unit has none: another one may have some.
+A rank knows of the gradients that its own backward brought. `settle` agrees on what all of them
+have. Until then a rank must not conclude from its own entries that a unit has none: another one may
+have some.
 """
 
 from __future__ import annotations
@@ -37,8 +40,9 @@ if TYPE_CHECKING:
 class GradientState(enum.Enum):
     """How far the gradients of a unit are in the step under way.
 
-    EMPTY: there are none on this rank. COLLECTING: a backward brings them. SETTLED: final, averaged over the ranks and at home.
-    SPENT: SETTLED, and an update was given them, which reads them until it ends.
+    EMPTY: there are none on this rank. COLLECTING: a backward brings them. SETTLED: final, averaged
+    over the ranks and at home. SPENT: SETTLED, and an update was given them, which reads them until
+    it ends.
     """
 
     EMPTY = enum.auto()
@@ -50,10 +54,11 @@ class GradientState(enum.Enum):
 class Where(enum.Enum):
     """Where the gradient of one parameter is.
 
-    NOWHERE: there is none; what its part of the gradient block holds counts for nothing where gradients need no buffer, else
-    it is zeros if others are at home. BUFFER: in the `GradientBuffer` alone. HOME: in the gradient block, and maybe more of it
-    in the buffer. FORGOTTEN: there is none, but its bytes are still in the block. ZEROED: there is none, and its bytes were
-    replaced by zeros.
+    NOWHERE: there is none; what its part of the gradient block holds counts for nothing where
+    gradients need no buffer, else it is zeros if others are at home. BUFFER: in the
+    `GradientBuffer` alone. HOME: in the gradient block, and maybe more of it in the buffer.
+    FORGOTTEN: there is none, but its bytes are still in the block. ZEROED: there is none, and its
+    bytes were replaced by zeros.
     """
 
     NOWHERE = enum.auto()
@@ -81,7 +86,8 @@ class GradientEntry(NamedTuple):
 
 
 class Gradients:
-    """The gradients of one unit in the step under way. `add`, `forget`, `scale`, `settle`, `spend` and `clear` change them.
+    """The gradients of one unit in the step under way. `add`, `forget`, `scale`, `settle`, `spend`
+    and `clear` change them.
 
     They are called by the thread that runs the model; parameters go by their index in the unit.
     """
@@ -93,8 +99,10 @@ class Gradients:
         self._entries = [GradientEntry()] * len(unit.parameters)
         self._loss_scale = 1.0
         self._collected = self._expected = 0
-        self._measured: tuple[int, float | None] = (0, None)  # the sum of squares after so many gradients
-        self._is_apart = False  # whether some of those at home are not averaged over the replicas yet (`Engine.no_sync`)
+        # the sum of squares after so many gradients
+        self._measured: tuple[int, float | None] = (0, None)
+        # whether some of those at home are not averaged over the replicas yet (`Engine.no_sync`)
+        self._is_apart = False
 
     def bind(self, buffer: GradientBuffer | None) -> None:
         """How gradients travel: through `buffer`, or straight into their home when it is None."""
@@ -150,7 +158,8 @@ class Gradients:
     # What changes them
 
     def add(self, index: int, gradient: torch.Tensor, scale: float = 1.0) -> None:
-        """Add a gradient of the parameter to what the step has so far; its loss was multiplied by `scale`."""
+        """Add a gradient of the parameter to what the step has so far; its loss was multiplied by
+        `scale`."""
         unit = self._unit
         if self._collected == self._expected:
             unit.rollback()
@@ -161,14 +170,17 @@ class Gradients:
             gradient = gradient.to_dense()
         if not any(entry.where.present for entry in self._entries):
             self._loss_scale = scale
-        elif scale != self._loss_scale:  # micro-batches of which some are scaled, or a step of another unit's optimizer between
+        elif (
+            scale != self._loss_scale
+        ):  # micro-batches of which some are scaled, or a step of another unit's optimizer between
             gradient = gradient * (self._loss_scale / scale)
         self._state = GradientState.COLLECTING
         if self._buffer is not None:
             if self._entries[index].where is Where.FORGOTTEN:
                 self._drop_forgotten()
             self._buffer.add(unit, index, gradient)
-            if self._collected == self._expected:  # a reduction that `add` ended may have begun the update without this gradient
+            # a reduction that `add` ended may have begun the update without this gradient
+            if self._collected == self._expected:
                 unit.rollback()
         elif self.has(index):
             self._block.part(index).add_(gradient)
@@ -181,7 +193,8 @@ class Gradients:
             self._announce()
 
     def forget(self, indices: Iterable[int]) -> None:
-        """There are no gradients of these parameters any more, as if there had never been any; several ranks do alike."""
+        """There are no gradients of these parameters any more, as if there had never been any;
+        several ranks do alike."""
         unit, indices = self._unit, set(indices)
         left = set(self.present()) - indices
         if len(indices) == len(self._entries) or (unit.ranks.number == 1 and not left):
@@ -190,7 +203,8 @@ class Gradients:
         unit.rollback()
         if self._buffer is not None and self._state is GradientState.COLLECTING:
             self._buffer.forget(unit, indices)
-        elsewhere = unit.ranks.number > 1 and any(entry.where.filled for entry in self._entries)  # another rank may have some
+        # another rank may have some
+        elsewhere = unit.ranks.number > 1 and any(entry.where.filled for entry in self._entries)
         loose = self._buffer is None and self._state is GradientState.COLLECTING
         for index in indices:
             keeps = not loose and (elsewhere or self.at_home(index))
@@ -198,11 +212,14 @@ class Gradients:
                 self._entries[index] = GradientEntry(Where.FORGOTTEN if keeps else Where.NOWHERE)
         self._measured = 0, None
         held = self._buffer is not None and self._buffer.holder is unit
-        if not held and all(entry.where in (Where.FORGOTTEN, Where.ZEROED) for entry in self._entries):
+        if not held and all(
+            entry.where in (Where.FORGOTTEN, Where.ZEROED) for entry in self._entries
+        ):
             self.clear()
 
     def zero(self, indices: Iterable[int]) -> None:
-        """The gradients of these parameters, settled if there are any, are zeros from now on; they are still gradients."""
+        """The gradients of these parameters, settled if there are any, are zeros from now on; they
+        are still gradients."""
         present = [index for index in indices if self.has(index)]
         if present:
             self._expect(GradientState.SETTLED, GradientState.SPENT)
@@ -221,10 +238,15 @@ class Gradients:
             self._entries[index] = entry._replace(clip=entry.clip * factor)
 
     def apply_clips(self, indices: Iterable[int]) -> None:
-        """Multiply the clip factors so far into the settled gradients of these parameters, in their dtype, as torch does at once:
+        """Multiply the clip factors so far into the settled gradients of these parameters, in their
+        dtype, as torch does at once:
         whoever clips them again rounds twice, too."""
         self._expect(GradientState.SETTLED, GradientState.SPENT)
-        clipped = {index: self.clip_of(index) for index in indices if self.has(index) and self.clip_of(index) != 1.0}
+        clipped = {
+            index: self.clip_of(index)
+            for index in indices
+            if self.has(index) and self.clip_of(index) != 1.0
+        }
         if clipped:
             self._unit.rollback()
             self._await_readers()
@@ -234,7 +256,8 @@ class Gradients:
                 self._entries[index] = self._entries[index]._replace(clip=1.0)
 
     def settle(self, agreed: Sequence[float] | None = None) -> None:
-        """Make them final: what all ranks have, at home, averaged. `agreed` is the sum of every rank's `summary`."""
+        """Make them final: what all ranks have, at home, averaged. `agreed` is the sum of every
+        rank's `summary`."""
         self.wait()
         mine = [entry.where.present for entry in self._entries]
         if agreed is not None:
@@ -242,7 +265,9 @@ class Gradients:
         if self._state is not GradientState.COLLECTING or not self.present():
             return
         if self._is_apart:
-            self._block.post(lambda: self._block.add_up(None, first=False, average=True), scatters=False).wait()
+            self._block.post(
+                lambda: self._block.add_up(None, first=False, average=True), scatters=False
+            ).wait()
             self._is_apart = False
         if self._unit.reduces_late:
             flat = self._block.flat()
@@ -253,7 +278,8 @@ class Gradients:
         self._state = GradientState.SETTLED
 
     def spend(self, indices: Iterable[int], factor: float = 1.0) -> None:
-        """An update was given the settled gradients of these parameters, clipped by `factor`, as they are from now on."""
+        """An update was given the settled gradients of these parameters, clipped by `factor`, as
+        they are from now on."""
         self.scale(indices, factor)
         self._state, self._expected = GradientState.SPENT, self._collected
         self._unit.outdate()
@@ -271,10 +297,11 @@ class Gradients:
     # On their way
 
     def reduce(self, full: torch.Tensor, collected: Iterable[int]) -> Collective | None:
-        """For the buffer: average `full` (numel,), gradients of the parameters `collected`, over the ranks; add this rank's part
-        to the block.
+        """For the buffer: average `full` (numel,), gradients of the parameters `collected`, over
+        the ranks; add this rank's part to the block.
 
-        With several ranks returns at once what has to end before either is used again, and then `end_reduction` called.
+        With several ranks returns at once what has to end before either is used again, and then
+        `end_reduction` called.
         """
         unit, block = self._unit, self._block
         self._drop_forgotten()
@@ -288,10 +315,13 @@ class Gradients:
             return block.post(functools.partial(self._bring_home, full, first, self._collected))
         averages = unit.exchange.averages
         self._is_apart = not averages
-        return block.post(lambda: block.add_up(block.scattered(full), first, averages), averages=averages)
+        return block.post(
+            lambda: block.add_up(block.scattered(full), first, averages), averages=averages
+        )
 
     def end_reduction(self, collected: int) -> None:
-        """For the buffer: the reduction that was posted when the step had brought as many gradients as `collected` has ended."""
+        """For the buffer: the reduction that was posted when the step had brought as many gradients
+        as `collected` has ended."""
         if self._collected == collected:
             self._announce()
 
@@ -301,7 +331,8 @@ class Gradients:
             self._buffer.await_added()
 
     def _bring_home(self, full: torch.Tensor, first: bool, collected: int) -> None:
-        """Reduce and add up; if these were the last gradients of the step, say what their norm needs, while the model goes on."""
+        """Reduce and add up; if these were the last gradients of the step, say what their norm
+        needs, while the model goes on."""
         self._block.add_up(self._block.reduced(full), first)
         if collected == self._expected:
             self._measured = collected, self._unit.listeners.updates.square_ahead(self._unit)
@@ -315,7 +346,9 @@ class Gradients:
 
     def _expect(self, *states: GradientState) -> None:
         if self._state not in states:
-            raise RuntimeError(f"the gradients of {self._unit.name} are {self._state.name} (invariant I7)")
+            raise RuntimeError(
+                f"the gradients of {self._unit.name} are {self._state.name} (invariant I7)"
+            )
 
     def _await_readers(self) -> None:
         """Return when no update reads the gradient block any more."""
@@ -326,20 +359,26 @@ class Gradients:
             self._entries[index] = self._entries[index]._replace(where=where)
 
     def _open(self) -> None:
-        """SETTLED or SPENT -> COLLECTING: what is added comes on top of what torch would have, clipped as it is."""
+        """SETTLED or SPENT -> COLLECTING: what is added comes on top of what torch would have,
+        clipped as it is."""
         if self._state not in (GradientState.SETTLED, GradientState.SPENT):
             return
         self.apply_clips(self.present())
         self._state = GradientState.COLLECTING
         if self._buffer is None:
-            self._set([i for i, entry in enumerate(self._entries) if not entry.where.present], Where.NOWHERE)
+            self._set(
+                [i for i, entry in enumerate(self._entries) if not entry.where.present],
+                Where.NOWHERE,
+            )
         if self._unit.reduces_late:
             self._block.spread()
         self._collected, self._measured = 0, (0, None)
 
     def _drop_forgotten(self) -> None:
         """Replace what was forgotten by zeros, where something may be added to it."""
-        forgotten = [index for index, entry in enumerate(self._entries) if entry.where is Where.FORGOTTEN]
+        forgotten = [
+            index for index, entry in enumerate(self._entries) if entry.where is Where.FORGOTTEN
+        ]
         if forgotten:
             self.wait()
             self._block.rewrite(dict.fromkeys(forgotten))

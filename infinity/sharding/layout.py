@@ -1,4 +1,5 @@
-"""Where every parameter lies in its unit's flat buffer, and in whose shard: pure arithmetic, in elements."""
+"""Where every parameter lies in its unit's flat buffer, and in whose shard: pure arithmetic, in
+elements."""
 
 from __future__ import annotations
 
@@ -8,13 +9,16 @@ from typing import NamedTuple
 
 from infinity.quantities import round_up
 
-PARAMETER_ALIGNMENT = 64  # elements: a cache line or more for every dtype, so SIMD kernels start aligned
+# elements: a cache line or more for every dtype, so SIMD kernels start aligned
+PARAMETER_ALIGNMENT = 64
 PAGE = 4096  # bytes: every block is whole device blocks, so that O_DIRECT can move it
-NARROWEST_STATE = 2  # bytes per element of a split master or a bf16 moment, beside a parameter that may be wider
+# bytes per element of a split master or a bf16 moment, beside a parameter that may be wider
+NARROWEST_STATE = 2
 
 
 def shard_alignment(itemsize: int) -> int:
-    """Elements that a shard is a multiple of, for parameters of `itemsize` bytes: whole pages of every block of the unit.
+    """Elements that a shard is a multiple of, for parameters of `itemsize` bytes: whole pages of
+    every block of the unit.
 
     Example: 4096 elements of int8; 2048 of bf16 or fp32, whose states may have 2 bytes each.
     """
@@ -34,7 +38,8 @@ class ParameterPlace(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """The part of a parameter that lies in one shard: its start in the shard, its start in the parameter, its length."""
+    """The part of a parameter that lies in one shard: its start in the shard, its start in the
+    parameter, its length."""
 
     in_shard: int
     in_parameter: int
@@ -42,13 +47,21 @@ class Overlap(NamedTuple):
 
 
 class FlatLayout:
-    """Parameters of `shapes` laid out one after the other, cut into `ranks` equal shards; each has room for as many elements as
-    `rooms` says, by default its own. An element takes `itemsize` bytes.
+    """Parameters of `shapes` laid out one after the other, cut into `ranks` equal shards; each has
+    room for as many elements as `rooms` says, by default its own. An element takes `itemsize`
+    bytes.
 
-    Example: shapes (3, 5) and (7,) for 2 ranks: offsets 0 and 64, 71 elements, padded to 4096; shards of 2048.
+    Example: shapes (3, 5) and (7,) for 2 ranks: offsets 0 and 64, 71 elements, padded to 4096;
+    shards of 2048.
     """
 
-    def __init__(self, shapes: Sequence[Sequence[int]], ranks: int = 1, rooms: Sequence[int] = (), itemsize: int = 4) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        ranks: int = 1,
+        rooms: Sequence[int] = (),
+        itemsize: int = 4,
+    ) -> None:
         places, offset = [], 0
         for shape, room in zip(shapes, rooms or [0] * len(shapes), strict=True):
             numel = math.prod(shape)

@@ -1,4 +1,5 @@
-"""What a parameter is while its data lives on another tier: name, identity, shape and dtype, but no data."""
+"""What a parameter is while its data lives on another tier: name, identity, shape and dtype, but no
+data."""
 
 from __future__ import annotations
 
@@ -16,20 +17,64 @@ if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
 
 _METADATA = {
-    "shape", "dtype", "device", "requires_grad", "is_leaf", "ndim", "layout", "is_cuda", "is_meta", "is_sparse", "is_quantized",
-    "is_nested", "grad_fn", "retains_grad", "itemsize", "nbytes", "_backward_hooks", "_post_accumulate_grad_hooks", "output_nr",
-    "size", "numel", "nelement", "dim", "stride", "element_size", "is_floating_point", "is_complex", "is_contiguous", "__len__",
-    "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "storage_offset", "__hash__", "_is_view", "names",
-}  # fmt: skip
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "is_leaf",
+    "ndim",
+    "layout",
+    "is_cuda",
+    "is_meta",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "grad_fn",
+    "retains_grad",
+    "itemsize",
+    "nbytes",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "output_nr",
+    "size",
+    "numel",
+    "nelement",
+    "dim",
+    "stride",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "__len__",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "storage_offset",
+    "__hash__",
+    "_is_view",
+    "names",
+}
 
 _BEFORE = "do that before infinity.wrap, which then manages what it makes of the parameters"
-_MOVED = "the engine moves the model: Config(precision=..., tuning=Tuning(device=...)) say its dtype and where it runs"
-_SAVED = (
-    "engine = infinity.engine(model) saves it: engine.save_checkpoint(directory, optimizer), or torch.save(engine.state_dict())"
+_MOVED = (
+    "the engine moves the model: Config(precision=..., tuning=Tuning(device=...)) say "
+    "its dtype and where it runs"
 )
-_COPIED = "for a copy build the model again, and let it load_state_dict(infinity.engine(model).state_dict())"
-_AVERAGED = "leave that out: infinity.wrap(model, config) averages gradients over all ranks of torch.distributed"
-_READ = "use infinity.engine(model).state_dict(), or call it inside `with infinity.gathered(model):`"
+_SAVED = (
+    "engine = infinity.engine(model) saves it: engine.save_checkpoint(directory, "
+    "optimizer), or torch.save(engine.state_dict())"
+)
+_COPIED = (
+    "for a copy build the model again, and let it "
+    "load_state_dict(infinity.engine(model).state_dict())"
+)
+_AVERAGED = (
+    "leave that out: infinity.wrap(model, config) averages gradients over all "
+    "ranks of torch.distributed"
+)
+_READ = (
+    "use infinity.engine(model).state_dict(), or call it inside `with infinity.gathered(model):`"
+)
 _WAYS = {
     ("torch.nn.modules.module", "_apply"): _MOVED,
     ("torch.nn.modules.module", "state_dict"): _READ,
@@ -46,8 +91,8 @@ _WAYS = {
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter that is not gathered, or the local tensor of one. Each unit has its own subclasses, so that the type knows the
-    unit."""
+    """A parameter that is not gathered, or the local tensor of one. Each unit has its own
+    subclasses, so that the type knows the unit."""
 
     unit: ClassVar[Unit]
 
@@ -59,29 +104,47 @@ class ShardedParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         accessor = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if accessor in ("__get__", "__set__") else ""
+        attribute = (
+            getattr(getattr(func, "__self__", None), "__name__", "")
+            if accessor in ("__get__", "__set__")
+            else ""
+        )
         name = attribute or accessor
         plain = name in _METADATA and accessor != "__set__"
-        plain = plain or (attribute in ("requires_grad", "grad") and accessor == "__set__" and not torch.is_tensor(args[1]))
-        if attribute == "grad" and (asks_to_zero(sys._getframe(1)) if accessor == "__get__" else args[1] is None):
+        plain = plain or (
+            attribute in ("requires_grad", "grad")
+            and accessor == "__set__"
+            and not torch.is_tensor(args[1])
+        )
+        if attribute == "grad" and (
+            asks_to_zero(sys._getframe(1)) if accessor == "__get__" else args[1] is None
+        ):
             cls._forget_gradient(args[0])
         if name == "requires_grad_" or (attribute == "requires_grad" and accessor == "__set__"):
             cls._check_thaw(*args, **(kwargs or {}))
-        if plain or (attribute == "grad" and accessor == "__get__" and not cls._holds_gradient(args)):
+        if plain or (
+            attribute == "grad" and accessor == "__get__" and not cls._holds_gradient(args)
+        ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        owner, parameter = next(((type(a), a) for a in _flatten((args, kwargs)) if isinstance(a, ShardedParameter)), (cls, None))
+        owner, parameter = next(
+            ((type(a), a) for a in _flatten((args, kwargs)) if isinstance(a, ShardedParameter)),
+            (cls, None),
+        )
         unit = owner.unit
         who = unit.name_of(parameter) if parameter is not None else unit.name
         if not unit.tier:
-            raise EngineClosedError(f"{who} has no data any more, because its engine was closed; save the data first, then close")
+            raise EngineClosedError(
+                f"{who} has no data any more, because its engine was closed; save the data "
+                "first, then close"
+            )
         if attribute == "grad":
             raise kept_by_engine(who)
         if unit.listeners.border.touched(unit):
             return func(*args, **(kwargs or {}))
         raise ShardedParameterError(
-            f"{who} (unit {unit.name}) lives on {unit.tier} and its data was touched ({name}) outside of its module's forward; "
-            f"{_way_out()}"
+            f"{who} (unit {unit.name}) lives on {unit.tier} and its data was touched ({name}) "
+            f"outside of its module's forward; {_way_out()}"
         )
 
     @staticmethod
@@ -94,12 +157,18 @@ class ShardedParameter(nn.Parameter):
 
     @staticmethod
     def _check_thaw(parameter: torch.Tensor, requires_grad: bool = True) -> None:
-        """A parameter that was frozen when the model was wrapped has no place for gradients and states, and cannot get one."""
-        if isinstance(parameter, ShardedParameter) and requires_grad and not type(parameter).unit.trainable:
+        """A parameter that was frozen when the model was wrapped has no place for gradients and
+        states, and cannot get one."""
+        if (
+            isinstance(parameter, ShardedParameter)
+            and requires_grad
+            and not type(parameter).unit.trainable
+        ):
             raise ConfigError(
-                f"{type(parameter).unit.name_of(parameter)} was frozen (requires_grad=False) when the model was wrapped, so it "
-                "has no place for gradients and states; to train it later, wrap it with requires_grad=True and freeze it "
-                "afterwards: parameter.requires_grad_(False) keeps the place"
+                f"{type(parameter).unit.name_of(parameter)} was frozen (requires_grad=False) when "
+                "the model was wrapped, so it has no place for gradients and states; to train it "
+                "later, wrap it with requires_grad=True and freeze it afterwards: "
+                "parameter.requires_grad_(False) keeps the place"
             )
 
     @classmethod
@@ -111,16 +180,18 @@ class ShardedParameter(nn.Parameter):
 
 
 def asks_to_zero(frame: FrameType | None) -> bool:
-    """Whether `torch.nn.Module.zero_grad`, of a part of the model, asks for a gradient in `frame`; it sets it to None next."""
+    """Whether `torch.nn.Module.zero_grad`, of a part of the model, asks for a gradient in `frame`;
+    it sets it to None next."""
     return frame is not None and frame.f_code is nn.Module.zero_grad.__code__
 
 
 def kept_by_engine(who: str) -> ShardedParameterError:
     """For those who take the gradient of the parameter `who` from `.grad`, or put one there."""
     return ShardedParameterError(
-        f"the gradient of {who} is kept by the engine and not in .grad; clip with infinity.AdamW(..., max_grad_norm=...) "
-        "or infinity.engine(model).clip_grad_norm_(...), read it with infinity.engine(model).gradient(parameter), update "
-        "with infinity.AdamW and its family, or any other by infinity.adapt(torch.optim.RMSprop, model.parameters(), ...)"
+        f"the gradient of {who} is kept by the engine and not in .grad; clip with "
+        "infinity.AdamW(..., max_grad_norm=...) or infinity.engine(model).clip_grad_norm_(...), "
+        "read it with infinity.engine(model).gradient(parameter), update with infinity.AdamW and "
+        "its family, or any other by infinity.adapt(torch.optim.RMSprop, model.parameters(), ...)"
     )
 
 
@@ -132,11 +203,15 @@ def _way_out() -> str:
         if way is not None:
             return way
         frame = frame.f_back
-    return "use `with infinity.gathered(model):` (or the parameter itself) to read it, gathered(..., write=True) to change it"
+    return (
+        "use `with infinity.gathered(model):` (or the parameter itself) to read it, "
+        "gathered(..., write=True) to change it"
+    )
 
 
 def guard_for(unit: Unit, kind: type[torch.Tensor]) -> type[ShardedParameter]:
-    """The class of those parameters of `unit`, or their local tensors, that are of class `kind` while they are gathered."""
+    """The class of those parameters of `unit`, or their local tensors, that are of class `kind`
+    while they are gathered."""
     bases = (ShardedParameter, kind) if issubclass(kind, DTensor) else (ShardedParameter,)
     return type("ShardedParameter", bases, {"unit": unit})
 

@@ -1,4 +1,5 @@
-"""What the data of a unit's parameters is: the bytes of the unit while that is shown, else a guarded placeholder."""
+"""What the data of a unit's parameters is: the bytes of the unit while that is shown, else a
+guarded placeholder."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 class UnitState(enum.Enum):
     """What the parameters of a unit point at.
 
-    SHARDED: a one-element placeholder; touching the data raises. UNSHARDED: views of the unit's run of the compute arena. Of a
-    DTensor that is its local tensor, always the same object.
+    SHARDED: a one-element placeholder; touching the data raises. UNSHARDED: views of the unit's run
+    of the compute arena. Of a DTensor that is its local tensor, always the same object.
     """
 
     SHARDED = enum.auto()
@@ -43,12 +44,19 @@ class ParameterData:
         dtype = unit.dtype
         parameters = unit.parameters
         self._placeholder = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype)
-        self._tensors = [torch.empty(0, dtype=dtype) if isinstance(p, DTensor) else p for p in parameters]
+        self._tensors = [
+            torch.empty(0, dtype=dtype) if isinstance(p, DTensor) else p for p in parameters
+        ]
         held = {id(t): t for t in (*parameters, *self._tensors)}.values()
         guards = {kind: guard_for(unit, kind) for kind in dict.fromkeys(map(type, held))}
-        self._guarded = [(t, type(t), guards[type(t)]) for t in held]  # with their classes while gathered, and while not
-        self._positions = {id(t): i for those in (parameters, self._tensors) for i, t in enumerate(those)}
-        self.views = Views(parameters, self._tensors, unit.layout.places, checked, self._assign_gradient)
+        # with their classes while gathered, and while not
+        self._guarded = [(t, type(t), guards[type(t)]) for t in held]
+        self._positions = {
+            id(t): i for those in (parameters, self._tensors) for i, t in enumerate(those)
+        }
+        self.views = Views(
+            parameters, self._tensors, unit.layout.places, checked, self._assign_gradient
+        )
         """The parameters, as they point at the bytes of the unit while that is shown."""
         self._window: Window | None = None
 
@@ -57,11 +65,13 @@ class ParameterData:
         self._placeholder = self._placeholder.to(device)
 
     def position(self, tensor: torch.Tensor) -> int | None:
-        """The index of the parameter that `tensor` is, or is the local tensor of; None for any other."""
+        """The index of the parameter that `tensor` is, or is the local tensor of; None for any
+        other."""
         return self._positions.get(id(tensor))
 
     def show(self, flat: torch.Tensor, writable: bool = False) -> None:
-        """SHARDED -> UNSHARDED: the parameters point at their places in `flat` (numel,); paired with `hide`. See `Showing`."""
+        """SHARDED -> UNSHARDED: the parameters point at their places in `flat` (numel,); paired
+        with `hide`. See `Showing`."""
         if self.shown == 0:
             self._lift_guard()
             self.views.attach(flat)
@@ -73,7 +83,8 @@ class ParameterData:
         self.views.writers += writable
 
     def hide(self, writable: bool = False) -> None:
-        """End one `show`; after the last UNSHARDED -> SHARDED: the parameters point at a guarded placeholder."""
+        """End one `show`; after the last UNSHARDED -> SHARDED: the parameters point at a guarded
+        placeholder."""
         self.shown -= 1
         self.views.writers -= writable
         if self.shown == 0:
@@ -81,7 +92,8 @@ class ParameterData:
             self.views.detach()
 
     def window(self, flat: torch.Tensor) -> Window:
-        """The bytes of the unit in `flat` (numel,) as a storage of their own, one for as long as they lie there."""
+        """The bytes of the unit in `flat` (numel,) as a storage of their own, one for as long as
+        they lie there."""
         if self._window is None or self._window.storage.data_ptr() != flat.data_ptr():
             self._window = Window(flat, 0, flat.numel())
         return self._window
@@ -91,9 +103,12 @@ class ParameterData:
         return self.views.changed() if self.shown else []
 
     def guard(self) -> None:
-        """Point the parameters at the placeholder; what they held is freed if nobody else holds it."""
+        """Point the parameters at the placeholder; what they held is freed if nobody else holds
+        it."""
         self._lift_guard()  # it lets nobody touch the data, us included
-        for parameter, tensor, place in zip(self._unit.parameters, self._tensors, self._unit.layout.places, strict=True):
+        for parameter, tensor, place in zip(
+            self._unit.parameters, self._tensors, self._unit.layout.places, strict=True
+        ):
             tensor.data = self._placeholder.expand(place.shape)
             if isinstance(parameter, DTensor) and local(parameter) is not tensor:
                 attach(parameter, tensor)

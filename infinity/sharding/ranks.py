@@ -1,4 +1,5 @@
-"""The ranks that train one model together: among whom it is sharded, and who else holds the same shards."""
+"""The ranks that train one model together: among whom it is sharded, and who else holds the same
+shards."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ class Ranks(NamedTuple):
     part of it. `tensor` is the group of ranks that hold other parts of the same DTensors
     (`infinity.sharding.tensor_parallel`).
 
-    Each is None for a single rank. Example: a mesh of 2 x 4 ranks, two nodes of four: 4 shards, each on two replicas (hybrid
-    sharding: gathers stay inside a node, and gradients are averaged between nodes after they were inside).
+    Each is None for a single rank. Example: a mesh of 2 x 4 ranks, two nodes of four: 4 shards,
+    each on two replicas (hybrid sharding: gathers stay inside a node, and gradients are averaged
+    between nodes after they were inside).
     """
 
     shards: Group = None
@@ -44,7 +46,8 @@ class Ranks(NamedTuple):
 
     @property
     def own(self) -> str:
-        """The name of what several ranks of a node must not share: `rank<N>`, N among all processes; "" for one rank."""
+        """The name of what several ranks of a node must not share: `rank<N>`, N among all
+        processes; "" for one rank."""
         return f"rank{dist.get_rank()}" if self.groups() else ""
 
     def groups(self) -> list[dist.ProcessGroup]:
@@ -52,15 +55,19 @@ class Ranks(NamedTuple):
         return [group for group in self if group is not None]
 
     def copy(self, timeout: float) -> Ranks:
-        """The same ranks in process groups of their own, in which a collective fails after `timeout` seconds; all of them must
-        call it. `end` ends the copies."""
-        return Ranks(*(None if group is None else _copy(group, timedelta(seconds=timeout)) for group in self))
+        """The same ranks in process groups of their own, in which a collective fails after
+        `timeout` seconds; all of them must call it. `end` ends the copies."""
+        return Ranks(
+            *(None if group is None else _copy(group, timedelta(seconds=timeout)) for group in self)
+        )
 
     def end(self) -> None:
-        """Give up groups that `copy` made. Those of a part of all processes stay until torch.distributed ends: torch names them
-        after their members, and the next one of the same name would meet the addresses of the last."""
+        """Give up groups that `copy` made. Those of a part of all processes stay until
+        torch.distributed ends: torch names them after their members, and the next one of the same
+        name would meet the addresses of the last."""
         for group in self.groups():
-            with suppress(ValueError, RuntimeError, AssertionError):  # the user may have ended all of torch.distributed before
+            # the user may have ended all of torch.distributed before
+            with suppress(ValueError, RuntimeError, AssertionError):
                 if dist.get_world_size(group) == dist.get_world_size():
                     dist.destroy_process_group(group)
 
@@ -80,24 +87,30 @@ def _copy(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
 
 
 def find_ranks(given: GivenGroup, stage: int) -> Ranks:
-    """The ranks of a process group, or of a mesh of one dimension (shard) or two (replicate, shard); all replicas with stage 0.
+    """The ranks of a process group, or of a mesh of one dimension (shard) or two (replicate,
+    shard); all replicas with stage 0.
 
-    "auto" is the default group of torch.distributed where that is initialized, as for DDP and FSDP2, and one rank elsewhere.
-    Raises `ConfigError` for a mesh that has more dimensions, or that says what the stage denies, and for anything else.
+    "auto" is the default group of torch.distributed where that is initialized, as for DDP and
+    FSDP2, and one rank elsewhere. Raises `ConfigError` for a mesh that has more dimensions, or that
+    says what the stage denies, and for anything else.
     """
     group = _default_group() if given == "auto" else given
     if group is not None and not isinstance(group, (dist.ProcessGroup, DeviceMesh)):
         raise ConfigError(
-            f"group={group!r} is neither a process group that this process belongs to nor a DeviceMesh; leave it out for all "
-            "ranks of torch.distributed, or give group=None for one rank"
+            f"group={group!r} is neither a process group that this process belongs to nor a "
+            "DeviceMesh; leave it out for all ranks of torch.distributed, or give group=None for "
+            "one rank"
         )
     if isinstance(group, DeviceMesh):
         if group.ndim > 2 or (stage == 0 and group.ndim == 2):
             raise ConfigError(
-                f"a mesh of shape {tuple(group.shape)} with stage={stage}: give one of one dimension (shard), or with stage 1 to "
-                "3 of two (replicate, shard), for example mesh['replicate', 'shard']"
+                f"a mesh of shape {tuple(group.shape)} with stage={stage}: give one of one "
+                "dimension (shard), or with stage 1 to 3 of two (replicate, shard), for example "
+                "mesh['replicate', 'shard']"
             )
-        groups: list[Group] = [group.get_group(dimension) for dimension in reversed(range(group.ndim))]
+        groups: list[Group] = [
+            group.get_group(dimension) for dimension in reversed(range(group.ndim))
+        ]
     else:
         groups = [group]
     shards, replicas = [each if size(each) > 1 else None for each in (*groups, None)][:2]
@@ -111,29 +124,35 @@ def _default_group() -> Group:
         return None
     world = dist.group.WORLD
     log.info(
-        "the model is trained by all %d ranks of torch.distributed's default group; with group=None each rank trains its own",
+        (
+            "the model is trained by all %d ranks of torch.distributed's default group; with "
+            "group=None each rank trains its own"
+        ),
         size(world),
     )
     return world
 
 
 def check_reach(ranks: Ranks, device: str) -> None:
-    """Raise `ConfigError` where the collectives of a group take no tensors of the compute device, "cpu" or "cuda"."""
+    """Raise `ConfigError` where the collectives of a group take no tensors of the compute device,
+    "cpu" or "cuda"."""
     for group in ranks.groups():
         if not reaches(group, device):
             offered = dist.get_backend_config(group)
             wanted = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
             raise ConfigError(
-                f"the model runs on {device}, but its process group has no backend for that ({offered}); give "
-                f"torch.distributed.init_process_group({wanted!r}, ...), set "
+                f"the model runs on {device}, but its process group has no backend for that "
+                f"({offered}); give torch.distributed.init_process_group({wanted!r}, ...), set "
                 "Config(tuning=Tuning(device=...)), or give group=None for one rank"
             )
 
 
 def whole_group(ranks: Ranks) -> Group:
-    """Those who hold one whole of the model: all `shards` of all `tensor` parallel ranks, who must all call it.
+    """Those who hold one whole of the model: all `shards` of all `tensor` parallel ranks, who must
+    all call it.
 
-    A group that has to be made for that, because there are replicas or other ranks, stays until torch.distributed ends.
+    A group that has to be made for that, because there are replicas or other ranks, stays until
+    torch.distributed ends.
     """
     if ranks.shards is None or ranks.tensor is None:
         return ranks.shards or ranks.tensor
@@ -142,5 +161,7 @@ def whole_group(ranks: Ranks) -> Group:
     members = sorted(member for each in found for member in each)
     if len(members) == dist.get_world_size():
         return dist.group.WORLD
-    made: dist.ProcessGroup = dist.new_group(members, backend=dist.get_backend(ranks.shards), use_local_synchronization=True)
+    made: dist.ProcessGroup = dist.new_group(
+        members, backend=dist.get_backend(ranks.shards), use_local_synchronization=True
+    )
     return made

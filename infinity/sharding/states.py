@@ -1,4 +1,5 @@
-"""The blocks of a unit on the host: where an update finds them, and what they hold, for whoever reads or replaces it.
+"""The blocks of a unit on the host: where an update finds them, and what they hold, for whoever
+reads or replaces it.
 
 Whoever saves, loads or shows content comes here. An update does not: the pipeline checks chunks
 out itself.
@@ -36,30 +37,47 @@ class States:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the parameters are nothing but their masters, rounded: then an update writes them and does not read them."""
+        """Whether the parameters are nothing but their masters, rounded: then an update writes them
+        and does not read them."""
         return is_rounded({kind: block.spec for kind, block in self.unit.blocks.items()})
 
     @property
     def has_shadow(self) -> bool:
-        """Whether all that an update rewrites has a shadow copy, but what is cached, so that it may be rolled back."""
-        return all(block.home.has_shadow for kind, block in self.unit.blocks.items() if kind is not Kind.GRAD)
+        """Whether all that an update rewrites has a shadow copy, but what is cached, so that it may
+        be rolled back."""
+        return all(
+            block.home.has_shadow
+            for kind, block in self.unit.blocks.items()
+            if kind is not Kind.GRAD
+        )
 
     @property
     def staged_from(self) -> int:
-        """The first element of this rank's shard of which something has to be copied for an update: what is before is not."""
-        return min(self.unit.store.staging.staged_from(block, self.gpu_resident) for block in self.unit.blocks.values())
+        """The first element of this rank's shard of which something has to be copied for an update:
+        what is before is not."""
+        return min(
+            self.unit.store.staging.staged_from(block, self.gpu_resident)
+            for block in self.unit.blocks.values()
+        )
 
     @property
     def gpu_resident(self) -> bool:
         """Whether all of it is at home where the kernels of the compute device update it."""
-        return all(self.unit.store.staging.is_gpu_resident(block) for block in self.unit.blocks.values())
+        return all(
+            self.unit.store.staging.is_gpu_resident(block) for block in self.unit.blocks.values()
+        )
 
     @property
     def rewritten_in_place_until(self) -> int:
-        """The first element from which on all that an update rewrites has a shadow copy; `shard_numel` when there is none."""
+        """The first element from which on all that an update rewrites has a shadow copy;
+        `shard_numel` when there is none."""
         if not self.has_shadow:
             return self.unit.layout.shard_numel
-        return max(block.cached_elements for kind, block in self.unit.blocks.items() if kind is not Kind.GRAD)
+        return max(
+            block.cached_elements
+            for kind, block in self.unit.blocks.items()
+            if kind is not Kind.GRAD
+        )
 
     def update_chunks(self) -> Sequence[int]:
         """The first element of every chunk that an update takes at once."""
@@ -77,7 +95,8 @@ class States:
         return zip(starts, shard.tensor_split(starts[1:]), strict=True)
 
     def read(self, kind: Kind) -> torch.Tensor:
-        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else in the dtype it is kept in. A copy.
+        """This rank's shard of `kind` on the host: (shard_numel,), fp32 for states, else in the
+        dtype it is kept in. A copy.
 
         A master that was never written is the parameter, widened.
         """
@@ -87,7 +106,8 @@ class States:
         return shard
 
     def read_chunk(self, kind: Kind, begin: int, values: torch.Tensor) -> None:
-        """Fill `values`, of the dtype that `read` gives, with the chunk of `kind` from element `begin` on."""
+        """Fill `values`, of the dtype that `read` gives, with the chunk of `kind` from element
+        `begin` on."""
         block = self.unit.blocks[kind]
         if kind is Kind.GRAD:
             self.unit.gradients.wait()
@@ -106,15 +126,17 @@ class States:
                 codec.decode_moment(block.format, kind, tensors[0], values)
 
     def write(self, kind: Kind, shard: torch.Tensor) -> None:
-        """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the dtype that `read` gives.
+        """Replace this rank's shard of `kind` by `shard` (shard_numel,) on the host, of the dtype
+        that `read` gives.
 
-        A master takes its parameter along, which is the master rounded. When that fails the content is in part new: whoever
-        uses the engine from then on gets `EngineClosedError`.
+        A master takes its parameter along, which is the master rounded. When that fails the content
+        is in part new: whoever uses the engine from then on gets `EngineClosedError`.
         """
         self.write_chunks(kind, lambda begin, end: shard[begin:end])
 
     def write_chunks(self, kind: Kind, content: Callable[[int, int], torch.Tensor]) -> None:
-        """Like `write`, but of one chunk after the other: `content(begin, end)` gives these elements of the shard."""
+        """Like `write`, but of one chunk after the other: `content(begin, end)` gives these
+        elements of the shard."""
         kinds = (Kind.PARAM, Kind.MASTER) if kind is Kind.MASTER else (kind,)
         form = self.unit.blocks[kind].format
         self.unit.rollback()
@@ -126,7 +148,9 @@ class States:
                 values = content(begin, end)
                 with self._checked_out(kinds, begin, load=False) as tensors:
                     if kind is Kind.MASTER:
-                        codec.encode_master(form, values, tensors[0].view(self.unit.dtype), tensors[1])
+                        codec.encode_master(
+                            form, values, tensors[0].view(self.unit.dtype), tensors[1]
+                        )
                     elif kind in (Kind.PARAM, Kind.GRAD):
                         tensors[0].view(self.dtype_of(kind)).copy_(values)
                     else:
@@ -137,16 +161,23 @@ class States:
         self.unit.store.resident.end_update([self.unit.blocks[k] for k in kinds])
 
     def restart(self, kind: Kind, positions: Sequence[int]) -> None:
-        """Let the states of `kind` of these parameters begin anew: a moment is zeros, a master the parameter. The others stay."""
+        """Let the states of `kind` of these parameters begin anew: a moment is zeros, a master the
+        parameter. The others stay."""
         overlaps = [self.unit.layout.overlap(index, self.unit.rank) for index in positions]
 
         def content(begin: int, end: int) -> torch.Tensor:
-            values, fresh = torch.empty(end - begin, dtype=self.dtype_of(kind)), torch.zeros(end - begin, dtype=self.unit.dtype)
+            values, fresh = (
+                torch.empty(end - begin, dtype=self.dtype_of(kind)),
+                torch.zeros(end - begin, dtype=self.unit.dtype),
+            )
             self.read_chunk(kind, begin, values)
             if kind is Kind.MASTER:
                 self.read_chunk(Kind.PARAM, begin, fresh)
             for overlap in overlaps:
-                low, high = max(overlap.in_shard, begin) - begin, min(overlap.in_shard + overlap.length, end) - begin
+                low, high = (
+                    max(overlap.in_shard, begin) - begin,
+                    min(overlap.in_shard + overlap.length, end) - begin,
+                )
                 if low < high:
                     values[low:high].copy_(fresh[low:high])
             return values
@@ -156,13 +187,20 @@ class States:
 
     def dtype_of(self, kind: Kind) -> torch.dtype:
         """What `read` gives and `write` takes."""
-        return {Kind.PARAM: self.unit.dtype, Kind.GRAD: self.unit.gradient_dtype}.get(kind, torch.float32)
+        return {Kind.PARAM: self.unit.dtype, Kind.GRAD: self.unit.gradient_dtype}.get(
+            kind, torch.float32
+        )
 
     @contextmanager
-    def _checked_out(self, kinds: Sequence[Kind], begin: int, load: bool) -> Iterator[list[torch.Tensor]]:
-        """The chunks from element `begin` on of these blocks, uint8; what the context leaves in them is written unless `load`."""
+    def _checked_out(
+        self, kinds: Sequence[Kind], begin: int, load: bool
+    ) -> Iterator[list[torch.Tensor]]:
+        """The chunks from element `begin` on of these blocks, uint8; what the context leaves in
+        them is written unless `load`."""
         blocks = [self.unit.blocks[kind] for kind in kinds]
-        chunks = self.unit.store.staging.check_out(ChunkRequest(blocks, begin, blocks if load else ()))
+        chunks = self.unit.store.staging.check_out(
+            ChunkRequest(blocks, begin, blocks if load else ())
+        )
         try:
             for chunk in chunks:
                 chunk.wait()
@@ -182,6 +220,14 @@ class States:
         if exchange is None or not self.unit.shared:
             return shard
         full = torch.empty(self.unit.layout.numel, dtype=shard.dtype)
-        join = functools.partial(collectives.all_gather_home, full, shard, exchange.ranks.shards, exchange.device)
-        exchange.post(f"gather {kind.value} of", self.unit.name, join, self.unit.sent_bytes(shard), everywhere=False).wait()
+        join = functools.partial(
+            collectives.all_gather_home, full, shard, exchange.ranks.shards, exchange.device
+        )
+        exchange.post(
+            f"gather {kind.value} of",
+            self.unit.name,
+            join,
+            self.unit.sent_bytes(shard),
+            everywhere=False,
+        ).wait()
         return full

@@ -1,19 +1,22 @@
-"""Parameters that are DTensors: tensor parallelism of `torch.distributed.tensor`, beside which units are sharded once more.
+"""Parameters that are DTensors: tensor parallelism of `torch.distributed.tensor`, beside which
+units are sharded once more.
 
 [Note: twice sharded]
-`parallelize_module` makes of a parameter a DTensor, of which each rank of a tensor parallel mesh has a part or a copy: its local
-tensor. That is what a unit lays out, gathers over the data parallel ranks and updates. The parameter stays the DTensor that it
-was; what its local tensor is changes no more, but has its data in the unit or nowhere, as a plain parameter has
-(`ParameterData.guard`).
+`parallelize_module` makes of a parameter a DTensor, of which each rank of a tensor parallel mesh
+has a part or a copy: its local tensor. That is what a unit lays out, gathers over the data parallel
+ranks and updates. The parameter stays the DTensor that it was; what its local tensor is changes no
+more, but has its data in the unit or nowhere, as a plain parameter has (`ParameterData.guard`).
 
 [Note: the same on all tensor parallel ranks]
-Shards of a dimension that does not divide evenly differ in size. Each has the room of the largest, so that units, offsets and
-placements are the same on all of them: what all hold is then rounded with the same noise, and they post the same collectives.
+Shards of a dimension that does not divide evenly differ in size. Each has the room of the largest,
+so that units, offsets and placements are the same on all of them: what all hold is then rounded
+with the same noise, and they post the same collectives.
 
 [Note: two threads]
-Collectives of DTensors are torch's, on the thread that runs the model, which waits for them; ours are joined by the exchange, in
-groups of its own. All ranks go through both in the order of one program, and the exchange never waits for the model's thread. So
-of the ranks whose model waits the one that is least far can go on: what it waits for was posted, or reached, by all. On GPUs the
+Collectives of DTensors are torch's, on the thread that runs the model, which waits for them; ours
+are joined by the exchange, in groups of its own. All ranks go through both in the order of one
+program, and the exchange never waits for the model's thread. So of the ranks whose model waits the
+one that is least far can go on: what it waits for was posted, or reached, by all. On GPUs the
 kernels of both must find room at once, as those of any groups that are used beside each other.
 """
 
@@ -36,7 +39,8 @@ from infinity.sharding.ranks import Ranks
 
 
 class LocalPart(NamedTuple):
-    """What a rank has of a tensor: of the tensor as a matrix of `rows` x `columns`, the `width` columns from `begin` on.
+    """What a rank has of a tensor: of the tensor as a matrix of `rows` x `columns`, the `width`
+    columns from `begin` on.
 
     No part has more than `room` elements. Example: a tensor of shape (4, 6, 5) is cut along
     dimension 1. As a matrix it has 4 x 30 elements. The second of two ranks has the 15 columns from
@@ -60,7 +64,14 @@ class Form(NamedTuple):
 
     def wrap(self, tensor: torch.Tensor) -> DTensor:
         """The DTensor of this form whose local tensor is a view of `tensor`."""
-        return DTensor.from_local(tensor, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride)
+        return DTensor.from_local(
+            tensor,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
 
 
 def form_of(tensor: torch.Tensor) -> Form | None:
@@ -107,8 +118,9 @@ def part_of(tensor: torch.Tensor) -> LocalPart:
 
 
 def whole(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`values`, this rank's part of something of the form of `like`, with the parts of the other tensor parallel ranks, on the
-    host. All of them must call it, on the thread that runs the model; on a GPU it passes the device."""
+    """`values`, this rank's part of something of the form of `like`, with the parts of the other
+    tensor parallel ranks, on the host. All of them must call it, on the thread that runs the model;
+    on a GPU it passes the device."""
     form = form_of(like)
     if form is None:
         return values
@@ -122,10 +134,15 @@ def part_in(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def local_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank keeps of `gradient`; a DTensor is first divided, or summed up, as its parameter is."""
+    """What this rank keeps of `gradient`; a DTensor is first divided, or summed up, as its
+    parameter is."""
     if not isinstance(gradient, DTensor):
         return gradient
-    wanted = parameter.placements if isinstance(parameter, DTensor) else (Replicate(),) * gradient.device_mesh.ndim
+    wanted = (
+        parameter.placements
+        if isinstance(parameter, DTensor)
+        else (Replicate(),) * gradient.device_mesh.ndim
+    )
     if gradient.placements != wanted:
         gradient = gradient.redistribute(placements=wanted)
     return gradient._local_tensor
@@ -145,59 +162,81 @@ def attach(dtensor: DTensor, tensor: torch.Tensor) -> None:
 def with_tensor_parallel(ranks: Ranks, model: nn.Module, device: torch.device) -> Ranks:
     """`ranks`, with those among whom the parameters of `model` are divided that are DTensors.
 
-    Raises `ConfigError` for DTensors that cannot be sharded further over `ranks`, on every rank, before anything is changed.
+    Raises `ConfigError` for DTensors that cannot be sharded further over `ranks`, on every rank,
+    before anything is changed.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise ConfigError(
-            "the model was given to fully_shard; infinity shards over the data parallel ranks itself: leave that out"
+            "the model was given to fully_shard; infinity shards over the data parallel "
+            "ranks itself: leave that out"
         )
     parameters = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     for name, buffer in model.named_buffers():
-        if isinstance(buffer, DTensor) and not all(placement.is_replicate() for placement in buffer.placements):
-            raise ConfigError(f"the buffer {name} is a DTensor placed as {buffer.placements}; buffers must be Replicate()")
+        if isinstance(buffer, DTensor) and not all(
+            placement.is_replicate() for placement in buffer.placements
+        ):
+            raise ConfigError(
+                f"the buffer {name} is a DTensor placed as {buffer.placements}; buffers "
+                "must be Replicate()"
+            )
     if not parameters:
         return ranks
     first, mesh = next((name, p.device_mesh) for name, p in parameters.items())
     for name, p in parameters.items():
         _check(name, p, first, mesh, device)
-    ours = {rank for group in ranks.groups() for rank in dist.get_process_group_ranks(group)} - {dist.get_rank()}
+    ours = {rank for group in ranks.groups() for rank in dist.get_process_group_ranks(group)} - {
+        dist.get_rank()
+    }
     shared = sorted(ours & set(mesh.mesh.flatten().tolist()))
     if shared:
         raise ConfigError(
-            f"{first} is a DTensor on ranks {mesh.mesh.flatten().tolist()}, of which `group` also has {shared}: data parallel "
-            "ranks must hold the same part of every DTensor; give the data dimension of the same mesh, as in "
-            "infinity.wrap(..., group=mesh['dp']), or group=None where it has none"
+            f"{first} is a DTensor on ranks {mesh.mesh.flatten().tolist()}, of which `group` also "
+            f"has {shared}: data parallel ranks must hold the same part of every DTensor; give the "
+            "data dimension of the same mesh, as in infinity.wrap(..., group=mesh['dp']), or "
+            "group=None where it has none"
         )
-    held = repr([(name, bounds_of(p), tuple(p.shape), p.placements) for name, p in parameters.items()])
+    held = repr(
+        [(name, bounds_of(p), tuple(p.shape), p.placements) for name, p in parameters.items()]
+    )
     for group in ranks.groups():
         if not collectives.same(zlib.crc32(held.encode()), group):
             raise ConfigError(
-                f"ranks {dist.get_process_group_ranks(group)} of `group` hold different parts of the DTensors of the model; give "
-                "the data dimension of the mesh that these are on, as in infinity.wrap(..., group=mesh['dp'])"
+                f"ranks {dist.get_process_group_ranks(group)} of `group` hold different parts of "
+                "the DTensors of the model; give the data dimension of the mesh that these are on, "
+                "as in infinity.wrap(..., group=mesh['dp'])"
             )
     return ranks._replace(tensor=mesh.get_group() if mesh.size() > 1 else None)
 
 
-def _check(name: str, parameter: DTensor, first: str, mesh: DeviceMesh, device: torch.device) -> None:
+def _check(
+    name: str, parameter: DTensor, first: str, mesh: DeviceMesh, device: torch.device
+) -> None:
     if parameter.device_mesh != mesh:
         raise ConfigError(
-            f"{first} is a DTensor on {mesh}, and {name} on {parameter.device_mesh}; all parameters must be on one mesh"
+            f"{first} is a DTensor on {mesh}, and {name} on {parameter.device_mesh}; all "
+            "parameters must be on one mesh"
         )
     if mesh.ndim != 1:
         raise ConfigError(
-            f"{name} is a DTensor on a mesh of shape {tuple(mesh.shape)}; one dimension is supported: parallelize_module(model, "
-            "mesh['tp'], ...), and the others as infinity.wrap(..., group=mesh['dp'])"
+            f"{name} is a DTensor on a mesh of shape {tuple(mesh.shape)}; one dimension is "
+            "supported: parallelize_module(model, mesh['tp'], ...), and the others as "
+            "infinity.wrap(..., group=mesh['dp'])"
         )
     if mesh.device_type != device.type:
         raise ConfigError(
-            f"{name} is a DTensor on a mesh of {mesh.device_type}, and the model will run on {device.type}; set "
-            f"Config(tuning=Tuning(device={mesh.device_type!r})), or make the mesh for {device.type}"
+            f"{name} is a DTensor on a mesh of {mesh.device_type}, and the model will run on "
+            f"{device.type}; set Config(tuning=Tuning(device={mesh.device_type!r})), or make the "
+            f"mesh for {device.type}"
         )
     if not all(type(placement) in (Shard, Replicate) for placement in parameter.placements):
-        raise ConfigError(f"{name} is a DTensor placed as {parameter.placements}; parameters may be Shard(...) or Replicate()")
+        raise ConfigError(
+            f"{name} is a DTensor placed as {parameter.placements}; parameters may be "
+            "Shard(...) or Replicate()"
+        )
     wanted = torch.empty(parameter.shape, device="meta")[bounds_of(parameter)].shape
     if local(parameter).shape != wanted:
         raise ConfigError(
-            f"{name} is a DTensor of shape {tuple(parameter.shape)} placed as {parameter.placements}, of which this rank has "
-            f"{tuple(local(parameter).shape)}; it should have {tuple(wanted)}"
+            f"{name} is a DTensor of shape {tuple(parameter.shape)} placed as "
+            f"{parameter.placements}, of which this rank has {tuple(local(parameter).shape)}; it "
+            f"should have {tuple(wanted)}"
         )

@@ -44,27 +44,33 @@ class Border:
         return nullcontext()
 
     def check_thread(self, what: str) -> None:
-        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the caller wants to do."""
+        """Raise `RuntimeError` when another thread is inside of a forward or backward; `what` the
+        caller wants to do."""
 
 
 class Updates:
-    """Whoever updates units, as far as a unit tells or asks it something. This base class does nothing."""
+    """Whoever updates units, as far as a unit tells or asks it something. This base class does
+    nothing."""
 
     def gradients_came(self, unit: Unit) -> None:
         """`unit` has as many gradients as it had in the last step: they may be final."""
 
     def square_ahead(self, unit: Unit) -> float | None:
-        """The sum of squares of the gradients of `unit`, if that is worth having before the step."""
+        """The sum of squares of the gradients of `unit`, if that is worth having before the
+        step."""
         return None
 
     def rollback(self, unit: Unit) -> None:
-        """Return when no speculative update of `unit` is in flight, because what it began with changes."""
+        """Return when no speculative update of `unit` is in flight, because what it began with
+        changes."""
 
     def await_readers(self, unit: Unit) -> None:
-        """Return when no update reads the gradients of `unit`; the caller brings no place for it."""
+        """Return when no update reads the gradients of `unit`; the caller brings no place for
+        it."""
 
     def drain(self) -> None:
-        """Return when no update is under way, and what was begun before its step is rolled back; all others are seen."""
+        """Return when no update is under way, and what was begun before its step is rolled back;
+        all others are seen."""
 
     def look(self) -> None:
         """Return when parameters may be read."""
@@ -78,10 +84,12 @@ class UnitListeners(NamedTuple):
 
 
 class Unit:
-    """Parameters of one dtype, all trainable or all frozen, in one flat buffer of which this rank keeps its shard.
+    """Parameters of one dtype, all trainable or all frozen, in one flat buffer of which this rank
+    keeps its shard.
 
-    Lives as long as the engine. Its parts are `data` (what the parameters point at), `gradients` and `states`. It brings the
-    parameters to the compute device itself: `start`, `wait`, `release`, for the thread that runs the model.
+    Lives as long as the engine. Its parts are `data` (what the parameters point at), `gradients`
+    and `states`. It brings the parameters to the compute device itself: `start`, `wait`, `release`,
+    for the thread that runs the model.
     """
 
     def __init__(
@@ -100,11 +108,15 @@ class Unit:
         self.trainable = self.parameters[0].requires_grad
         self.parts = [part_of(p) for p in self.parameters]
         """Where what this rank lays out of each parameter lies in it."""
-        shapes, rooms = [local(p).shape for p in self.parameters], [part.room for part in self.parts]
+        shapes, rooms = (
+            [local(p).shape for p in self.parameters],
+            [part.room for part in self.parts],
+        )
         self.layout = FlatLayout(shapes, collectives.size(ranks.shards), rooms, dtype.itemsize)
         first = collectives.rank(ranks.tensor) == 0
         self.counted = [first or cut_along(p) is not None for p in self.parameters]
-        """Which parameters this rank speaks for where tensor parallel ranks sum up, or save: what all hold counts once."""
+        """Which parameters this rank speaks for where tensor parallel ranks sum up, or save: what
+        all hold counts once."""
         self.rank = ranks.rank
         self.blocks: dict[Kind, Block] = {}
         self.tier = ""
@@ -116,10 +128,12 @@ class Unit:
         self.states = States(self)
         """What its blocks hold, on the host."""
         self.exchange: Exchange | None = None
-        """Who joins the collectives of this unit and brings its gradients home; None with one rank that does that itself."""
+        """Who joins the collectives of this unit and brings its gradients home; None with one rank
+        that does that itself."""
         self.gather_posted: Collective | None = None
         """The last gather into the place on the compute device, or the one that is on its way."""
-        self._gathered_lease: object = None  # where that went; None when the content has changed since
+        # where that went; None when the content has changed since
+        self._gathered_lease: object = None
 
     # Declaration
 
@@ -144,27 +158,46 @@ class Unit:
         return self.layout.numel * self.gradient_dtype.itemsize
 
     def declare(self, store: Store, config: Config) -> None:
-        """Add this unit's blocks to the store: parameters, and for a trainable unit gradients, master and moments."""
+        """Add this unit's blocks to the store: parameters, and for a trainable unit gradients,
+        master and moments."""
         shard = self.layout.shard_numel
         self.store, self.algorithm = store, config.algorithm
         self.data = ParameterData(self, config.tuning.poison)
         """What the parameters point at."""
-        self.spill = config.nvme if config.optimizer == "nvme" else ()  # directories for states that have no block
+        # directories for states that have no block
+        self.spill = config.nvme if config.optimizer == "nvme" else ()
 
         def add(kind: Kind, form: Format, tier: Tier, span: int = 0, whole: bool = False) -> None:
             name, nbytes = f"{kind.value} of {self.name}", form.bytes_of(shard)
             at = self.rank * nbytes if span else 0
             frozen = not self.trainable
-            spec = BlockSpec(self.index, kind, shard, form, tier, span or nbytes, at, name, whole, frozen)
+            spec = BlockSpec(
+                self.index, kind, shard, form, tier, span or nbytes, at, name, whole, frozen
+            )
             self.blocks[kind] = store.add(spec)
 
-        # With stages 1 and 2 parameters stay gathered, and with stage 1 gradients stay whole until they are settled.
+        # With stages 1 and 2 parameters stay gathered, and with stage 1 gradients stay whole until
+        # they are settled.
         self.reduces_late = self.shared and config.stage == 1
-        add(Kind.PARAM, _plain(self.dtype), config.parameters, self.nbytes, whole=self.shared and config.stage < 3)
+        add(
+            Kind.PARAM,
+            _plain(self.dtype),
+            config.parameters,
+            self.nbytes,
+            whole=self.shared and config.stage < 3,
+        )
         if self.trainable:
-            self.gradient_dtype = torch.float32 if config.tuning.gradient_precision == "fp32" else self.dtype
+            self.gradient_dtype = (
+                torch.float32 if config.tuning.gradient_precision == "fp32" else self.dtype
+            )
             form = _plain(self.gradient_dtype)
-            add(Kind.GRAD, form, config.gradients, form.bytes_of(self.layout.numel) * self.reduces_late, self.reduces_late)
+            add(
+                Kind.GRAD,
+                form,
+                config.gradients,
+                form.bytes_of(self.layout.numel) * self.reduces_late,
+                self.reduces_late,
+            )
             if self.dtype != torch.float32:
                 split = config.tuning.split_master and self.dtype == torch.bfloat16
                 add(Kind.MASTER, SPLIT if split else FP32, config.optimizer)
@@ -173,7 +206,8 @@ class Unit:
 
     @property
     def trains(self) -> bool:
-        """Whether a parameter takes gradients now: a trainable unit may be frozen for some steps."""
+        """Whether a parameter takes gradients now: a trainable unit may be frozen for some
+        steps."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.trainable and any(parameter.requires_grad for parameter in self.parameters)
 
@@ -200,9 +234,15 @@ class Unit:
         self.gather_ahead()
 
     def gather_ahead(self) -> None:
-        """Have the unit gathered when its shard is there, if it has a place, and that has not been done."""
+        """Have the unit gathered when its shard is there, if it has a place, and that has not been
+        done."""
         block, exchange = self.blocks[Kind.PARAM], self.exchange
-        if exchange is None or not self.shared or block.copy.lease is None or self._gathered_lease is block.copy.lease:
+        if (
+            exchange is None
+            or not self.shared
+            or block.copy.lease is None
+            or self._gathered_lease is block.copy.lease
+        ):
             return
         flat = block.copy.lease.tensor.view(self.dtype)
         shard = self.shard_of(flat)
@@ -211,7 +251,9 @@ class Unit:
             collectives.all_gather(flat, shard, exchange.ranks.shards)
 
         arrive = functools.partial(self.store.resident.wait, block)
-        self.gather_posted = exchange.post("gather", self.name, join, self.sent_bytes(shard), arrive, everywhere=False)
+        self.gather_posted = exchange.post(
+            "gather", self.name, join, self.sent_bytes(shard), arrive, everywhere=False
+        )
         self._gathered_lease = block.copy.lease
         self.store.resident.gather(block, self.gather_posted)
 
@@ -219,7 +261,10 @@ class Unit:
         """Whether `wait`, after `start`, would not wait for other ranks."""
         if not self.shared or self.gather_posted is None:
             return not self.shared
-        return self._gathered_lease is self.blocks[Kind.PARAM].copy.lease and self.gather_posted.ended()
+        return (
+            self._gathered_lease is self.blocks[Kind.PARAM].copy.lease
+            and self.gather_posted.ended()
+        )
 
     def wait(self) -> torch.Tensor:
         """The whole unit on the compute device, after `start`: (numel,) in the unit's dtype."""
@@ -239,7 +284,8 @@ class Unit:
         self.store.resident.release(self.blocks[Kind.PARAM])
 
     def changed(self) -> list[str]:
-        """The names of parameters that were written to while nobody may, each told once. The copy is not used again."""
+        """The names of parameters that were written to while nobody may, each told once. The copy
+        is not used again."""
         names = [self.names[index] for index in self.data.changed()]
         if names:
             self.outdate()
@@ -248,20 +294,25 @@ class Unit:
 
     # Gradients
 
-    def bind(self, device: torch.device, buffer: GradientBuffer | None, exchange: Exchange | None) -> None:
-        """The compute device, how gradients travel (through `buffer`, or straight into their home when it is None), and the
-        exchange of all units of this rank; None where neither other ranks nor a discrete device make it worth a thread."""
+    def bind(
+        self, device: torch.device, buffer: GradientBuffer | None, exchange: Exchange | None
+    ) -> None:
+        """The compute device, how gradients travel (through `buffer`, or straight into their home
+        when it is None), and the exchange of all units of this rank; None where neither other ranks
+        nor a discrete device make it worth a thread."""
         self.data.place_on(device)
         self.tier = self.blocks[Kind.PARAM].tier
         self.exchange = exchange
         self.gradients.bind(buffer)
 
     def connect(self, listeners: UnitListeners) -> None:
-        """Tell `listeners` from now on: the last step of building, because they need units that are filled."""
+        """Tell `listeners` from now on: the last step of building, because they need units that are
+        filled."""
         self.listeners = listeners
 
     def rollback(self) -> None:
-        """What a speculative update of the unit was begun with changes; return when nothing of it is in flight."""
+        """What a speculative update of the unit was begun with changes; return when nothing of it
+        is in flight."""
         self.listeners.updates.rollback(self)
 
     def sent_bytes(self, shard: torch.Tensor) -> int:
@@ -273,9 +324,11 @@ class Unit:
         self._gathered_lease = None
 
     def close(self) -> None:
-        """The engine was closed: the parameters keep shape and dtype, and have no data on any tier."""
+        """The engine was closed: the parameters keep shape and dtype, and have no data on any
+        tier."""
         self.tier, self._gathered_lease = "", None
-        # A gloo group that lives until the interpreter ends may abort the process there (torch 2.13).
+        # A gloo group that lives until the interpreter ends may abort the process there (torch
+        # 2.13).
         self.ranks = ALONE
         self.data.close()
 

@@ -1,13 +1,15 @@
 """Uses of a unit's bytes on the compute device, each begun and ended once.
 
 [Note: what a use may leave behind]
-The bytes of a unit belong to a run of the compute arena that another unit may get next. So a use must not end while anybody can
-still reach these bytes through it, and nobody may have written to them: the copy is clean (invariant I1). Both are checked, not
-assumed. Each parameter points at a storage of its own: a slice of the arena's storage, an object with a count of references. More
-references than the parameter's are views that somebody keeps: an output, an attribute of a module, a tensor saved by hooks of the
-model's own. A write shows in the parameter's version counter, or in its data pointer when `.data` was assigned. The alias that
-`.data` returns shares memory without the counter. So a read of `.data` makes the unit note a digest of the content, which is
-compared at the end (`GatheredParameter`). With `Tuning.poison` there is a digest of everything.
+The bytes of a unit belong to a run of the compute arena that another unit may get next. So a use
+must not end while anybody can still reach these bytes through it, and nobody may have written to
+them: the copy is clean (invariant I1). Both are checked, not assumed. Each parameter points at a
+storage of its own: a slice of the arena's storage, an object with a count of references. More
+references than the parameter's are views that somebody keeps: an output, an attribute of a module,
+a tensor saved by hooks of the model's own. A write shows in the parameter's version counter, or in
+its data pointer when `.data` was assigned. The alias that `.data` returns shares memory without the
+counter. So a read of `.data` makes the unit note a digest of the content, which is compared at the
+end (`GatheredParameter`). With `Tuning.poison` there is a digest of everything.
 """
 
 from __future__ import annotations
@@ -34,19 +36,27 @@ _DIGESTED = 1 << 20  # int64 numbers at a time: 8 MiB, and as much again for the
 
 
 class Window:
-    """A storage of its own over elements [begin, end) of `flat`, so that references to these bytes can be counted."""
+    """A storage of its own over elements [begin, end) of `flat`, so that references to these bytes
+    can be counted."""
 
     __slots__ = ("_dtype", "storage")
 
     def __init__(self, flat: torch.Tensor, begin: int, end: int) -> None:
         start = flat.storage_offset()
         self._dtype = flat.dtype
-        self.storage = flat.untyped_storage()[(start + begin) * flat.itemsize : (start + end) * flat.itemsize]
+        self.storage = flat.untyped_storage()[
+            (start + begin) * flat.itemsize : (start + end) * flat.itemsize
+        ]
 
     def tensor(
-        self, size: Sequence[int], stride: Sequence[int] = (), offset: int = 0, dtype: torch.dtype | None = None
+        self,
+        size: Sequence[int],
+        stride: Sequence[int] = (),
+        offset: int = 0,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """A tensor of this memory; contiguous without `stride`. `offset` counts elements of `dtype` (default: that of `flat`)."""
+        """A tensor of this memory; contiguous without `stride`. `offset` counts elements of `dtype`
+        (default: that of `flat`)."""
         empty = torch.empty(0, dtype=dtype or self._dtype, device=self.storage.device)
         return empty.set_(self.storage, offset, tuple(size), tuple(stride))
 
@@ -55,7 +65,8 @@ class Window:
         return int(torch._C._storage_Use_Count(self.storage._cdata)) - 1
 
     def digest(self) -> int:
-        """A number that changes with the content: the 64-bit sum of every 8 bytes times their odd-numbered place."""
+        """A number that changes with the content: the 64-bit sum of every 8 bytes times their
+        odd-numbered place."""
         data = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
         numbers = data[: data.numel() // 8 * 8].view(torch.int64)
         total = data[numbers.numel() * 8 :].sum(dtype=torch.int64)
@@ -66,14 +77,16 @@ class Window:
 
 
 class GatheredParameter(nn.Parameter):
-    """What a plain parameter is while it points at its unit's bytes. One class for all units: compiled code is guarded by it."""
+    """What a plain parameter is while it points at its unit's bytes. One class for all units:
+    compiled code is guarded by it."""
 
     views: ClassVar[weakref.WeakSet[Views]] = weakref.WeakSet()
     """Those of all units; nothing of ours may be attached to the parameter itself."""
 
     @property
     def data(self) -> torch.Tensor:
-        """As of any tensor; the unit notes what it holds now, since nothing tells when this alias is written to."""
+        """As of any tensor; the unit notes what it holds now, since nothing tells when this alias
+        is written to."""
         if torch.compiler.is_compiling():
             return self.detach()  # which shares the version counter
         for views in GatheredParameter.views:
@@ -108,11 +121,12 @@ class GatheredParameter(nn.Parameter):
 
 
 class Views:
-    """The parameters of a unit as views of its bytes; `attach` makes the parameters point there, until `detach`.
+    """The parameters of a unit as views of its bytes; `attach` makes the parameters point there,
+    until `detach`.
 
-    `tensors` hold the data, and `parameters` have the version counters: of a DTensor the former is its local tensor. With
-    `checked` each stay is checked by a digest of the whole content. `assign_gradient` is called with the index of a parameter
-    whose `.grad` is set, and what to.
+    `tensors` hold the data, and `parameters` have the version counters: of a DTensor the former is
+    its local tensor. With `checked` each stay is checked by a digest of the whole content.
+    `assign_gradient` is called with the index of a parameter whose `.grad` is set, and what to.
     """
 
     def __init__(
@@ -124,7 +138,12 @@ class Views:
         assign_gradient: Callable[[int, torch.Tensor | None], None] | None = None,
     ) -> None:
         self._assign_gradient = assign_gradient
-        self._parameters, self._tensors, self._places, self._checked = parameters, tensors, places, checked
+        self._parameters, self._tensors, self._places, self._checked = (
+            parameters,
+            tensors,
+            places,
+            checked,
+        )
         self._address = -1
         self._windows: list[Window] = []  # of the run at this address, kept for the next stay there
         self._made: list[torch.Tensor] = []
@@ -140,17 +159,25 @@ class Views:
         if address != self._address:
             self._windows = [Window(flat, place.offset, place.end) for place in self._places]
             with torch.inference_mode(False):
-                self._made = [w.tensor(place.shape) for w, place in zip(self._windows, self._places, strict=True)]
+                self._made = [
+                    w.tensor(place.shape)
+                    for w, place in zip(self._windows, self._places, strict=True)
+                ]
             self._address = address
         for tensor, view in zip(self._tensors, self._made, strict=True):
             tensor.data = view
         self._versions = self._versions_now()
-        self._digests = {index: window.digest() for index, window in enumerate(self._windows)} if self._checked else {}
+        self._digests = (
+            {index: window.digest() for index, window in enumerate(self._windows)}
+            if self._checked
+            else {}
+        )
 
     def detach(self) -> None:
         """The parameters point elsewhere again."""
         self._versions, self._digests = [], {}
-        if any(window.references() > 1 for window in self._windows):  # somebody keeps a view: that is told once
+        # somebody keeps a view: that is told once
+        if any(window.references() > 1 for window in self._windows):
             self.close()
 
     def close(self) -> None:
@@ -163,7 +190,8 @@ class Views:
             return [parameter._version for parameter in self._parameters]
 
     def watch(self, parameter: torch.Tensor) -> None:
-        """Somebody gets an alias of `parameter`, if that is one of these, without its version counter."""
+        """Somebody gets an alias of `parameter`, if that is one of these, without its version
+        counter."""
         if self.writers or not self._versions:
             return
         for index, tensor in enumerate(self._tensors):
@@ -181,13 +209,20 @@ class Views:
         return [index for index, window in enumerate(self._windows) if window.references() > _OURS]
 
     def changed(self) -> list[int]:
-        """The parameters that were written to, or given other memory, since the last time that this was asked."""
+        """The parameters that were written to, or given other memory, since the last time that this
+        was asked."""
         if self.writers:
             return []
         before = self._versions
         self._versions = self._versions_now()
-        found = {index for index, (old, new) in enumerate(zip(before, self._versions, strict=True)) if old != new}
-        found.update(index for index, window in enumerate(self._windows) if window.references() < _OURS)
+        found = {
+            index
+            for index, (old, new) in enumerate(zip(before, self._versions, strict=True))
+            if old != new
+        }
+        found.update(
+            index for index, window in enumerate(self._windows) if window.references() < _OURS
+        )
         for index, old in list(self._digests.items()):
             self._digests[index] = self._windows[index].digest()
             if self._digests[index] != old:
@@ -222,7 +257,8 @@ class Use:
 
 
 class Unpacking(Use):
-    """A use for views that autograd saved, made from `window`. All of a unit share a window, so it knows the unit only."""
+    """A use for views that autograd saved, made from `window`. All of a unit share a window, so it
+    knows the unit only."""
 
     def __init__(self, unit: Unit, flat: torch.Tensor, leave: Callable[[Unit], None]) -> None:
         super().__init__(unit, leave)
@@ -234,12 +270,16 @@ class Unpacking(Use):
 
 
 class Showing(Use):
-    """A use that shows the parameters: they point at the bytes until the last use of this kind has ended.
+    """A use that shows the parameters: they point at the bytes until the last use of this kind has
+    ended.
 
-    With `writable` the parameters may be changed meanwhile; whoever allows that writes the new content back.
+    With `writable` the parameters may be changed meanwhile; whoever allows that writes the new
+    content back.
     """
 
-    def __init__(self, unit: Unit, flat: torch.Tensor, leave: Callable[[Unit], None], writable: bool = False) -> None:
+    def __init__(
+        self, unit: Unit, flat: torch.Tensor, leave: Callable[[Unit], None], writable: bool = False
+    ) -> None:
         super().__init__(unit, leave)
         self._writable = writable
         unit.data.show(flat, writable)
@@ -247,14 +287,17 @@ class Showing(Use):
     def referenced(self) -> list[str]:
         """The parameters that somebody refers to; none while other uses show them, too."""
         data = self.unit.data
-        return [self.unit.names[index] for index in data.views.referenced()] if data.shown == 1 else []
+        return (
+            [self.unit.names[index] for index in data.views.referenced()] if data.shown == 1 else []
+        )
 
     def _hide(self) -> None:
         self.unit.data.hide(self._writable)
 
 
 def collected(use: Use) -> list[str]:
-    """`use.referenced()`, after Python has freed what it can: cycles of objects keep tensors for a while."""
+    """`use.referenced()`, after Python has freed what it can: cycles of objects keep tensors for a
+    while."""
     if not use.referenced():
         return []
     gc.collect()

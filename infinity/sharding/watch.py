@@ -1,4 +1,5 @@
-"""What the ranks of an engine are at, for the error of one that waits too long: notes in torch.distributed's store.
+"""What the ranks of an engine are at, for the error of one that waits too long: notes in
+torch.distributed's store.
 
 A rank writes a note only when it has waited for a while or has failed. So nothing is written while
 all goes well. A rank without a note computes, or has ended.
@@ -29,8 +30,8 @@ _GLANCE = 0.02
 
 
 class Note(NamedTuple):
-    """A rank waits in collective `number`, counted from 0, or has `failed` in it; `recent` ends with the last one it posted. A
-    `reason` is one of its own: it will join nothing any more."""
+    """A rank waits in collective `number`, counted from 0, or has `failed` in it; `recent` ends
+    with the last one it posted. A `reason` is one of its own: it will join nothing any more."""
 
     number: int
     name: str
@@ -48,19 +49,26 @@ class Note(NamedTuple):
     def until(self, number: int) -> str:
         """What led to collective `number`, for people."""
         first = max(number - _SHOWN, self.posted - len(self.recent), 0)
-        return ", ".join(name for each in range(first, number + 1) if (name := self.at(each)) is not None)
+        return ", ".join(
+            name for each in range(first, number + 1) if (name := self.at(each)) is not None
+        )
 
     def __str__(self) -> str:
         if self.reason:
             return f"failed: {self.reason}"
         if self.failed:
             return f"gave up in collective {self.number}, {self.name}"
-        doing = "waits for the others in" if self.arrived else "still brings its own part (reading or updating it) to"
+        doing = (
+            "waits for the others in"
+            if self.arrived
+            else "still brings its own part (reading or updating it) to"
+        )
         return f"{doing} collective {self.number}, {self.name}"
 
 
 class Watch:
-    """Notes of this process and of the others in `ranks`, whose groups no other engine has. Any thread may call it."""
+    """Notes of this process and of the others in `ranks`, whose groups no other engine has. Any
+    thread may call it."""
 
     def __init__(self, ranks: Ranks, timeout: float) -> None:
         self.timeout = timeout
@@ -71,18 +79,22 @@ class Watch:
         self.noted = False
         self._is_final = False
         self._is_deaf = False
-        """Whether the store is gone with the process that held it: torch would log each further try with its C++ frames."""
+        """Whether the store is gone with the process that held it: torch would log each further try
+        with its C++ frames."""
         self._lock = threading.Lock()
         self._groups = [
             (
-                distributed_c10d.PrefixStore(f"infinity/{group.group_name}", distributed_c10d._get_default_store()),
+                distributed_c10d.PrefixStore(
+                    f"infinity/{group.group_name}", distributed_c10d._get_default_store()
+                ),
                 dist.get_process_group_ranks(group),
             )
             for group in groups
         ]
 
     def write(self, note: Note | None) -> None:
-        """Let the others know; None: this rank waits no more. What it says of a failure is the last that it says."""
+        """Let the others know; None: this rank waits no more. What it says of a failure is the last
+        that it says."""
         with self._lock:
             if self._is_final:
                 return
@@ -91,7 +103,8 @@ class Watch:
                 self._ask(lambda store=store: store.set(str(self.rank), json.dumps(note)))  # type: ignore[misc]
 
     def others(self, patience: float = 0.0) -> dict[int, Note | None]:
-        """The last note of every other rank; waits for those that there are not for `patience` seconds."""
+        """The last note of every other rank; waits for those that there are not for `patience`
+        seconds."""
         found: dict[int, Note | None] = {}
         until = time.monotonic() + patience
         for store, ranks in self._groups:
@@ -104,7 +117,8 @@ class Watch:
         return found
 
     def _ask(self, question: Callable[[], T]) -> T | None:
-        """The answer to `question` of a store; None where there is none, and from then on when the store is gone."""
+        """The answer to `question` of a store; None where there is none, and from then on when the
+        store is gone."""
         if not self._is_deaf:
             try:
                 return question()
@@ -117,16 +131,22 @@ class Watch:
 
 @contextmanager
 def together(ranks: Ranks, timeout: float) -> Iterator[list[float]]:
-    """What is inside ends well on all `ranks`, or on none: where it fails on one, the others raise `InfinityError` at its end.
+    """What is inside ends well on all `ranks`, or on none: where it fails on one, the others raise
+    `InfinityError` at its end.
 
-    It gives a list for numbers to agree on: at the end each is the least that any rank has put at its place; none where a rank
-    has put none. All ranks enter it equally often. An error is raised at once, and told; without one a rank waits for the others
-    for `timeout` seconds. Joins no collective, so that a rank that never comes is named.
+    It gives a list for numbers to agree on: at the end each is the least that any rank has put at
+    its place; none where a rank has put none. All ranks enter it equally often. An error is raised
+    at once, and told; without one a rank waits for the others for `timeout` seconds. Joins no
+    collective, so that a rank that never comes is named.
     """
     rank, meetings = str(dist.get_rank()) if ranks.groups() else "", []
     for group in ranks.groups():  # along one dimension of a mesh, then along the other
-        all_times = distributed_c10d.PrefixStore(f"infinity/together/{group.group_name}", distributed_c10d._get_default_store())
-        this_time = distributed_c10d.PrefixStore(str(all_times.add(f"times of {rank}", 1)), all_times)
+        all_times = distributed_c10d.PrefixStore(
+            f"infinity/together/{group.group_name}", distributed_c10d._get_default_store()
+        )
+        this_time = distributed_c10d.PrefixStore(
+            str(all_times.add(f"times of {rank}", 1)), all_times
+        )
         meetings.append((this_time, dist.get_process_group_ranks(group)))
     numbers: list[float] = []
     try:
@@ -144,13 +164,19 @@ def together(ranks: Ranks, timeout: float) -> Iterator[list[float]]:
         raise InfinityError(failure)
 
 
-def _hear(notes: distributed_c10d.Store, members: Sequence[int], timeout: float, numbers: list[float]) -> str:
-    """What the first that failed of `members` says, or ""; lowers `numbers` to the least of theirs."""
+def _hear(
+    notes: distributed_c10d.Store, members: Sequence[int], timeout: float, numbers: list[float]
+) -> str:
+    """What the first that failed of `members` says, or ""; lowers `numbers` to the least of
+    theirs."""
     until = time.monotonic() + timeout
     for rank in members:
         while not notes.check([str(rank)]):
             if time.monotonic() > until:
-                return f"rank {rank} did not come in {timeout:.0f} s (Tuning.collective_timeout): it is elsewhere, or gone"
+                return (
+                    f"rank {rank} did not come in {timeout:.0f} s "
+                    "(Tuning.collective_timeout): it is elsewhere, or gone"
+                )
             time.sleep(_GLANCE)
         said = json.loads(notes.get(str(rank)))
         if isinstance(said, str):
@@ -173,16 +199,16 @@ def diverged(rank: int, mine: Note, others: Mapping[int, Note | None]) -> str:
             theirs = None if note is None else note.at(number)
             if note is not None and theirs is not None and theirs != mine.at(number):
                 return (
-                    f"the ranks used the units of the model in different orders: collective {number} is {mine.at(number)} on "
-                    f"rank {rank} (after {mine.until(number - 1) or 'nothing'}), and {theirs} on rank {other} (after "
-                    f"{note.until(number - 1) or 'nothing'}); all ranks must run the same modules in one order (invariant I6)"
+                    "the ranks used the units of the model in different orders: collective "
+                    f"{number} is {mine.at(number)} on rank {rank} (after "
+                    f"{mine.until(number - 1) or 'nothing'}), and {theirs} on rank {other} (after "
+                    f"{note.until(number - 1) or 'nothing'}); all ranks must run the same modules "
+                    "in one order (invariant I6)"
                 )
     return ""
 
 
 def state_of(others: Mapping[int, Note | None]) -> str:
     """What the other ranks are at, for people."""
-    return "; ".join(
-        f"rank {rank} {note or 'waits for no collective: it computes, is blocked in other code, or has ended'}"
-        for rank, note in sorted(others.items())
-    )
+    silent = "waits for no collective: it computes, is blocked in other code, or has ended"
+    return "; ".join(f"rank {rank} {note or silent}" for rank, note in sorted(others.items()))

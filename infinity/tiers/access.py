@@ -1,4 +1,5 @@
-"""Operations in flight on blocks: a fetch to the compute device, a check-out of one chunk; and the thread that ends fetches."""
+"""Operations in flight on blocks: a fetch to the compute device, a check-out of one chunk; and the
+thread that ends fetches."""
 
 from __future__ import annotations
 
@@ -27,9 +28,11 @@ class Pending(Protocol):
 
 
 class Fetch:
-    """A parameter shard on its way to its lease on the compute device; `finish` may be called by any thread, often.
+    """A parameter shard on its way to its lease on the compute device; `finish` may be called by
+    any thread, often.
 
-    `work` blocks until the bytes are there; `land(fetch, arrived)` is called once, when it returned or raised.
+    `work` blocks until the bytes are there; `land(fetch, arrived)` is called once, when it returned
+    or raised.
     """
 
     def __init__(self, work: Callable[[], None], land: Callable[[Fetch, bool], None]) -> None:
@@ -38,7 +41,8 @@ class Fetch:
         self._finished = False
 
     def finish(self) -> None:
-        """Block until the copy is there. Who does the work meets its error; for everybody else the fetch just did not land."""
+        """Block until the copy is there. Who does the work meets its error; for everybody else the
+        fetch just did not land."""
         with self._lock:
             if self._finished:
                 return
@@ -51,7 +55,8 @@ class Fetch:
                 self._land(self, arrived)
 
     def await_end(self) -> None:
-        """Like `finish`, for who does not need the block: it landed or it failed, and whoever needs it fetches it again."""
+        """Like `finish`, for who does not need the block: it landed or it failed, and whoever needs
+        it fetches it again."""
         try:
             self.finish()
         except Exception as error:
@@ -59,7 +64,8 @@ class Fetch:
 
 
 class Placing:
-    """What an update made, on its way to its place on the compute device. Used by one thread, which calls `finish` in the end."""
+    """What an update made, on its way to its place on the compute device. Used by one thread, which
+    calls `finish` in the end."""
 
     def __init__(self, copy: Copy, end: Callable[[], None]) -> None:
         self._copy, self._end = copy, end
@@ -82,10 +88,12 @@ class Placing:
 
 
 class Mover:
-    """One thread that finishes fetches in the order in which they were posted, so that copies do not wait for the model."""
+    """One thread that finishes fetches in the order in which they were posted, so that copies do
+    not wait for the model."""
 
     def __init__(self, failed: Callable[[BaseException], object]) -> None:
-        """`failed` is told what ends a fetch that is not an `Exception`: nobody who waits may ever meet it."""
+        """`failed` is told what ends a fetch that is not an `Exception`: nobody who waits may ever
+        meet it."""
         self._failed = failed
         self._posted: queue.SimpleQueue[Fetch | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="infinity-mover", daemon=True)
@@ -109,10 +117,12 @@ class Mover:
 
 
 class Checkout:
-    """One chunk of one block on the host, as `tensor` (uint8): `wait`, then read it, change it, `commit` it; then `release`.
+    """One chunk of one block on the host, as `tensor` (uint8): `wait`, then read it, change it,
+    `commit` it; then `release`.
 
-    Used by one thread. For a block at home in host memory `tensor` is the home itself and nothing is copied. Where an update
-    writes a shadow copy, that is `tensor`, and what it reads is `source`, until `fill`.
+    Used by one thread. For a block at home in host memory `tensor` is the home itself and nothing
+    is copied. Where an update writes a shadow copy, that is `tensor`, and what it reads is
+    `source`, until `fill`.
     """
 
     def __init__(
@@ -160,7 +170,8 @@ class Checkout:
         return self._writing is None or self._writing.done()
 
     def release(self) -> None:
-        """Wait for what is in flight and give the slot back; it goes back even when the I/O failed."""
+        """Wait for what is in flight and give the slot back; it goes back even when the I/O
+        failed."""
         try:
             self.wait()
             if self._writing is not None:

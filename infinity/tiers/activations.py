@@ -1,4 +1,5 @@
-"""What autograd saved for the backward, off the compute device until it is needed: in host memory, and beyond that on NVMe.
+"""What autograd saved for the backward, off the compute device until it is needed: in host memory,
+and beyond that on NVMe.
 
 [Note: the last comes first]
 The backward asks for what was saved in reverse order, so what was saved first is needed last. So
@@ -46,8 +47,8 @@ from infinity.tiers.saved_storage import IN_SLOT, SavedStorage, Stack, StorageSt
 log = logging.getLogger("infinity")
 
 AHEAD = 4
-"""Copies to the host whose source is kept, and on the way back reads, and copies to the device, that nobody has asked for yet.
-With several threads that save, one for each at least."""
+"""Copies to the host whose source is kept, and on the way back reads, and copies to the device,
+that nobody has asked for yet. With several threads that save, one for each at least."""
 GROWTH_BYTES = 64 << 20
 """What the place on the drive grows by, at least."""
 
@@ -63,16 +64,29 @@ class ActivationTraffic(NamedTuple):
 
 
 class Activations:
-    """Owns the slots in `memory` (uint8, host), and the extents on `nvme` (None: there is no drive), of saved storages.
+    """Owns the slots in `memory` (uint8, host), and the extents on `nvme` (None: there is no
+    drive), of saved storages.
 
-    Any thread may call it; it has one lock. `save` and `fetch` are called on the thread whose stream uses the storage. Space on
-    NVMe is reserved when it is first needed, for good. `close` ends it, before `nvme`.
+    Any thread may call it; it has one lock. `save` and `fetch` are called on the thread whose
+    stream uses the storage. Space on NVMe is reserved when it is first needed, for good. `close`
+    ends it, before `nvme`.
     """
 
     def __init__(
-        self, device: ComputeDevice, memory: torch.Tensor, nvme: NvmeTier | None, recorder: Recorder, poison: bool = False
+        self,
+        device: ComputeDevice,
+        memory: torch.Tensor,
+        nvme: NvmeTier | None,
+        recorder: Recorder,
+        poison: bool = False,
     ) -> None:
-        self._device, self._memory, self._nvme, self._recorder, self._poison = device, memory, nvme, recorder, poison
+        self._device, self._memory, self._nvme, self._recorder, self._poison = (
+            device,
+            memory,
+            nvme,
+            recorder,
+            poison,
+        )
         self._lock = threading.Lock()
         self._closed = False
         self._capacity = memory.numel()
@@ -88,7 +102,11 @@ class Activations:
         self._unwritten_bytes = 0
         self._reading: list[SavedStorage] = []
         self._ahead: deque[SavedStorage] = deque()  # copied to the device, and not asked for
-        self._traffic, self._before, self.last_step = ActivationTraffic(), ActivationTraffic(), ActivationTraffic()
+        self._traffic, self._before, self.last_step = (
+            ActivationTraffic(),
+            ActivationTraffic(),
+            ActivationTraffic(),
+        )
         self._live = 0
         self.peak = 0
         """The most bytes of storages that were saved here at any time."""
@@ -105,7 +123,8 @@ class Activations:
     # Saving
 
     def save(self, storage: torch.UntypedStorage) -> SavedStorage | None:
-        """Begin to move a storage of the compute device away; None where it has to stay, for there is no room.
+        """Begin to move a storage of the compute device away; None where it has to stay, for there
+        is no room.
 
         May wait for the drive. The caller lets go of the storage, and calls `drop` in the end.
         """
@@ -113,12 +132,16 @@ class Activations:
         with self._locked():
             start = None if self._closed else self._make_room(nbytes)
             if start is None:
-                self._traffic = self._traffic._replace(not_offloaded=self._traffic.not_offloaded + storage.nbytes())
+                self._traffic = self._traffic._replace(
+                    not_offloaded=self._traffic.not_offloaded + storage.nbytes()
+                )
                 return None
             slot = self._memory[start : start + nbytes]
             source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             try:
-                leaving = self._device.begin_download(slot[: source.numel()], source, self._device.mark())
+                leaving = self._device.begin_download(
+                    slot[: source.numel()], source, self._device.mark()
+                )
             except BaseException:
                 self._slots.give(start, nbytes)
                 raise
@@ -135,7 +158,8 @@ class Activations:
         return saved
 
     def save_again(self, saved: SavedStorage) -> None:
-        """The same storage was saved once more, and is now the first that the backward will ask for."""
+        """The same storage was saved once more, and is now the first that the backward will ask
+        for."""
         with self._locked():
             saved.saves += 1
             if saved.stack is not None:
@@ -150,7 +174,9 @@ class Activations:
         if stack is not None:
             stack.remove(saved)
             if stack.top is None:
-                self._stacks = {thread: other for thread, other in self._stacks.items() if other is not stack}
+                self._stacks = {
+                    thread: other for thread, other in self._stacks.items() if other is not stack
+                }
 
     def _land(self) -> None:
         """See [Note: when memory of the device is free]."""
@@ -175,7 +201,8 @@ class Activations:
     # Room
 
     def _make_room(self, nbytes: int) -> int | None:
-        """A slot of `nbytes`, for which older storages go on to the drive; None where there is none to be had."""
+        """A slot of `nbytes`, for which older storages go on to the drive; None where there is none
+        to be had."""
         start = self._take_slot(nbytes)
         if start is None and nbytes <= self._capacity:
             for saved in list(self._in_memory) if self._nvme is not None else ():
@@ -192,7 +219,8 @@ class Activations:
         return start
 
     def _send_away(self, saved: SavedStorage) -> bool:
-        """Give the slot of `saved` to others when the drive has what is in it; waits. False where the drive has no room."""
+        """Give the slot of `saved` to others when the drive has what is in it; waits. False where
+        the drive has no room."""
         self._await_landing(saved)
         if saved.state is StorageState.READING:
             with suppress(NvmeError):
@@ -243,7 +271,9 @@ class Activations:
         if saved.extent is None:
             return False
         address = saved.slot.data_ptr()
-        saved.ticket = self._nvme.write(saved.extent, 0, nbytes, address, "activations", self.meter, background=True)
+        saved.ticket = self._nvme.write(
+            saved.extent, 0, nbytes, address, "activations", self.meter, background=True
+        )
         self._forget_unwritten(saved)
         saved.state = StorageState.WRITING
         return True
@@ -259,7 +289,10 @@ class Activations:
             grown = self._nvme.grow(max(nbytes, GROWTH_BYTES)) or self._nvme.grow(nbytes)
             if grown is None:
                 self._full = True
-                log.warning("NVMe has no room for more saved activations; what host memory cannot hold stays on the device")
+                log.warning(
+                    "NVMe has no room for more saved activations; what host memory cannot "
+                    "hold stays on the device"
+                )
                 return None
             self._extents.give(grown.start, grown.nbytes)
             start = self._extents.take(nbytes)
@@ -268,14 +301,16 @@ class Activations:
     # Bringing back
 
     def fetch(self, saved: SavedStorage) -> torch.UntypedStorage:
-        """The content of `saved` on the compute device, for what the caller queues from now on; may be called again.
+        """The content of `saved` on the compute device, for what the caller queues from now on; may
+        be called again.
 
         Raises `NvmeError` where it could not be written or read, `EngineClosedError` after `close`.
         """
         with self._locked():
             if saved.state is StorageState.ENDED:
                 raise EngineClosedError(
-                    "the engine was closed, and with it what a forward had saved for its backward; call backward() before close()"
+                    "the engine was closed, and with it what a forward had saved for its "
+                    "backward; call backward() before close()"
                 )
             self._poll()
             storage = saved.alive()
@@ -299,7 +334,9 @@ class Activations:
 
     def _poll(self) -> None:
         self._land()
-        for saved in [each for each in self._reading if each.ticket is not None and each.ticket.done()]:
+        for saved in [
+            each for each in self._reading if each.ticket is not None and each.ticket.done()
+        ]:
             with suppress(NvmeError):  # who asks for it reads it again, and is told
                 self._finish_reading(saved)
 
@@ -314,14 +351,16 @@ class Activations:
                 self._finish_reading(saved)
 
     def _read(self, saved: SavedStorage, wanted: bool) -> bool:
-        """Start reading what is AWAY; False where there is no free slot, and nobody wants it now."""
+        """Start reading what is AWAY; False where there is no free slot, and nobody wants it
+        now."""
         if saved.extent is None or self._nvme is None:
             raise RuntimeError("a saved storage is on no drive")
         nbytes = saved.extent.nbytes
         start = self._make_room(nbytes) if wanted else self._take_slot(nbytes)
         if start is None and not wanted:
             return False
-        # All others are in host memory, and the drive is full: memory of its own then, for a moment.
+        # All others are in host memory, and the drive is full: memory of its own then, for a
+        # moment.
         saved.slot = huge_pages(nbytes) if start is None else self._memory[start : start + nbytes]
         saved.start = start
         if start is not None:
@@ -355,7 +394,9 @@ class Activations:
         if saved.slot is None:
             raise RuntimeError("a saved storage that is to be copied has no slot")
         saved.memory = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device.torch)
-        saved.coming = self._device.begin_upload(saved.memory, saved.slot[: saved.nbytes], self._device.mark())
+        saved.coming = self._device.begin_upload(
+            saved.memory, saved.slot[: saved.nbytes], self._device.mark()
+        )
 
     def _look_ahead(self) -> None:
         if not self._stacks:
@@ -378,7 +419,11 @@ class Activations:
             going = False
             for stack in self._stacks.values():
                 away = stack.next_away()
-                going |= away is not None and len(self._reading) < most and self._read(away, wanted=False)
+                going |= (
+                    away is not None
+                    and len(self._reading) < most
+                    and self._read(away, wanted=False)
+                )
 
     def _let_go(self, saved: SavedStorage) -> None:
         """Give the copy on the device up, which nobody asked for."""
@@ -433,7 +478,8 @@ class Activations:
         self._ending.append(saved)
 
     def _finish(self, saved: SavedStorage) -> None:
-        """Wait for what is in flight of one that has ended; its places go back even when that fails."""
+        """Wait for what is in flight of one that has ended; its places go back even when that
+        fails."""
         try:
             saved.await_idle()
         finally:
@@ -450,7 +496,9 @@ class Activations:
         with self._locked():
             now = self._traffic._replace(written=self.meter.written, read=self.meter.read)
             before, self._before = self._before, now
-            self.last_step = ActivationTraffic(*(new - old for new, old in zip(now, before, strict=True)))
+            self.last_step = ActivationTraffic(
+                *(new - old for new, old in zip(now, before, strict=True))
+            )
 
     def close(self) -> None:
         """Wait for what is in flight and give all of it up. May be called twice."""

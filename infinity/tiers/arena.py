@@ -1,4 +1,5 @@
-"""Arenas: memory allocated once and cut into equal slots; leases: the scoped right to a run of them."""
+"""Arenas: memory allocated once and cut into equal slots; leases: the scoped right to a run of
+them."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ import torch
 from infinity.quantities import round_up
 from infinity.tiers.slots import SlotMap
 
-POISON = 0xFF  # every float type reads as NaN, so a value used after its lease ended is seen at once
+# every float type reads as NaN, so a value used after its lease ended is seen at once
+POISON = 0xFF
 
 
 class Lease:
-    """The right to `tensor`, a uint8 view of `nbytes` bytes of an arena, until `release`. Ends once (invariant I3)."""
+    """The right to `tensor`, a uint8 view of `nbytes` bytes of an arena, until `release`. Ends once
+    (invariant I3)."""
 
     def __init__(self, arena: Arena, owner: Hashable, offset: int, nbytes: int) -> None:
         self._arena, self._owner = arena, owner
@@ -37,10 +40,13 @@ class Lease:
 class Arena:
     """Equal slots of `slot_bytes` over `memory` (uint8). Not thread-safe: the store locks.
 
-    `used` and `peak` are bytes of slots. With `poison`, the bytes of a lease become NaN when it ends.
+    `used` and `peak` are bytes of slots. With `poison`, the bytes of a lease become NaN when it
+    ends.
     """
 
-    def __init__(self, name: str, memory: torch.Tensor, slot_bytes: int, poison: bool = False) -> None:
+    def __init__(
+        self, name: str, memory: torch.Tensor, slot_bytes: int, poison: bool = False
+    ) -> None:
         self.name = name
         self.memory = memory
         self.slot_bytes = slot_bytes
@@ -62,11 +68,13 @@ class Arena:
     def find(
         self, nbytes: int, next_use: Callable[[Hashable], float | None], beyond: float = -math.inf
     ) -> tuple[int, tuple[Hashable, ...]] | None:
-        """The start of the best window for `nbytes` and the owners to evict for it (see `SlotMap.place`), or None."""
+        """The start of the best window for `nbytes` and the owners to evict for it (see
+        `SlotMap.place`), or None."""
         return self._slots.place(self.slots_for(nbytes), next_use, beyond)
 
     def lease(self, owner: Hashable, nbytes: int, start: int | None = None) -> Lease | None:
-        """Lease a run for `nbytes`, at slot `start` or wherever there is a free one; None when there is none."""
+        """Lease a run for `nbytes`, at slot `start` or wherever there is a free one; None when
+        there is none."""
         length = self.slots_for(nbytes)
         if start is None:
             found = self._slots.place(length, lambda _: None)

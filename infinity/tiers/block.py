@@ -75,10 +75,15 @@ class DeviceCopy:
     @property
     def pending(self) -> Pending | Fetch | None:
         """What has to end before the lease may."""
-        return self.gathering if self.gathering is not None and not self.gathering.ended() else self.fetch
+        return (
+            self.gathering
+            if self.gathering is not None and not self.gathering.ended()
+            else self.fetch
+        )
 
     def be_home(self, lease: Lease) -> None:
-        """The compute device is the home of the block: `lease` is the block itself and never ends."""
+        """The compute device is the home of the block: `lease` is the block itself and never
+        ends."""
         self.lease = lease
         self._is_home = True
         self.state = CopyState.READY
@@ -108,7 +113,8 @@ class DeviceCopy:
         self._move_to(CopyState.RESERVED)
 
     def to_outdated(self) -> None:
-        """READY -> RESERVED: what the lease holds is not the content. It stays, as in `to_failed`."""
+        """READY -> RESERVED: what the lease holds is not the content. It stays, as in
+        `to_failed`."""
         self._expect(CopyState.READY)
         self._move_to(CopyState.RESERVED)
 
@@ -205,7 +211,8 @@ class Block:
 
     @property
     def cached_elements(self) -> int:
-        """How many elements of a block on NVMe, from the first one on, are cached in host memory."""
+        """How many elements of a block on NVMe, from the first one on, are cached in host
+        memory."""
         return self.placed.cached_elements
 
     @property

@@ -1,7 +1,9 @@
-"""Where an element of a block lies: pure arithmetic of chunks, in elements and bytes. Imports no torch.
+"""Where an element of a block lies: pure arithmetic of chunks, in elements and bytes. Imports no
+torch.
 
-An update takes a chunk of every block of a unit at once, so chunks are the same for all of these blocks. Only a frozen block
-of wider elements, which is alone in its unit, has shorter ones: a staging slot fits `most` elements of `WIDEST_ELEMENT` bytes.
+An update takes a chunk of every block of a unit at once, so chunks are the same for all of these
+blocks. Only a frozen block of wider elements, which is alone in its unit, has shorter ones: a
+staging slot fits `most` elements of `WIDEST_ELEMENT` bytes.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from infinity.placement.spec import Placed
 
 
 class Chunks:
-    """Cuts blocks into chunks of at most `most` elements. No chunk extends across a cut of its unit.
+    """Cuts blocks into chunks of at most `most` elements. No chunk extends across a cut of its
+    unit.
 
-    `cuts` maps the number of a unit to elements. Any thread may ask; answers are kept until `forget`.
+    `cuts` maps the number of a unit to elements. Any thread may ask; answers are kept until
+    `forget`.
     """
 
     def __init__(self, most: int, cuts: Mapping[int, Collection[int]]) -> None:
@@ -43,14 +47,16 @@ class Chunks:
         return min(full, block.spec.elements, *(cut for cut in cuts if cut > begin))
 
     def bytes_of(self, block: Placed, begin: int) -> tuple[int, int]:
-        """The first byte of the chunk of `block` from element `begin` on, and how many bytes it has."""
+        """The first byte of the chunk of `block` from element `begin` on, and how many bytes it
+        has."""
         at = block.spec.format.bytes_of(begin)
         return at, block.spec.format.bytes_of(self.end(block, begin) - begin)
 
     def runs(self, block: Placed, without: Collection[int]) -> list[tuple[int, int]]:
         """Runs of elements [begin, end) of `block` but the chunks that begin at `without`.
 
-        A run lies on one side of the border between host memory and NVMe (`Placed.cached_elements`).
+        A run lies on one side of the border between host memory and NVMe
+        (`Placed.cached_elements`).
         """
         runs: list[tuple[int, int]] = []
         for begin in self.starts(block):

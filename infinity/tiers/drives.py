@@ -1,4 +1,5 @@
-"""The NVMe tier: one preallocated file per directory, each behind an async-IO engine of its own, striped in user space."""
+"""The NVMe tier: one preallocated file per directory, each behind an async-IO engine of its own,
+striped in user space."""
 
 from __future__ import annotations
 
@@ -28,9 +29,11 @@ log = logging.getLogger("infinity")
 
 ALIGNMENT = 4096
 STRIPE_BYTES = 4 << 20
-REQUEST_BYTES = 1 << 20  # larger ones cost less CPU, but what is needed first then waits longer behind them
+# larger ones cost less CPU, but what is needed first then waits longer behind them
+REQUEST_BYTES = 1 << 20
 DIRECT_THREADS = 8
-"""For each drive that writes to a GPU: so many requests are under way at once, for one takes a thread until it has ended."""
+"""For each drive that writes to a GPU: so many requests are under way at once, for one takes a
+thread until it has ended."""
 STATES_NAME = "infinity-states.bin"
 
 
@@ -42,7 +45,8 @@ class Extent(NamedTuple):
 
 
 class NvmeTier:
-    """Extents on one or more directories, each holding one states file and one lock file, and served by a native engine.
+    """Extents on one or more directories, each holding one states file and one lock file, and
+    served by a native engine.
 
     Declare extents with `reserve`, then `open` locks the directories, reclaims what a dead run left
     there and preallocates. The address space is striped over the directories in pieces of 4 MiB, so
@@ -60,21 +64,30 @@ class NvmeTier:
         shares: Literal["measured", "equal"] | Sequence[float] = "measured",
         own: str = "",
     ) -> None:
-        """With `own` the files lie in directories of that name below `directories`, which are made and removed."""
+        """With `own` the files lie in directories of that name below `directories`, which are made
+        and removed."""
         self._own = own
-        self._directories, self._kind, self._budget, self._recorder = list(directories), engine, budget, recorder
+        self._directories, self._kind, self._budget, self._recorder = (
+            list(directories),
+            engine,
+            budget,
+            recorder,
+        )
         self._shares = shares
         self._parts = ExitStack()  # what `close` undoes, the last first
         self._places: list[Directory] = []
         self._files: list[Any] = []
         self._stripes = Stripes(STRIPE_BYTES, [1.0] * len(directories))
-        self._layout: tuple[Sequence[float], list[int | None]] = (), []  # shares, and stripes of the directories that are full
+        # shares, and stripes of the directories that are full
+        self._layout: tuple[Sequence[float], list[int | None]] = (), []
         self._speeds: list[float] = []  # of the directories, once they were measured
-        self._probed: list[int] = []  # and how many bytes each had room for, at most those that were wanted
+        # and how many bytes each had room for, at most those that were wanted
+        self._probed: list[int] = []
         self.engines: list[Any] = []
         """The native I/O engines, one per directory; none when nothing is reserved."""
         self.direct: list[Any] = []
-        """Those that read straight into what was given to `attach`, one per directory; else none."""
+        """Those that read straight into what was given to `attach`, one per directory; else
+        none."""
         self.reserved = 0
 
     def reserve(self, nbytes: int) -> Extent:
@@ -84,10 +97,11 @@ class NvmeTier:
         return extent
 
     def measure(self) -> float:
-        """Before `open`: bytes per second that all directories together give, in their shares, half written and half read.
+        """Before `open`: bytes per second that all directories together give, in their shares, half
+        written and half read.
 
-        Locks and reclaims as `open` does, and takes at most 64 MiB of each directory meanwhile. Raises what `open` raises, but
-        for what depends on the states.
+        Locks and reclaims as `open` does, and takes at most 64 MiB of each directory meanwhile.
+        Raises what `open` raises, but for what depends on the states.
         """
         self._enter()
         speeds = self._probe()
@@ -99,8 +113,8 @@ class NvmeTier:
     def open(self) -> None:
         """Lock, reclaim, measure and preallocate; on an error nothing of ours stays behind.
 
-        Raises `ConfigError` (no such directory, not writable), `PathInUseError` (another process), `BudgetError` (space),
-        `NvmeError` (a drive that fails when it is measured).
+        Raises `ConfigError` (no such directory, not writable), `PathInUseError` (another process),
+        `BudgetError` (space), `NvmeError` (a drive that fails when it is measured).
         """
         self._check_directories()  # a mistake in a path is told even if all states fit elsewhere
         if self.reserved == 0:
@@ -109,8 +123,9 @@ class NvmeTier:
         total = stripes * STRIPE_BYTES
         if self._budget is not None and total > self._budget:
             raise BudgetError(
-                f"nvme_memory={format_bytes(self._budget)} cannot hold the states on nvme, which need {format_bytes(total)}; "
-                f"the smallest nvme_memory that works is {total} (invariant I10)"
+                f"nvme_memory={format_bytes(self._budget)} cannot hold the states on nvme, which "
+                f"need {format_bytes(total)}; the smallest nvme_memory that works is {total} "
+                "(invariant I10)"
             )
         self._enter()
         try:
@@ -120,7 +135,8 @@ class NvmeTier:
             raise
 
     def _enter(self) -> None:
-        """Lock the directories, reclaim what is there, and have a file, which is empty, and an engine for each."""
+        """Lock the directories, reclaim what is there, and have a file, which is empty, and an
+        engine for each."""
         if self.engines:
             return
         self._check_directories()
@@ -144,9 +160,14 @@ class NvmeTier:
         for directory in self._directories:
             if not directory.is_dir():
                 kind = "is not a directory" if directory.exists() else "does not exist"
-                raise ConfigError(f"nvme directory {directory} {kind}; create it on the drive to be used: mkdir -p {directory}")
+                raise ConfigError(
+                    f"nvme directory {directory} {kind}; create it on the drive to be "
+                    f"used: mkdir -p {directory}"
+                )
         if len({directory.resolve() for directory in self._directories}) < len(self._directories):
-            raise ConfigError(f"the nvme directories must differ: {', '.join(map(str, self._directories))}")
+            raise ConfigError(
+                f"the nvme directories must differ: {', '.join(map(str, self._directories))}"
+            )
 
     def _open_place(self, directory: Path) -> Directory:
         """The directory that the files go to, open until `close`."""
@@ -154,7 +175,8 @@ class NvmeTier:
         self._parts.callback(place.close)
         if not self._own:
             return place
-        self._parts.callback(place.remove_directory, self._own)  # unless somebody keeps something there
+        # unless somebody keeps something there
+        self._parts.callback(place.remove_directory, self._own)
         inner = place.below(self._own)
         self._parts.callback(inner.close)
         return inner
@@ -164,19 +186,27 @@ class NvmeTier:
         status = place.check(STATES_NAME)
         if status is not None:
             place.reclaim(STATES_NAME)
-            log.warning("reclaimed %s that an earlier run left in %s", format_bytes(status.st_size), place.path)
+            log.warning(
+                "reclaimed %s that an earlier run left in %s",
+                format_bytes(status.st_size),
+                place.path,
+            )
         path = str(place.path / STATES_NAME)
         self._parts.callback(place.remove, STATES_NAME)
         file = native.file_at(place.create(STATES_NAME), path)
         self._parts.callback(file.close)
         if not file.direct:
-            log.warning("%s does not support O_DIRECT; I/O goes through the page cache and is slower", place.path)
+            log.warning(
+                "%s does not support O_DIRECT; I/O goes through the page cache and is slower",
+                place.path,
+            )
         return file
 
     # Shares and room
 
     def _allocate(self, stripes: int) -> None:
-        """Lay `stripes` out as the shares say, as far as each directory has room, and take the space.
+        """Lay `stripes` out as the shares say, as far as each directory has room, and take the
+        space.
 
         Raises `BudgetError` when all together do not have it.
         """
@@ -188,7 +218,8 @@ class NvmeTier:
                 raise self._refusal(stripes, sum(rooms) * STRIPE_BYTES)
             self._stripes, short = Stripes(STRIPE_BYTES, shares, rooms), False
             lengths = self._stripes.lengths(stripes)
-            for file, length in zip(self._files, lengths, strict=True):  # first of all, as another may be on the same drive
+            # first of all, as another may be on the same drive
+            for file, length in zip(self._files, lengths, strict=True):
                 if file.size() > length:
                     file.truncate(length)
             for number, length in enumerate(lengths):
@@ -196,18 +227,28 @@ class NvmeTier:
                     self._check_room(stripes)
                     short, rooms[number] = True, _fill(self._files[number], length)
                     log.warning(
-                        "%s has room for %s of its share of %s of the states; the other directories take the rest",
-                        self._directories[number], format_bytes(rooms[number] * STRIPE_BYTES), format_bytes(length),
-                    )  # fmt: skip
+                        (
+                            "%s has room for %s of its share of %s of the states; the other "
+                            "directories take the rest"
+                        ),
+                        self._directories[number],
+                        format_bytes(rooms[number] * STRIPE_BYTES),
+                        format_bytes(length),
+                    )
         self._layout = shares, [room if room < stripes else None for room in rooms]
         if len(lengths) > 1:
-            parts = (f"{format_bytes(length)} in {at}" for at, length in zip(self._directories, lengths, strict=True))
+            parts = (
+                f"{format_bytes(length)} in {at}"
+                for at, length in zip(self._directories, lengths, strict=True)
+            )
             log.info("the states on nvme take %s", ", ".join(parts))
 
     def _decide(self, stripes: int, rooms: list[int]) -> Sequence[float]:
-        """The shares of the directories; lowers the rooms of those that cannot even hold what is written to measure them.
+        """The shares of the directories; lowers the rooms of those that cannot even hold what is
+        written to measure them.
 
-        Nothing is measured when there is nothing to choose, or when the states are less than what would be written.
+        Nothing is measured when there is nothing to choose, or when the states are less than what
+        would be written.
         """
         if not isinstance(self._shares, str):
             return self._shares
@@ -221,7 +262,8 @@ class NvmeTier:
         return levelled(speeds)
 
     def _probe(self) -> list[float]:
-        """Bytes per second of each directory beside the others; measured once. The files are empty before and after."""
+        """Bytes per second of each directory beside the others; measured once. The files are empty
+        before and after."""
         if not self._speeds:
             for file in self._files:
                 if not _extend(file, speed.PROBE_BYTES):
@@ -231,12 +273,16 @@ class NvmeTier:
             self._speeds = speed.measure(list(probes))
             for file in self._files:
                 file.truncate(0)
-            found = (f"{at} {rate / 1e9:.2f} GB/s" for at, rate in zip(self._directories, self._speeds, strict=True))
+            found = (
+                f"{at} {rate / 1e9:.2f} GB/s"
+                for at, rate in zip(self._directories, self._speeds, strict=True)
+            )
             log.info("measured, half reading and half writing: %s", ", ".join(found))
         return self._speeds
 
     def _check_room(self, stripes: int) -> None:
-        """Raise `BudgetError` where it is plain that the directories cannot hold `stripes`, before each is filled to its end."""
+        """Raise `BudgetError` where it is plain that the directories cannot hold `stripes`, before
+        each is filled to its end."""
         room = sum({place.device(): place.free_bytes() for place in self._places}.values())
         room += sum(file.size() for file in self._files)
         if len(self._files) == 1 or room < stripes * STRIPE_BYTES:
@@ -249,13 +295,16 @@ class NvmeTier:
         need, names = stripes * STRIPE_BYTES, " and ".join(map(str, self._directories))
         alone = len(self._directories) == 1
         return BudgetError(
-            f"{names} {'has' if alone else 'together have'} {format_bytes(room)} free, but the states on nvme need "
-            f"{format_bytes(need)} there; free {format_bytes(max(need - room, 0))}, add {'a second' if alone else 'another'} "
-            "directory, or set Tuning(copy_on_write=False) (halves what is updated, but a failed step then loses the state)"
+            f"{names} {'has' if alone else 'together have'} {format_bytes(room)} free, but the "
+            f"states on nvme need {format_bytes(need)} there; free "
+            f"{format_bytes(max(need - room, 0))}, add {'a second' if alone else 'another'} "
+            "directory, or set Tuning(copy_on_write=False) (halves what is updated, but a failed "
+            "step then loses the state)"
         )
 
     def grow(self, nbytes: int) -> Extent | None:
-        """An extent of `nbytes` (a multiple of 4096) more, after `open`; None where the budget or the drives have no room for it.
+        """An extent of `nbytes` (a multiple of 4096) more, after `open`; None where the budget or
+        the drives have no room for it.
 
         Called by one thread at a time; what is in flight goes on.
         """
@@ -267,31 +316,41 @@ class NvmeTier:
         while sum(rooms := [stripes if room is None else room for room in full]) >= stripes:
             layout = Stripes(STRIPE_BYTES, shares, rooms)
             lengths = layout.lengths(stripes)
-            short = [number for number, file in enumerate(self._files) if not _extend(file, lengths[number])]
+            short = [
+                number
+                for number, file in enumerate(self._files)
+                if not _extend(file, lengths[number])
+            ]
             if not short:
                 self._stripes, self._layout = layout, (shares, full)
                 extent = Extent(self.reserved, nbytes)
                 self.reserved += nbytes
                 return extent
-            full = [before[at] // STRIPE_BYTES if at in short else room for at, room in enumerate(full)]
+            full = [
+                before[at] // STRIPE_BYTES if at in short else room for at, room in enumerate(full)
+            ]
         for file, length in zip(self._files, before, strict=True):
             file.truncate(length)
         return None
 
     def register(self, memory: torch.Tensor) -> None:
-        """Let every engine pin `memory` until `close`, so that requests in it cost less CPU; needless, so it may be refused."""
+        """Let every engine pin `memory` until `close`, so that requests in it cost less CPU;
+        needless, so it may be refused."""
         if memory.numel() > 0:
             for engine in self.engines:
                 try:
                     engine.register_memory(memory.data_ptr(), memory.numel())
                 except OSError as error:
-                    log.debug("%d bytes are not registered with the I/O engine: %s", memory.numel(), error)
+                    log.debug(
+                        "%d bytes are not registered with the I/O engine: %s", memory.numel(), error
+                    )
 
     def attach(self, memory: torch.Tensor) -> None:
-        """After `open`: let the drives write to `memory` (uint8, on a GPU) until `close`, for `read` with `direct`.
+        """After `open`: let the drives write to `memory` (uint8, on a GPU) until `close`, for
+        `read` with `direct`.
 
-        A block of each file is written and read so to see that it arrives. Raises `RuntimeError` that says why it cannot be, and
-        then nothing has changed.
+        A block of each file is written and read so to see that it arrives. Raises `RuntimeError`
+        that says why it cannot be, and then nothing has changed.
         """
         with ExitStack() as undo:
             cufile = native.cufile()
@@ -299,7 +358,9 @@ class NvmeTier:
             cufile.register_memory(memory.data_ptr(), memory.numel())
             direct = []
             for number, file in enumerate(self._files):
-                direct.append(cufile.engine(file, threads=DIRECT_THREADS, request_bytes=REQUEST_BYTES))
+                direct.append(
+                    cufile.engine(file, threads=DIRECT_THREADS, request_bytes=REQUEST_BYTES)
+                )
                 undo.callback(direct[-1].close)
                 if file.size() > 0:
                     self._try_direct(number, direct[-1], memory[:ALIGNMENT])
@@ -308,11 +369,15 @@ class NvmeTier:
             self._parts.enter_context(undo.pop_all())
 
     def _try_direct(self, number: int, engine: Any, place: torch.Tensor) -> None:
-        """Raise `RuntimeError` unless a block of a file arrives in `place`, which is as before then."""
+        """Raise `RuntimeError` unless a block of a file arrives in `place`, which is as before
+        then."""
         file, before = self._files[number], place.cpu().clone()
         block = (torch.arange(ALIGNMENT) * (number + 3) // 7).to(torch.uint8)
         try:
-            for word, io, address in (("write", self.engines[number], block.data_ptr()), ("read", engine, place.data_ptr())):
+            for word, io, address in (
+                ("write", self.engines[number], block.data_ptr()),
+                ("read", engine, place.data_ptr()),
+            ):
                 getattr(io, word)(file, 0, address, ALIGNMENT).wait()
             if not torch.equal(place.cpu(), block):
                 raise RuntimeError(f"a block of {file.path} did not arrive on the GPU")
@@ -331,12 +396,14 @@ class NvmeTier:
         meter: Meter | None = None,
         direct: bool = False,
     ) -> Ticket:
-        """Start reading bytes [begin, begin + nbytes) of `extent` into `address`, with `direct` in the memory that was attached;
-        `name` labels the span, `meter` counts."""
+        """Start reading bytes [begin, begin + nbytes) of `extent` into `address`, with `direct` in
+        the memory that was attached; `name` labels the span, `meter` counts."""
         if meter is not None:
             meter.add(read=nbytes)
         self._recorder.count("nvme bytes read", nbytes)
-        return self._submit("read", self.direct if direct else self.engines, extent, begin, nbytes, address, name)
+        return self._submit(
+            "read", self.direct if direct else self.engines, extent, begin, nbytes, address, name
+        )
 
     def write(
         self,
@@ -348,8 +415,8 @@ class NvmeTier:
         meter: Meter | None = None,
         background: bool = False,
     ) -> Ticket:
-        """Start writing `nbytes` from `address` to bytes [begin, begin + nbytes) of `extent`; in the `background` when nobody
-        waits for it: reads then go first."""
+        """Start writing `nbytes` from `address` to bytes [begin, begin + nbytes) of `extent`; in
+        the `background` when nobody waits for it: reads then go first."""
         if meter is not None:
             meter.add(written=nbytes)
         self._recorder.count("nvme bytes written", nbytes)
@@ -367,11 +434,15 @@ class NvmeTier:
         background: bool = False,
     ) -> Ticket:
         if begin < 0 or begin + nbytes > extent.nbytes:
-            raise ValueError(f"bytes {begin}..{begin + nbytes} are not in an extent of {extent.nbytes}")
+            raise ValueError(
+                f"bytes {begin}..{begin + nbytes} are not in an extent of {extent.nbytes}"
+            )
         requests = []
         for number, offset, length in self._stripes.pieces(extent.start + begin, nbytes):
             submit = getattr(engines[number], operation)
-            requests.append(submit(self._files[number], offset, address, length, background, what=name))
+            requests.append(
+                submit(self._files[number], offset, address, length, background, what=name)
+            )
             address += length
         return Ticket(requests, self._spanning(f"nvme {operation}", name))
 
@@ -388,12 +459,14 @@ class NvmeTier:
         return ended
 
     def close(self) -> None:
-        """Wait for what is in flight, then remove the files and the locks, all of it whatever fails. May be called twice."""
+        """Wait for what is in flight, then remove the files and the locks, all of it whatever
+        fails. May be called twice."""
         self._parts.close()
 
 
 def _extend(file: Any, nbytes: int) -> bool:
-    """Take the space for `nbytes` of `file`; False, and the file is as before, when there is no room."""
+    """Take the space for `nbytes` of `file`; False, and the file is as before, when there is no
+    room."""
     had = file.size()
     try:
         file.allocate(nbytes)
@@ -406,9 +479,11 @@ def _extend(file: Any, nbytes: int) -> bool:
 
 
 def _fill(file: Any, nbytes: int) -> int:
-    """Take as many stripes as there is room for, where `nbytes` is too much; returns how many `file` holds then."""
+    """Take as many stripes as there is room for, where `nbytes` is too much; returns how many
+    `file` holds then."""
     fits, too_many = file.size() // STRIPE_BYTES, nbytes // STRIPE_BYTES
-    while too_many - fits > 1:  # what statvfs says is free need not be: quotas, and what the file system takes for itself
+    # what statvfs says is free need not be: quotas, and what the file system takes for itself
+    while too_many - fits > 1:
         middle = (fits + too_many) // 2
         if _extend(file, middle * STRIPE_BYTES):
             fits = middle

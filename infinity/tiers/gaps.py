@@ -6,7 +6,8 @@ from bisect import bisect_left
 
 
 class Gaps:
-    """The free ranges of an address space; the first that is long enough is taken. Not thread-safe."""
+    """The free ranges of an address space; the first that is long enough is taken. Not
+    thread-safe."""
 
     def __init__(self, nbytes: int = 0) -> None:
         self._starts = [0] if nbytes else []
@@ -15,7 +16,8 @@ class Gaps:
         """Bytes that nobody has."""
 
     def take(self, nbytes: int) -> int | None:
-        """The start of `nbytes` (more than 0) that are the caller's from now on; None where no range is long enough."""
+        """The start of `nbytes` (more than 0) that are the caller's from now on; None where no
+        range is long enough."""
         for at, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
             if end - start >= nbytes:
                 self._starts[at] += nbytes
@@ -28,7 +30,9 @@ class Gaps:
     def give(self, start: int, nbytes: int) -> None:
         """These `nbytes`, taken before or new, are free."""
         at, end = bisect_left(self._starts, start), start + nbytes
-        if (at and self._ends[at - 1] > start) or (at < len(self._starts) and self._starts[at] < end):
+        if (at and self._ends[at - 1] > start) or (
+            at < len(self._starts) and self._starts[at] < end
+        ):
             raise ValueError(f"bytes {start}..{end} are free already (invariant I3)")
         self.free += nbytes
         if at < len(self._starts) and self._starts[at] == end:

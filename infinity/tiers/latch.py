@@ -16,7 +16,8 @@ log = logging.getLogger("infinity")
 class Latch:
     """Keeps the first failure and tells everybody who asks. Any thread may call it.
 
-    `changed` is the condition of the store: its lock guards the latch, and whoever waits for it wakes on a failure.
+    `changed` is the condition of the store: its lock guards the latch, and whoever waits for it
+    wakes on a failure.
     """
 
     def __init__(self, changed: threading.Condition, device: ComputeDevice) -> None:
@@ -28,7 +29,8 @@ class Latch:
         self._listeners: list[Callable[[EngineClosedError], None]] = []
 
     def add_listener(self, listener: Callable[[EngineClosedError], None]) -> None:
-        """Call `listener` once something failed, on the thread that failed; until `remove_listener`."""
+        """Call `listener` once something failed, on the thread that failed; until
+        `remove_listener`."""
         with self._changed:
             self._listeners.append(listener)
 
@@ -44,7 +46,8 @@ class Latch:
         return self._failure is not None
 
     def fail(self, error: BaseException, what: str = "an update") -> EngineClosedError:
-        """`what` failed: whoever waits, now or later, gets an error from `error`; returned is one like it.
+        """`what` failed: whoever waits, now or later, gets an error from `error`; returned is one
+        like it.
 
         Only the first failure is kept.
         """
@@ -59,7 +62,13 @@ class Latch:
             try:
                 listener(told)
             except Exception as later:  # this failure is the one to tell
-                log.error("%s failed (%s), and so did telling of it: %s", what, error, later, exc_info=later)
+                log.error(
+                    "%s failed (%s), and so did telling of it: %s",
+                    what,
+                    error,
+                    later,
+                    exc_info=later,
+                )
         return told
 
     def close(self) -> None:
@@ -82,16 +91,19 @@ class Latch:
                 raise EngineClosedError("the engine was closed")
 
     def check_usable(self) -> None:
-        """Raise where nothing can be brought: `EngineClosedError` in a forked child, `RuntimeError` while a graph is captured."""
+        """Raise where nothing can be brought: `EngineClosedError` in a forked child, `RuntimeError`
+        while a graph is captured."""
         if os.getpid() != self._process:
             raise EngineClosedError(
-                "this process was forked from the one that wrapped the model, and has neither its threads nor its files; use the "
-                "model there, or start processes with torch.multiprocessing's 'spawn' and wrap a model in each"
+                "this process was forked from the one that wrapped the model, and has neither its "
+                "threads nor its files; use the model there, or start processes with "
+                "torch.multiprocessing's 'spawn' and wrap a model in each"
             )
         if self._device.is_capturing():
             raise RuntimeError(
-                "a CUDA graph is being captured, and its replay would skip the work of the engine (bringing parameters, taking "
-                "gradients); capture only code that uses no parameters of a wrapped model, or leave graphs out"
+                "a CUDA graph is being captured, and its replay would skip the work of the engine "
+                "(bringing parameters, taking gradients); capture only code that uses no "
+                "parameters of a wrapped model, or leave graphs out"
             )
 
     def _error(self) -> EngineClosedError:

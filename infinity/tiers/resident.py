@@ -5,8 +5,8 @@ evicting it moves no byte.
 
 [Note: who evicts]
 `Residency._acquire` alone, for a block that needs a place. Its numbered steps are the whole recipe;
-`SlotMap.place` chooses the window. A demand fetch (`start`, `wait`, `place`) may evict every copy that
-is not pinned. A prefetch may only evict what is needed later than what it brings.
+`SlotMap.place` chooses the window. A demand fetch (`start`, `wait`, `place`) may evict every copy
+that is not pinned. A prefetch may only evict what is needed later than what it brings.
 
 What is evicted follows from the uses alone, never from what happens to have landed. The ranks of a
 group gather a unit when they fetch it, so they must choose alike (invariant I6). The planner states
@@ -61,7 +61,14 @@ are read."""
 class Loader:
     """Brings the content of a block from its home to its place on the compute device."""
 
-    def __init__(self, device: ComputeDevice, drives: NvmeTier, staging: Staging, chunks: Chunks, meter: Meter) -> None:
+    def __init__(
+        self,
+        device: ComputeDevice,
+        drives: NvmeTier,
+        staging: Staging,
+        chunks: Chunks,
+        meter: Meter,
+    ) -> None:
         self._device = device
         self._drives = drives
         self._staging = staging
@@ -117,7 +124,9 @@ class Loader:
                 while coming and len(reading) < FILLING:
                     request = ChunkRequest([block], coming[0], load=[block])
                     staging = self._staging
-                    chunks = staging.try_check_out(request) if reading else staging.check_out(request)
+                    chunks = (
+                        staging.try_check_out(request) if reading else staging.check_out(request)
+                    )
                     if chunks is None:
                         break
                     coming.popleft()
@@ -134,7 +143,8 @@ class Loader:
 
 
 class CopyListeners(NamedTuple):
-    """Whom the copies ask, and tell: given at construction. Without a listener nothing is used again."""
+    """Whom the copies ask, and tell: given at construction. Without a listener nothing is used
+    again."""
 
     next_use: Callable[[int], float] = lambda unit: math.inf
     """How far away the next use of a unit's parameters is; asked under the store's lock."""
@@ -176,7 +186,8 @@ class Residency:
     # Questions
 
     def has_copy(self, block: Block) -> bool:
-        """Whether a copy is on the compute device, or on its way, or has its place there already."""
+        """Whether a copy is on the compute device, or on its way, or has its place there
+        already."""
         with self._changed:
             return block.copy.lease is not None
 
@@ -393,7 +404,9 @@ class Residency:
             with self._changed:
                 if block.copy.pending is None:
                     if block.copy.pins:
-                        raise RuntimeError(f"{block.name} is in use and cannot be updated (invariant I7)")
+                        raise RuntimeError(
+                            f"{block.name} is in use and cannot be updated (invariant I7)"
+                        )
                     block.copy.to_updating(keep)
                     block.home.updates += 1
                     if not keep:

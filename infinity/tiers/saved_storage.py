@@ -40,14 +40,21 @@ IN_SLOT = (StorageState.HELD, StorageState.WRITING, StorageState.CLEAN)
 
 
 class SavedStorage:
-    """One storage that autograd saved, `nbytes` long. All but `nbytes` is for `Activations`, under its lock."""
+    """One storage that autograd saved, `nbytes` long. All but `nbytes` is for `Activations`, under
+    its lock."""
 
     def __init__(
-        self, storage: torch.UntypedStorage, source: torch.Tensor, leaving: Copy, start: int, slot: torch.Tensor
+        self,
+        storage: torch.UntypedStorage,
+        source: torch.Tensor,
+        leaving: Copy,
+        start: int,
+        slot: torch.Tensor,
     ) -> None:
         self.nbytes = storage.nbytes()
         self.state = StorageState.LEAVING
-        self.start: int | None = start  # of the slot, in the memory of the tier; None: the slot is memory of its own
+        # of the slot, in the memory of the tier; None: the slot is memory of its own
+        self.start: int | None = start
         self.slot: torch.Tensor | None = slot
         self.extent: Extent | None = None
         self.origin = StorageWeakRef(storage)
@@ -67,14 +74,19 @@ class SavedStorage:
 
     def alive(self) -> torch.UntypedStorage | None:
         """The storage itself, if anybody still has it as it was."""
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.origin.cdata)
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(
+            self.origin.cdata
+        )
         if storage is None or storage.nbytes() != self.nbytes or storage.data_ptr() != self.address:
             return None
         return storage
 
     def in_flight(self) -> bool:
         """Whether something is still being read from its places, or written to them."""
-        return any(each is not None and not each.done() for each in (self.leaving, self.coming, self.ticket))
+        return any(
+            each is not None and not each.done()
+            for each in (self.leaving, self.coming, self.ticket)
+        )
 
     def await_idle(self) -> None:
         """Block until nothing is in flight, and let go of it, also of a copy that fails."""
@@ -123,7 +135,8 @@ class Stack:
         saved.stack = saved.above = saved.below = None
 
     def reach(self, saved: SavedStorage) -> None:
-        """`saved` was asked for: what is below it comes next. Several that one operator saved are asked for in any order."""
+        """`saved` was asked for: what is below it comes next. Several that one operator saved are
+        asked for in any order."""
         if saved.passed or self.next is None or saved.rank <= self.next.rank:
             self.next = saved.below
 

@@ -1,4 +1,5 @@
-"""Placement arithmetic of an arena: runs of consecutive slots, and which of them to give up for a new one. Imports no torch."""
+"""Placement arithmetic of an arena: runs of consecutive slots, and which of them to give up for a
+new one. Imports no torch."""
 
 from __future__ import annotations
 
@@ -44,12 +45,13 @@ class SlotMap(Generic[Owner]):
     ) -> SlotWindow[Owner] | None:
         """The best window of `length` slots, or None when there is none; nothing is changed.
 
-        `next_use(owner)` is how far away that owner's next use is, or None when its run may not be evicted; only owners
-        whose next use is farther away than `beyond` may be. Belady's rule for runs: take the window whose soonest next use
-        is farthest away (free slots are never used), then the one that evicts least, then the lowest.
+        `next_use(owner)` is how far away that owner's next use is, or None when its run may not be
+        evicted; only owners whose next use is farther away than `beyond` may be. Belady's rule for
+        runs: take the window whose soonest next use is farthest away (free slots are never used),
+        then the one that evicts least, then the lowest.
 
-        Example: slots AAB.., next uses A=9, B=2, length 3: [2, 5) would evict B (soonest 2) and [0, 3) A and B (soonest 2),
-        so with beyond=1 the answer is start 2, evicted (B,).
+        Example: slots AAB.., next uses A=9, B=2, length 3: [2, 5) would evict B (soonest 2) and [0,
+        3) A and B (soonest 2), so with beyond=1 the answer is start 2, evicted (B,).
         """
         runs = sorted(self.runs.items(), key=lambda item: item[1].start)
         edges = {0, self.count - length}
@@ -58,7 +60,9 @@ class SlotMap(Generic[Owner]):
         best: tuple[float, int, int] | None = None
         answer: SlotWindow[Owner] | None = None
         for start in sorted(edge for edge in edges if 0 <= edge <= self.count - length):
-            evicted = [owner for owner, run in runs if run.start < start + length and start < run.end]
+            evicted = [
+                owner for owner, run in runs if run.start < start + length and start < run.end
+            ]
             uses = [next_use(owner) for owner in evicted]
             if any(use is None or use <= beyond for use in uses):
                 continue
@@ -73,7 +77,9 @@ class SlotMap(Generic[Owner]):
         """Give `owner` the free run of `length` slots from `start`."""
         run = SlotRun(start, length)
         if owner in self.runs or start < 0 or run.end > self.count:
-            raise ValueError(f"slots {start}..{run.end} of {self.count} cannot be given to {owner!r}")
+            raise ValueError(
+                f"slots {start}..{run.end} of {self.count} cannot be given to {owner!r}"
+            )
         if any(other.start < run.end and start < other.end for other in self.runs.values()):
             raise ValueError(f"slots {start}..{run.end} are not free")
         self.runs[owner] = run

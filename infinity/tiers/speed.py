@@ -1,7 +1,8 @@
-"""How fast the drives of several directories are beside each other: what decides how much of the states each one holds.
+"""How fast the drives of several directories are beside each other: what decides how much of the
+states each one holds.
 
-All are measured at the same time, for they may share a link, or even be one drive; first writing, then reading, as the engine's
-traffic is about as much of one as of the other.
+All are measured at the same time, for they may share a link, or even be one drive; first writing,
+then reading, as the engine's traffic is about as much of one as of the other.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ class Probe(NamedTuple):
 
 
 def measure(probes: Sequence[Probe]) -> list[float]:
-    """Bytes per second of each, half of them read and half written; 0.0 where `nbytes` is 0. Raises `NvmeError`.
+    """Bytes per second of each, half of them read and half written; 0.0 where `nbytes` is 0. Raises
+    `NvmeError`.
 
-    Takes 8 MiB of memory, one thread per probe and mostly far less than a second. What was in the files is overwritten.
+    Takes 8 MiB of memory, one thread per probe and mostly far less than a second. What was in the
+    files is overwritten.
     """
     with ExitStack() as stack:
         memory = HostMemory(_REQUEST_BYTES * _IN_FLIGHT)
@@ -47,9 +50,18 @@ def measure(probes: Sequence[Probe]) -> list[float]:
         memory.tensor.view(torch.int64).random_(generator=noise)
         address = memory.tensor.data_ptr()
         threads = stack.enter_context(ThreadPoolExecutor(len(probes), "infinity-probe"))
-        written = list(threads.map(lambda probe: _move("write", probe, probe.nbytes, address), probes))
-        read = list(threads.map(lambda probe, wrote: _move("read", probe, wrote[0], address), probes, written))
-    return [float(statistics.harmonic_mean([n / seconds for n, seconds in ways])) for ways in zip(written, read, strict=True)]
+        written = list(
+            threads.map(lambda probe: _move("write", probe, probe.nbytes, address), probes)
+        )
+        read = list(
+            threads.map(
+                lambda probe, wrote: _move("read", probe, wrote[0], address), probes, written
+            )
+        )
+    return [
+        float(statistics.harmonic_mean([n / seconds for n, seconds in ways]))
+        for ways in zip(written, read, strict=True)
+    ]
 
 
 def _move(operation: str, probe: Probe, nbytes: int, address: int) -> tuple[int, float]:

@@ -139,7 +139,9 @@ class Staging:
         for begin in self.chunks(block):
             at, nbytes = self._chunks.bytes_of(block.placed, begin)
             part, spare = content[at : at + nbytes], nbytes if discrete and add else 0
-            chunks = self.check_out(ChunkRequest([block], begin, [block] if add else (), spare=spare))
+            chunks = self.check_out(
+                ChunkRequest([block], begin, [block] if add else (), spare=spare)
+            )
             with ExitStack() as stack:
                 for chunk in chunks:
                     stack.callback(chunk.release)
@@ -189,7 +191,9 @@ class Staging:
                 self._changed.wait()
                 self._latch.check_open()
                 self._latch.check()
-            return [arena.lease(next(self._tokens), arena.slot_bytes) if s else None for s in staged]
+            return [
+                arena.lease(next(self._tokens), arena.slot_bytes) if s else None for s in staged
+            ]
 
     def _in_place(self, block: Block, request: ChunkRequest) -> Checkout:
         """A chunk that is a part of the home itself."""
@@ -244,7 +248,9 @@ class Staging:
                 self._changed.notify_all()
         return True
 
-    def _write_home(self, home: torch.Tensor, tensor: torch.Tensor, used: Mark | None, background: bool) -> Copy:
+    def _write_home(
+        self, home: torch.Tensor, tensor: torch.Tensor, used: Mark | None, background: bool
+    ) -> Copy:
         return self._device.begin_upload(home, tensor, used)
 
     def _end_slot(self, slot: Lease) -> None:

@@ -6,8 +6,8 @@ The store opens its parts in order, hands them out, and closes them in reverse:
     compute device, for the model staging chunks of blocks on the host, for the optimizer and
     readers of states latch whether all this can go on
 
-Each `Block` has a spec, a home (`tiers/home`) and a device copy (`tiers/block`). Placement is seen as
-time only, never in the values (I8).
+Each `Block` has a spec, a home (`tiers/home`) and a device copy (`tiers/block`). Placement is seen
+as time only, never in the values (I8).
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ log = logging.getLogger("infinity")
 
 
 class Store:
-    """Owns every block, the arenas and the NVMe tier. Declare blocks with `add`, then `open`; `close` ends everything.
+    """Owns every block, the arenas and the NVMe tier. Declare blocks with `add`, then `open`;
+    `close` ends everything.
 
-    Any thread may call it; states change under one lock. The budgets hold from `open` on: all memory is allocated there.
+    Any thread may call it; states change under one lock. The budgets hold from `open` on: all
+    memory is allocated there.
     """
 
     layout: Layout
@@ -51,25 +53,35 @@ class Store:
     copy_slots: int
     """Slots of 4096 bytes on the compute device for copies of parameters."""
 
-    def __init__(self, config: Config, device: ComputeDevice, recorder: Recorder, own: str = "") -> None:
-        """What is on NVMe lies in directories called `own` below those of `config`, if that has letters."""
+    def __init__(
+        self, config: Config, device: ComputeDevice, recorder: Recorder, own: str = ""
+    ) -> None:
+        """What is on NVMe lies in directories called `own` below those of `config`, if that has
+        letters."""
         self._config = config
         self._device = device
         self._recorder = recorder
         self._nvme = NvmeTier(
-            config.nvme, config.tuning.io_engine, config.tuning.nvme_memory, recorder, config.tuning.nvme_shares, own
+            config.nvme,
+            config.tuning.io_engine,
+            config.tuning.nvme_memory,
+            recorder,
+            config.tuning.nvme_shares,
+            own,
         )
         self._changed = threading.Condition()
         self._blocks: list[Block] = []
         self._arenas: dict[str, Arena] = {}
-        self._closing = ExitStack()  # what `close` does, the last first, each whatever the others meet
+        # what `close` does, the last first, each whatever the others meet
+        self._closing = ExitStack()
         self._closing.callback(self._drop_memory)
         self._closing.callback(device.close)
         self._closing.callback(self._nvme.close)
         self.latch = Latch(self._changed, device)
         """Whether the store can go on."""
         self.activations: Activations | None = None
-        """What autograd saves, off the compute device; set by `open`, where the configuration wants that."""
+        """What autograd saves, off the compute device; set by `open`, where the configuration wants
+        that."""
         self.meter = Meter()
         """NVMe traffic of all that has no meter of its own."""
 
@@ -88,8 +100,13 @@ class Store:
         return Placement(self._config, machine, tuple(block.spec for block in self._blocks))
 
     def measure_drives(self) -> float:
-        """Before `open`: bytes per second of all drives together, half read and half written; infinite where nothing is there."""
-        return self._nvme.measure() if any(block.tier == "nvme" for block in self._blocks) else math.inf
+        """Before `open`: bytes per second of all drives together, half read and half written;
+        infinite where nothing is there."""
+        return (
+            self._nvme.measure()
+            if any(block.tier == "nvme" for block in self._blocks)
+            else math.inf
+        )
 
     # Opening
 
@@ -101,14 +118,19 @@ class Store:
             self._open_drives()
             self._allocate()
             self._lease_homes(rooms.cache)
-            self._device.await_stream()  # zeros and poison, and what was there before: copies would overtake them
+            # zeros and poison, and what was there before: copies would overtake them
+            self._device.await_stream()
             gpu, chunks = self._arenas["gpu"], Chunks(rooms.host.chunk_elements, layout.cuts)
             self.copy_slots = gpu.free_slots - gpu.slots_for(layout.reserve)
             parts = self._device, self._nvme
-            self.staging = Staging(*parts, self._arenas["staging"], chunks, self.latch, self._changed, self.meter)
+            self.staging = Staging(
+                *parts, self._arenas["staging"], chunks, self.latch, self._changed, self.meter
+            )
             loader = Loader(*parts, self.staging, chunks, self.meter)
             latch, lock = self.latch, self._changed
-            self.resident = Residency(self._device, gpu, self._blocks, layout, loader, latch, lock, listeners)
+            self.resident = Residency(
+                self._device, gpu, self._blocks, layout, loader, latch, lock, listeners
+            )
             self._closing.callback(self.resident.close)
         except BaseException:
             self.close()
@@ -127,7 +149,11 @@ class Store:
 
     def _allocate(self) -> None:
         """Make the arenas, and let the drives know what they read and write."""
-        rooms, host, poison = self.layout.rooms, self._device.host_memory, self._config.tuning.poison
+        rooms, host, poison = (
+            self.layout.rooms,
+            self._device.host_memory,
+            self._config.tuning.poison,
+        )
         gpu = Arena("gpu", self._device.compute_memory(rooms.device), ALIGNMENT, poison)
         self._arenas["gpu"] = gpu
         self._arenas["cpu"] = Arena("cpu", host(rooms.homes + rooms.cache), ALIGNMENT, poison)
@@ -145,23 +171,33 @@ class Store:
         self._attach(gpu)
 
     def _attach(self, gpu: Arena) -> None:
-        """Let the drives write parameters into the compute arena themselves, if that is wanted and works, and say which it is."""
+        """Let the drives write parameters into the compute arena themselves, if that is wanted and
+        works, and say which it is."""
         wanted, problem = self._config.tuning.gpu_direct, "the compute device is the CPU"
-        if wanted == "off" or not any(b.moved_bytes for b in self._blocks if b.kind is Kind.PARAM and not b.permanent):
+        if wanted == "off" or not any(
+            b.moved_bytes for b in self._blocks if b.kind is Kind.PARAM and not b.permanent
+        ):
             return
         if not self._device.unified_memory:
             try:
                 self._nvme.attach(gpu.memory)
-                log.info("parameters on nvme are read straight into the memory of the GPU (GPUDirect Storage)")
+                log.info(
+                    "parameters on nvme are read straight into the memory of the GPU "
+                    "(GPUDirect Storage)"
+                )
                 return
             except RuntimeError as error:
                 problem = str(error)
                 log.info("parameters on nvme pass host memory on their way to the GPU: %s", problem)
         if wanted == "on":
-            raise ConfigError(f"gpu_direct='on', but no drive can write to the compute device: {problem}; use gpu_direct='auto'")
+            raise ConfigError(
+                "gpu_direct='on', but no drive can write to the compute device: "
+                f"{problem}; use gpu_direct='auto'"
+            )
 
     def _lease_homes(self, cache_bytes: int) -> None:
-        """Give every block that is at home in memory, or in part in the cache, its place there, of zeros."""
+        """Give every block that is at home in memory, or in part in the cache, its place there, of
+        zeros."""
         for block in self._blocks:
             if block.tier != "nvme":
                 nbytes, copies = block.spec.home_bytes, block.placed.copies
@@ -177,7 +213,8 @@ class Store:
                 start += block.placed.cached_bytes
 
     def reserve(self, tier: Tier, nbytes: int) -> Lease:
-        """A lease for as long as the store lives, for a home or a buffer; part of what `open` was told."""
+        """A lease for as long as the store lives, for a home or a buffer; part of what `open` was
+        told."""
         lease = self._arenas[tier].lease(object(), nbytes)
         if lease is None:
             raise RuntimeError(f"{nbytes} bytes were not set aside on {tier} (invariant I10)")
@@ -207,7 +244,8 @@ class Store:
             self._device.await_stream()
 
     def cached(self) -> tuple[int, int]:
-        """Bytes of the blocks on NVMe that are cached in host memory, and bytes of all of those blocks."""
+        """Bytes of the blocks on NVMe that are cached in host memory, and bytes of all of those
+        blocks."""
         on_nvme = [b for b in self._blocks if b.tier == "nvme"]
         return sum(b.placed.cached_bytes for b in on_nvme), sum(b.nbytes for b in on_nvme)
 
@@ -236,7 +274,8 @@ class Store:
 
     @property
     def io(self) -> Any:
-        """The native I/O engine of the first directory, for counters and fault injection; None when nothing is on NVMe."""
+        """The native I/O engine of the first directory, for counters and fault injection; None when
+        nothing is on NVMe."""
         return self._nvme.engines[0] if self._nvme.engines else None
 
     @property
@@ -247,7 +286,8 @@ class Store:
     # The end
 
     def close(self) -> None:
-        """End every thread and I/O, remove the NVMe files, give the memory back. May be called twice."""
+        """End every thread and I/O, remove the NVMe files, give the memory back. May be called
+        twice."""
         self.latch.close()
         self._closing.close()
 

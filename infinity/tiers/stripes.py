@@ -1,4 +1,5 @@
-"""How one address space is spread over files whose drives differ in speed and room: arithmetic only. Imports no torch.
+"""How one address space is spread over files whose drives differ in speed and room: arithmetic
+only. Imports no torch.
 
 [Note: a share is a place in a short pattern]
 Stripes go round the files in a repeating pattern of at most 32. A file occurs in it as often as its
@@ -16,8 +17,10 @@ from typing import NamedTuple
 
 LONGEST_PATTERN = 32
 NEAR_ENOUGH = 1.05
-"""A pattern serves when its slowest drive takes at most so many times as long as with exact shares."""
-_LEAST_SHARE = 1e-3  # of the largest; each file occurs once in any case, so less makes no difference
+"""A pattern serves when its slowest drive takes at most so many times as long as with exact
+shares."""
+# of the largest; each file occurs once in any case, so less makes no difference
+_LEAST_SHARE = 1e-3
 _NO_LIMIT = 1 << 62
 
 
@@ -30,13 +33,16 @@ class FileRange(NamedTuple):
 
 
 class Stripes:
-    """The place of every byte of an address space in several files: a bijection onto [0, length) of each of them.
+    """The place of every byte of an address space in several files: a bijection onto [0, length) of
+    each of them.
 
-    `shares`: what part each file gets, as positive numbers of any scale; `rooms`: how many stripes it can hold (default: any
-    number); where that is 0 the share does not matter.
+    `shares`: what part each file gets, as positive numbers of any scale; `rooms`: how many stripes
+    it can hold (default: any number); where that is 0 the share does not matter.
     """
 
-    def __init__(self, stripe_bytes: int, shares: Sequence[float], rooms: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, stripe_bytes: int, shares: Sequence[float], rooms: Sequence[int] | None = None
+    ) -> None:
         self._bytes, self._files = stripe_bytes, len(shares)
         self._runs: list[_StripeRun] = []
         self._firsts: list[int] = []
@@ -56,7 +62,8 @@ class Stripes:
         return [count * self._bytes for count in run.held(at)]
 
     def pieces(self, position: int, nbytes: int) -> Iterator[FileRange]:
-        """The pieces of bytes [position, position + nbytes), in order; what follows in the same file is in the same piece."""
+        """The pieces of bytes [position, position + nbytes), in order; what follows in the same
+        file is in the same piece."""
         if self._files == 1 and nbytes > 0:
             yield FileRange(0, position, nbytes)
             return
@@ -65,7 +72,9 @@ class Stripes:
             stripe, within = divmod(position, self._bytes)
             run, at = self._find(stripe)
             file, number = run.place(at)
-            piece = FileRange(file, number * self._bytes + within, min(nbytes, self._bytes - within))
+            piece = FileRange(
+                file, number * self._bytes + within, min(nbytes, self._bytes - within)
+            )
             position, nbytes = position + piece.nbytes, nbytes - piece.nbytes
             if (piece.file, piece.offset) == (pending.file, pending.offset + pending.nbytes):
                 piece = FileRange(file, pending.offset, pending.nbytes + piece.nbytes)
@@ -92,26 +101,37 @@ class _StripeRun:
         """How many stripes each file holds when `stripes` of this run are in use."""
         cycles, rest = divmod(stripes, len(self._pattern))
         per_cycle = zip(self._before, self._counts, strict=True)
-        return [b + cycles * c + self._pattern[:rest].count(file) for file, (b, c) in enumerate(per_cycle)]
+        return [
+            b + cycles * c + self._pattern[:rest].count(file)
+            for file, (b, c) in enumerate(per_cycle)
+        ]
 
     def place(self, at: int) -> tuple[int, int]:
         """The file of stripe `at` of this run, and which of that file's stripes it is."""
         cycle, rest = divmod(at, len(self._pattern))
         file = self._pattern[rest]
-        return file, self._before[file] + cycle * self._counts[file] + self._pattern[:rest].count(file)
+        return file, self._before[file] + cycle * self._counts[file] + self._pattern[:rest].count(
+            file
+        )
 
     def stripes_until(self, file: int, room: int) -> int:
-        """How many stripes of this run come before the first one that `file`, with room for `room` in all, cannot hold."""
+        """How many stripes of this run come before the first one that `file`, with room for `room`
+        in all, cannot hold."""
         cycles, rest = divmod(room - self._before[file], self._counts[file])
-        return cycles * len(self._pattern) + [at for at, one in enumerate(self._pattern) if one == file][rest]
+        return (
+            cycles * len(self._pattern)
+            + [at for at, one in enumerate(self._pattern) if one == file][rest]
+        )
 
 
 def pattern_of(shares: Sequence[float]) -> list[int]:
-    """The order in which files take a stripe each: every file at least once, more often the larger its share."""
+    """The order in which files take a stripe each: every file at least once, more often the larger
+    its share."""
     counts = _counts(shares)
     credits = [0] * len(shares)
     order = []
-    for _ in range(sum(counts)):  # smooth weighted round robin: everyone earns its count, whoever has most pays for all
+    # smooth weighted round robin: everyone earns its count, whoever has most pays for all
+    for _ in range(sum(counts)):
         credits = [credit + count for credit, count in zip(credits, counts, strict=True)]
         chosen = credits.index(max(credits))
         credits[chosen] -= sum(counts)
@@ -120,13 +140,18 @@ def pattern_of(shares: Sequence[float]) -> list[int]:
 
 
 def _counts(shares: Sequence[float]) -> list[int]:
-    """How often each file occurs in the shortest pattern that is near enough, else in the nearest one."""
+    """How often each file occurs in the shortest pattern that is near enough, else in the nearest
+    one."""
     largest = max(shares)
     shares = [max(share / largest, _LEAST_SHARE) for share in shares]
 
     def slowness(counts: Sequence[int]) -> float:
         """Time of the slowest drive, as a multiple of the time with exact shares."""
-        return max(count / share for count, share in zip(counts, shares, strict=True)) * sum(shares) / sum(counts)
+        return (
+            max(count / share for count, share in zip(counts, shares, strict=True))
+            * sum(shares)
+            / sum(counts)
+        )
 
     counts = best = [1] * len(shares)
     while slowness(best) > NEAR_ENOUGH and sum(counts) < LONGEST_PATTERN:

@@ -22,7 +22,8 @@ def run(*arguments: object) -> Any:
 
 
 def test_bytes_are_those_that_an_update_must_move() -> None:
-    """gradient read; parameter read and written, or written only beside an fp32 master; master and moments read and written."""
+    """gradient read; parameter read and written, or written only beside an fp32 master; master and
+    moments read and written."""
     assert [case.bytes_per_parameter for case in CASES] == [
         28,
         2 + 2 + 8 + 16,
@@ -39,12 +40,16 @@ def test_ratios_are_of_one_round_each() -> None:
         return Subject(name, nbytes, lambda: None, lambda: None, list(seconds))
 
     ours = [subject(case.name, 28, 2.0, 4.0, 9.0) for case in CASES]
-    loop, *updates, peer = rows([subject("loop", 20, 1.0, 2.0, 3.0), *ours, subject("peer", 28, 3.0, 4.0, 27.0)], 10)
+    loop, *updates, peer = rows(
+        [subject("loop", 20, 1.0, 2.0, 3.0), *ours, subject("peer", 28, 3.0, 4.0, 27.0)], 10
+    )
     assert loop["gb_per_second_median"] == pytest.approx(20 * 10 / 2.0 / 1e9)
     assert updates[0]["of_in_place_loop_ratio_median"] == pytest.approx(1.4 * 0.5)
     assert updates[0]["of_in_place_loop_ratio_lowest"] == pytest.approx(1.4 / 3)
     assert updates[0]["nanoseconds_per_parameter"] == pytest.approx(4e8)
-    assert updates[0]["over_peers"] == {"peer": {"ratio_median": 1.5, "ratio_lowest": 1.0, "ratio_highest": 3.0}}
+    assert updates[0]["over_peers"] == {
+        "peer": {"ratio_median": 1.5, "ratio_lowest": 1.0, "ratio_highest": 3.0}
+    }
     assert all("over_peers" not in row for row in (loop, *updates[1:], peer))
 
 
@@ -96,7 +101,10 @@ def test_the_command_prints_a_table_and_writes_json_and_a_page(tmp_path: Path) -
 def test_without_peers_and_as_json_only() -> None:
     result = run("--parameters", "100K", "--rounds", 1, "--no-peers", "--json", "-")
     (size,) = json.loads(result.stdout)["results"]
-    assert [row["name"] for row in size["rows"]] == ["in-place loop", *(case.name for case in CASES)]
+    assert [row["name"] for row in size["rows"]] == [
+        "in-place loop",
+        *(case.name for case in CASES),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +115,9 @@ def test_without_peers_and_as_json_only() -> None:
         (["--json", "/nowhere/r.json"], "--json /nowhere/r.json cannot be written"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_sentence(arguments: list[str], sentence: str) -> None:
+def test_what_cannot_be_measured_is_refused_in_one_sentence(
+    arguments: list[str], sentence: str
+) -> None:
     result = run(*arguments)
     assert result.exit_code == 1
     assert sentence in result.stderr

@@ -1,4 +1,5 @@
-"""`infinity bench step`: what it counts, where its bytes come from, what it refuses, and what it writes for others to read."""
+"""`infinity bench step`: what it counts, where its bytes come from, what it refuses, and what it
+writes for others to read."""
 
 from __future__ import annotations
 
@@ -29,10 +30,18 @@ from support.probe import Probe
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 48, "max_position_embeddings": 32, "tie_word_embeddings": False,
-}  # fmt: skip
-BLOCK = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32  # queries and output, keys and values, the MLP, two norms
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 48,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+# queries and output, keys and values, the MLP, two norms
+BLOCK = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
 PARAMETERS = 3 * BLOCK + 2 * 48 * 32 + 32
 
 
@@ -47,14 +56,26 @@ def run(*arguments: object) -> Any:
     return CliRunner(env={"COLUMNS": "100"}).invoke(app, ["bench", "step", *map(str, arguments)])
 
 
-SMALL = ("--sequence-length", 16, "--batch-size", 2, "--probe-bytes", "1MiB", "--steps", 3, "--device", "cpu")
+SMALL = (
+    "--sequence-length",
+    16,
+    "--batch-size",
+    2,
+    "--probe-bytes",
+    "1MiB",
+    "--steps",
+    3,
+    "--device",
+    "cpu",
+)
 IN_MEMORY = ("--parameters", "cpu", "--optimizer", "cpu")
 
 
 def test_operations_are_those_counted_by_hand() -> None:
     """2 blocks of width 8, 1000 parameters of which 600 in blocks, 2 windows of 16 tokens."""
     shape = Shape(multiplied=1000, in_blocks=600, layers=2, width=8)
-    forward = 2 * 1000 * 32 + 2 * 32 * (2 * 16 * 8 + 2 * 16 * 8) / 2  # layers x tokens x (scores and sums), half of it masked
+    # layers x tokens x (scores and sums), half of it masked
+    forward = 2 * 1000 * 32 + 2 * 32 * (2 * 16 * 8 + 2 * 16 * 8) / 2
     assert count(shape, 32, 16, recomputes=False) == (3 * forward, 3 * forward)
     again = 2 * 600 * 32 + 2 * 32 * (2 * 16 * 8 + 2 * 16 * 8) / 2
     assert count(shape, 32, 16, recomputes=True) == (3 * forward, 3 * forward + again)
@@ -71,7 +92,14 @@ def test_the_shape_leaves_out_what_is_only_looked_up(tied: bool, model: Path) ->
 
 def test_what_a_step_needs_follows_from_bytes_and_rates() -> None:
     nbytes = {"nvme_read": 60, "nvme_write": 40, "host_to_device": 30, "device_to_host": 8}
-    rates = {"nvme_read": 10.0, "nvme_write": 20.0, "nvme_both": 25.0, "host_to_device": 5.0, "device_to_host": 4.0, "adam": 50.0}
+    rates = {
+        "nvme_read": 10.0,
+        "nvme_write": 20.0,
+        "nvme_both": 25.0,
+        "host_to_device": 5.0,
+        "device_to_host": 4.0,
+        "adam": 50.0,
+    }
     takes = {"compute": 7.0, "nvme": 6.0, "host_to_device": 6.0, "device_to_host": 2.0, "adam": 4.0}
     assert bounds(7.0, nbytes, {"adam": 200}, rates) == takes
     assert bounds(7.0, nbytes, {"adam": 200}, rates | {"nvme_both": 10.0})["nvme"] == 10.0
@@ -90,7 +118,13 @@ def test_an_update_is_bound_by_the_kernels_that_do_it() -> None:
     rates = {"host_to_device": 1.0, "device_to_host": 1.0, "adam": 10.0, "adam_on_gpu": 100.0}
 
     def times(updated: int, on_gpu: int) -> dict[str, float]:
-        return {k: v for k, v in bounds(0.0, nbytes, parts_updated(report_of(updated, on_gpu)), rates).items() if "adam" in k}
+        return {
+            k: v
+            for k, v in bounds(
+                0.0, nbytes, parts_updated(report_of(updated, on_gpu)), rates
+            ).items()
+            if "adam" in k
+        }
 
     assert times(800, 0) == {"adam": 10.0}
     assert times(800, 800) == {"adam_on_gpu": 1.0}
@@ -98,16 +132,33 @@ def test_an_update_is_bound_by_the_kernels_that_do_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tier", "kept", "on_gpu"), [("gpu", "0", 1), ("cpu", "auto", 1), ("cpu", "0", 0), ("cpu", "200KiB", 0.5)]
+    ("tier", "kept", "on_gpu"),
+    [("gpu", "0", 1), ("cpu", "auto", 1), ("cpu", "0", 0), ("cpu", "200KiB", 0.5)],
 )
 def test_the_report_says_where_states_are_updated(
-    tier: str, kept: str, on_gpu: float, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tier: str,
+    kept: str,
+    on_gpu: float,
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a device with kernels and memory of its own, which `discrete` plays."""
     for name in ("infinity.build", "infinity.bench.step.measure"):
         monkeypatch.setitem(vars(sys.modules[name]), "ComputeDevice", DiscreteDevice)
     kinds = ("--gradients", tier, "--optimizer", tier, "--parameters", "gpu", "--gpu-cache", kept)
-    result = run("--model", model, *SMALL, "--gpu-memory", "32MiB", *kinds, "--nvme", tmp_path, "--json", tmp_path / "r.json")
+    result = run(
+        "--model",
+        model,
+        *SMALL,
+        "--gpu-memory",
+        "32MiB",
+        *kinds,
+        "--nvme",
+        tmp_path,
+        "--json",
+        tmp_path / "r.json",
+    )
     assert result.exit_code == 0, result.output
     facts = json.loads((tmp_path / "r.json").read_text())
     states = facts["bytes_per_step"]
@@ -115,7 +166,10 @@ def test_the_report_says_where_states_are_updated(
     assert share == on_gpu or 0 < share < 1 == 2 * on_gpu
     by_cpu, by_device = on_gpu < 1, on_gpu > 0
     assert (facts["adam"] is not None, facts["adam_on_gpu"] is not None) == (by_cpu, by_device)
-    assert ("adam" in facts["roofline"]["seconds"], "adam_on_gpu" in facts["roofline"]["seconds"]) == (by_cpu, by_device)
+    assert (
+        "adam" in facts["roofline"]["seconds"],
+        "adam_on_gpu" in facts["roofline"]["seconds"],
+    ) == (by_cpu, by_device)
     assert ("Adam on the GPU" in result.stdout) is bool(on_gpu)
 
 
@@ -129,12 +183,18 @@ def test_depth_is_extrapolated_from_rounds_of_one_and_two_blocks() -> None:
     ("options", "dtype", "expected"),
     [
         ({}, torch.bfloat16, ("bf16", "bf16", "split", "fp32")),
-        ({"split_master": False, "moment_precision": "int8"}, torch.bfloat16, ("bf16", "bf16", "fp32", "int8")),
+        (
+            {"split_master": False, "moment_precision": "int8"},
+            torch.bfloat16,
+            ("bf16", "bf16", "fp32", "int8"),
+        ),
         ({"gradient_precision": "fp32"}, torch.float16, ("fp32", "fp16", "fp32", "fp32")),
         ({}, torch.float32, ("fp32", "fp32", "none", "fp32")),
     ],
 )
-def test_the_kernels_are_measured_in_the_formats_of_the_states(options: Any, dtype: torch.dtype, expected: Any) -> None:
+def test_the_kernels_are_measured_in_the_formats_of_the_states(
+    options: Any, dtype: torch.dtype, expected: Any
+) -> None:
     config = config_of(nvme="/", gpu_memory=1, cpu_memory=1, **options)
     found = formats_of(config, dtype)
     assert (found.grad, found.param, found.master, found.moments) == expected
@@ -143,13 +203,28 @@ def test_the_kernels_are_measured_in_the_formats_of_the_states(options: Any, dty
 
 def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path: Path, model: Path) -> None:
     result = run(
-        "--model", model, *SMALL, "--nvme", tmp_path, "--cache", 0, "--accumulate", 2, "--json", tmp_path / "r.json",
-        "--report", tmp_path / "r.html",
-    )  # fmt: skip
+        "--model",
+        model,
+        *SMALL,
+        "--nvme",
+        tmp_path,
+        "--cache",
+        0,
+        "--accumulate",
+        2,
+        "--json",
+        tmp_path / "r.json",
+        "--report",
+        tmp_path / "r.html",
+    )
     assert result.exit_code == 0, result.output
     assert "…" not in result.stdout  # it fits on a terminal
     facts = json.loads((tmp_path / "r.json").read_text())
-    assert (facts["parameters_count"], facts["tokens_per_step_count"], facts["steps_count"]) == (PARAMETERS, 64, 3)
+    assert (facts["parameters_count"], facts["tokens_per_step_count"], facts["steps_count"]) == (
+        PARAMETERS,
+        64,
+        3,
+    )
     assert len(facts["losses"]) == 3 + facts["discarded_steps_count"]
     assert facts["loss_falls"] and facts["gpu_direct"] is False
     operations = count(Shape(3 * BLOCK + 48 * 32 + 32, 3 * BLOCK, 3, 32), 64, 16, recomputes=True)
@@ -158,8 +233,18 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path: Path, mo
     per_second = facts["model_tflop_per_second"]["median"] * 1e12
     assert per_second * facts["step_seconds"]["median"] == pytest.approx(operations.model)
     roofline = facts["roofline"]
-    assert set(roofline["seconds"]) == {"compute", "nvme", "host_to_device", "device_to_host", "adam"}
-    assert roofline["bound_seconds"] == max(roofline["seconds"].values()) == roofline["seconds"][roofline["bound"]]
+    assert set(roofline["seconds"]) == {
+        "compute",
+        "nvme",
+        "host_to_device",
+        "device_to_host",
+        "adam",
+    }
+    assert (
+        roofline["bound_seconds"]
+        == max(roofline["seconds"].values())
+        == roofline["seconds"][roofline["bound"]]
+    )
     ratio = facts["step_seconds"]["median"] / roofline["bound_seconds"]
     assert roofline["step_over_bound_ratio"]["median"] == pytest.approx(ratio)
     assert roofline["seconds"]["compute"] == facts["compute"]["seconds"]
@@ -172,7 +257,9 @@ def test_the_command_prints_tables_and_writes_json_and_a_page(tmp_path: Path, mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "r.html", "r.json"]
 
 
-def test_bytes_are_those_that_the_engine_counted(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_that_the_engine_counted(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reports: list[Report] = []
     original = infinity.Engine.report
 
@@ -181,7 +268,19 @@ def test_bytes_are_those_that_the_engine_counted(tmp_path: Path, model: Path, mo
         return reports[-1]
 
     monkeypatch.setattr(infinity.Engine, "report", kept)
-    result = run("--model", model, *SMALL, "--nvme", tmp_path, "--cache", 0, "--update", "exact", "--json", "-")
+    result = run(
+        "--model",
+        model,
+        *SMALL,
+        "--nvme",
+        tmp_path,
+        "--cache",
+        0,
+        "--update",
+        "exact",
+        "--json",
+        "-",
+    )
     facts, (report,) = json.loads(result.stdout), reports
     moved = facts["bytes_per_step"]
     assert moved["nvme_read"] == round(report.read_per_parameter * PARAMETERS) > 10 * PARAMETERS
@@ -192,12 +291,19 @@ def test_bytes_are_those_that_the_engine_counted(tmp_path: Path, model: Path, mo
     assert moved["optimizer_states_updated"] == report.updated
 
 
-def test_the_report_says_what_was_copied_in_the_last_step_and_what_is_updated(tmp_path: Path, model: Path) -> None:
+def test_the_report_says_what_was_copied_in_the_last_step_and_what_is_updated(
+    tmp_path: Path, model: Path
+) -> None:
     source = train.find_source(str(model), "bf16")
     with infinity.init():
         built = source.build()
     config = Config(
-        gpu_memory="1MiB", cpu_memory="8MiB", parameters="cpu", optimizer="cpu", precision="bf16", tuning=Tuning(device="cpu")
+        gpu_memory="1MiB",
+        cpu_memory="8MiB",
+        parameters="cpu",
+        optimizer="cpu",
+        precision="bf16",
+        tuning=Tuning(device="cpu"),
     )
     wrapped = infinity.wrap(built, config)
     ids = torch.zeros(1, 8, dtype=torch.long)
@@ -211,7 +317,12 @@ def test_the_report_says_what_was_copied_in_the_last_step_and_what_is_updated(tm
             optimizer.zero_grad()
         report = engine.report()
         last = tuple(now - before for now, before in zip(copied[-1], copied[-2], strict=True))
-        updated = sum(b.nbytes for unit in engine.units for kind, b in unit.blocks.items() if kind.value not in ("param", "grad"))
+        updated = sum(
+            b.nbytes
+            for unit in engine.units
+            for kind, b in unit.blocks.items()
+            if kind.value not in ("param", "grad")
+        )
     assert (report.copied_to_device, report.copied_from_device) == last
     assert report.copied_to_device > 0
     assert report.updated == updated >= 10 * PARAMETERS
@@ -223,7 +334,12 @@ def test_random_weights_fill_every_parameter_and_differ_by_seed(model: Path) -> 
             built = train.find_source(str(model), "bf16").build()
         train.fill_randomly(built, seed, 0.02)
         config = Config(
-            gpu_memory="8MiB", cpu_memory="8MiB", parameters="cpu", optimizer="cpu", precision="bf16", tuning=Tuning(device="cpu")
+            gpu_memory="8MiB",
+            cpu_memory="8MiB",
+            parameters="cpu",
+            optimizer="cpu",
+            precision="bf16",
+            tuning=Tuning(device="cpu"),
         )
         wrapped = infinity.wrap(built, config)
         with infinity.engine(wrapped) as engine:
@@ -251,8 +367,14 @@ def test_a_directory_with_weights_and_a_preset_are_what_finetune_takes(tmp_path:
     ("arguments", "sentence"),
     [
         ((), "parameters and optimizer on nvme, but no directory is given: add --nvme DIR"),
-        ((*IN_MEMORY, "--model", "lama-tiny"), "unknown model 'lama-tiny'; did you mean 'llama-tiny'?"),
-        ((*IN_MEMORY, "--sequence-length", 4096), "a sequence length of 4096 is more than the 2048 positions of llama-tiny"),
+        (
+            (*IN_MEMORY, "--model", "lama-tiny"),
+            "unknown model 'lama-tiny'; did you mean 'llama-tiny'?",
+        ),
+        (
+            (*IN_MEMORY, "--sequence-length", 4096),
+            "a sequence length of 4096 is more than the 2048 positions of llama-tiny",
+        ),
         ((*IN_MEMORY, "--json", "/nowhere/r.json"), "--json /nowhere/r.json cannot be written"),
         (
             (*IN_MEMORY, "--probe-bytes", "1MiB", "--device", "cpu", "--cpu-memory", "1MiB"),
@@ -273,7 +395,10 @@ def test_what_cannot_be_measured_is_refused_in_one_sentence(arguments: Any, sent
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
     for content, text in (
         ('{"model_type": "nothing"}', "x.json does not describe a model that can be built: "),
-        ('{"hidden_size": 8}', "x.json is not the configuration of a transformers model: it has no model_type"),
+        (
+            '{"hidden_size": 8}',
+            "x.json is not the configuration of a transformers model: it has no model_type",
+        ),
         ("{", "x.json: not JSON (character 2: "),
     ):
         (tmp_path / "x.json").write_text(content)

@@ -1,4 +1,5 @@
-"""What `benchmarks/gpu` runs on a GPU: the script goes through on the CPU at tiny sizes, and its arithmetic of sizes holds."""
+"""What `benchmarks/gpu` runs on a GPU: the script goes through on the CPU at tiny sizes, and its
+arithmetic of sizes holds."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ H100 = sizes.Machine(61 * GIB, 110 * GIB, 57 * GIB)
 CONFIGS = {path.stem: json.loads(path.read_text()) for path in (FOLDER / "configs").glob("*.json")}
 
 
-def test_the_rehearsal_runs_what_is_cheap_and_writes_what_became_of_each_part(tmp_path: Path) -> None:
+def test_the_rehearsal_runs_what_is_cheap_and_writes_what_became_of_each_part(
+    tmp_path: Path,
+) -> None:
     parts = ["kernels", "links", "step-13b"]
     command = [
         sys.executable,
@@ -55,7 +58,9 @@ def test_the_rehearsal_runs_what_is_cheap_and_writes_what_became_of_each_part(tm
 def test_without_a_gpu_it_says_so() -> None:
     if load("links").torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    done = subprocess.run([sys.executable, FOLDER / "run_all", "--output", "/tmp"], capture_output=True, **CHILD)
+    done = subprocess.run(
+        [sys.executable, FOLDER / "run_all", "--output", "/tmp"], capture_output=True, **CHILD
+    )
     assert done.returncode == 2
     assert "torch sees no CUDA device" in done.stderr
 
@@ -79,7 +84,10 @@ def test_what_is_planned_for_a_gpu_machine_fits_and_fills_it() -> None:
     biggest = sizes.largest(CONFIGS["llama-33b"], H100)
     assert biggest.parameters > 25e9
     for plan in (held, spread, biggest):
-        assert all(plan.budgets[tier] <= getattr(H100, {"cpu": "host"}.get(tier, tier)) for tier in plan.budgets)
+        assert all(
+            plan.budgets[tier] <= getattr(H100, {"cpu": "host"}.get(tier, tier))
+            for tier in plan.budgets
+        )
     for plan in (spread, biggest):
         assert plan.facts["state_of_budgets_ratio"] > 0.9
         assert all(ratio > 0.9 for ratio in plan.facts["state_of_budget_ratio"].values())
@@ -90,6 +98,9 @@ def test_what_is_planned_for_a_gpu_machine_fits_and_fills_it() -> None:
 
 def test_narrower_moments_are_taken_where_memory_is_short() -> None:
     model = CONFIGS["llama-3-8b"]
-    assert sizes.in_host_memory(model, H100._replace(host=50 * GIB)).options["moment-precision"] == "bf16"
+    assert (
+        sizes.in_host_memory(model, H100._replace(host=50 * GIB)).options["moment-precision"]
+        == "bf16"
+    )
     with pytest.raises(ValueError, match="do not fit into 20 GiB of host memory"):
         sizes.in_host_memory(model, H100._replace(host=20 * GIB))

@@ -1,4 +1,5 @@
-"""A checkpoint is the whole state: training goes on from it with the same bits, in any placement, or it is refused."""
+"""A checkpoint is the whole state: training goes on from it with the same bits, in any placement,
+or it is refused."""
 
 from __future__ import annotations
 
@@ -47,20 +48,33 @@ FORMATS: dict[str, dict[str, Any]] = {
 PLACES = [
     {"parameters": "gpu", "optimizer": "gpu", "gradients": "gpu"},
     {"parameters": "nvme", "optimizer": "nvme", "gradients": "cpu"},
-    {"parameters": "nvme", "optimizer": "nvme", "gradients": "nvme", "cache": 0, "copy_on_write": False},
+    {
+        "parameters": "nvme",
+        "optimizer": "nvme",
+        "gradients": "nvme",
+        "cache": 0,
+        "copy_on_write": False,
+    },
     {"parameters": "cpu", "optimizer": "nvme", "gradients": "cpu", "cache": 50_000},
     {"parameters": "nvme", "optimizer": "cpu", "gradients": "cpu", "cache": 0, "update": "exact"},
 ]
 
 
 class Training:
-    """A wrapped model in a directory of its own, with an optimizer; steps depend on their number alone."""
+    """A wrapped model in a directory of its own, with an optimizer; steps depend on their number
+    alone."""
 
     def __init__(
-        self, directory: Path, model: nn.Module | None = None, make: Callable[..., Any] | None = None, **config: Any
+        self,
+        directory: Path,
+        model: nn.Module | None = None,
+        make: Callable[..., Any] | None = None,
+        **config: Any,
     ) -> None:
         directory.mkdir()
-        self.model: Any = infinity.wrap(model or transformer(), config_of(nvme=[directory], **(ROOMY | config)))
+        self.model: Any = infinity.wrap(
+            model or transformer(), config_of(nvme=[directory], **(ROOMY | config))
+        )
         self.engine = infinity.engine(self.model)
         make = make or (lambda parameters: infinity.AdamW(parameters, lr=1e-2, max_grad_norm=0.5))
         self.optimizer: Any = make(self.model.parameters())
@@ -83,9 +97,15 @@ class Training:
 
     def everything(self) -> dict[str, Any]:
         """Weights, states and counts, flattened to one dict."""
-        found: dict[str, Any] = {name: value.clone() for name, value in self.engine.state_dict().items()}
+        found: dict[str, Any] = {
+            name: value.clone() for name, value in self.engine.state_dict().items()
+        }
         packed = self.optimizer.state_dict()
-        found |= {f"{number} {name}": value for number, values in packed["state"].items() for name, value in values.items()}
+        found |= {
+            f"{number} {name}": value
+            for number, values in packed["state"].items()
+            for name, value in values.items()
+        }
         return found | {
             "groups": packed["param_groups"],
             "scaler": packed.get("loss_scaler"),
@@ -97,7 +117,9 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Equal keys and values; tensors in every bit."""
     return a.keys() == b.keys() and all(
         v.dtype == b[k].dtype
-        and torch.equal(v.contiguous().view(-1).view(torch.uint8), b[k].contiguous().view(-1).view(torch.uint8))
+        and torch.equal(
+            v.contiguous().view(-1).view(torch.uint8), b[k].contiguous().view(-1).view(torch.uint8)
+        )
         if isinstance(v, torch.Tensor)
         else v == b[k]
         for k, v in a.items()
@@ -125,11 +147,14 @@ Start = Callable[..., Training]
 class Odd(nn.Module):
     """Uneven shapes, tied or frozen parameters, two dtypes, a buffer that the forward changes."""
 
-    def __init__(self, width: int, widths: list[int], tied: bool, frozen: set[int], narrow: set[int]) -> None:
+    def __init__(
+        self, width: int, widths: list[int], tied: bool, frozen: set[int], narrow: set[int]
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(64, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, w), nn.Tanh(), nn.Linear(w, width, bias=w % 2 == 0)) for w in widths
+            nn.Sequential(nn.Linear(width, w), nn.Tanh(), nn.Linear(w, width, bias=w % 2 == 0))
+            for w in widths
         )
         self.head = nn.Linear(width, 64, bias=False)
         self.gain = nn.Parameter(torch.tensor(1.0))
@@ -147,10 +172,14 @@ class Odd(nn.Module):
         for block in self.blocks:
             x = x + block(x.to(block[0].weight.dtype)).to(x.dtype)
         logits = self.head(x * self.gain.to(x.dtype)).float()
-        return type("Output", (), {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten())})
+        return type(
+            "Output", (), {"loss": functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+        )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     shape=st.builds(
         dict,
@@ -196,11 +225,17 @@ def test_training_goes_on_bit_for_bit_in_any_placement(
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_every_format_with_many_chunks_and_pieces(
-    form: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smallest: Callable[..., dict[str, int]]
+    form: str,
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    smallest: Callable[..., dict[str, int]],
 ) -> None:
     """Pieces, chunks and parameters are cut at different places."""
     monkeypatch.setattr(state, "PIECE", 5000)
-    least = smallest(transformer(width=64), **FORMATS[form], nvme=[tmp_path], optimizer="nvme", parameters="nvme")
+    least = smallest(
+        transformer(width=64), **FORMATS[form], nvme=[tmp_path], optimizer="nvme", parameters="nvme"
+    )
     one = start(transformer(width=64), **FORMATS[form], **least, update="exact", cache=0)
     assert max(len(unit.states.chunks()) for unit in one.engine.units) > 1
     one.steps(range(2))
@@ -214,8 +249,13 @@ def test_every_format_with_many_chunks_and_pieces(
     assert same(other.everything(), whole)
 
 
-@pytest.mark.parametrize("forms", [("unsplit", "bf16"), ("bf16", "unsplit"), ("bf16-moments", "bf16"), ("int8-moments", "bf16")])
-def test_another_format_that_has_all_bits_takes_over_all_bits(forms: tuple[str, str], start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "forms",
+    [("unsplit", "bf16"), ("bf16", "unsplit"), ("bf16-moments", "bf16"), ("int8-moments", "bf16")],
+)
+def test_another_format_that_has_all_bits_takes_over_all_bits(
+    forms: tuple[str, str], start: Start, tmp_path: Path
+) -> None:
     one, other = start(**FORMATS[forms[0]]), start(transformer(1), **FORMATS[forms[1]])
     one.steps(range(3))
     one.save(tmp_path / "checkpoint")
@@ -241,7 +281,10 @@ def test_weights_in_fp32_are_the_masters_of_weights_in_bf16(start: Start, tmp_pa
     one.save(tmp_path / "checkpoint")
     other.load(tmp_path / "checkpoint")
     masters = [values["master"] for values in one.optimizer.state_dict()["state"].values()]
-    assert all(torch.equal(a, b) for a, b in zip(masters, dict(other.engine.weights()).values(), strict=False))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(masters, dict(other.engine.weights()).values(), strict=False)
+    )
     other.save(tmp_path / "again")
     three = start(transformer(2), precision="bf16")
     three.load(tmp_path / "again")
@@ -255,10 +298,18 @@ MAKERS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
     "sgd": ({"algorithm": "sgd"}, lambda p: infinity.SGD(p, lr=1e-2)),
     "groups": (
         {},
-        lambda p: infinity.AdamW([{"params": (p := list(p))[:5], "lr": 1e-3}, {"params": p[5:], "betas": (0.8, 0.9)}]),
+        lambda p: infinity.AdamW(
+            [{"params": (p := list(p))[:5], "lr": 1e-3}, {"params": p[5:], "betas": (0.8, 0.9)}]
+        ),
     ),
-    "rmsprop": ({"algorithm": "other"}, lambda p: infinity.adapt(torch.optim.RMSprop, p, lr=1e-3, momentum=0.5, centered=True)),
-    "nadam": ({"algorithm": "other", "optimizer": "cpu"}, lambda p: infinity.adapt(torch.optim.NAdam, p, lr=1e-3)),
+    "rmsprop": (
+        {"algorithm": "other"},
+        lambda p: infinity.adapt(torch.optim.RMSprop, p, lr=1e-3, momentum=0.5, centered=True),
+    ),
+    "nadam": (
+        {"algorithm": "other", "optimizer": "cpu"},
+        lambda p: infinity.adapt(torch.optim.NAdam, p, lr=1e-3),
+    ),
 }
 
 
@@ -266,7 +317,9 @@ MAKERS: dict[str, tuple[dict[str, Any], Callable[..., Any]]] = {
 def test_every_optimizer_goes_on(name: str, start: Start, tmp_path: Path) -> None:
     config, make = MAKERS[name]
     one, other = (start(transformer(seed), make, precision="bf16", **config) for seed in range(2))
-    schedulers = [torch.optim.lr_scheduler.StepLR(training.optimizer, 2, 0.5) for training in (one, other)]
+    schedulers = [
+        torch.optim.lr_scheduler.StepLR(training.optimizer, 2, 0.5) for training in (one, other)
+    ]
     for number in range(3):
         one.step(number)
         schedulers[0].step()
@@ -297,14 +350,20 @@ def test_several_optimizers_of_one_model(start: Start, tmp_path: Path) -> None:
     step(one, mine, 0)
     one.engine.save_checkpoint(tmp_path / "checkpoint", mine)
     other.engine.load_checkpoint(tmp_path / "checkpoint", theirs)
-    assert [step(one, mine, n) for n in range(1, 4)] == [step(other, theirs, n) for n in range(1, 4)]
-    with pytest.raises(infinity.CheckpointError, match=r"has the states of 2 optimizers, and 1 are to be loaded$"):
+    assert [step(one, mine, n) for n in range(1, 4)] == [
+        step(other, theirs, n) for n in range(1, 4)
+    ]
+    with pytest.raises(
+        infinity.CheckpointError, match=r"has the states of 2 optimizers, and 1 are to be loaded$"
+    ):
         other.load(tmp_path / "checkpoint")
 
 
 def test_a_loss_scale_and_skipped_steps_go_on(start: Start, tmp_path: Path) -> None:
     def make(parameters: Any) -> Optimizer:
-        return infinity.AdamW(parameters, lr=1e-3, loss_scaler=infinity.LossScaler(2.0**15, window=3, hysteresis=1))
+        return infinity.AdamW(
+            parameters, lr=1e-3, loss_scaler=infinity.LossScaler(2.0**15, window=3, hysteresis=1)
+        )
 
     one, other = (start(transformer(seed), make, precision="fp16") for seed in range(2))
     one.optimizer.scale(one.model(**text_batch(0)).loss * torch.inf).backward()
@@ -320,9 +379,17 @@ def test_a_loss_scale_and_skipped_steps_go_on(start: Start, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("place", PLACES[1:3], ids=["nvme", "all-nvme"])
 @pytest.mark.parametrize("after", [0, 3, 5])
-def test_updates_one_step_late_go_on(after: int, place: dict[str, Any], start: Start, tmp_path: Path) -> None:
-    """Wherever the run is cut, before the updates begin to be late or after; a save makes the last one seen, in each run."""
-    late = place | {"update": "delayed", "delayed_after": after, "precision": "bf16", "copy_on_write": True}
+def test_updates_one_step_late_go_on(
+    after: int, place: dict[str, Any], start: Start, tmp_path: Path
+) -> None:
+    """Wherever the run is cut, before the updates begin to be late or after; a save makes the last
+    one seen, in each run."""
+    late = place | {
+        "update": "delayed",
+        "delayed_after": after,
+        "precision": "bf16",
+        "copy_on_write": True,
+    }
     last, every = 7, 2
 
     def go_on(training: Training, first: int, where: Path) -> list[float]:
@@ -366,7 +433,9 @@ def test_without_an_optimizer_it_is_the_weights(start: Start, tmp_path: Path) ->
         other.engine.load_checkpoint(tmp_path / name)
         assert same(other.engine.state_dict(), one.engine.state_dict())
     assert other.optimizer.state_dict()["state"] == {}
-    with pytest.raises(infinity.CheckpointError, match=r"has the states of 0 optimizers, and 1 are to be loaded$"):
+    with pytest.raises(
+        infinity.CheckpointError, match=r"has the states of 0 optimizers, and 1 are to be loaded$"
+    ):
         other.load(tmp_path / "weights")
 
 
@@ -385,7 +454,9 @@ def test_gradients_are_forgotten(start: Start, tmp_path: Path) -> None:
 # What lies where
 
 
-def test_plain_torch_reads_it(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_torch_reads_it(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(state, "PIECE", 1000)
     training = start(precision="bf16", moment_precision="int8")
     training.steps(range(2))
@@ -400,7 +471,9 @@ def test_plain_torch_reads_it(start: Start, tmp_path: Path, monkeypatch: pytest.
     for number, (name, _) in enumerate(training.model.named_parameters()):
         assert torch.equal(found["model"][name].view(shapes[name]), states[number]["master"])
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(found["optimizer"][key][name].view(shapes[name]), states[number][key])
+            assert torch.equal(
+                found["optimizer"][key][name].view(shapes[name]), states[number][key]
+            )
     assert torch.equal(found["model"]["scale"], weights["scale"])
 
 
@@ -410,7 +483,11 @@ def test_every_byte_is_written_once(start: Start, tmp_path: Path) -> None:
     training.save(tmp_path / "checkpoint")
     parameters = [p.numel() for p in training.model.parameters()]
     size = sum(path.stat().st_size for path in (tmp_path / "checkpoint").iterdir())
-    assert (4 + 2 + 2) * sum(parameters) < size < (4 + 2 + 2) * sum(parameters) + 3 * 2048 * (len(parameters) + 3)
+    assert (
+        (4 + 2 + 2) * sum(parameters)
+        < size
+        < (4 + 2 + 2) * sum(parameters) + 3 * 2048 * (len(parameters) + 3)
+    )
 
 
 class Allocations(TorchDispatchMode):
@@ -424,7 +501,9 @@ class Allocations(TorchDispatchMode):
     def alive(self) -> dict[int, int]:
         """Bytes by the addresses of storages."""
         self._made = [made for made in self._made if made() is not None]
-        storages = [tensor.untyped_storage() for made in self._made if (tensor := made()) is not None]
+        storages = [
+            tensor.untyped_storage() for made in self._made if (tensor := made()) is not None
+        ]
         return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -441,7 +520,10 @@ class Allocations(TorchDispatchMode):
 
 
 def test_memory_is_bounded_by_pieces_and_not_by_the_model(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smallest: Callable[..., dict[str, int]]
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    smallest: Callable[..., dict[str, int]],
 ) -> None:
     piece = 1 << 14
     monkeypatch.setattr(state, "PIECE", piece)
@@ -461,20 +543,34 @@ def test_memory_is_bounded_by_pieces_and_not_by_the_model(
             _, python = tracemalloc.get_traced_memory()
             tracemalloc.stop()
             assert piece * 4 <= allocations.most <= 4 * piece * 4, act
-            # A piece as bytes, the plan, which takes some 5 KiB for each piece (of 16 MiB, but in this test), and room.
+            # A piece as bytes, the plan, which takes some 5 KiB for each piece (of 16 MiB, but in
+            # this test), and room.
             assert python <= 4 * piece * 4 + 3 * len(parts) * 8192 + 300_000, act
 
 
-def test_the_process_does_not_grow(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_does_not_grow(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pieces of the real size leave no holes that malloc cannot use again."""
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(5)))
-    training = start(model, precision="bf16", parameters="cpu", optimizer="cpu", cpu_memory="1GiB", gpu_memory="64MiB")
+    training = start(
+        model,
+        precision="bf16",
+        parameters="cpu",
+        optimizer="cpu",
+        cpu_memory="1GiB",
+        gpu_memory="64MiB",
+    )
     training.model(torch.randn(2, 2048, dtype=torch.bfloat16)).sum().backward()
     training.optimizer.step()
     training.optimizer.zero_grad()
 
     def resident() -> int:
-        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+        (line,) = [
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("RssAnon")
+        ]
         return int(line.split()[1]) << 10
 
     most = [resident()]
@@ -506,7 +602,8 @@ class Killed(BaseException):
 
 @contextmanager
 def killed_before(moment: int) -> Iterator[list[str]]:
-    """The process ends before its action number `moment` on the file system; gives the actions so far."""
+    """The process ends before its action number `moment` on the file system; gives the actions so
+    far."""
     done: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
 
@@ -521,12 +618,20 @@ def killed_before(moment: int) -> Iterator[list[str]]:
 
             patch.setattr(owner, name, act)
 
-        for owner, name in ((shutil, "rmtree"), (Path, "rename"), (Path, "mkdir"), (os, "fsync"), (torch, "save")):
+        for owner, name in (
+            (shutil, "rmtree"),
+            (Path, "rename"),
+            (Path, "mkdir"),
+            (os, "fsync"),
+            (torch, "save"),
+        ):
             watch(owner, name)
         yield done
 
 
-def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(start: Start, tmp_path: Path) -> None:
+def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(
+    start: Start, tmp_path: Path
+) -> None:
     one, other = start(), start(transformer(1))
     one.steps(range(1))
     one.save(tmp_path / "checkpoint")
@@ -552,7 +657,10 @@ def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(start: St
             other.save(tmp_path / "first")
     assert found == {False, True}
     assert moment > 50
-    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith("nvme")} == {"checkpoint", "first"}
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith("nvme")} == {
+        "checkpoint",
+        "first",
+    }
 
 
 def full_after(nbytes: int, patch: pytest.MonkeyPatch) -> None:
@@ -580,7 +688,9 @@ def full_after(nbytes: int, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("room", [0, 1000, 100_000, 400_000])
-def test_a_full_drive_is_one_error_and_training_goes_on(room: int, start: Start, tmp_path: Path) -> None:
+def test_a_full_drive_is_one_error_and_training_goes_on(
+    room: int, start: Start, tmp_path: Path
+) -> None:
     training, plain = start(), start()
     training.steps(range(1))
     training.save(tmp_path / "checkpoint")
@@ -589,12 +699,15 @@ def test_a_full_drive_is_one_error_and_training_goes_on(room: int, start: Start,
     with pytest.MonkeyPatch.context() as patch:
         full_after(room, patch)
         with pytest.raises(
-            infinity.CheckpointError, match=f"^{tmp_path}/checkpoint cannot be written: .*No space left on device"
+            infinity.CheckpointError,
+            match=f"^{tmp_path}/checkpoint cannot be written: .*No space left on device",
         ):
             training.save(tmp_path / "checkpoint")
     assert not list(tmp_path.glob(".checkpoint*"))
     training.steps(range(2, 3))
-    assert [plain.steps(range(3))[-1], plain.everything().keys()] and same(training.everything(), plain.everything())
+    assert [plain.steps(range(3))[-1], plain.everything().keys()] and same(
+        training.everything(), plain.everything()
+    )
     training.load(tmp_path / "checkpoint")
     assert same(training.everything(), saved)
 
@@ -604,12 +717,17 @@ def test_a_full_drive_is_one_error_and_training_goes_on(room: int, start: Start,
 def test_a_drive_that_is_really_full(start: Start, tmp_path: Path) -> None:
     target = tmp_path / "small"
     target.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", target], check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", target], check=False
+    ).returncode:
         pytest.skip("this machine mounts nothing")
     try:
         training = start()
         training.steps(range(1))
-        with pytest.raises(infinity.CheckpointError, match=r"small/checkpoint cannot be written: .*No space left on device"):
+        with pytest.raises(
+            infinity.CheckpointError,
+            match=r"small/checkpoint cannot be written: .*No space left on device",
+        ):
             training.save(target / "checkpoint")
         assert list(target.iterdir()) == []
         training.steps(range(1, 2))
@@ -623,15 +741,21 @@ def test_what_is_no_checkpoint_is_not_replaced(start: Start, tmp_path: Path) -> 
     training.save(tmp_path / "mine")  # empty
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("meow")
-    with pytest.raises(infinity.CheckpointError, match="photos is there and no checkpoint, so it is not replaced"):
+    with pytest.raises(
+        infinity.CheckpointError, match="photos is there and no checkpoint, so it is not replaced"
+    ):
         training.save(tmp_path / "photos")
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
     (tmp_path / "file").write_text("x")
-    with pytest.raises(infinity.CheckpointError, match=r"^.*file/below cannot be written: .*Not a directory"):
+    with pytest.raises(
+        infinity.CheckpointError, match=r"^.*file/below cannot be written: .*Not a directory"
+    ):
         training.save(tmp_path / "file" / "below")
 
 
-def test_two_saves_to_one_directory_at_once_are_refused(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_saves_to_one_directory_at_once_are_refused(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, other = start(), start(transformer(1))
     one.steps(range(1))
     real, errors = torch.save, []
@@ -648,7 +772,9 @@ def test_two_saves_to_one_directory_at_once_are_refused(start: Start, tmp_path: 
 
     monkeypatch.setattr(torch, "save", at_the_first_tensor)
     one.save(tmp_path / "checkpoint")
-    assert errors == [f"{tmp_path}/checkpoint is being saved by another process; give each its own directory"]
+    assert errors == [
+        f"{tmp_path}/checkpoint is being saved by another process; give each its own directory"
+    ]
     other.load(tmp_path / "checkpoint")
     assert same(other.everything(), one.everything())
     assert not list(tmp_path.glob(".checkpoint*"))
@@ -673,13 +799,21 @@ def test_what_is_no_checkpoint_or_a_part_of_one_is_refused(start: Start, tmp_pat
     with refused(training, f"^{where} is no checkpoint: there is no such directory$"):
         training.load(where)
     where.mkdir()
-    with refused(training, rf"^{where} is no checkpoint, or not a whole one: it has no file infinity\.json$"):
+    with refused(
+        training, rf"^{where} is no checkpoint, or not a whole one: it has no file infinity\.json$"
+    ):
         training.load(where)
     training.save(where)
     (data,) = where.glob("*.distcp")
     whole = data.read_bytes()
     data.write_bytes(whole[:-1])
-    with refused(training, rf"^{data} is cut off: it has {len(whole) - 1} of {len(whole)} bytes; take an earlier checkpoint$"):
+    with refused(
+        training,
+        (
+            rf"^{data} is cut off: it has {len(whole) - 1} of {len(whole)} bytes; take an "
+            r"earlier checkpoint$"
+        ),
+    ):
         training.load(where)
     data.unlink()
     with refused(training, f"^{data} is missing; take an earlier checkpoint$"):
@@ -687,30 +821,52 @@ def test_what_is_no_checkpoint_or_a_part_of_one_is_refused(start: Start, tmp_pat
     data.write_bytes(whole)
     with data.open("ab") as file:
         file.write(b"more")
-    with refused(training, rf"^{data} is too long: it has {len(whole) + 4} bytes instead of {len(whole)}; take an earlier"):
+    with refused(
+        training,
+        (
+            rf"^{data} is too long: it has {len(whole) + 4} bytes instead of {len(whole)}; "
+            r"take an earlier"
+        ),
+    ):
         training.load(where)
     data.write_bytes(whole)
     content = (where / "infinity.json").read_bytes()
     (where / "infinity.json").write_bytes(content[:1000])
-    with refused(training, f"^{where}/infinity.json is damaged: its digest is wrong; take an earlier checkpoint$"):
+    with refused(
+        training,
+        f"^{where}/infinity.json is damaged: its digest is wrong; take an earlier checkpoint$",
+    ):
         training.load(where)
     (where / "infinity.json").unlink()
-    with refused(training, f"^{where} is not whole: its file infinity.json is missing; take an earlier checkpoint$"):
+    with refused(
+        training,
+        f"^{where} is not whole: its file infinity.json is missing; take an earlier checkpoint$",
+    ):
         training.load(where)
 
 
-def test_a_newer_version_is_refused(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_version_is_refused(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = start()
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "VERSION", 3)
         training.save(tmp_path / "checkpoint")
-    with refused(training, "cannot be loaded: it has version 3, and this infinity reads up to 2; use a newer infinity$"):
+    with refused(
+        training,
+        (
+            "cannot be loaded: it has version 3, and this infinity reads up to 2; use a newer "
+            "infinity$"
+        ),
+    ):
         training.load(tmp_path / "checkpoint")
 
 
 def test_a_checkpoint_of_torch_is_refused(start: Start, tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
-        torch.distributed.checkpoint.save({"a": torch.zeros(3)}, checkpoint_id=tmp_path / "checkpoint")
+        torch.distributed.checkpoint.save(
+            {"a": torch.zeros(3)}, checkpoint_id=tmp_path / "checkpoint"
+        )
     training = start()
     with refused(training, "checkpoint was not written by save_checkpoint of infinity$"):
         training.load(tmp_path / "checkpoint")
@@ -733,8 +889,17 @@ def frozen() -> Transformer:
     [
         (lambda: transformer(tied=False), r"belongs to another model: it has no head\.weight$"),
         (without_norm, r"belongs to another model: it has norm\.weight, which this one lacks$"),
-        (lambda: transformer(width=16), r"belongs to another model: places has shape \[1, 64, 32\], here \[1, 64, 16\]$"),
-        (frozen, r"does not fit: model\.norm\.weight is torch\.float32 there, and torch\.bfloat16 here \(trained parameters"),
+        (
+            lambda: transformer(width=16),
+            r"belongs to another model: places has shape \[1, 64, 32\], here \[1, 64, 16\]$",
+        ),
+        (
+            frozen,
+            (
+                r"does not fit: model\.norm\.weight is torch\.float32 there, and "
+                r"torch\.bfloat16 here \(trained parameters"
+            ),
+        ),
     ],
     ids=["missing", "unexpected", "shape", "dtype"],
 )
@@ -753,7 +918,13 @@ def test_another_model_is_refused_by_the_first_parameter_that_differs(
         ("lion", "its states are exp_avg, exp_avg_sq, and here exp_avg$"),
         ("rmsprop", "its states are exp_avg, exp_avg_sq, and here those of torch's RMSprop$"),
         ("sgd", "its states are exp_avg, exp_avg_sq, and here none$"),
-        ("groups", r"has other parameter groups, of \[\d+\] parameters, and here of \[5, \d+\]; they must be of the same"),
+        (
+            "groups",
+            (
+                r"has other parameter groups, of \[\d+\] parameters, and here of \[5, \d+\]; "
+                r"they must be of the same"
+            ),
+        ),
     ],
 )
 def test_another_optimizer_is_refused(name: str, text: str, start: Start, tmp_path: Path) -> None:
@@ -768,12 +939,22 @@ def test_another_optimizer_is_refused(name: str, text: str, start: Start, tmp_pa
 
 def test_what_could_not_be_loaded_is_not_saved(start: Start, tmp_path: Path) -> None:
     training = start()
-    with refused(training, "^extra may have numbers, texts and tensors in dicts, lists and tuples only: "):
+    with refused(
+        training, "^extra may have numbers, texts and tensors in dicts, lists and tuples only: "
+    ):
         training.save(tmp_path / "checkpoint", rng=object())
     assert not list(tmp_path.glob("*checkpoint*"))
-    with pytest.raises(infinity.ConfigError, match=r"takes optimizers of infinity for the parameters of this model$"):
-        training.engine.save_checkpoint(tmp_path / "checkpoint", torch.optim.SGD([torch.zeros(1, requires_grad=True)]))  # type: ignore
-    with pytest.raises(infinity.ConfigError, match=r"takes optimizers of infinity for the parameters of this model$"):
+    with pytest.raises(
+        infinity.ConfigError,
+        match=r"takes optimizers of infinity for the parameters of this model$",
+    ):
+        training.engine.save_checkpoint(
+            tmp_path / "checkpoint", torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        )  # type: ignore
+    with pytest.raises(
+        infinity.ConfigError,
+        match=r"takes optimizers of infinity for the parameters of this model$",
+    ):
         training.engine.save_checkpoint(tmp_path / "checkpoint", start().optimizer)
 
 
@@ -796,7 +977,10 @@ def test_loading_what_is_in_use_is_refused(start: Start, tmp_path: Path) -> None
 
 @contextmanager
 def refused_inside(training: Training) -> Iterator[None]:
-    with pytest.raises(infinity.CheckpointError, match=r"cannot be loaded inside of a forward or of infinity\.gathered$"):
+    with pytest.raises(
+        infinity.CheckpointError,
+        match=r"cannot be loaded inside of a forward or of infinity\.gathered$",
+    ):
         yield
 
 
@@ -814,9 +998,9 @@ def test_a_flipped_bit_is_never_silent(start: Start, tmp_path: Path) -> None:
         try:
             other.load(tmp_path / "checkpoint")
         except infinity.CheckpointError as error:
-            assert re.search(f"^{data} is damaged in [a-z]+[.].*; take an earlier checkpoint$", str(error)) or "infinity" in str(
-                error
-            )
+            assert re.search(
+                f"^{data} is damaged in [a-z]+[.].*; take an earlier checkpoint$", str(error)
+            ) or "infinity" in str(error)
         else:  # in what zip files have beside their content
             assert same(other.everything(), training.everything())
             continue

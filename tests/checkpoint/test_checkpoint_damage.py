@@ -1,4 +1,5 @@
-"""Whatever happens to the files of a checkpoint is refused in a sentence, or harmless: never another state, and no code runs."""
+"""Whatever happens to the files of a checkpoint is refused in a sentence, or harmless: never
+another state, and no code runs."""
 
 from __future__ import annotations
 
@@ -28,8 +29,12 @@ from support.models import text_batch, transformer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONFIG: dict[str, Any] = {
-    "gpu_memory": "16MiB", "cpu_memory": "32MiB", "parameters": "cpu", "optimizer": "cpu", "precision": "bf16",
-}  # fmt: skip
+    "gpu_memory": "16MiB",
+    "cpu_memory": "32MiB",
+    "parameters": "cpu",
+    "optimizer": "cpu",
+    "precision": "bf16",
+}
 EXTRA = {"scheduler": {"last": 1.5, "name": "cosine"}, "rng": torch.arange(100)}
 DATA, MANIFEST, METADATA = "__0_0.distcp", "infinity.json", ".metadata"
 
@@ -38,7 +43,9 @@ class Training:
     """A small model with an optimizer, which can be begun anew."""
 
     def __init__(self, directory: Path, seed: int = 0) -> None:
-        self.model: Any = infinity.wrap(transformer(seed, width=8, depth=1), config_of(nvme=[directory], **CONFIG))
+        self.model: Any = infinity.wrap(
+            transformer(seed, width=8, depth=1), config_of(nvme=[directory], **CONFIG)
+        )
         self.engine = infinity.engine(self.model)
         self.optimizer = infinity.AdamW(self.model.parameters(), lr=1e-2)
 
@@ -69,10 +76,13 @@ def same(a: Any, b: Any) -> bool:
 
 
 class Saved:
-    """Two checkpoints of one engine, one step apart, and a third that is damaged and loaded again and again."""
+    """Two checkpoints of one engine, one step apart, and a third that is damaged and loaded again
+    and again."""
 
     def __init__(self, directory: Path) -> None:
-        self.first, self.second, self.damaged = (directory / name for name in ("first", "second", "damaged"))
+        self.first, self.second, self.damaged = (
+            directory / name for name in ("first", "second", "damaged")
+        )
         self._nvme = directory / "nvme"
         self._nvme.mkdir()
         training = Training(self._nvme)
@@ -103,7 +113,8 @@ class Saved:
             self._training = None
 
     def load(self) -> str:
-        """Why the damaged one is refused, "" when it is harmless: then it gave the state that was saved, in every bit.
+        """Why the damaged one is refused, "" when it is harmless: then it gave the state that was
+        saved, in every bit.
 
         What is refused has changed nothing, or has ended the engine.
         """
@@ -159,7 +170,8 @@ def test_a_flipped_bit_is_refused_or_harmless(saved: Saved) -> None:
         for at in [rng.randrange(size) for _ in range(count)] + [0, size - 1]:
             bit = rng.randrange(8)
             flip(where / name, at, bit)
-            assert (saved.load() == "") == (name == METADATA), (name, at, bit)  # `.metadata` is for other tools only
+            # `.metadata` is for other tools only
+            assert (saved.load() == "") == (name == METADATA), (name, at, bit)
             flip(where / name, at, bit)
     assert saved.load() == ""
 
@@ -206,8 +218,15 @@ def test_a_mangled_file_is_refused_before_anything_is_changed(name: str, saved: 
         assert texts[kind] != "", kind
         assert saved.training is training, "the engine goes on"
     path = saved.damaged / name
-    assert texts["a pipe"] == texts["a directory"] == f"{path} is no plain file; take an earlier checkpoint"
-    assert texts["a dangling link"] == f"{path} is a link, which no save makes; put the file itself there"
+    assert (
+        texts["a pipe"]
+        == texts["a directory"]
+        == f"{path} is no plain file; take an earlier checkpoint"
+    )
+    assert (
+        texts["a dangling link"]
+        == f"{path} is a link, which no save makes; put the file itself there"
+    )
 
 
 def test_a_lost_page_is_refused(saved: Saved) -> None:
@@ -225,13 +244,16 @@ def test_a_lost_page_is_refused(saved: Saved) -> None:
 
 
 @pytest.mark.parametrize("name", [DATA, MANIFEST])
-def test_a_file_of_another_save_is_refused_before_anything_is_changed(name: str, saved: Saved) -> None:
+def test_a_file_of_another_save_is_refused_before_anything_is_changed(
+    name: str, saved: Saved
+) -> None:
     """The files of both saves have the same length."""
     training = saved.training
     where = saved.anew()
     shutil.copy(saved.second / name, where / name)
     assert saved.load() == (
-        f"{where / DATA} is damaged at its start, or belongs to another save than {MANIFEST}; take an earlier checkpoint"
+        f"{where / DATA} is damaged at its start, or belongs to another save than "
+        f"{MANIFEST}; take an earlier checkpoint"
     )
     assert saved.training is training
 
@@ -242,9 +264,12 @@ def test_every_file_says_which_run_save_and_step_it_is_of(saved: Saved) -> None:
         stamp = manifest.decode((directory / MANIFEST).read_bytes()).stamp
         lines = (directory / DATA).read_bytes().split(b"\n")[:5]
         assert lines == [
-            b"infinity checkpoint", f"run {stamp.run}".encode(), f"save {stamp.save}".encode(), f"step {number + 1}".encode(),
+            b"infinity checkpoint",
+            f"run {stamp.run}".encode(),
+            f"save {stamp.save}".encode(),
+            f"step {number + 1}".encode(),
             f"file {DATA}".encode(),
-        ]  # fmt: skip
+        ]
         stamps.append(stamp)
     assert stamps[0].run == stamps[1].run
     assert stamps[0].save != stamps[1].save
@@ -260,7 +285,9 @@ def rewrite(directory: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     content = json.loads(path.read_bytes())["content"]
     change(content)
     text = json.dumps(content, separators=(",", ":")).encode()
-    path.write_bytes(b'{"content":%b,"sha256":"%b"}\n' % (text, hashlib.sha256(text).hexdigest().encode()))
+    path.write_bytes(
+        b'{"content":%b,"sha256":"%b"}\n' % (text, hashlib.sha256(text).hexdigest().encode())
+    )
 
 
 def item_of(content: dict[str, Any], key: str) -> dict[str, Any]:
@@ -273,7 +300,9 @@ def test_exchanged_items_of_equal_length_are_refused(saved: Saved) -> None:
     """In the data file, where the manifest knows the digests."""
     where = saved.anew()
     content = json.loads((where / MANIFEST).read_bytes())["content"]
-    items = [item_of(content, f"optimizer.{kind}.tokens.weight") for kind in ("exp_avg", "exp_avg_sq")]
+    items = [
+        item_of(content, f"optimizer.{kind}.tokens.weight") for kind in ("exp_avg", "exp_avg_sq")
+    ]
     assert items[0]["length"] == items[1]["length"]
     data = bytearray((where / DATA).read_bytes())
     parts = [data[item["offset"] : item["offset"] + item["length"]] for item in items]
@@ -290,7 +319,9 @@ def drop(content: dict[str, Any], key: str) -> None:
     content["tensors"].pop(key, None)
 
 
-@pytest.mark.parametrize("key", ["optimizer.exp_avg_sq.tokens.weight", "model.tokens.weight", "model.scale", "extra.0"])
+@pytest.mark.parametrize(
+    "key", ["optimizer.exp_avg_sq.tokens.weight", "model.tokens.weight", "model.scale", "extra.0"]
+)
 def test_what_is_missing_is_no_zero(key: str, saved: Saved) -> None:
     training = saved.training
     rewrite(saved.anew(), lambda content: drop(content, key))
@@ -307,7 +338,9 @@ def test_moments_that_are_zeros_are_said_to_be(saved: Saved, tmp_path: Path) -> 
         training.save(tmp_path / "checkpoint")
         names = [name for unit in training.engine.units for name in unit.names]
         absent = manifest.decode((tmp_path / "checkpoint" / MANIFEST).read_bytes()).absent
-        assert absent == {f"optimizer.{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names}
+        assert absent == {
+            f"optimizer.{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names
+        }
         before = training.everything()
         training.step(0)
         training.load(tmp_path / "checkpoint")
@@ -316,17 +349,23 @@ def test_moments_that_are_zeros_are_said_to_be(saved: Saved, tmp_path: Path) -> 
 
 
 ODD: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "a file elsewhere": lambda content: item_of(content, "extra.0").update(file="../first/__0_0.distcp"),
+    "a file elsewhere": lambda content: item_of(content, "extra.0").update(
+        file="../first/__0_0.distcp"
+    ),
     "an absolute path": lambda content: item_of(content, "extra.0").update(file="/dev/zero"),
     "a hidden file": lambda content: content["files"].update({".ssh": 10}),
     "no number": lambda content: item_of(content, "extra.0").update(length="12"),
     "a negative offset": lambda content: item_of(content, "extra.0").update(offset=-1),
     "beyond the end": lambda content: item_of(content, "extra.0").update(offset=1 << 40),
     "a part outside": lambda content: item_of(content, "model.tokens.weight").update(offsets=[7]),
-    "more dimensions": lambda content: item_of(content, "model.tokens.weight").update(offsets=[0, 0], sizes=[1, 1]),
+    "more dimensions": lambda content: item_of(content, "model.tokens.weight").update(
+        offsets=[0, 0], sizes=[1, 1]
+    ),
     "no dtype": lambda content: content["tensors"]["model.tokens.weight"].update(dtype="nn"),
     "another dtype": lambda content: content["tensors"]["model.scale"].update(dtype="float64"),
-    "another size": lambda content: content["tensors"]["model.tokens.weight"].update(size=[1 << 50]),
+    "another size": lambda content: content["tensors"]["model.tokens.weight"].update(
+        size=[1 << 50]
+    ),
     "twice": lambda content: content["items"].append(item_of(content, "extra.0")),
     "no list": lambda content: content.update(items=7),
     "no items": lambda content: content.pop("items"),
@@ -347,7 +386,9 @@ def test_an_odd_manifest_is_refused_before_anything_is_changed(saved: Saved) -> 
 def test_a_deep_manifest_is_refused(saved: Saved) -> None:
     where = saved.anew()
     text = b"[" * 100_000 + b"]" * 100_000
-    (where / MANIFEST).write_bytes(b'{"content":%b,"sha256":"%b"}\n' % (text, hashlib.sha256(text).hexdigest().encode()))
+    (where / MANIFEST).write_bytes(
+        b'{"content":%b,"sha256":"%b"}\n' % (text, hashlib.sha256(text).hexdigest().encode())
+    )
     assert saved.load().startswith(f"{where / MANIFEST} is damaged: ")
 
 
@@ -365,7 +406,8 @@ class Calls:
 
 
 def by_name(module: str, name: str, argument: str) -> bytes:
-    """A pickle that calls `name` of `module` with `argument`; a dotted name goes through what the module has imported."""
+    """A pickle that calls `name` of `module` with `argument`; a dotted name goes through what the
+    module has imported."""
 
     def text(value: str) -> bytes:
         return b"\x8c" + bytes([len(value)]) + value.encode()
@@ -423,17 +465,31 @@ def test_types_that_a_program_calls_safe_are_not_taken_from_a_checkpoint(saved: 
     with torch.serialization.safe_globals([io.BytesIO]):
         plant(saved.anew(), "extra.0", saved_by_torch(io.BytesIO()))
         assert "is damaged in extra.0: _io.BytesIO does not belong there" in saved.load()
-        with pytest.raises(infinity.CheckpointError, match=r"^extra may have numbers, .* only: _io\.BytesIO does not"):
+        with pytest.raises(
+            infinity.CheckpointError,
+            match=r"^extra may have numbers, .* only: _io\.BytesIO does not",
+        ):
             saved.training.engine.save_checkpoint(saved.damaged, extra={"a": io.BytesIO()})
 
 
 def test_extra_may_have_all_that_it_may_have(saved: Saved) -> None:
     extra = {
-        "numbers": (1, 2.5, True, None, 1 << 70, 1j), "text": "x", "bytes": b"x", "set": {1, 2}, "ordered": OrderedDict(a=1),
-        "counter": Counter("aab"), "size": torch.Size([2]), "dtype": torch.bfloat16, "device": torch.device("cpu"),
-        "tensors": [torch.zeros(2, dtype=dtype) for dtype in (torch.float64, torch.bool, torch.uint16, torch.complex64)],
-        "parameter": torch.nn.Parameter(torch.ones(2)), 3: "number",
-    }  # fmt: skip
+        "numbers": (1, 2.5, True, None, 1 << 70, 1j),
+        "text": "x",
+        "bytes": b"x",
+        "set": {1, 2},
+        "ordered": OrderedDict(a=1),
+        "counter": Counter("aab"),
+        "size": torch.Size([2]),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "tensors": [
+            torch.zeros(2, dtype=dtype)
+            for dtype in (torch.float64, torch.bool, torch.uint16, torch.complex64)
+        ],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        3: "number",
+    }
     where = saved.anew()
     saved.training.engine.save_checkpoint(where, extra=extra)
     found = saved.training.engine.load_checkpoint(where)
@@ -466,7 +522,10 @@ def saved_by_torch(value: Any) -> bytes:
 def with_pickle(content: bytes) -> bytes:
     """A file of torch.save with another pickle inside."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(saved_by_torch({}))) as there, zipfile.ZipFile(stream, "w") as here:
+    with (
+        zipfile.ZipFile(io.BytesIO(saved_by_torch({}))) as there,
+        zipfile.ZipFile(stream, "w") as here,
+    ):
         for name in there.namelist():
             here.writestr(name, content if name.endswith("data.pkl") else there.read(name))
     return stream.getvalue()
@@ -485,7 +544,9 @@ def test_items_run_no_code(key: str, saved: Saved, tmp_path: Path) -> None:
     assert not owned.exists()
 
 
-@pytest.mark.parametrize("value", [{"a": 1}, torch.zeros(3), torch.zeros(2, dtype=torch.float64), [torch.zeros(1)]])
+@pytest.mark.parametrize(
+    "value", [{"a": 1}, torch.zeros(3), torch.zeros(2, dtype=torch.float64), [torch.zeros(1)]]
+)
 def test_an_item_that_is_another_thing_is_refused(value: Any, saved: Saved) -> None:
     plant(saved.anew(), "model.scale", saved_by_torch(value))
     assert "is damaged in model.scale: it is no tensor of torch." in saved.load()
@@ -516,8 +577,11 @@ def test_the_earlier_version_is_read(saved: Saved, version_1: Path) -> None:
     cut(saved.damaged / DATA, (version_1 / DATA).stat().st_size - 1)
     assert " is cut off: " in saved.load()
     shutil.copy(version_1 / DATA, saved.damaged / DATA)
-    (begin,) = [place.offset for index, place in earlier.decode((version_1 / METADATA).read_bytes()).places.items()
-                if index.fqn == "model.tokens.weight"]  # fmt: skip
+    (begin,) = [
+        place.offset
+        for index, place in earlier.decode((version_1 / METADATA).read_bytes()).places.items()
+        if index.fqn == "model.tokens.weight"
+    ]
     flip(saved.damaged / DATA, begin + 1000, 3)
     assert "is damaged in model.tokens.weight" in saved.load()
 
@@ -526,12 +590,16 @@ def test_metadata_say_the_same_as_the_manifest(saved: Saved) -> None:
     there = earlier.decode((saved.first / METADATA).read_bytes())
     here = manifest.decode((saved.first / MANIFEST).read_bytes())
     assert (there.files, there.tensors) == (here.files, here.tensors)
-    assert there.places == {index: place._replace(sha256="") for index, place in here.places.items()}
+    assert there.places == {
+        index: place._replace(sha256="") for index, place in here.places.items()
+    }
 
 
 def test_tools_of_torch_read_it(saved: Saved, tmp_path: Path) -> None:
     dcp_to_torch_save(saved.first, tmp_path / "plain.pt")
     found = torch.load(tmp_path / "plain.pt", weights_only=True)
     weights = saved.state["weights"]
-    assert torch.equal(found["model"]["tokens.weight"].to(torch.bfloat16), weights["tokens.weight"].flatten())
+    assert torch.equal(
+        found["model"]["tokens.weight"].to(torch.bfloat16), weights["tokens.weight"].flatten()
+    )
     assert same(found["extra"]["0"], EXTRA)

@@ -1,6 +1,8 @@
-"""A checkpoint of any number of ranks can be read by any other number, with the same bits; all ranks save or fail together.
+"""A checkpoint of any number of ranks can be read by any other number, with the same bits; all
+ranks save or fail together.
 
-Ranks are processes over gloo, started for one task each (`Task`); what they find comes back in files.
+Ranks are processes over gloo, started for one task each (`Task`); what they find comes back in
+files.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What every rank does: load `source` or not, make the steps up to `last`, save to `target` or not."""
+    """What every rank does: load `source` or not, make the steps up to `last`, save to `target` or
+    not."""
 
     form: str
     directory: str
@@ -52,7 +55,8 @@ class Task:
 
 
 def work(task: Task, rank: int, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Do `task`; all ranks have equal batches, so that what they compute does not depend on how many they are."""
+    """Do `task`; all ranks have equal batches, so that what they compute does not depend on how
+    many they are."""
     state.PIECE = task.piece
     nvme = Path(task.directory) / f"nvme{rank}"
     nvme.mkdir(exist_ok=True)
@@ -64,14 +68,20 @@ def work(task: Task, rank: int, group: dist.ProcessGroup | None) -> dict[str, An
     with infinity.engine(model) as engine:
         optimizer: Any
         if task.form == "adapted":
-            optimizer = infinity.adapt(torch.optim.RMSprop, model.parameters(), lr=1e-3, momentum=0.5)
+            optimizer = infinity.adapt(
+                torch.optim.RMSprop, model.parameters(), lr=1e-3, momentum=0.5
+            )
         else:
             optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
 
         def states() -> dict[str, torch.Tensor]:
             packed = optimizer.state_dict()["state"]
             weights = {name: value.clone() for name, value in engine.state_dict().items()}
-            return weights | {f"{number} {name}": v for number, values in packed.items() for name, v in values.items()}
+            return weights | {
+                f"{number} {name}": v
+                for number, values in packed.items()
+                for name, v in values.items()
+            }
 
         if task.source:  # what was there before does not matter
             model(**text_batch(99)).loss.backward()
@@ -89,7 +99,11 @@ def work(task: Task, rank: int, group: dist.ProcessGroup | None) -> dict[str, An
             error = str(failed)
         loaded, losses = states(), []
         for number in range(first, task.last):
-            if rank == task.dies and number == task.last - 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if (
+                rank == task.dies
+                and number == task.last - 1
+                and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            ):
                 os.kill(os.getpid(), 9)
             loss = model(**text_batch(number)).loss
             loss.backward()
@@ -103,8 +117,19 @@ def work(task: Task, rank: int, group: dist.ProcessGroup | None) -> dict[str, An
                 engine.save_checkpoint(task.target, optimizer, {"step": task.last, "rank": rank})
         except infinity.CheckpointError as failed:
             error = str(failed)
-        share = sum(unit.layout.overlap(n, rank).length for unit in engine.units for n in range(len(unit.names)))
-        return {"losses": losses, "loaded": loaded, "states": states(), "extra": extra, "error": error, "share": share}
+        share = sum(
+            unit.layout.overlap(n, rank).length
+            for unit in engine.units
+            for n in range(len(unit.names))
+        )
+        return {
+            "losses": losses,
+            "loaded": loaded,
+            "states": states(),
+            "extra": extra,
+            "error": error,
+            "share": share,
+        }
 
 
 def refuse(_: Any) -> None:
@@ -114,7 +139,8 @@ def refuse(_: Any) -> None:
 def serve(directory: Path, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
     task = Task(**json.loads((directory / "task.json").read_text()))
-    # A place for each try: where torchrun's own is used again, gloo now and then meets the addresses of the try before.
+    # A place for each try: where torchrun's own is used again, gloo now and then meets the
+    # addresses of the try before.
     place = f"file://{directory}/rendezvous{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks)
     torch.save(work(task, rank, dist.group.WORLD), directory / f"result{rank}.pt")
@@ -142,14 +168,18 @@ def run(where: Path, ranks: int, form: str, **values: Any) -> list[dict[str, Any
         with (where / f"errors{rank}.txt").open("w") as errors:
             command = [sys.executable, __file__, str(where), str(rank), str(ranks)]
             processes.append(subprocess.Popen(command, env=ENVIRONMENT, stderr=errors))
-    assert all_end(processes) == [0] * ranks, "\n".join((where / f"errors{rank}.txt").read_text() for rank in range(ranks))
+    assert all_end(processes) == [0] * ranks, "\n".join(
+        (where / f"errors{rank}.txt").read_text() for rank in range(ranks)
+    )
     return [torch.load(where / f"result{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
 def all_end(processes: Sequence[subprocess.Popen[Any]]) -> list[int]:
-    """The exit statuses when all have ended; as soon as one has failed, the others, which may wait for it, are killed.
+    """The exit statuses when all have ended; as soon as one has failed, the others, which may wait
+    for it, are killed.
 
-    There is no patience: how long ranks take depends on the machine, and what hangs is ended by pytest's own limit.
+    There is no patience: how long ranks take depends on the machine, and what hangs is ended by
+    pytest's own limit.
     """
     try:
         with selectors.DefaultSelector() as selector:
@@ -170,12 +200,15 @@ def all_end(processes: Sequence[subprocess.Popen[Any]]) -> list[int]:
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """Names whose tensors are not equal in every bit."""
-    return sorted(a.keys() ^ b.keys()) + [name for name in a.keys() & b.keys() if not torch.equal(a[name], b[name])]
+    return sorted(a.keys() ^ b.keys()) + [
+        name for name in a.keys() & b.keys() if not torch.equal(a[name], b[name])
+    ]
 
 
 @pytest.mark.parametrize("form", ["fp32", "int8", "adapted"])
 def test_any_number_of_ranks_reads_what_any_other_wrote(form: str, tmp_path: Path) -> None:
-    """1 to 2, 2 to 3, 3 to 1, in other pieces and another placement each time; a step in between."""
+    """1 to 2, 2 to 3, 3 to 1, in other pieces and another placement each time; a step in
+    between."""
     checkpoints = [str(tmp_path / f"checkpoint{number}") for number in range(4)]
     settings: list[dict[str, Any]] = [
         {"parameters": "gpu", "optimizer": "gpu"},
@@ -188,9 +221,15 @@ def test_any_number_of_ranks_reads_what_any_other_wrote(form: str, tmp_path: Pat
         source = checkpoints[number - 1] if number else ""
         last = number + 3
         results = run(
-            tmp_path / f"run{number}", ranks, form, source=source, target=checkpoints[number], last=last, piece=piece,
+            tmp_path / f"run{number}",
+            ranks,
+            form,
+            source=source,
+            target=checkpoints[number],
+            last=last,
+            piece=piece,
             config=settings[number],
-        )  # fmt: skip
+        )
         assert len(results[0]["losses"]) == (1 if number else 3)
         for result in results:
             assert not source or differing(result["loaded"], before) == []
@@ -213,8 +252,12 @@ def test_ranks_go_on_as_if_nothing_had_happened(form: str, tmp_path: Path) -> No
 
 def test_every_rank_writes_its_share_once(tmp_path: Path) -> None:
     results = run(tmp_path / "run", 3, "fp32", last=1, target=str(tmp_path / "checkpoint"))
-    assert sum(result["share"] for result in results) == sum(p.numel() for p in transformer().parameters())
-    assert len(list((tmp_path / "checkpoint").iterdir())) == 5, "one file each, and two that say what is in them"
+    assert sum(result["share"] for result in results) == sum(
+        p.numel() for p in transformer().parameters()
+    )
+    assert len(list((tmp_path / "checkpoint").iterdir())) == 5, (
+        "one file each, and two that say what is in them"
+    )
     for rank, result in enumerate(results):
         size = (tmp_path / "checkpoint" / f"__{rank}_0.distcp").stat().st_size
         assert 12 * result["share"] < size < 12 * result["share"] + 2048 * len(result["states"])
@@ -240,7 +283,10 @@ def test_what_is_damaged_is_told_by_all_ranks(tmp_path: Path) -> None:
     with data.open("r+b") as file:
         file.truncate(size - 1)
     for result in run(tmp_path / "second", 2, "bf16", source=str(where)):
-        assert result["error"] == f"{data} is cut off: it has {size - 1} of {size} bytes; take an earlier checkpoint"
+        assert (
+            result["error"]
+            == f"{data} is cut off: it has {size - 1} of {size} bytes; take an earlier checkpoint"
+        )
 
 
 def test_the_ranks_that_wait_for_one_that_failed_are_ended() -> None:
@@ -258,7 +304,13 @@ def test_torchrun_restarts_the_ranks_and_they_go_on(tmp_path: Path) -> None:
     run(tmp_path / "start", 2, "bf16", last=0, target=str(checkpoint))
     task = Task("bf16", str(where), source=str(checkpoint), target=str(checkpoint), last=4, dies=1)
     (where / "task.json").write_text(json.dumps(dataclasses.asdict(task)))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    ]
     command = [sys.executable, *torchrun, __file__, str(where), "0", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,8 @@
-"""The command `infinity`: what it refuses and in which words, what a run leaves behind, and the same with the real engine.
+"""The command `infinity`: what it refuses and in which words, what a run leaves behind, and the
+same with the real engine.
 
-Most tests put an engine without any offload in the place of the real one; `real` tests run the whole program.
+Most tests put an engine without any offload in the place of the real one; `real` tests run the
+whole program.
 """
 
 from __future__ import annotations
@@ -64,7 +66,20 @@ class StandIn:
         seconds = {"compute": 1.0, "wait nvme": 0.5, "wait adam": 0.25, "adam": 2.0}
         budgets = {"gpu": 1 << 30, "cpu": 2 << 30, "nvme": 1 << 40}
         return Report(
-            parameters, 4, 14.0, 12.0, 14.0, 12.0, seconds, 8, 0, {"unit": 0.5}, 1 << 20, 3 << 20, self.memory(), budgets
+            parameters,
+            4,
+            14.0,
+            12.0,
+            14.0,
+            12.0,
+            seconds,
+            8,
+            0,
+            {"unit": 0.5},
+            1 << 20,
+            3 << 20,
+            self.memory(),
+            budgets,
         )
 
     def close(self) -> None:
@@ -115,9 +130,12 @@ def refusal(*arguments: object) -> str:
 
 def test_a_share_is_one_of_a_directory(tmp_path: Path) -> None:
     text = "config: nvme_shares has {}, but nvme has 1 directory"
-    assert refusal("finetune", "--nvme", tmp_path, "--nvme-shares", "3,.5") == text.format("2 numbers")
+    assert refusal("finetune", "--nvme", tmp_path, "--nvme-shares", "3,.5") == text.format(
+        "2 numbers"
+    )
     assert refusal("finetune", "--nvme", tmp_path, "--nvme-shares", "3,0") == (
-        "nvme_shares: (3.0, 0.0) is neither 'measured' nor 'equal' nor a positive number for each directory"
+        "nvme_shares: (3.0, 0.0) is neither 'measured' nor 'equal' nor a positive number "
+        "for each directory"
     )
 
 
@@ -130,8 +148,9 @@ def test_a_state_on_nvme_needs_a_directory() -> None:
 
 def test_an_unknown_model_names_the_presets_and_the_nearest(tmp_path: Path) -> None:
     assert refusal("finetune", "--nvme", tmp_path, "--model", "lama-tiny") == (
-        "unknown model 'lama-tiny'; did you mean 'llama-tiny'? It is a directory with config.json and model.safetensors, "
-        "or one of the presets: llama-tiny, llama-100m, llama-1b, llama-7b, gpt2-tiny"
+        "unknown model 'lama-tiny'; did you mean 'llama-tiny'? It is a directory with config.json "
+        "and model.safetensors, or one of the presets: llama-tiny, llama-100m, llama-1b, llama-7b, "
+        "gpt2-tiny"
     )
 
 
@@ -143,7 +162,8 @@ def test_an_incomplete_model_directory_is_refused(tmp_path: Path) -> None:
     )
     (where / "config.json").write_text("{}")
     assert refusal("finetune", "--nvme", tmp_path, "--model", where) == (
-        f"{where} has neither model.safetensors nor model.safetensors.index.json (weights in pickle files are never loaded)"
+        f"{where} has neither model.safetensors nor model.safetensors.index.json (weights "
+        "in pickle files are never loaded)"
     )
 
 
@@ -153,9 +173,9 @@ def test_a_model_that_is_no_causal_language_model_is_refused(tmp_path: Path, tex
     config = {"model_type": "vit", "vocab_size": 320}
     (where / "config.json").write_text(json.dumps(config))
     save_file({"a": torch.zeros(1)}, where / "model.safetensors")
-    assert refusal("finetune", "--nvme", tmp_path, "--model", where, "--data", text, "--sequence-length", 32) == (
-        f"{where} is of type 'vit', which is not a causal language model"
-    )
+    assert refusal(
+        "finetune", "--nvme", tmp_path, "--model", where, "--data", text, "--sequence-length", 32
+    ) == (f"{where} is of type 'vit', which is not a causal language model")
 
 
 def test_a_sequence_longer_than_the_model_is_refused(tmp_path: Path) -> None:
@@ -165,7 +185,10 @@ def test_a_sequence_longer_than_the_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_data_is_refused(tmp_path: Path) -> None:
-    assert refusal("finetune", "--nvme", tmp_path, "--data", tmp_path / "no.txt") == f"--data {tmp_path}/no.txt does not exist"
+    assert (
+        refusal("finetune", "--nvme", tmp_path, "--data", tmp_path / "no.txt")
+        == f"--data {tmp_path}/no.txt does not exist"
+    )
 
 
 def test_an_output_that_is_not_empty_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -178,18 +201,29 @@ def test_an_output_that_is_not_empty_is_refused_and_left_as_it_is(tmp_path: Path
 
 
 def test_an_output_that_is_a_file_or_the_model_is_refused(tmp_path: Path, text: Path) -> None:
-    assert refusal("finetune", "--nvme", tmp_path, "--output", text) == f"--output {text} is not a directory"
-    with pytest.raises(ValueError, match=f"^--output {tmp_path} is the directory of the model itself; choose another one$"):
+    assert (
+        refusal("finetune", "--nvme", tmp_path, "--output", text)
+        == f"--output {text} is not a directory"
+    )
+    with pytest.raises(
+        ValueError,
+        match=f"^--output {tmp_path} is the directory of the model itself; choose another one$",
+    ):
         output.prepare_output(tmp_path, tmp_path, overwrite=True)
 
 
 def test_an_output_that_cannot_be_made_is_refused(tmp_path: Path, text: Path) -> None:
-    assert refusal("finetune", "--nvme", tmp_path, "--output", text / "below") == f"{text / 'below'}: Not a directory"
+    assert (
+        refusal("finetune", "--nvme", tmp_path, "--output", text / "below")
+        == f"{text / 'below'}: Not a directory"
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
 def test_an_output_that_cannot_be_written_is_refused() -> None:
-    with pytest.raises(infinity.ConfigError, match=r"^--output /proc/self/fdinfo cannot be written: "):
+    with pytest.raises(
+        infinity.ConfigError, match=r"^--output /proc/self/fdinfo cannot be written: "
+    ):
         output.prepare_output(Path("/proc/self/fdinfo"), None, overwrite=True)
 
 
@@ -197,11 +231,17 @@ def test_an_output_that_cannot_be_written_is_refused() -> None:
     ("arguments", "reason"),
     [
         (["--steps", "0"], "--steps"),
-        (["--gpu-memory", "much"], "'much' is not a number of bytes; write for example 512MiB, 2GiB or"),
+        (
+            ["--gpu-memory", "much"],
+            "'much' is not a number of bytes; write for example 512MiB, 2GiB or",
+        ),
         (["--optimizer", "tape"], "'gpu', 'cpu', 'nvme'"),
         (["--no-such-option"], "No such option"),
         (["--lr", "-1"], "--lr"),
-        (["--nvme-shares", "3;1"], "'3;1' is not measured, equal, or a number for each --nvme with commas between"),
+        (
+            ["--nvme-shares", "3;1"],
+            "'3;1' is not measured, equal, or a number for each --nvme with commas between",
+        ),
     ],
 )
 def test_wrong_usage_exits_with_2(arguments: list[str], reason: str) -> None:
@@ -220,7 +260,8 @@ def test_missing_extras_name_the_pip_command() -> None:
     with pytest.raises(InfinityError) as caught:
         failure.require_extras("json", "no_such_module_anywhere")
     assert str(caught.value) == (
-        "`infinity finetune` needs no_such_module_anywhere; install it with: pip install 'zero-infinity[finetune]'"
+        "`infinity finetune` needs no_such_module_anywhere; install it with: pip install "
+        "'zero-infinity[finetune]'"
     )
 
 
@@ -231,7 +272,8 @@ def test_a_failure_is_one_sentence_with_its_context() -> None:
     closed = EngineClosedError("the engine failed earlier")
     closed.__cause__ = NvmeError("write", "/n/s.bin", 0, 28, 1, 0)
     assert sentence(closed) == (
-        "the engine failed earlier (because: /n/s.bin: write of 1 bytes at offset 0 stopped after 0: No space left on device)"
+        "the engine failed earlier (because: /n/s.bin: write of 1 bytes at offset 0 "
+        "stopped after 0: No space left on device)"
     )
     assert sentence(ValueError("two\n  lines")) == "two lines"
 
@@ -277,8 +319,20 @@ def test_a_run_learns_and_its_output_loads_in_transformers_with_equal_logits(
 
     out = tmp_path / "out"
     result = run(
-        "finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--steps", 30, "--lr", "1e-3", "--output", out, "--json"
-    )  # fmt: skip
+        "finetune",
+        "--nvme",
+        tmp_path,
+        "--data",
+        text,
+        *SMALL,
+        "--steps",
+        30,
+        "--lr",
+        "1e-3",
+        "--output",
+        out,
+        "--json",
+    )
     assert result.exit_code == 0, result.stderr
     summary = json.loads(result.stdout)
     assert summary["loss"]["last"] < summary["loss"]["first"] - 0.5
@@ -328,39 +382,75 @@ def test_an_output_can_be_the_next_model_and_tied_weights_survive(
         assert (second / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
 
 
-def test_the_same_seed_gives_the_same_weights(tmp_path: Path, text: Path, stand_in: list[StandIn]) -> None:
+def test_the_same_seed_gives_the_same_weights(
+    tmp_path: Path, text: Path, stand_in: list[StandIn]
+) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        result = run("finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--seed", seed, "--output", tmp_path / name)
+        result = run(
+            "finetune",
+            "--nvme",
+            tmp_path,
+            "--data",
+            text,
+            *SMALL,
+            "--seed",
+            seed,
+            "--output",
+            tmp_path / name,
+        )
         assert result.exit_code == 0, result.stderr
     a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
     assert a == b != c
 
 
-def test_accumulation_is_the_mean_over_its_batches(tmp_path: Path, text: Path, stand_in: list[StandIn]) -> None:
-    common = ["--nvme", tmp_path, "--data", text, *SMALL, "--precision", "fp32", "--json", "--weight-decay", 0]
+def test_accumulation_is_the_mean_over_its_batches(
+    tmp_path: Path, text: Path, stand_in: list[StandIn]
+) -> None:
+    common = [
+        "--nvme",
+        tmp_path,
+        "--data",
+        text,
+        *SMALL,
+        "--precision",
+        "fp32",
+        "--json",
+        "--weight-decay",
+        0,
+    ]
     whole = json.loads(run("finetune", *common, "--batch-size", 4).stdout)
     parts = json.loads(run("finetune", *common, "--batch-size", 2, "--accumulate", 2).stdout)
     assert parts["loss"]["first"] == pytest.approx(whole["loss"]["first"], rel=1e-5)
     assert parts["loss"]["last"] == pytest.approx(whole["loss"]["last"], rel=1e-3)
 
 
-def test_without_json_a_table_is_printed_and_progress_goes_to_stderr(tmp_path: Path, text: Path, stand_in: list[StandIn]) -> None:
+def test_without_json_a_table_is_printed_and_progress_goes_to_stderr(
+    tmp_path: Path, text: Path, stand_in: list[StandIn]
+) -> None:
     result = run("finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--eval-every", 2)
     assert result.exit_code == 0
     assert "14.00 B per parameter" in result.stdout
     assert "step 1/4  loss" in result.stderr
     assert "gpu 3 KiB/1 GiB  cpu 2 KiB/2 GiB  nvme 1 KiB/1 TiB" in result.stderr
-    assert [line.split("  ")[0] for line in result.stderr.splitlines() if "validation" in line] == ["step 2/4", "step 4/4"]
+    assert [line.split("  ")[0] for line in result.stderr.splitlines() if "validation" in line] == [
+        "step 2/4",
+        "step 4/4",
+    ]
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_advice(
     tmp_path: Path, text: Path, stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training.Trainer, "_loss", lambda self, batch: self.model.lm_head.weight.sum() * math.nan)
-    result = run("finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--output", tmp_path / "out")
+    monkeypatch.setattr(
+        training.Trainer, "_loss", lambda self, batch: self.model.lm_head.weight.sum() * math.nan
+    )
+    result = run(
+        "finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--output", tmp_path / "out"
+    )
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == (
-        "infinity: the loss became nan at step 1; try a lower --lr than 0.0003, a longer --warmup, or --precision bf16 or fp32"
+        "infinity: the loss became nan at step 1; try a lower --lr than 0.0003, a longer "
+        "--warmup, or --precision bf16 or fp32"
     )
     assert stand_in[0].closed
     assert not list((tmp_path / "out").iterdir())
@@ -380,7 +470,11 @@ def during_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Callable[[
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_interrupt_finishes_the_step_saves_and_exits(
-    tmp_path: Path, text: Path, stand_in: list[StandIn], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    tmp_path: Path,
+    text: Path,
+    stand_in: list[StandIn],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
 ) -> None:
     before = signal.getsignal(number)
     during_step(monkeypatch, 2, lambda: os.kill(os.getpid(), number))
@@ -403,7 +497,9 @@ def test_the_second_interrupt_ends_at_once(
         os.kill(os.getpid(), signal.SIGINT)
 
     during_step(monkeypatch, 2, twice)
-    result = run("finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--output", tmp_path / "out")
+    result = run(
+        "finetune", "--nvme", tmp_path, "--data", text, *SMALL, "--output", tmp_path / "out"
+    )
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == "infinity: interrupted"
     assert stand_in[0].closed
@@ -429,7 +525,9 @@ def tensors(count: int) -> dict[str, torch.Tensor]:
 def test_weights_are_cut_into_shards_with_an_index(tmp_path: Path) -> None:
     expected = tensors(7)
     files = output.write_weights(tmp_path, iter(expected.items()), shard_bytes=3 * KIB)
-    assert [path.name for path in files] == [f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert [path.name for path in files] == [
+        f"model-{i:05d}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 7 * KIB
     found = {name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}
@@ -451,15 +549,23 @@ def test_at_most_one_tensor_is_held(tmp_path: Path) -> None:
             del tensor
 
     model, dtypes = torch.nn.Linear(1, 1), dict[str, int]()
-    output.write_weights(tmp_path, output._count_dtypes(output._with_buffers(model, stream()), dtypes), shard_bytes=3 * KIB)
+    output.write_weights(
+        tmp_path,
+        output._count_dtypes(output._with_buffers(model, stream()), dtypes),
+        shard_bytes=3 * KIB,
+    )
     assert most == [0] * 10, "nothing of a tensor is left when the next one is made"
     assert dtypes == {"float32": 2560}
     assert [len(load_file(path)) for path in sorted(tmp_path.glob("*.safetensors"))] == [3, 3, 3, 1]
 
 
-def test_the_engine_gives_one_unit_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_gives_one_unit_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
-    config = infinity.Config(gpu_memory="1MiB", cpu_memory="1MiB", parameters="cpu", optimizer="cpu", gradients="cpu")
+    config = infinity.Config(
+        gpu_memory="1MiB", cpu_memory="1MiB", parameters="cpu", optimizer="cpu", gradients="cpu"
+    )
     with infinity.engine(infinity.wrap(model, config)) as engine:
         gather, alive, most = States.gather, [], []
 
@@ -474,7 +580,9 @@ def test_the_engine_gives_one_unit_at_a_time(tmp_path: Path, monkeypatch: pytest
     assert len(most) == len(engine.units) and not any(most)
 
 
-def test_what_does_not_fit_one_header_or_is_not_aligned_goes_to_another_file(tmp_path: Path) -> None:
+def test_what_does_not_fit_one_header_or_is_not_aligned_goes_to_another_file(
+    tmp_path: Path,
+) -> None:
     expected = {
         "odd": torch.ones(3, dtype=torch.int8),
         "wide": torch.ones(3, dtype=torch.float64),
@@ -489,7 +597,10 @@ def test_what_does_not_fit_one_header_or_is_not_aligned_goes_to_another_file(tmp
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     found = {name: load_file(tmp_path / file)[name] for name, file in index["weight_map"].items()}
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) and found[name].dtype == expected[name].dtype for name in expected)
+    assert all(
+        torch.equal(found[name], expected[name]) and found[name].dtype == expected[name].dtype
+        for name in expected
+    )
     names = [f"{number}" * 300 for number in range(500)]
     output.write_weights(tmp_path, ((name, torch.ones(1)) for name in names))
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -498,7 +609,9 @@ def test_what_does_not_fit_one_header_or_is_not_aligned_goes_to_another_file(tmp
 
 
 def test_a_tensor_that_a_file_cannot_hold_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tensor 'a' is torch\.complex128, which a safetensors file cannot hold"):
+    with pytest.raises(
+        ValueError, match=r"tensor 'a' is torch\.complex128, which a safetensors file cannot hold"
+    ):
         output.write_weights(tmp_path, iter({"a": torch.ones(1, dtype=torch.complex128)}.items()))
     with pytest.raises(ValueError, match="tensor 'a' is given twice"):
         output.write_weights(tmp_path, iter([("a", torch.ones(1)), ("a", torch.ones(1))]))
@@ -542,7 +655,13 @@ def test_outputs_do_not_follow_links(tmp_path: Path) -> None:
     out, precious = tmp_path / "out", tmp_path / "precious"
     out.mkdir()
     precious.write_bytes(b"mine")
-    names = ["config.json", "generation_config.json", "model.safetensors", "report.html", "trace.json"]
+    names = [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "report.html",
+        "trace.json",
+    ]
     for name in [*names, "report.html.partial", "trace.json.partial", ".infinity-write-test"]:
         (out / name).symlink_to(precious)
     source = find_model("llama-tiny", "bf16")
@@ -565,7 +684,11 @@ def test_the_source_of_a_tensor_may_be_reused_after_the_next_one(tmp_path: Path)
             yield f"w{number}", slot.fill_(number)
 
     output.write_weights(tmp_path, stream())
-    assert [float(load_file(tmp_path / "model.safetensors")[f"w{n}"][0]) for n in range(3)] == [0, 1, 2]
+    assert [float(load_file(tmp_path / "model.safetensors")[f"w{n}"][0]) for n in range(3)] == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_a_failed_write_leaves_the_old_files_and_nothing_else(tmp_path: Path) -> None:
@@ -634,7 +757,9 @@ def test_gc_works_without_a_lock_file(tmp_path: Path) -> None:
 def test_gc_refuses_while_a_live_process_holds_the_lock(tmp_path: Path) -> None:
     (tmp_path / gc.STATES_NAME).write_bytes(b"x")
     with locked(tmp_path) as pid:
-        assert refusal("gc", tmp_path) == f"nvme directory {tmp_path} is in use by process {pid}; give each job its own directory"
+        assert refusal("gc", tmp_path) == (
+            f"nvme directory {tmp_path} is in use by process {pid}; give each job its own directory"
+        )
     assert (tmp_path / gc.STATES_NAME).exists()
     assert run("gc", tmp_path).exit_code == 0
     assert not list(tmp_path.iterdir())
@@ -674,18 +799,31 @@ def test_doctor_knows_versions_limits_and_paths(tmp_path: Path) -> None:
     assert set(facts["native"]) == {"_aio", "_cpu_adam", "_cuda"}
     assert facts["gpu_direct_problem"] == "there is no GPU" or facts["device"] != "cpu"
     assert facts["nvme"][0]["free"] > 0
-    assert facts["nvme"][1] == {"path": str(tmp_path / "no"), "problem": "not a directory", "free": None}
+    assert facts["nvme"][1] == {
+        "path": str(tmp_path / "no"),
+        "problem": "not a directory",
+        "free": None,
+    }
     assert not list(tmp_path.iterdir())
 
 
 def test_doctor_says_the_same_in_a_table(tmp_path: Path) -> None:
     result = run("doctor", "--nvme", tmp_path)
     assert result.exit_code == 0, result.stderr
-    for shown in ("torch", "io_uring", "GPUDirect Storage", "memlock", "huge pages", "infinity._cuda"):
+    for shown in (
+        "torch",
+        "io_uring",
+        "GPUDirect Storage",
+        "memlock",
+        "huge pages",
+        "infinity._cuda",
+    ):
         assert shown in result.stdout
 
 
-def test_doctor_reports_why_direct_io_does_not_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_reports_why_direct_io_does_not_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert (doctor.direct_io_problem(Path("/proc")) or "").startswith("cannot be written")
     real_open = os.open
 
@@ -702,14 +840,28 @@ def test_help_and_version() -> None:
     assert all(name in run("--help").stdout for name in ("finetune", "doctor", "gc"))
     assert run("--version").stdout.startswith("infinity ")
     assert run().exit_code == 2
-    process = subprocess.run([sys.executable, "-m", "infinity", "--help"], capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        [sys.executable, "-m", "infinity", "--help"], capture_output=True, text=True, check=True
+    )
     assert "finetune" in process.stdout
 
 
 # The whole program, with the real engine
 
 
-REAL = [*SMALL, "--gpu-memory", "64MiB", "--cpu-memory", "64MiB", "--cache", "0", "--precision", "fp32", "--lr", "1e-3"]
+REAL = [
+    *SMALL,
+    "--gpu-memory",
+    "64MiB",
+    "--cpu-memory",
+    "64MiB",
+    "--cache",
+    "0",
+    "--precision",
+    "fp32",
+    "--lr",
+    "1e-3",
+]
 
 
 def finished(*arguments: object) -> dict[str, Any]:
@@ -731,16 +883,27 @@ def logits(directory: Path) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad():
-        result: torch.Tensor = AutoModelForCausalLM.from_pretrained(directory)(torch.arange(32)[None]).logits
+        result: torch.Tensor = AutoModelForCausalLM.from_pretrained(directory)(
+            torch.arange(32)[None]
+        ).logits
     return result
 
 
-def test_real_runs_learn_and_agree_whatever_the_placement(tmp_path: Path, text: Path, nvme: Path) -> None:
+def test_real_runs_learn_and_agree_whatever_the_placement(
+    tmp_path: Path, text: Path, nvme: Path
+) -> None:
     common = ["--data", text, *REAL, "--steps", 12]
     first = finished(*common, "--nvme", nvme, "--update", "exact", "--output", tmp_path / "a")
     second = finished(
-        *common, "--parameters", "cpu", "--optimizer", "cpu", "--no-checkpoint-activations", "--output", tmp_path / "b"
-    )  # fmt: skip
+        *common,
+        "--parameters",
+        "cpu",
+        "--optimizer",
+        "cpu",
+        "--no-checkpoint-activations",
+        "--output",
+        tmp_path / "b",
+    )
     assert first["loss"] == second["loss"]
     assert first["loss"]["last"] < first["loss"]["first"] - 0.5
     weights = [load_file(tmp_path / name / "model.safetensors") for name in "ab"]
@@ -756,25 +919,35 @@ def test_real_runs_learn_and_agree_whatever_the_placement(tmp_path: Path, text: 
         assert memory["budget"] is None or 0 < memory["peak"] <= memory["budget"]
 
 
-def test_a_real_run_in_fp16_scales_the_loss_and_counts_what_it_skips(text: Path, nvme: Path) -> None:
+def test_a_real_run_in_fp16_scales_the_loss_and_counts_what_it_skips(
+    text: Path, nvme: Path
+) -> None:
     summary = finished("--data", text, *REAL, "--nvme", nvme, "--steps", 12, "--precision", "fp16")
     assert summary["loss"]["last"] < summary["loss"]["first"] - 0.3
     skipped = summary["steps_skipped"]
     assert summary["loss_scale"] == 2.0 ** (16 - max(skipped - 1, 0))
     text_of = dict(progress.summary_rows(summary))
     assert text_of["steps skipped"] == (
-        f"{skipped}, because gradients were not finite; loss scale {summary['loss_scale']:,.0f} at the end"
+        f"{skipped}, because gradients were not finite; loss scale "
+        f"{summary['loss_scale']:,.0f} at the end"
     )
 
 
-def test_a_real_output_loads_in_transformers_and_is_the_next_model(tmp_path: Path, text: Path, nvme: Path) -> None:
+def test_a_real_output_loads_in_transformers_and_is_the_next_model(
+    tmp_path: Path, text: Path, nvme: Path
+) -> None:
     common = ["--data", text, *REAL, "--nvme", nvme]
     finished(*common, "--model", "gpt2-tiny", "--output", tmp_path / "a")
     before = logits(tmp_path / "a")
     kept = finished(*common, "--model", tmp_path / "a", "--lr", 0, "--output", tmp_path / "b")
-    assert torch.equal(before, logits(tmp_path / "b"))  # nothing is learned at a learning rate of 0, so nothing changes
+    # nothing is learned at a learning rate of 0, so nothing changes
+    assert torch.equal(before, logits(tmp_path / "b"))
     assert kept["model"] == str(tmp_path / "a")
-    lanes = {event["cat"] for event in json.loads((tmp_path / "b" / "trace.json").read_text())["traceEvents"] if "cat" in event}
+    lanes = {
+        event["cat"]
+        for event in json.loads((tmp_path / "b" / "trace.json").read_text())["traceEvents"]
+        if "cat" in event
+    }
     assert {"step", "compute", "nvme read", "adam"} <= lanes
 
 
@@ -783,35 +956,65 @@ def test_a_model_in_an_older_layout_is_converted_and_one_with_missing_weights_re
 ) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_local_experts": 2}
-    config = MixtralConfig(vocab_size=320, num_key_value_heads=2, max_position_embeddings=64, dtype="float32", **sizes)
-    MixtralForCausalLM(config).save_pretrained(tmp_path / "old")  # one tensor per expert, as on the hub
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_local_experts": 2,
+    }
+    config = MixtralConfig(
+        vocab_size=320, num_key_value_heads=2, max_position_embeddings=64, dtype="float32", **sizes
+    )
+    # one tensor per expert, as on the hub
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "old")
     common = ["--data", text, *REAL, "--nvme", nvme, "--model", tmp_path / "old", "--lr", 0]
     finished(*common, "--output", tmp_path / "new")
     assert torch.equal(logits(tmp_path / "old"), logits(tmp_path / "new"))
     weights = load_file(tmp_path / "old" / "model.safetensors")
-    save_file({name: value for name, value in weights.items() if "lm_head" not in name}, tmp_path / "old" / "model.safetensors")
+    save_file(
+        {name: value for name, value in weights.items() if "lm_head" not in name},
+        tmp_path / "old" / "model.safetensors",
+    )
     result = run("finetune", *common)
     assert result.exit_code == 1
-    assert result.stderr.splitlines()[-1].endswith("belongs to another model")  # after what transformers reports
+    # after what transformers reports
+    assert result.stderr.splitlines()[-1].endswith("belongs to another model")
 
 
-def test_a_budget_that_cannot_work_is_refused_in_one_sentence(tmp_path: Path, text: Path, nvme: Path) -> None:
-    reason = refusal("finetune", "--data", text, "--nvme", nvme, *SMALL, "--gpu-memory", "64KiB", "--output", tmp_path / "out")
+def test_a_budget_that_cannot_work_is_refused_in_one_sentence(
+    tmp_path: Path, text: Path, nvme: Path
+) -> None:
+    reason = refusal(
+        "finetune",
+        "--data",
+        text,
+        "--nvme",
+        nvme,
+        *SMALL,
+        "--gpu-memory",
+        "64KiB",
+        "--output",
+        tmp_path / "out",
+    )
     assert "gpu_memory" in reason
     assert not list(nvme.iterdir())
 
 
 def test_a_second_job_on_the_same_path_is_refused(text: Path, nvme: Path) -> None:
     with locked(nvme) as pid:
-        assert f"in use by process {pid}" in refusal("finetune", "--data", text, "--nvme", nvme, *SMALL, "--cache", 0)
+        assert f"in use by process {pid}" in refusal(
+            "finetune", "--data", text, "--nvme", nvme, *SMALL, "--cache", 0
+        )
 
 
 @contextlib.contextmanager
 def started(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     """`infinity finetune` as a process of its own that has made its first steps."""
     command = [sys.executable, "-m", "infinity", "finetune", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stderr is not None
             for line in process.stderr:

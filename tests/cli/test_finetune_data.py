@@ -1,4 +1,5 @@
-"""Data of `infinity finetune`: sources, the byte tokenizer, packing, order, and the exact words of what is refused."""
+"""Data of `infinity finetune`: sources, the byte tokenizer, packing, order, and the exact words of
+what is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from hypothesis import strategies as st
 
 from infinity.models import data
 from infinity.models.data import TextPiece, Windows, encode, load_windows, pack, read_pieces
-from infinity.models.tokenizer import BYTE_VOCABULARY, EOS, PAD, SPECIAL, ByteTokenizer, load_tokenizer
+from infinity.models.tokenizer import (
+    BYTE_VOCABULARY,
+    EOS,
+    PAD,
+    SPECIAL,
+    ByteTokenizer,
+    load_tokenizer,
+)
 
 
 def documents(source: Path) -> list[str]:
@@ -43,14 +51,17 @@ def refusal(source: Path) -> str:
     length=st.integers(1, 30),
     seed=st.integers(0, 2**32),
 )
-def test_every_token_is_in_exactly_one_window_and_every_window_in_one_part(count: int, length: int, seed: int) -> None:
+def test_every_token_is_in_exactly_one_window_and_every_window_in_one_part(
+    count: int, length: int, seed: int
+) -> None:
     tokens = np.arange(count, dtype=np.uint16)
     if count < 2 * length:
         with pytest.raises(ValueError, match="needs at least"):
             pack(tokens, length, seed, "it")
         return
     windows = pack(tokens, length, seed, "it")
-    assert windows.tokens.reshape(-1).tolist() == list(range(count // length * length))  # in order, once, no overlap
+    # in order, once, no overlap
+    assert windows.tokens.reshape(-1).tolist() == list(range(count // length * length))
     assert count - windows.tokens.size < length  # less than one window is left out
     rows = sorted(windows.training.tolist() + windows.validation.tolist())
     assert rows == list(range(count // length))
@@ -92,7 +103,10 @@ def test_batches_follow_the_order_across_epochs(size: int, rows: int) -> None:
 def test_validation_batches_cover_the_held_out_windows_and_respect_the_limit() -> None:
     windows = Windows(np.arange(40).reshape(10, 4), np.arange(5), np.arange(5, 10), 0)
     assert [batch.shape[0] for batch in windows.validation_batches(2, 99)] == [2, 2, 1]
-    assert [batch[:, 0].tolist() for batch in windows.validation_batches(2, 2)] == [[20, 24], [28, 32]]
+    assert [batch[:, 0].tolist() for batch in windows.validation_batches(2, 2)] == [
+        [20, 24],
+        [28, 32],
+    ]
 
 
 def test_too_little_text_is_refused_with_the_number_of_tokens_needed(tmp_path: Path) -> None:
@@ -101,7 +115,8 @@ def test_too_little_text_is_refused_with_the_number_of_tokens_needed(tmp_path: P
     with pytest.raises(ValueError) as caught:
         load_windows(path, ByteTokenizer(), 64, 0)
     assert str(caught.value) == (
-        f"{path} has 13 tokens, but a sequence length of 64 needs at least 128: one window to train on and one held out"
+        f"{path} has 13 tokens, but a sequence length of 64 needs at least 128: one window "
+        "to train on and one held out"
     )
 
 
@@ -110,7 +125,9 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
     path.touch()
     with pytest.raises(ValueError) as caught:
         load_windows(path, ByteTokenizer(), 8, 0)
-    assert str(caught.value).startswith(f"{path} has 0 tokens, but a sequence length of 8 needs at least 16")
+    assert str(caught.value).startswith(
+        f"{path} has 0 tokens, but a sequence length of 8 needs at least 16"
+    )
 
 
 # Encoding
@@ -118,7 +135,9 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 @given(st.lists(st.lists(st.text(max_size=20), min_size=1, max_size=3), max_size=5))
 def test_documents_are_joined_with_one_separator_each(texts: list[list[str]]) -> None:
-    pieces = [TextPiece(text, i == len(parts) - 1) for parts in texts for i, text in enumerate(parts)]
+    pieces = [
+        TextPiece(text, i == len(parts) - 1) for parts in texts for i, text in enumerate(parts)
+    ]
     expected: list[int] = []
     for parts in texts:
         expected += [*"".join(parts).encode(), EOS]
@@ -154,7 +173,9 @@ def test_the_tokenizer_is_called_with_bounded_portions(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
-def test_a_file_is_one_document_however_it_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_a_file_is_one_document_however_it_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     monkeypatch.setattr(data, "_PIECE", size)
     text = "Über\r\nlines\n\n" + "x" * 50 + "\nno newline at the end"
     path = tmp_path / "a.txt"
@@ -163,7 +184,13 @@ def test_a_file_is_one_document_however_it_is_cut(tmp_path: Path, monkeypatch: p
 
 
 def test_a_folder_is_read_recursively_in_sorted_order(tmp_path: Path) -> None:
-    for name, text in {"b.txt": "3", "a/z.py": "2", "a/y.md": "1", "c.jsonl": '{"text": "4"}', "d.bin": "no"}.items():
+    for name, text in {
+        "b.txt": "3",
+        "a/z.py": "2",
+        "a/y.md": "1",
+        "c.jsonl": '{"text": "4"}',
+        "d.bin": "no",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / ".git").mkdir()
@@ -179,7 +206,14 @@ def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
 def test_json_lines_give_one_document_each(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(
-        "\n".join([json.dumps({"text": "one\ntwo"}), "", json.dumps({"text": ""}), json.dumps({"text": "x", "n": 1})])
+        "\n".join(
+            [
+                json.dumps({"text": "one\ntwo"}),
+                "",
+                json.dumps({"text": ""}),
+                json.dumps({"text": "x", "n": 1}),
+            ]
+        )
     )
     assert documents(path) == ["one\ntwo", "x"]
 
@@ -234,7 +268,9 @@ def test_the_saved_byte_tokenizer_is_the_same_tokenizer(tmp_path: Path) -> None:
 
     ByteTokenizer().save(tmp_path)
     saved = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    text = "".join(map(chr, [*range(0x800), 0x1234, 0xFFFF, 0x10000, 0x50000, 0x90000, 0xD0000, 0x10FFFF]))
+    text = "".join(
+        map(chr, [*range(0x800), 0x1234, 0xFFFF, 0x10000, 0x50000, 0x90000, 0xD0000, 0x10FFFF])
+    )
     text += " two  spaces\n\n\ttab don't 12345 "
     ids = saved(text, add_special_tokens=False)["input_ids"]
     assert ids == list(text.encode())
@@ -244,7 +280,8 @@ def test_the_saved_byte_tokenizer_is_the_same_tokenizer(tmp_path: Path) -> None:
     assert saved(text)["input_ids"] == ids  # no special token is added unasked
     tokens = saved.convert_ids_to_tokens(list(range(256)))
     assert len(set(tokens)) == 256
-    assert saved.convert_tokens_to_ids(tokens) == list(range(256))  # also the 13 bytes that UTF-8 never uses
+    # also the 13 bytes that UTF-8 never uses
+    assert saved.convert_tokens_to_ids(tokens) == list(range(256))
 
 
 def test_a_model_without_tokenizer_gets_bytes_if_its_vocabulary_has_room(tmp_path: Path) -> None:
@@ -252,7 +289,9 @@ def test_a_model_without_tokenizer_gets_bytes_if_its_vocabulary_has_room(tmp_pat
     assert isinstance(load_tokenizer(None, BYTE_VOCABULARY), ByteTokenizer)
     with pytest.raises(ValueError) as caught:
         load_tokenizer(None, 256)
-    assert str(caught.value) == "the byte tokenizer has 259 tokens but the model's vocabulary has 256"
+    assert (
+        str(caught.value) == "the byte tokenizer has 259 tokens but the model's vocabulary has 256"
+    )
 
 
 def test_the_tokenizer_of_a_directory_is_used_and_copied(tmp_path: Path) -> None:
@@ -270,4 +309,7 @@ def test_the_tokenizer_of_a_directory_is_used_and_copied(tmp_path: Path) -> None
     }
     with pytest.raises(ValueError) as caught:
         load_tokenizer(source, 100)
-    assert str(caught.value) == f"the tokenizer in {source} has 259 tokens but the model's vocabulary has 100"
+    assert (
+        str(caught.value)
+        == f"the tokenizer in {source} has 259 tokens but the model's vocabulary has 100"
+    )

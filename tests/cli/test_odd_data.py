@@ -1,4 +1,5 @@
-"""`infinity finetune --data` with what is no text: one sentence that names the file, nothing left, and never an endless read."""
+"""`infinity finetune --data` with what is no text: one sentence that names the file, nothing left,
+and never an endless read."""
 
 from __future__ import annotations
 
@@ -23,9 +24,22 @@ FINE = b'{"text": "fine"}\n'
 
 
 def run(source: Path, nvme: Path, *options: object) -> Any:
-    fixed = ["--model", "llama-tiny", "--sequence-length", 16, "--batch-size", 1, "--steps", 1, "--eval-batches", 1]
+    fixed = [
+        "--model",
+        "llama-tiny",
+        "--sequence-length",
+        16,
+        "--batch-size",
+        1,
+        "--steps",
+        1,
+        "--eval-batches",
+        1,
+    ]
     budgets = ["--gpu-memory", "16MiB", "--cpu-memory", "16MiB"]
-    return CliRunner().invoke(app, ["finetune", *map(str, [*fixed, *budgets, "--data", source, "--nvme", nvme, *options])])
+    return CliRunner().invoke(
+        app, ["finetune", *map(str, [*fixed, *budgets, "--data", source, "--nvme", nvme, *options])]
+    )
 
 
 def refusal(source: Path) -> str:
@@ -42,17 +56,45 @@ def refusal(source: Path) -> str:
 
 
 CONTENTS: dict[str, tuple[str, bytes, str]] = {
-    "deep": ("a.jsonl", FINE + b"[" * 200_000 + b"]" * 200_000, ", line 2: not JSON that can be read: it is nested too deeply"),
-    "deep objects": ("a.jsonl", b'{"text":' * 200_000, ", line 1: not JSON that can be read: it is nested too deeply"),
-    "many digits": ("a.jsonl", FINE + b"1" * 5000, ", line 2: not JSON that can be read: it has a number with too many digits"),
-    "binary lines": ("a.jsonl", b"\x00\x01\x02\n", ", line 1: not JSON (character 1: Expecting value)"),
-    "compressed lines": ("a.jsonl", b"\x1f\x8b\x08\x00", ", line 1: not UTF-8 text (invalid start byte)"),
+    "deep": (
+        "a.jsonl",
+        FINE + b"[" * 200_000 + b"]" * 200_000,
+        ", line 2: not JSON that can be read: it is nested too deeply",
+    ),
+    "deep objects": (
+        "a.jsonl",
+        b'{"text":' * 200_000,
+        ", line 1: not JSON that can be read: it is nested too deeply",
+    ),
+    "many digits": (
+        "a.jsonl",
+        FINE + b"1" * 5000,
+        ", line 2: not JSON that can be read: it has a number with too many digits",
+    ),
+    "binary lines": (
+        "a.jsonl",
+        b"\x00\x01\x02\n",
+        ", line 1: not JSON (character 1: Expecting value)",
+    ),
+    "compressed lines": (
+        "a.jsonl",
+        b"\x1f\x8b\x08\x00",
+        ", line 1: not UTF-8 text (invalid start byte)",
+    ),
     "no text": ("a.jsonl", b'{"prompt": "x"}', ', line 1: no string under the key "text"'),
-    "no document": ("a.jsonl", b"\n\n \n", " has 0 tokens, but a sequence length of 16 needs at least 32: "),
+    "no document": (
+        "a.jsonl",
+        b"\n\n \n",
+        " has 0 tokens, but a sequence length of 16 needs at least 32: ",
+    ),
     "empty": ("a.txt", b"", " has 0 tokens, but a sequence length of 16 needs at least 32: "),
     "binary": ("a.txt", bytes(range(256)) * 10, " is not UTF-8 text: invalid start byte (0x80)"),
     "UTF-16": ("a.txt", "text".encode("utf-16"), " is not UTF-8 text: invalid start byte (0xff)"),
-    "cut in a character": ("a.txt", "x€".encode()[:-1], " is not UTF-8 text: unexpected end of data (0xe2)"),
+    "cut in a character": (
+        "a.txt",
+        "x€".encode()[:-1],
+        " is not UTF-8 text: unexpected end of data (0xe2)",
+    ),
 }
 
 
@@ -71,7 +113,8 @@ def test_a_line_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.Monkey
         handle.write(FINE + b'{"text": "')
         handle.truncate(8 << 30)
     assert refusal(file) == (
-        f"{file}, line 2: more than 1 MiB, which are read at once; cut the document, or put its text into a file of its own"
+        f"{file}, line 2: more than 1 MiB, which are read at once; cut the document, or "
+        "put its text into a file of its own"
     )
 
 
@@ -85,7 +128,9 @@ def test_a_line_of_the_limit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         list(read_pieces(tmp_path / "a.jsonl"))
 
 
-def test_text_without_lines_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_without_lines_is_read_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data, "_PIECE", 1 << 10)
     (tmp_path / "a.txt").write_text("x" * (1 << 20))
     pieces = list(read_pieces(tmp_path / "a.txt"))
@@ -143,10 +188,15 @@ def test_a_file_that_vanishes_while_a_folder_is_read_is_named(tmp_path: Path) ->
     assert list(files) == []
     with pytest.raises(FileNotFoundError) as caught:
         list(read_pieces(tmp_path / "a.txt"))
-    assert caught.value.filename == str(tmp_path / "a.txt") or caught.value.filename == tmp_path / "a.txt"
+    assert (
+        caught.value.filename == str(tmp_path / "a.txt")
+        or caught.value.filename == tmp_path / "a.txt"
+    )
 
 
-def test_a_file_that_is_cut_while_it_is_read_ends_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_cut_while_it_is_read_ends_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(data, "_PIECE", 10)
     (tmp_path / "a.txt").write_text("x" * 100_000)
     pieces = read_pieces(tmp_path / "a.txt")
@@ -158,7 +208,8 @@ def test_a_file_that_is_cut_while_it_is_read_ends_there(tmp_path: Path, monkeypa
 
 
 def test_names_that_are_not_utf8(tmp_path: Path) -> None:
-    """Are named as they can be, and train; a tokenizer cannot be saved under one, which is said before."""
+    """Are named as they can be, and train; a tokenizer cannot be saved under one, which is said
+    before."""
     where = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
     where.mkdir()
     (where / "a.txt").write_bytes(b"\xff")
@@ -167,7 +218,9 @@ def test_names_that_are_not_utf8(tmp_path: Path) -> None:
     (where / "a.txt").write_bytes(b"the quick brown fox\n" * 20)
     result = run(where, tmp_path, "--output", where / "out")
     assert result.exit_code == 1
-    assert result.stderr.endswith(" is not UTF-8, and no tokenizer can be saved there; choose another one\n")
+    assert result.stderr.endswith(
+        " is not UTF-8, and no tokenizer can be saved there; choose another one\n"
+    )
     assert not (where / "out").exists()
     result = run(where, tmp_path, "--checkpoint", where / "steps", "--json", "--debug")
     assert result.exit_code == 0, (result.stderr, result.exception)
@@ -176,7 +229,9 @@ def test_names_that_are_not_utf8(tmp_path: Path) -> None:
 
 def test_text_that_cannot_be_utf8_trains(tmp_path: Path) -> None:
     """JSON may hold one half of a pair of surrogates."""
-    (tmp_path / "a.jsonl").write_text('{"text": "\\ud800 the quick brown fox jumps over the lazy dog"}\n' * 5)
+    (tmp_path / "a.jsonl").write_text(
+        '{"text": "\\ud800 the quick brown fox jumps over the lazy dog"}\n' * 5
+    )
     (tmp_path / "nvme").mkdir()
     result = run(tmp_path / "a.jsonl", tmp_path / "nvme")
     assert result.exit_code == 0, result.stderr

@@ -1,6 +1,8 @@
-"""Any value of any option of any command: done or refused in a sentence, with a status that is documented, and never a traceback.
+"""Any value of any option of any command: done or refused in a sentence, with a status that is
+documented, and never a traceback.
 
-Options are taken from the commands themselves. What takes long (training, measuring) is put out of the way.
+Options are taken from the commands themselves. What takes long (training, measuring) is put out of
+the way.
 """
 
 from __future__ import annotations
@@ -42,12 +44,45 @@ HOSTILE = [
         "1_000",
         "٣",
     ),
-    *("-", "--", "auto", "true", "[bold]", "[/]", "{}", "%s", "\\", "\n", "\x1b[31m", "\x00", "\udcff", "a" * 5000, "1,2", ","),
-    *("1,nan", "1GiB", "-1GiB", "9" * 40 + "TiB", "7B", "1e400B", "gpu", "nvme ", "fp32", "llama-tiny", "gpt2-tiny", "LLAMA"),
+    *(
+        "-",
+        "--",
+        "auto",
+        "true",
+        "[bold]",
+        "[/]",
+        "{}",
+        "%s",
+        "\\",
+        "\n",
+        "\x1b[31m",
+        "\x00",
+        "\udcff",
+        "a" * 5000,
+        "1,2",
+        ",",
+    ),
+    *(
+        "1,nan",
+        "1GiB",
+        "-1GiB",
+        "9" * 40 + "TiB",
+        "7B",
+        "1e400B",
+        "gpu",
+        "nvme ",
+        "fp32",
+        "llama-tiny",
+        "gpt2-tiny",
+        "LLAMA",
+    ),
     *("..", "/dev/null", "/dev/zero", "/proc/nothing/there", "nvme", "file", "loop"),
 ]
 VALUES = (
-    st.sampled_from(HOSTILE) | st.integers().map(str) | st.floats().map(str) | st.text(max_size=6).filter(lambda t: "/" not in t)
+    st.sampled_from(HOSTILE)
+    | st.integers().map(str)
+    | st.floats().map(str)
+    | st.text(max_size=6).filter(lambda t: "/" not in t)
 )
 COMMANDS = {
     ("finetune",): ("--nvme", "nvme", "--data", "file", "--sequence-length", "16"),
@@ -88,7 +123,10 @@ def where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def check(arguments: list[str]) -> int:
     result = CliRunner().invoke(app, arguments)
-    assert result.exception is None or isinstance(result.exception, SystemExit), (arguments, result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit), (
+        arguments,
+        result.exception,
+    )
     assert result.exit_code in (DONE, FAILED, MISUSED), arguments
     assert "Traceback" not in result.stderr
     assert "infinity: unexpected" not in result.stderr, (arguments, result.stderr)
@@ -102,10 +140,19 @@ def test_any_value_of_any_option(path: tuple[str, ...], where: Path) -> None:
     fixed, known = list(COMMANDS[path]), options(path)
     assert known
 
-    @settings(max_examples=30 + 2 * len(known), deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+    @settings(
+        max_examples=30 + 2 * len(known),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize=True,
+    )
     @given(st.lists(st.tuples(st.sampled_from(known), VALUES), min_size=1, max_size=2))
     def fuzz(chosen: list[tuple[tuple[str, bool], str]]) -> None:
-        given_options = [word for (name, takes), value in chosen for word in ([f"{name}={value}"] if takes else [name])]
+        given_options = [
+            word
+            for (name, takes), value in chosen
+            for word in ([f"{name}={value}"] if takes else [name])
+        ]
         check([*path, *fixed, *given_options])
 
     fuzz()
@@ -113,22 +160,38 @@ def test_any_value_of_any_option(path: tuple[str, ...], where: Path) -> None:
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_every_option_with_what_a_random_choice_may_miss(path: tuple[str, ...], where: Path) -> None:
+def test_every_option_with_what_a_random_choice_may_miss(
+    path: tuple[str, ...], where: Path
+) -> None:
     for name, takes in options(path):
         for value in ("nan", "9" * 30, "1e400B", "\udcff") if takes else ():
             check([*path, *COMMANDS[path], f"{name}={value}"])
 
 
 def test_what_no_option_takes(where: Path) -> None:
-    for arguments in (["nothing"], ["finetune", "more"], ["gc"], ["bench"], ["bench", "nothing"], ["finetune", "--nothing=1"]):
+    for arguments in (
+        ["nothing"],
+        ["finetune", "more"],
+        ["gc"],
+        ["bench"],
+        ["bench", "nothing"],
+        ["finetune", "--nothing=1"],
+    ):
         assert check(arguments) == MISUSED
-    for arguments in (["gc", "file"], ["gc", "loop"], ["gc", "gone"], ["bench", "io", "--path", "loop"]):
+    for arguments in (
+        ["gc", "file"],
+        ["gc", "loop"],
+        ["gc", "gone"],
+        ["bench", "io", "--path", "loop"],
+    ):
         assert check(arguments) == FAILED
 
 
 def test_one_that_is_no_terminal_cannot_be_asked(where: Path) -> None:
     """A model that brings code is refused, and nobody is asked whether to run it."""
     (where / "model").mkdir()
-    (where / "model" / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}')
+    (where / "model" / "config.json").write_text(
+        '{"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}'
+    )
     (where / "model" / "model.safetensors").touch()
     assert check(["finetune", "--model", "model", "--nvme", "nvme", "--data", "file"]) == FAILED

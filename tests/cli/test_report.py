@@ -27,15 +27,20 @@ def made_up_run(steps: int = 12) -> tuple[History, list[Span], Report]:
     spans: list[Span] = []
     for number in range(1, steps + 1):
         start = 100.0 + 0.5 * number
-        history.steps.append(StepRecord(number, 5.0 / number, 1e-3 * number / steps, 1.5, start, start + 0.45))
+        history.steps.append(
+            StepRecord(number, 5.0 / number, 1e-3 * number / steps, 1.5, start, start + 0.45)
+        )
         for unit in range(6):
             at = start + 0.06 * unit
             spans.append(Span("compute", f"model.layers.{unit}", at, at + 0.05))
             spans.append(Span("wait nvme", f"model.layers.{unit}", at - 0.01, at))
-            spans.append(Span("nvme read", f"model.layers.{unit}", at - 0.03, at + 0.04))  # overlaps its neighbours
+            # overlaps its neighbours
+            spans.append(Span("nvme read", f"model.layers.{unit}", at - 0.03, at + 0.04))
             spans.append(Span("nvme write", f"model.layers.{unit}", at + 0.3, at + 0.33))
             spans.append(Span("adam", f"model.layers.{unit}", at + 0.3, at + 0.35))
-            history.samples.append(Sample(at, {"gpu": unit << 20, "cpu": 40 << 20, "nvme": 100 << 20}))
+            history.samples.append(
+                Sample(at, {"gpu": unit << 20, "cpu": 40 << 20, "nvme": 100 << 20})
+            )
     history.validations = [Validation(steps // 2, 2.5), Validation(steps, 1.5)]
     report = Report(
         parameters=99_590_400,
@@ -76,7 +81,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
-        self.references += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "srcset", "data")]
+        self.references += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "xlink:href", "srcset", "data")
+        ]
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -119,7 +128,15 @@ def test_the_figures_are_valid_xml_and_their_local_references_resolve() -> None:
 def test_the_page_shows_the_numbers_of_the_run() -> None:
     history, spans, report = made_up_run()
     page = Page(render_report(summary_of(history, report), history, spans))
-    for shown in ("llama-100m", "99,590,400 parameters", "14.0 + 12.0", "1.500", "64 MiB", "step 12", "model.layers.6"):
+    for shown in (
+        "llama-100m",
+        "99,590,400 parameters",
+        "14.0 + 12.0",
+        "1.500",
+        "64 MiB",
+        "step 12",
+        "model.layers.6",
+    ):
         assert shown in page.text
 
 
@@ -143,7 +160,10 @@ def test_short_runs_without_spans_or_samples_have_a_page_too(steps: int) -> None
 
 def test_many_spans_do_not_make_a_large_page() -> None:
     history, _, report = made_up_run(3)
-    spans = [Span("copy", f"unit {i % 7}", 100.5 + i * 1.6e-5, 100.5 + i * 1.6e-5 + 1e-5) for i in range(100_000)]
+    spans = [
+        Span("copy", f"unit {i % 7}", 100.5 + i * 1.6e-5, 100.5 + i * 1.6e-5 + 1e-5)
+        for i in range(100_000)
+    ]
     assert len(render_report(summary_of(history, report), history, spans)) < 600_000
 
 
@@ -160,11 +180,21 @@ def test_the_page_is_written_whole(tmp_path: Path) -> None:
 def test_the_summary_is_valid_json_and_names_the_worst_five_waits() -> None:
     history, _, report = made_up_run()
     summary = json.loads(json.dumps(summary_of(history, report), allow_nan=False))
-    assert [wait["unit"] for wait in summary["worst_waits"]] == [f"model.layers.{unit}" for unit in (6, 5, 4, 3, 2)]
-    assert summary["loss"] == {"first": 5.0, "last": 5.0 / 12, "validation": 1.5, "validation_step": 12}
+    assert [wait["unit"] for wait in summary["worst_waits"]] == [
+        f"model.layers.{unit}" for unit in (6, 5, 4, 3, 2)
+    ]
+    assert summary["loss"] == {
+        "first": 5.0,
+        "last": 5.0 / 12,
+        "validation": 1.5,
+        "validation_step": 12,
+    }
     assert summary["speculative_updates"] == {"kept": 1200, "rolled_back": 34}
     assert ("speculative updates", "1,200 kept, 34 rolled back") in summary_rows(summary)
-    assert summary["nvme_bytes_per_parameter_per_step"]["read"] == {"measured": 14.01, "planned": 14.0}
+    assert summary["nvme_bytes_per_parameter_per_step"]["read"] == {
+        "measured": 14.01,
+        "planned": 14.0,
+    }
     assert summary["memory"]["gpu"] == {"peak": 5 << 20, "budget": 8 << 20}
     assert summary["tokens_per_second"] == pytest.approx(1024 / 0.45)
 
@@ -186,7 +216,10 @@ def test_speed_leaves_out_the_first_step_unless_it_is_alone() -> None:
     assert history.tokens_per_second() == 0
     history.steps.append(StepRecord(1, 1.0, 1.0, None, 0.0, 10.0))
     assert history.tokens_per_second() == 10
-    history.steps += [StepRecord(2, 1.0, 1.0, None, 20.0, 21.0), StepRecord(3, 1.0, 1.0, None, 30.0, 31.0)]
+    history.steps += [
+        StepRecord(2, 1.0, 1.0, None, 20.0, 21.0),
+        StepRecord(3, 1.0, 1.0, None, 30.0, 31.0),
+    ]
     assert history.tokens_per_second() == 100
 
 
@@ -198,13 +231,19 @@ def test_the_trace_is_valid_with_one_lane_each(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     write_trace(path, spans, history)
     assert [entry.name for entry in tmp_path.iterdir()] == ["trace.json"]
-    events = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    events = json.loads(
+        path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON")
+    )["traceEvents"]
+    names = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     lanes = {name for name in names.values() if not name.endswith(")")}
     assert lanes == {"steps", "compute", "wait nvme", "nvme read", "nvme write", "adam"}
     complete = [event for event in events if event["ph"] == "X"]
     assert len(complete) == len(spans) + len(history.steps)
-    assert all(event["ts"] >= 0 and event["dur"] >= 0 and event["tid"] in names for event in complete)
+    assert all(
+        event["ts"] >= 0 and event["dur"] >= 0 and event["tid"] in names for event in complete
+    )
     assert min(event["ts"] for event in complete) == 0
     assert {event["ph"] for event in events} == {"X", "M", "C"}
     counters = {event["name"] for event in events if event["ph"] == "C"}
@@ -216,7 +255,9 @@ def test_an_empty_run_has_a_valid_trace(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-span_times = st.tuples(st.integers(0, 50), st.integers(0, 50)).map(lambda pair: Span("compute", "u", *map(float, sorted(pair))))
+span_times = st.tuples(st.integers(0, 50), st.integers(0, 50)).map(
+    lambda pair: Span("compute", "u", *map(float, sorted(pair)))
+)
 
 
 @given(st.lists(span_times, max_size=30))
@@ -230,11 +271,15 @@ def test_in_one_row_spans_are_apart_or_nested(spans: list[Span]) -> None:
         for i, a in enumerate(row):
             for b in row[i + 1 :]:
                 apart = a.end <= b.start or b.end <= a.start
-                nested = (a.start <= b.start and b.end <= a.end) or (b.start <= a.start and a.end <= b.end)
+                nested = (a.start <= b.start and b.end <= a.end) or (
+                    b.start <= a.start and a.end <= b.end
+                )
                 assert apart or nested
 
 
 def test_lanes_come_in_the_recorders_order_and_unknown_ones_last() -> None:
     spans = [Span(lane, "", 0.0, 1.0) for lane in ("zebra", "adam", "compute", "apple", "adam")]
     assert lane_order(spans) == ["compute", "adam", "apple", "zebra"]
-    assert [event["name"] for event in trace_events(spans, History(1)) if event["ph"] == "X"] == [""] * 5
+    assert [event["name"] for event in trace_events(spans, History(1)) if event["ph"] == "X"] == [
+        ""
+    ] * 5

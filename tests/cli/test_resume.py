@@ -1,4 +1,5 @@
-"""`infinity finetune --checkpoint DIR --resume`: a run that was interrupted ends as if nothing had happened."""
+"""`infinity finetune --checkpoint DIR --resume`: a run that was interrupted ends as if nothing had
+happened."""
 
 from __future__ import annotations
 
@@ -29,7 +30,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 8
 # With dropout, accumulation, warm-up, and windows that come a second time.
 OPTIONS = [
-    *("--model", "gpt2-tiny", "--sequence-length", 32, "--batch-size", 2, "--accumulate", 2, "--steps", STEPS, "--eval-every", 3),
+    *(
+        "--model",
+        "gpt2-tiny",
+        "--sequence-length",
+        32,
+        "--batch-size",
+        2,
+        "--accumulate",
+        2,
+        "--steps",
+        STEPS,
+        "--eval-every",
+        3,
+    ),
     *(
         "--eval-batches",
         2,
@@ -121,14 +135,22 @@ def die() -> None:
 @pytest.fixture
 def expected(common: list[Any], tmp_path: Path) -> Callable[[Path, Path, dict[str, Any]], None]:
     """`expected(output, checkpoints, summary)`: all is as without an interruption, in every bit."""
-    plain = finished(*common, "--output", tmp_path / "plain", "--checkpoint", tmp_path / "plain-steps")
+    plain = finished(
+        *common, "--output", tmp_path / "plain", "--checkpoint", tmp_path / "plain-steps"
+    )
 
     def check(output: Path, checkpoints: Path, summary: dict[str, Any]) -> None:
-        there, here = (load_file(path / "model.safetensors") for path in (tmp_path / "plain", output))
+        there, here = (
+            load_file(path / "model.safetensors") for path in (tmp_path / "plain", output)
+        )
         assert there.keys() == here.keys()
         assert all(torch.equal(there[name], here[name]) for name in there)
-        assert [step[0] for step in losses(checkpoints / f"step-{STEPS}")] == list(range(1, STEPS + 1))
-        assert losses(checkpoints / f"step-{STEPS}") == losses(tmp_path / "plain-steps" / f"step-{STEPS}")
+        assert [step[0] for step in losses(checkpoints / f"step-{STEPS}")] == list(
+            range(1, STEPS + 1)
+        )
+        assert losses(checkpoints / f"step-{STEPS}") == losses(
+            tmp_path / "plain-steps" / f"step-{STEPS}"
+        )
         for key in ("loss", "steps", "signal"):
             assert summary[key] == plain[key]
 
@@ -140,7 +162,16 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
     every: int, killed: list[int], common: list[Any], expected: Callable[..., None], tmp_path: Path
 ) -> None:
     where, output = tmp_path / "steps", tmp_path / "out"
-    arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", every, "--resume"]
+    arguments = [
+        *common,
+        "--output",
+        output,
+        "--checkpoint",
+        where,
+        "--checkpoint-every",
+        every,
+        "--resume",
+    ]
     last = 0
     for number in killed:
         with pytest.MonkeyPatch.context() as patch:
@@ -148,21 +179,38 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
             result = run(*arguments, "--debug")
         assert isinstance(result.exception, Killed)
         line = (
-            f"going on from {where}/step-{last}" if last else f"no checkpoint in {where} yet: training starts from the beginning"
+            f"going on from {where}/step-{last}"
+            if last
+            else f"no checkpoint in {where} yet: training starts from the beginning"
         )
         assert line in result.stderr
         last = (number - 1) // every * every
         kept = [f"step-{n}" for n in range(every, last + 1, every)][-2:]
-        assert names(where) == kept, "at most that many steps are lost, and the last two checkpoints are kept"
+        assert names(where) == kept, (
+            "at most that many steps are lost, and the last two checkpoints are kept"
+        )
     expected(output, where, finished(*arguments))
     assert names(where)[-1] == f"step-{STEPS}"
     expected(output, where, finished(*arguments))  # there is nothing left to do
 
 
 @pytest.mark.parametrize(("after", "killed"), [(0, 6), (6, 4)])
-def test_updates_one_step_late_are_so_from_the_same_step_on(after: int, killed: int, common: list[Any], tmp_path: Path) -> None:
-    """The run is cut before updates begin to be late, or after. Both save at the same steps, which is when updates are seen."""
-    late = [*common, "--update", "delayed", "--delayed-after", after, "--checkpoint-every", 3, "--keep-checkpoints", 9]
+def test_updates_one_step_late_are_so_from_the_same_step_on(
+    after: int, killed: int, common: list[Any], tmp_path: Path
+) -> None:
+    """The run is cut before updates begin to be late, or after. Both save at the same steps, which
+    is when updates are seen."""
+    late = [
+        *common,
+        "--update",
+        "delayed",
+        "--delayed-after",
+        after,
+        "--checkpoint-every",
+        3,
+        "--keep-checkpoints",
+        9,
+    ]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     finished(*late, "--checkpoint", whole)
     with pytest.MonkeyPatch.context() as patch:
@@ -177,7 +225,9 @@ def test_updates_one_step_late_are_so_from_the_same_step_on(after: int, killed: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_loses_nothing(number: signal.Signals, common: list[Any], expected: Callable[..., None], tmp_path: Path) -> None:
+def test_ctrl_c_loses_nothing(
+    number: signal.Signals, common: list[Any], expected: Callable[..., None], tmp_path: Path
+) -> None:
     where, output = tmp_path / "steps", tmp_path / "out"
     arguments = [*common, "--output", output, "--checkpoint", where]
     with pytest.MonkeyPatch.context() as patch:
@@ -187,13 +237,27 @@ def test_ctrl_c_loses_nothing(number: signal.Signals, common: list[Any], expecte
     expected(output, where, finished(*arguments, "--resume"))
 
 
-def test_another_placement_goes_on_with_the_same_bits(common: list[Any], expected: Callable[..., None], tmp_path: Path) -> None:
+def test_another_placement_goes_on_with_the_same_bits(
+    common: list[Any], expected: Callable[..., None], tmp_path: Path
+) -> None:
     where, output = tmp_path / "steps", tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
         during_step(patch, 5, die)
         run(*common, "--checkpoint", where, "--checkpoint-every", 2)
-    there = ["--parameters", "cpu", "--optimizer", "gpu", "--gradients", "gpu", "--no-checkpoint-activations"]
-    expected(output, where, finished(*common, *there, "--output", output, "--checkpoint", where, "--resume"))
+    there = [
+        "--parameters",
+        "cpu",
+        "--optimizer",
+        "gpu",
+        "--gradients",
+        "gpu",
+        "--no-checkpoint-activations",
+    ]
+    expected(
+        output,
+        where,
+        finished(*common, *there, "--output", output, "--checkpoint", where, "--resume"),
+    )
 
 
 SCRIPT = """
@@ -214,14 +278,34 @@ main.app()
 """
 
 
-def test_an_elastic_restart_goes_on(common: list[Any], expected: Callable[..., None], tmp_path: Path) -> None:
+def test_an_elastic_restart_goes_on(
+    common: list[Any], expected: Callable[..., None], tmp_path: Path
+) -> None:
     """torchrun starts the same command again when its process is killed."""
     where, output = tmp_path / "steps", tmp_path / "out"
     (tmp_path / "script.py").write_text(SCRIPT)
-    arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", 2, "--resume"]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=1", tmp_path / "script.py"]
+    arguments = [
+        *common,
+        "--output",
+        output,
+        "--checkpoint",
+        where,
+        "--checkpoint-every",
+        2,
+        "--resume",
+    ]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=1",
+        "--max-restarts=1",
+        tmp_path / "script.py",
+    ]
     command = [sys.executable, *torchrun, "finetune", *arguments]
-    done = subprocess.run([str(part) for part in command], capture_output=True, check=False, **CHILD)
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, check=False, **CHILD
+    )
     assert done.returncode == 0, done.stderr
     assert "training starts from the beginning" in done.stderr
     assert f"going on from {where}/step-4" in done.stderr
@@ -232,26 +316,41 @@ def test_an_elastic_restart_goes_on(common: list[Any], expected: Callable[..., N
 
 
 def test_resume_needs_a_directory(common: list[Any]) -> None:
-    assert refusal(*common, "--resume") == "--resume needs --checkpoint DIR, the directory of the run that it goes on with"
+    assert (
+        refusal(*common, "--resume")
+        == "--resume needs --checkpoint DIR, the directory of the run that it goes on with"
+    )
 
 
 def test_a_directory_that_cannot_be_one(common: list[Any], tmp_path: Path) -> None:
-    assert refusal(*common, "--checkpoint", tmp_path / "text.txt") == f"--checkpoint {tmp_path}/text.txt is not a directory"
-    assert refusal(*common, "--checkpoint", tmp_path / "text.txt" / "x") == f"{tmp_path}/text.txt/x: Not a directory"
+    assert (
+        refusal(*common, "--checkpoint", tmp_path / "text.txt")
+        == f"--checkpoint {tmp_path}/text.txt is not a directory"
+    )
+    assert (
+        refusal(*common, "--checkpoint", tmp_path / "text.txt" / "x")
+        == f"{tmp_path}/text.txt/x: Not a directory"
+    )
 
 
-def test_checkpoints_of_an_earlier_run_are_not_mixed_with_new_ones(common: list[Any], tmp_path: Path) -> None:
+def test_checkpoints_of_an_earlier_run_are_not_mixed_with_new_ones(
+    common: list[Any], tmp_path: Path
+) -> None:
     where = tmp_path / "steps"
     finished(*common, "--checkpoint", where, "--checkpoint-every", 3)
     assert names(where) == ["step-6", "step-8"]
     assert refusal(*common, "--checkpoint", where) == (
-        f"--checkpoint {where} has checkpoints of an earlier run, up to step-8; go on from it with --resume, or choose another "
-        "directory"
+        f"--checkpoint {where} has checkpoints of an earlier run, up to step-8; go on from it with "
+        "--resume, or choose another directory"
     )
-    for option, before, now in [("--batch-size", "2", "4"), ("--lr", "0.001", "0.5"), ("--sequence-length", "32", "16")]:
+    for option, before, now in [
+        ("--batch-size", "2", "4"),
+        ("--lr", "0.001", "0.5"),
+        ("--sequence-length", "32", "16"),
+    ]:
         assert refusal(*common, "--checkpoint", where, "--resume", option, now) == (
-            f"{where}/step-8 was made with {option} {before}, and now it is {now}; go on with the same, or start anew with "
-            "another --checkpoint"
+            f"{where}/step-8 was made with {option} {before}, and now it is {now}; go on with the "
+            "same, or start anew with another --checkpoint"
         )
     text = refusal(*common, "--checkpoint", where, "--resume", "--model", "llama-tiny")
     assert text.startswith(f"{where}/step-8 belongs to another model: it has no ")
@@ -266,23 +365,49 @@ def test_more_steps_may_follow(common: list[Any], tmp_path: Path) -> None:
     assert names(where) == [f"step-{STEPS + 4}", f"step-{STEPS}"]
 
 
-def test_what_killed_jobs_leave_is_removed_and_never_taken(common: list[Any], tmp_path: Path) -> None:
+def test_what_killed_jobs_leave_is_removed_and_never_taken(
+    common: list[Any], tmp_path: Path
+) -> None:
     where = tmp_path / "steps"
-    for name in (".step-99.partial", ".step-7.old", ".step-5.removed", "step-99", "notes", "step-12"):
+    for name in (
+        ".step-99.partial",
+        ".step-7.old",
+        ".step-5.removed",
+        "step-99",
+        "notes",
+        "step-12",
+    ):
         (where / name).mkdir(parents=True)
-    (where / "step-99" / "__0_0.distcp").write_bytes(b"what is left of a checkpoint that was removed in part")
+    (where / "step-99" / "__0_0.distcp").write_bytes(
+        b"what is left of a checkpoint that was removed in part"
+    )
     (where / "step-12" / "mine.txt").write_text("somebody else's")
-    summary = finished(*common, "--checkpoint", where, "--keep-checkpoints", 1, "--checkpoint-every", 2, "--resume")
+    summary = finished(
+        *common, "--checkpoint", where, "--keep-checkpoints", 1, "--checkpoint-every", 2, "--resume"
+    )
     assert summary["steps"] == STEPS
     assert names(where) == ["notes", "step-12", f"step-{STEPS}"]
 
 
 def test_a_removal_that_is_killed_leaves_no_step(
-    common: list[Any], expected: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    common: list[Any],
+    expected: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A folder has another name before its first file goes, and the next run removes it."""
     where, output = tmp_path / "steps", tmp_path / "out"
-    arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", 2, "--keep-checkpoints", 1]
+    arguments = [
+        *common,
+        "--output",
+        output,
+        "--checkpoint",
+        where,
+        "--checkpoint-every",
+        2,
+        "--keep-checkpoints",
+        1,
+    ]
 
     def killed(path: Path, **_: Any) -> None:
         if path.exists():
@@ -312,7 +437,9 @@ def test_gc_removes_what_removals_left(tmp_path: Path) -> None:
     assert names(tmp_path) == ["mine", "step-8"]
 
 
-def test_a_checkpoint_between_its_two_renames_is_found(common: list[Any], expected: Callable[..., None], tmp_path: Path) -> None:
+def test_a_checkpoint_between_its_two_renames_is_found(
+    common: list[Any], expected: Callable[..., None], tmp_path: Path
+) -> None:
     where, output = tmp_path / "steps", tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
         during_step(patch, 5, die)
@@ -320,7 +447,9 @@ def test_a_checkpoint_between_its_two_renames_is_found(common: list[Any], expect
     (where / "step-4").rename(where / ".step-4.old")
     result = run(*common, "--checkpoint", where)
     assert f"--checkpoint {where} has checkpoints of an earlier run, up to step-4" in result.stderr
-    expected(output, where, finished(*common, "--output", output, "--checkpoint", where, "--resume"))
+    expected(
+        output, where, finished(*common, "--output", output, "--checkpoint", where, "--resume")
+    )
 
 
 def test_a_second_job_in_one_directory_is_refused(common: list[Any], tmp_path: Path) -> None:
@@ -328,7 +457,8 @@ def test_a_second_job_in_one_directory_is_refused(common: list[Any], tmp_path: P
     where.mkdir()
     with lock_directory(where, "--checkpoint"):
         assert refusal(*common, "--checkpoint", where) == (
-            f"--checkpoint {where} is in use by process {os.getpid()}; give each job its own directory"
+            f"--checkpoint {where} is in use by process {os.getpid()}; give each job its "
+            "own directory"
         )
         assert names(where) == ["infinity.lock"]
     finished(*common, "--checkpoint", where, "--checkpoint-every", STEPS)
@@ -336,7 +466,10 @@ def test_a_second_job_in_one_directory_is_refused(common: list[Any], tmp_path: P
 
 
 def test_a_save_that_fails_ends_the_run_and_leaves_the_checkpoint_before(
-    common: list[Any], expected: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    common: list[Any],
+    expected: Callable[..., None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     where, output = tmp_path / "steps", tmp_path / "out"
     arguments = [*common, "--output", output, "--checkpoint", where, "--checkpoint-every", 2]
@@ -346,14 +479,20 @@ def test_a_save_that_fails_ends_the_run_and_leaves_the_checkpoint_before(
 
     with monkeypatch.context() as patch:
         during_step(patch, 4, lambda: patch.setattr(os, "fsync", full))
-        assert refusal(*arguments) == f"{where}/step-4 cannot be written: [Errno 28] No space left on device"
+        assert (
+            refusal(*arguments)
+            == f"{where}/step-4 cannot be written: [Errno 28] No space left on device"
+        )
     assert names(where) == ["step-2"]
     expected(output, where, finished(*arguments, "--resume"))
     assert issubclass(CheckpointError, RuntimeError)
 
 
 def test_weights_whose_export_dies_are_not_lost(
-    common: list[Any], tmp_path: Path, expected: Callable[[Path, Path, dict[str, Any]], None], monkeypatch: pytest.MonkeyPatch
+    common: list[Any],
+    tmp_path: Path,
+    expected: Callable[[Path, Path, dict[str, Any]], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = [*common, "--output", tmp_path / "out", "--checkpoint", tmp_path / "steps"]
     with monkeypatch.context() as patch:

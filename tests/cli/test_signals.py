@@ -1,8 +1,9 @@
-"""SIGINT, SIGTERM and SIGHUP end `infinity finetune` in order, whenever they come: with a checkpoint once training has begun,
-in one sentence before that, and never with states left on the drive.
+"""SIGINT, SIGTERM and SIGHUP end `infinity finetune` in order, whenever they come: with a
+checkpoint once training has begun, in one sentence before that, and never with states left on the
+drive.
 
-One process with everything imported forks a child for each task (see `serve`). The child signals itself, or lets its terminal
-go, at a chosen point of the program, so nothing here depends on time.
+One process with everything imported forks a child for each task (see `serve`). The child signals
+itself, or lets its terminal go, at a chosen point of the program, so nothing here depends on time.
 """
 
 from __future__ import annotations
@@ -30,8 +31,29 @@ from infinity.modules import load
 from support.children import CHILD
 
 OPTIONS = [
-    *("--model", "llama-tiny", "--sequence-length", "32", "--batch-size", "1", "--steps", "4", "--eval-batches", "1"),
-    *("--gpu-memory", "16MiB", "--cpu-memory", "16MiB", "--cache", "0", "--lr", "1e-3", "--no-report"),
+    *(
+        "--model",
+        "llama-tiny",
+        "--sequence-length",
+        "32",
+        "--batch-size",
+        "1",
+        "--steps",
+        "4",
+        "--eval-batches",
+        "1",
+    ),
+    *(
+        "--gpu-memory",
+        "16MiB",
+        "--cpu-memory",
+        "16MiB",
+        "--cache",
+        "0",
+        "--lr",
+        "1e-3",
+        "--no-report",
+    ),
 ]
 POINTS: dict[str, tuple[Any, str]] = {
     "the model is looked for": (job, "find_model"),
@@ -50,7 +72,9 @@ POINTS: dict[str, tuple[Any, str]] = {
 # The other side: a process that forks
 
 
-def at(owner: Any, name: str, act: Callable[[], object], when: Callable[..., bool] = lambda *_: True) -> None:
+def at(
+    owner: Any, name: str, act: Callable[[], object], when: Callable[..., bool] = lambda *_: True
+) -> None:
     """Calls of `name` of `owner` (`when` says which) first do `act`."""
     real = getattr(owner, name)
 
@@ -83,7 +107,8 @@ def plan(signals: dict[str, list[int]], ignored: list[int]) -> None:
 
 
 def command(arguments: list[str], errors: int | None) -> None:
-    """A child: run the command, and leave as a process of its own would; stderr goes to the descriptor `errors`, if any."""
+    """A child: run the command, and leave as a process of its own would; stderr goes to the
+    descriptor `errors`, if any."""
     status = 99
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -103,7 +128,9 @@ def ending(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def plainly(arguments: list[str], where: str, signals: dict[str, list[int]], ignored: list[int]) -> int:
+def plainly(
+    arguments: list[str], where: str, signals: dict[str, list[int]], ignored: list[int]
+) -> int:
     errors = os.open(Path(where, "errors.txt"), os.O_WRONLY | os.O_CREAT)
     child = os.fork()
     if not child:
@@ -113,7 +140,9 @@ def plainly(arguments: list[str], where: str, signals: dict[str, list[int]], ign
     return ending(child)
 
 
-def without_a_reader(arguments: list[str], where: str, signals: dict[str, list[int]], ignored: list[int]) -> int:
+def without_a_reader(
+    arguments: list[str], where: str, signals: dict[str, list[int]], ignored: list[int]
+) -> int:
     ours, theirs = os.pipe()
     os.close(ours)
     child = os.fork()
@@ -123,7 +152,9 @@ def without_a_reader(arguments: list[str], where: str, signals: dict[str, list[i
     return ending(child)
 
 
-def in_a_terminal(arguments: list[str], where: str, signals: dict[str, list[int]], ignored: list[int]) -> int:
+def in_a_terminal(
+    arguments: list[str], where: str, signals: dict[str, list[int]], ignored: list[int]
+) -> int:
     """Which is closed in step 2: the child waits for that, and goes on."""
     reached, closed = os.pipe(), os.pipe()
     child, terminal = pty.fork()
@@ -145,7 +176,8 @@ def in_a_terminal(arguments: list[str], where: str, signals: dict[str, list[int]
 
 
 def serve() -> None:
-    """For each line of input, a function of this file and what it takes, say how its child ended."""
+    """For each line of input, a function of this file and what it takes, say how its child
+    ended."""
     import transformers.models.llama.modeling_llama  # so that no child has to
 
     assert transformers.models.llama.modeling_llama
@@ -160,7 +192,8 @@ def serve() -> None:
 
 
 class Ended(NamedTuple):
-    """How a child ended: its exit status, minus a signal that killed it, and what it wrote to stderr."""
+    """How a child ended: its exit status, minus a signal that killed it, and what it wrote to
+    stderr."""
 
     status: int
     said: str
@@ -176,7 +209,10 @@ Run = Callable[..., Ended]
 @pytest.fixture(scope="module")
 def server() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, **CHILD
+        [sys.executable, "-W", "ignore", __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        **CHILD,
     ) as process:
         yield process
         process.communicate()
@@ -189,10 +225,17 @@ def run(server: subprocess.Popen[str], tmp_path: Path) -> Run:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
     common = ["finetune", *OPTIONS, "--nvme", tmp_path / "nvme", "--data", tmp_path / "text.txt"]
 
-    def child(*options: object, how: Callable[..., int] = plainly, signals: Any = None, ignored: tuple[int, ...] = ()) -> Ended:
+    def child(
+        *options: object,
+        how: Callable[..., int] = plainly,
+        signals: Any = None,
+        ignored: tuple[int, ...] = (),
+    ) -> Ended:
         assert server.stdin is not None and server.stdout is not None
         arguments = [str(each) for each in (*common, *options)]
-        server.stdin.write(json.dumps([how.__name__, arguments, str(tmp_path), signals or {}, ignored]) + "\n")
+        server.stdin.write(
+            json.dumps([how.__name__, arguments, str(tmp_path), signals or {}, ignored]) + "\n"
+        )
         server.stdin.flush()
         status, errors = int(server.stdout.readline()), tmp_path / "errors.txt"
         return Ended(status, errors.read_text() if errors.exists() else "")
@@ -205,7 +248,9 @@ def names(directory: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-def test_a_signal_in_training_ends_after_the_step_with_a_checkpoint(number: int, run: Run, tmp_path: Path) -> None:
+def test_a_signal_in_training_ends_after_the_step_with_a_checkpoint(
+    number: int, run: Run, tmp_path: Path
+) -> None:
     ended = run("--checkpoint", tmp_path / "steps", signals={"2": [number]})
     assert ended.status == 128 + number, ended.said
     assert "Traceback" not in ended.said
@@ -230,21 +275,29 @@ def test_a_signal_as_the_loop_begins_ends_after_one_step(run: Run, tmp_path: Pat
     assert names(tmp_path / "nvme") == []
 
 
-@pytest.mark.parametrize(("first", "second"), [(signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP, signal.SIGINT)]
+)
 def test_a_second_signal_ends_at_once_and_a_third_does_not_disturb_the_clean_up(
     first: int, second: int, run: Run, tmp_path: Path
 ) -> None:
     signals = {"3": [first, second], "the engine closes": SIGNALS}
     ended = run("--checkpoint", tmp_path / "steps", "--checkpoint-every", 1, signals=signals)
     assert ended.status == 128 + second
-    assert ended.last == "infinity: interrupted" + (" by SIGTERM" if second == signal.SIGTERM else "")
+    assert ended.last == "infinity: interrupted" + (
+        " by SIGTERM" if second == signal.SIGTERM else ""
+    )
     assert "Traceback" not in ended.said
-    assert [name for name in names(tmp_path / "steps") if "step" in name] == ["step-1", "step-2"], "the step was not waited for"
+    assert [name for name in names(tmp_path / "steps") if "step" in name] == ["step-1", "step-2"], (
+        "the step was not waited for"
+    )
     assert names(tmp_path / "nvme") == []
 
 
 @pytest.mark.parametrize("point", ["the model is saved", "the engine closes"])
-def test_a_signal_after_training_does_not_undo_what_was_done(point: str, run: Run, tmp_path: Path) -> None:
+def test_a_signal_after_training_does_not_undo_what_was_done(
+    point: str, run: Run, tmp_path: Path
+) -> None:
     ended = run("--output", tmp_path / "out", signals={point: [signal.SIGHUP]})
     assert ended.status == 0, ended.said
     assert (tmp_path / "out" / "model.safetensors").is_file()
@@ -273,7 +326,10 @@ def test_handlers_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     before = [signal.getsignal(number) for number in SIGNALS]
     monkeypatch.setattr(job, "find_model", lambda *_: send([signal.SIGHUP]))
     result = CliRunner().invoke(app, ["finetune", "--nvme", str(tmp_path)])
-    assert (result.exit_code, result.stderr) == (128 + signal.SIGHUP, "infinity: interrupted by SIGHUP\n")
+    assert (result.exit_code, result.stderr) == (
+        128 + signal.SIGHUP,
+        "infinity: interrupted by SIGHUP\n",
+    )
     assert [signal.getsignal(number) for number in SIGNALS] == before
     with pytest.raises(KeyboardInterrupt) as caught, interrupted_by_signals(), Interrupt():
         signal.raise_signal(signal.SIGHUP)

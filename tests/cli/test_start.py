@@ -11,18 +11,33 @@ import pytest
 
 from support.children import CHILD
 
-COMMAND = [sys.executable, "-c", "import sys; sys.argv = ['infinity', *sys.argv[1:]]; from infinity_command import main; main()"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; sys.argv = ['infinity', *sys.argv[1:]]; from infinity_command import main; main()",
+]
 
 
 def test_an_interrupt_while_torch_is_imported_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    environment = CHILD["env"] | {"PYTHONPATH": os.pathsep.join([str(tmp_path), CHILD["env"]["PYTHONPATH"]])}
-    found = subprocess.run([*COMMAND, "--version"], env=environment, capture_output=True, text=True, timeout=100, check=False)
+    environment = CHILD["env"] | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), CHILD["env"]["PYTHONPATH"]])
+    }
+    found = subprocess.run(
+        [*COMMAND, "--version"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert (found.returncode, found.stdout, found.stderr) == (130, "", "infinity: interrupted\n")
 
 
 def test_the_command_starts_so(pytestconfig: pytest.Config) -> None:
-    found = subprocess.run([*COMMAND, "--version"], **CHILD, capture_output=True, timeout=100, check=False)
+    found = subprocess.run(
+        [*COMMAND, "--version"], **CHILD, capture_output=True, timeout=100, check=False
+    )
     assert found.returncode == 0, found.stderr
     assert found.stdout.startswith("infinity ")
     project = (pytestconfig.rootpath / "pyproject.toml").read_text()

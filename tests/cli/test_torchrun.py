@@ -1,5 +1,5 @@
-"""`torchrun --nproc-per-node N -m infinity finetune`: ranks do together what one would alone, speak in one voice, and go on after
-one of them was killed.
+"""`torchrun --nproc-per-node N -m infinity finetune`: ranks do together what one would alone, speak
+in one voice, and go on after one of them was killed.
 
 Three jobs of two ranks over gloo are started, each once; what one rank does runs in this process.
 """
@@ -47,8 +47,8 @@ from support.children import CHILD
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 8
-# Two windows for each rank; five are held out, so that the last batch of a validation has one for the first rank and none for the
-# other. Each budget is large enough for half of the ranks' states.
+# Two windows for each rank; five are held out, so that the last batch of a validation has one for
+# the first rank and none for the other. Each budget is large enough for half of the ranks' states.
 OPTIONS = [
     *(
         "--model",
@@ -64,12 +64,34 @@ OPTIONS = [
         "--eval-batches",
         2,
     ),
-    *("--precision", "fp32", "--gpu-memory", "64MiB", "--cpu-memory", "64MiB", "--nvme-memory", "64MiB", "--cache", 0),
-    *("--update", "exact", "--lr", "1e-3", "--checkpoint-every", 2, "--keep-checkpoints", 4, "--json"),
+    *(
+        "--precision",
+        "fp32",
+        "--gpu-memory",
+        "64MiB",
+        "--cpu-memory",
+        "64MiB",
+        "--nvme-memory",
+        "64MiB",
+        "--cache",
+        0,
+    ),
+    *(
+        "--update",
+        "exact",
+        "--lr",
+        "1e-3",
+        "--checkpoint-every",
+        2,
+        "--keep-checkpoints",
+        4,
+        "--json",
+    ),
 ]
 ENVIRONMENT = CHILD["env"] | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
-# The second rank is asked to stop in step 3, killed in step 6 of the second try, and its drive is full in step 7 of the third.
+# The second rank is asked to stop in step 3, killed in step 6 of the second try, and its drive is
+# full in step 7 of the third.
 SCRIPT = """
 import errno, os, signal
 from infinity.cli import main, training
@@ -94,7 +116,9 @@ main.app()
 def torchrun(*command: Any, restarts: int = 0) -> subprocess.CompletedProcess[str]:
     options = ["--standalone", "--nproc-per-node", 2, "--max-restarts", restarts]
     whole = [sys.executable, "-m", "torch.distributed.run", *options, *command]
-    return subprocess.run([str(word) for word in whole], capture_output=True, check=False, text=True, env=ENVIRONMENT)
+    return subprocess.run(
+        [str(word) for word in whole], capture_output=True, check=False, text=True, env=ENVIRONMENT
+    )
 
 
 def alone(*arguments: Any) -> dict[str, Any]:
@@ -125,7 +149,15 @@ class Home:
 
     def options(self, name: str) -> list[Any]:
         where = ["--data", self.path / "text.txt", "--nvme", self.path / "nvme"]
-        return ["finetune", *OPTIONS, *where, "--output", self.path / name, "--checkpoint", self.steps(name)]
+        return [
+            "finetune",
+            *OPTIONS,
+            *where,
+            "--output",
+            self.path / name,
+            "--checkpoint",
+            self.steps(name),
+        ]
 
     def steps(self, name: str) -> Path:
         return self.path / f"{name}-steps"
@@ -167,27 +199,38 @@ def test_two_ranks_have_the_losses_of_one_and_save_the_same_model(
         assert here == pytest.approx(there, rel=1e-5)
     assert summary["loss"] == pytest.approx(one["loss"], rel=1e-5)
     weights, plain = home.model("two"), home.model("one")
-    assert {name: value.shape for name, value in weights.items()} == {name: value.shape for name, value in plain.items()}
+    assert {name: value.shape for name, value in weights.items()} == {
+        name: value.shape for name, value in plain.items()
+    }
     for name, value in plain.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=2e-6)
     assert names(home.path / "two") == names(home.path / "one")
 
 
-def test_one_rank_speaks_and_its_report_is_of_all(home: Home, one: dict[str, Any], two: subprocess.CompletedProcess[str]) -> None:
+def test_one_rank_speaks_and_its_report_is_of_all(
+    home: Home, one: dict[str, Any], two: subprocess.CompletedProcess[str]
+) -> None:
     summary = json.loads(two.stdout)  # so there is one
-    assert [line.split("  ")[0] for line in two.stderr.splitlines() if line.startswith("step ") and "validation" not in line] == [
-        f"step {number}/{STEPS}" for number in range(1, STEPS + 1)
-    ]
+    assert [
+        line.split("  ")[0]
+        for line in two.stderr.splitlines()
+        if line.startswith("step ") and "validation" not in line
+    ] == [f"step {number}/{STEPS}" for number in range(1, STEPS + 1)]
     assert (one["ranks"], summary["ranks"], summary["ranks_per_node"]) == (1, 2, 2)
     for way in ("read", "written"):
         moved, alone = (run["nvme_bytes_per_parameter_per_step"][way] for run in (summary, one))
-        assert moved["planned"] == pytest.approx(alone["planned"], rel=0.03)  # all that is more is padding
+        # all that is more is padding
+        assert moved["planned"] == pytest.approx(alone["planned"], rel=0.03)
     assert summary["cached"]["of"] == pytest.approx(one["cached"]["of"], rel=0.03)
-    assert summary["memory"]["nvme"]["peak"] == pytest.approx(one["memory"]["nvme"]["peak"] / 2, rel=0.03)
+    assert summary["memory"]["nvme"]["peak"] == pytest.approx(
+        one["memory"]["nvme"]["peak"] / 2, rel=0.03
+    )
     assert {tier: memory["budget"] for tier, memory in summary["memory"].items()} == dict.fromkeys(
         ("gpu", "cpu", "nvme"), 64 << 20
     )
-    assert dict(summary_rows(summary))["peak cpu"].endswith(" of 32 MiB (64 MiB for the 2 ranks of a node)")
+    assert dict(summary_rows(summary))["peak cpu"].endswith(
+        " of 32 MiB (64 MiB for the 2 ranks of a node)"
+    )
     assert "on 2 ranks" in (home.path / "two" / "report.html").read_text()
     assert not names(home.path / "nvme")
 
@@ -200,15 +243,22 @@ def test_after_a_stop_a_kill_and_a_full_drive_two_ranks_end_with_the_same_bits(
     assert done.returncode == 0, done.stderr
     stopped, ended = (json.loads(line) for line in done.stdout.splitlines())
     where = home.steps("killed")
-    lines = [line for line in done.stderr.splitlines() if re.match("infinity: |going on|no checkpoint|reclaimed", line)]
-    assert (stopped["steps"], stopped["signal"]) == (3, 15), "all stop after the step in which one was asked to"
+    lines = [
+        line
+        for line in done.stderr.splitlines()
+        if re.match("infinity: |going on|no checkpoint|reclaimed", line)
+    ]
+    assert (stopped["steps"], stopped["signal"]) == (3, 15), (
+        "all stop after the step in which one was asked to"
+    )
     assert lines[0] == f"no checkpoint in {where} yet: training starts from the beginning"
     assert lines[1] == f"going on from {where}/step-3"
     assert lines[2].startswith("infinity: rank 0: another rank is gone, or cannot be reached: ")
     (full,) = [line for line in lines[3:] if line.startswith("infinity: ")]
     assert re.fullmatch(
-        r"infinity: rank (1|0: .* in vain; rank 1 failed): an update failed and the engine cannot go on: .*write of \d+ bytes at "
-        rf"offset \d+ stopped after \d+: No space left on device \(for \w+ of .*\): '{home.path}/nvme/rank1/{STATES_NAME}'",
+        r"infinity: rank (1|0: .* in vain; rank 1 failed): an update failed and the engine cannot "
+        r"go on: .*write of \d+ bytes at offset \d+ stopped after \d+: No space left on device "
+        rf"\(for \w+ of .*\): '{home.path}/nvme/rank1/{STATES_NAME}'",
         full,
     )
     assert sorted(line for line in lines[3:] if line is not full) == [
@@ -243,7 +293,8 @@ main.app()
 
 
 def test_the_death_of_the_rank_that_holds_the_store_is_one_line(tmp_path: Path) -> None:
-    """Without torchrun the store of the job is in the first rank, and torch's C++ code logs each attempt to reach it."""
+    """Without torchrun the store of the job is in the first rank, and torch's C++ code logs each
+    attempt to reach it."""
     (tmp_path / "script.py").write_text(ORPHANING)
     (tmp_path / "nvme").mkdir()
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 75)
@@ -258,11 +309,14 @@ def test_the_death_of_the_rank_that_holds_the_store_is_one_line(tmp_path: Path) 
     logging = {name: value for name, value in ENVIRONMENT.items() if name != "TORCH_CPP_LOG_LEVEL"}
     processes = [
         subprocess.Popen(
-            [str(word) for word in command], env=logging | place | {"RANK": rank, "LOCAL_RANK": rank}, text=True,
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+            [str(word) for word in command],
+            env=logging | place | {"RANK": rank, "LOCAL_RANK": rank},
+            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
         for rank in "01"
-    ]  # fmt: skip
+    ]
     try:
         _, said = (process.communicate()[1] for process in processes)
     finally:
@@ -300,7 +354,11 @@ def test_a_batch_that_cannot_be_divided_is_refused_once(home: Home) -> None:
     assert done.returncode != 0
     (line,) = [line for line in done.stderr.splitlines() if "infinity: " in line]
     assert re.fullmatch(
-        r"infinity: rank [01]: --batch-size 3 is that of all ranks together and cannot be divided among 2; take 2 or 4", line
+        (
+            r"infinity: rank [01]: --batch-size 3 is that of all ranks together and cannot be "
+            r"divided among 2; take 2 or 4"
+        ),
+        line,
     )
     assert not names(home.path / "nvme")
     assert not (home.path / "refused").exists()
@@ -312,7 +370,9 @@ def test_another_number_of_ranks_goes_on_with_the_same_data(
 ) -> None:
     where = home.steps("fewer")
     shutil.copytree(home.steps("two") / "step-4", where / "step-4")
-    assert alone(*home.options("fewer")[1:], "--resume")["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert alone(*home.options("fewer")[1:], "--resume")["loss"] == pytest.approx(
+        one["loss"], rel=1e-5
+    )
     found = steps_of(where / f"step-{STEPS}")
     assert found[:4] == steps_of(home.steps("two") / f"step-{STEPS}")[:4]
     for there, here in zip(steps_of(home.steps("one") / f"step-{STEPS}"), found, strict=True):
@@ -333,13 +393,15 @@ def test_a_place_is_what_torchrun_says() -> None:
     with pytest.raises(ValueError) as caught:
         find_world(numbers | {"LOCAL_RANK": ""})
     assert str(caught.value) == (
-        "WORLD_SIZE is 8, but LOCAL_RANK and MASTER_ADDR and MASTER_PORT are not set; several ranks are started by: "
-        "torchrun --nproc-per-node N -m infinity finetune ..."
+        "WORLD_SIZE is 8, but LOCAL_RANK and MASTER_ADDR and MASTER_PORT are not set; several "
+        "ranks are started by: torchrun --nproc-per-node N -m infinity finetune ..."
     )
 
 
 @given(size=st.integers(1, 9), parts=st.integers(0, 9), rest=st.integers(0, 8))
-def test_parts_are_the_batch_and_only_equal_ones_are_trained_on(size: int, parts: int, rest: int) -> None:
+def test_parts_are_the_batch_and_only_equal_ones_are_trained_on(
+    size: int, parts: int, rest: int
+) -> None:
     count = size * parts + rest % size
     batch = np.arange(2 * count).reshape(count, 2)
     found = [World(rank, size).part(batch) for rank in range(size)]
@@ -352,22 +414,42 @@ def test_parts_are_the_batch_and_only_equal_ones_are_trained_on(size: int, parts
     else:
         with pytest.raises(ValueError) as caught:
             World(0, size).check_batch(count)
-        near = [int(number) for number in re.findall(r"\d+", str(caught.value).partition("take")[2])]
+        near = [
+            int(number) for number in re.findall(r"\d+", str(caught.value).partition("take")[2])
+        ]
         assert near == [number for number in (size * parts, size * (parts + 1)) if number]
 
 
 def test_budgets_are_those_of_a_node(tmp_path: Path) -> None:
-    defaults = {name: parameter.default for name, parameter in inspect.signature(finetune).parameters.items()}
-    own = {field.name: defaults.pop(field.name) for field in dataclasses.fields(FinetuneJob) if field.name in defaults}
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(finetune).parameters.items()
+    }
+    own = {
+        field.name: defaults.pop(field.name)
+        for field in dataclasses.fields(FinetuneJob)
+        if field.name in defaults
+    }
     knobs = {name: value for name, value in defaults.items() if name not in ("as_json", "debug")}
-    given = {"nvme": [tmp_path / "a", tmp_path / "b"], "cpu_memory": 100, "nvme_memory": 51, "gpu_memory": 30}
+    given = {
+        "nvme": [tmp_path / "a", tmp_path / "b"],
+        "cpu_memory": 100,
+        "nvme_memory": 51,
+        "gpu_memory": 30,
+    }
     job = FinetuneJob(**own, knobs=knobs | given)
     config = job.config(World(rank=3, size=4, local_rank=1, local_size=2))
     assert (config.gpu_memory, config.cpu_memory, config.tuning.nvme_memory) == (30, 50, 25)
     config = job.config()
     assert (config.gpu_memory, config.cpu_memory, config.tuning.nvme_memory) == (30, 100, 51)
-    job = FinetuneJob(**own, knobs=knobs | {"nvme": [tmp_path], "activations": "nvme", "activation_memory": 4 << 20})
-    assert job.config(World(rank=3, size=4, local_rank=1, local_size=2)).tuning.activation_memory == 2 << 20
+    job = FinetuneJob(
+        **own,
+        knobs=knobs | {"nvme": [tmp_path], "activations": "nvme", "activation_memory": 4 << 20},
+    )
+    assert (
+        job.config(World(rank=3, size=4, local_rank=1, local_size=2)).tuning.activation_memory
+        == 2 << 20
+    )
 
 
 def test_gc_removes_what_killed_ranks_left_and_nothing_else(tmp_path: Path) -> None:
@@ -379,8 +461,15 @@ def test_gc_removes_what_killed_ranks_left_and_nothing_else(tmp_path: Path) -> N
     (tmp_path / "rank4").symlink_to(tmp_path / "ranks")
     result = CliRunner().invoke(app, ["gc", str(tmp_path), "--json"])
     assert result.exit_code == 0
-    removed = [f"rank0/{STATES_NAME}", f"rank0/{LOCK_NAME}", f"rank12/{STATES_NAME}", f"rank3/{STATES_NAME}"]
-    assert sorted(json.loads(result.stdout)["removed"]) == [f"{tmp_path}/{path}" for path in removed]
+    removed = [
+        f"rank0/{STATES_NAME}",
+        f"rank0/{LOCK_NAME}",
+        f"rank12/{STATES_NAME}",
+        f"rank3/{STATES_NAME}",
+    ]
+    assert sorted(json.loads(result.stdout)["removed"]) == [
+        f"{tmp_path}/{path}" for path in removed
+    ]
     assert names(tmp_path) == ["rank3", "rank4", "ranks"]
     assert names(tmp_path / "ranks") == [STATES_NAME]
     assert names(tmp_path / "rank3") == ["notes"]
@@ -400,7 +489,12 @@ def test_ranks_draw_different_numbers_and_the_first_those_of_one_rank() -> None:
     torch.manual_seed(0)
     plain = torch.get_rng_state().tolist()
     assert random_states(World(0, 4), 7) == plain
-    drawn = [random_states(World(rank, 4), seed, step) for rank in (1, 2, 3) for seed in (7, 8) for step in (0, 5)]
+    drawn = [
+        random_states(World(rank, 4), seed, step)
+        for rank in (1, 2, 3)
+        for seed in (7, 8)
+        for step in (0, 5)
+    ]
     assert random_states(World(1, 4), 7) == drawn[0]
     assert len({tuple(state) for state in [plain, *drawn]}) == 13
 
@@ -416,7 +510,9 @@ class Saved:
 
 
 @pytest.mark.parametrize(("saved", "now"), [(0, 0), (1, 1), (0, 1)])
-def test_a_rank_draws_on_as_it_would_have_or_anew_where_nothing_was_saved_for_it(saved: int, now: int, tmp_path: Path) -> None:
+def test_a_rank_draws_on_as_it_would_have_or_anew_where_nothing_was_saved_for_it(
+    saved: int, now: int, tmp_path: Path
+) -> None:
     model = torch.nn.Linear(1, 1)
     tokens = np.zeros((4, 2), np.uint16)
     windows = Windows(tokens, np.arange(3), np.arange(3, 4), seed=7)
@@ -424,7 +520,9 @@ def test_a_rank_draws_on_as_it_would_have_or_anew_where_nothing_was_saved_for_it
     def trainer(rank: int, engine: Any) -> training.Trainer:
         schedule = training.Schedule(2, 2, 1, 0, 0, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return training.Trainer(model, engine, optimizer, windows, schedule, torch.device("cpu"), world=World(rank, 2))
+        return training.Trainer(
+            model, engine, optimizer, windows, schedule, torch.device("cpu"), world=World(rank, 2)
+        )
 
     before = trainer(saved, None)
     before.history.steps.append(training.StepRecord(1, 0.0, 0.0, None, 0.0, 1.0))
@@ -441,7 +539,9 @@ def store() -> Iterator[Any]:
     yield dist.HashStore()
 
 
-def test_the_first_rank_that_fails_speaks_for_all(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_rank_that_fails_speaks_for_all(
+    store: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     voices = [ranks._Voice(store, rank) for rank in range(3)]
     for rank in (2, 0, 1):
         voices[rank].claim()
@@ -465,21 +565,50 @@ def test_a_rank_that_cannot_ask_speaks(capsys: pytest.CaptureFixture[str]) -> No
 
 def report(number: float, peaks: dict[str, int], **values: Any) -> Report:
     seconds = {"compute": number}
-    nvme = {"read_per_parameter": number, "written_per_parameter": 2 * number, "planned_read_per_parameter": 3 * number}
-    counts = {"updates_kept": int(number), "updates_rolled_back": 0, "waits": {}, "cached": int(number), "on_nvme": 10}
+    nvme = {
+        "read_per_parameter": number,
+        "written_per_parameter": 2 * number,
+        "planned_read_per_parameter": 3 * number,
+    }
+    counts = {
+        "updates_kept": int(number),
+        "updates_rolled_back": 0,
+        "waits": {},
+        "cached": int(number),
+        "on_nvme": 10,
+    }
     budgets = {"gpu": 100, "cpu": 50, "nvme": 50}
     return Report(
-        parameters=7, steps=3, planned_written_per_parameter=0.0, seconds=seconds, peaks=peaks, budgets=budgets | values,
-        **nvme, **counts,
-    )  # fmt: skip
+        parameters=7,
+        steps=3,
+        planned_written_per_parameter=0.0,
+        seconds=seconds,
+        peaks=peaks,
+        budgets=budgets | values,
+        **nvme,
+        **counts,
+    )
 
 
 def test_a_report_of_ranks_sums_what_moves_and_shows_the_highest_peak() -> None:
-    reports = [report(1, {"gpu": 5, "cpu": 9, "nvme": 20}), report(2, {"gpu": 8, "cpu": 3, "nvme": 21})]
+    reports = [
+        report(1, {"gpu": 5, "cpu": 9, "nvme": 20}),
+        report(2, {"gpu": 8, "cpu": 3, "nvme": 21}),
+    ]
     assert combine(reports[:1], 1) is reports[0]
     both = combine(reports, 2)
-    assert (both.read_per_parameter, both.written_per_parameter, both.planned_read_per_parameter) == (3, 6, 9)
-    assert (both.parameters, both.steps, both.cached, both.on_nvme, both.seconds) == (7, 3, 3, 20, {"compute": 1})
+    assert (
+        both.read_per_parameter,
+        both.written_per_parameter,
+        both.planned_read_per_parameter,
+    ) == (3, 6, 9)
+    assert (both.parameters, both.steps, both.cached, both.on_nvme, both.seconds) == (
+        7,
+        3,
+        3,
+        20,
+        {"compute": 1},
+    )
     assert both.peaks == {"gpu": 8, "cpu": 9, "nvme": 21}
     assert both.budgets == {"gpu": 100, "cpu": 100, "nvme": 100}
     summary = summarize("it", training.History(1), both, None, {}, ranks=4, per_node=2)
@@ -487,4 +616,7 @@ def test_a_report_of_ranks_sums_what_moves_and_shows_the_highest_peak() -> None:
     assert budget_text(summary, "cpu", " of ") == " of 50 B (100 B for the 2 ranks of a node)"
     assert budget_text(summary, "gpu", " of ") == " of 100 B"
     unlimited = combine([report(1, {"gpu": 5, "cpu": 9, "nvme": 20}, nvme=20), reports[1]], 2)
-    assert budget_text(summarize("it", training.History(1), unlimited, None, {}, 2, 2), "nvme", " of ") == ""
+    assert (
+        budget_text(summarize("it", training.History(1), unlimited, None, {}, 2, 2), "nvme", " of ")
+        == ""
+    )

@@ -13,7 +13,9 @@ from infinity import device
 from infinity.device import HUGE_PAGE, HostMemory, huge_pages, memory_nodes
 from infinity.errors import ConfigError
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/numa_maps").exists(), reason="the kernel knows no memory nodes")
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/numa_maps").exists(), reason="the kernel knows no memory nodes"
+)
 
 
 def policy(memory: torch.Tensor) -> str:
@@ -24,14 +26,22 @@ def policy(memory: torch.Tensor) -> str:
 
 
 def may_choose_nodes() -> bool:
-    """Whether this process may say where its memory lies (containers often must not): get_mempolicy(2) is allowed alike."""
+    """Whether this process may say where its memory lies (containers often must not):
+    get_mempolicy(2) is allowed alike."""
     number = {"x86_64": 239, "aarch64": 236}.get(platform.machine())
-    return number is not None and ctypes.CDLL(None).syscall(ctypes.c_long(number), None, None, None, None, ctypes.c_long(0)) == 0
+    return (
+        number is not None
+        and ctypes.CDLL(None).syscall(
+            ctypes.c_long(number), None, None, None, None, ctypes.c_long(0)
+        )
+        == 0
+    )
 
 
 @pytest.mark.skipif(not may_choose_nodes(), reason="the process may not choose memory nodes")
 def test_pages_are_spread_over_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with one node is told that it has two of that kind, which changes nothing but the policy."""
+    """A machine with one node is told that it has two of that kind, which changes nothing but the
+    policy."""
     (node,) = memory_nodes()[:1]
     monkeypatch.setattr(device, "memory_nodes", lambda: [node, node])
     for memory in (huge_pages(3 * HUGE_PAGE), HostMemory(HUGE_PAGE).tensor):
@@ -52,9 +62,16 @@ def test_memory_comes_although_the_kernel_refuses(monkeypatch: pytest.MonkeyPatc
     assert memory.zero_().sum() == 0
 
 
-@pytest.mark.parametrize(("line", "nodes"), [("0", [0]), ("0-1", [0, 1]), ("0-1,3,8-9", [0, 1, 3, 8, 9])])
-def test_the_nodes_that_may_be_used(line: str, nodes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    status = f"Name:\tpython\nMems_allowed:\t0003\nMems_allowed_list:\t{line}\nvoluntary_ctxt_switches:\t1\n"
+@pytest.mark.parametrize(
+    ("line", "nodes"), [("0", [0]), ("0-1", [0, 1]), ("0-1,3,8-9", [0, 1, 3, 8, 9])]
+)
+def test_the_nodes_that_may_be_used(
+    line: str, nodes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = (
+        f"Name:\tpython\nMems_allowed:\t0003\nMems_allowed_list:\t{line}\n"
+        "voluntary_ctxt_switches:\t1\n"
+    )
     monkeypatch.setattr(Path, "read_text", lambda self: status)
     assert memory_nodes() == nodes
 
@@ -111,6 +128,9 @@ def test_memory_that_cannot_be_pinned_is_refused(monkeypatch: pytest.MonkeyPatch
     forgotten: list[bool] = []
     monkeypatch.setattr(device, "_cudart", lambda: Cudart(2))
     monkeypatch.setattr(device, "_forget_error", lambda: forgotten.append(True))
-    with pytest.raises(ConfigError, match=r"CUDA could not pin 4096 bytes of host memory \(error 2\); lower cpu_memory"):
+    with pytest.raises(
+        ConfigError,
+        match=r"CUDA could not pin 4096 bytes of host memory \(error 2\); lower cpu_memory",
+    ):
         HostMemory(4096, pin=True)
     assert forgotten == [True], "the next kernel would be blamed"

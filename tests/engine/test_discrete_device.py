@@ -30,9 +30,19 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "exact": {"update": "exact"},
     "cached": {"cpu_memory": "16MiB", "cache": "auto"},
     "gradients on nvme": {"gradients": "nvme"},
-    "only gradients on nvme": {"parameters": "cpu", "gradients": "nvme", "optimizer": "cpu", "cpu_memory": 0},
+    "only gradients on nvme": {
+        "parameters": "cpu",
+        "gradients": "nvme",
+        "optimizer": "cpu",
+        "cpu_memory": 0,
+    },
     "states in host memory": {"parameters": "cpu", "optimizer": "cpu", "cpu_memory": "16MiB"},
-    "states in host memory, twice": {"parameters": "cpu", "optimizer": "cpu", "cpu_memory": "16MiB", "update": "speculative"},
+    "states in host memory, twice": {
+        "parameters": "cpu",
+        "optimizer": "cpu",
+        "cpu_memory": "16MiB",
+        "update": "speculative",
+    },
     "states offloaded": {"parameters": "gpu", "optimizer": "cpu", "cpu_memory": "16MiB"},
     "all on the device": {"parameters": "gpu", "gradients": "gpu", "optimizer": "gpu"},
 }
@@ -46,35 +56,47 @@ def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_numbers_are_those_of_a_device_that_shares_the_host(placement: str, accumulation: int, wrap: Wrap) -> None:
+def test_numbers_are_those_of_a_device_that_shares_the_host(
+    placement: str, accumulation: int, wrap: Wrap
+) -> None:
     precision = "bf16" if accumulation == 1 else "fp32"
     expected = train(wrap(discrete=False, precision=precision), accumulation)
     assert_equal(train(wrap(precision=precision, **PLACEMENTS[placement]), accumulation), expected)
 
 
-def test_without_kernels_for_the_device_states_are_updated_on_the_host(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_for_the_device_states_are_updated_on_the_host(
+    wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = train(wrap(discrete=False))
     engine = wrap(**PLACEMENTS["all on the device"])
     Probe(engine).device.has_kernels = False
     assert_equal(train(engine), expected)
-    assert Probe(engine).device.copied.read > STEPS * 10 * sum(unit.layout.numel for unit in engine.units)
+    assert Probe(engine).device.copied.read > STEPS * 10 * sum(
+        unit.layout.numel for unit in engine.units
+    )
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_no_copy_overtakes_the_model(placement: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_overtakes_the_model(
+    placement: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = wrap(**PLACEMENTS[placement])
     places = Places(Probe(engine).device, monkeypatch)
     train(engine)
     if placement == "all on the device":
         assert places.uploads == 0
-        assert Probe(engine).device.copied.read <= 14 * sum(unit.layout.numel for unit in engine.units), "what train reads last"
+        assert Probe(engine).device.copied.read <= 14 * sum(
+            unit.layout.numel for unit in engine.units
+        ), "what train reads last"
         assert places.updates == STEPS * len(engine.units)
     else:
         assert places.uploads > 0 and places.updates == 0
 
 
 @pytest.mark.parametrize("placement", ["nvme", "all on the device"])
-def test_no_copy_overtakes_what_clears_the_memory(placement: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_copy_overtakes_what_clears_the_memory(
+    placement: str, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Zeros and poison are queued on the stream of the caller, which copies do not wait for."""
     seen: list[str] = []
     real = DiscreteDevice.begin_upload
@@ -85,7 +107,9 @@ def test_no_copy_overtakes_what_clears_the_memory(placement: str, wrap: Wrap, mo
 
     monkeypatch.setattr(DiscreteDevice, "begin_upload", begin_upload)
     monkeypatch.setattr(
-        DiscreteDevice, "compute_memory", lambda d, n, real=DiscreteDevice.compute_memory: seen.append("memory") or real(d, n)
+        DiscreteDevice,
+        "compute_memory",
+        lambda d, n, real=DiscreteDevice.compute_memory: seen.append("memory") or real(d, n),
     )
     monkeypatch.setattr(DiscreteDevice, "await_stream", lambda device: seen.append("synchronized"))
     train(wrap(DiscreteDevice, **PLACEMENTS[placement]))
@@ -106,8 +130,11 @@ def test_gradients_go_home_on_a_thread_of_their_own(wrap: Wrap) -> None:
     assert set(threads) == {"infinity-exchange"}
 
 
-def test_a_step_does_not_wait_until_host_memory_was_read_for_the_norm(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each unit's part was computed when its last gradient had come; what changed since is read again."""
+def test_a_step_does_not_wait_until_host_memory_was_read_for_the_norm(
+    wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each unit's part was computed when its last gradient had come; what changed since is read
+    again."""
     engine = wrap(**PLACEMENTS["states in host memory"])
     threads: list[str] = []
 
@@ -124,7 +151,8 @@ def test_a_step_does_not_wait_until_host_memory_was_read_for_the_norm(wrap: Wrap
         optimizer.step()
         here = threads.count(threading.current_thread().name)
         assert (here, len(threads) - here) == {
-            0: (len(engine.units), 0),  # nobody knew that there would be a norm, nor how many gradients
+            # nobody knew that there would be a norm, nor how many gradients
+            0: (len(engine.units), 0),
             3: (len(engine.units), len(engine.units)),
         }.get(number, (0, len(engine.units)))
         optimizer.zero_grad()
@@ -133,9 +161,16 @@ def test_a_step_does_not_wait_until_host_memory_was_read_for_the_norm(wrap: Wrap
 def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> None:
     """And the update goes on meanwhile."""
     nbytes = 2 * CHUNK_ELEMENTS
-    config = infinity.Config(nvme=tmp_path, gpu_memory="1MiB", cpu_memory="2MiB", tuning=infinity.Tuning(cache=0, poison=True))
+    config = infinity.Config(
+        nvme=tmp_path,
+        gpu_memory="1MiB",
+        cpu_memory="2MiB",
+        tuning=infinity.Tuning(cache=0, poison=True),
+    )
     store = Store(config, DiscreteDevice(), Recorder())
-    block = store.add(BlockSpec(0, Kind.PARAM, nbytes, Format("byte", 1, 1), "nvme", nbytes, 0, "param"))
+    block = store.add(
+        BlockSpec(0, Kind.PARAM, nbytes, Format("byte", 1, 1), "nvme", nbytes, 0, "param")
+    )
     store.open(store.placement.layout(block.spec.span))
     try:
         store.resident.start(block)
@@ -143,7 +178,10 @@ def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> 
         store.resident.release(block)
         store.resident.begin_update(block, keep=True)
         new = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
-        going = [store.resident.renew(block, begin, new[begin:][: store.chunk_elements]) for begin in store.staging.chunks(block)]
+        going = [
+            store.resident.renew(block, begin, new[begin:][: store.chunk_elements])
+            for begin in store.staging.chunks(block)
+        ]
         assert going and not any(placing is None or placing.ended() for placing in going)
         store.resident.start(block)
         with ThreadPoolExecutor(1) as pool:
@@ -158,9 +196,11 @@ def test_what_an_update_made_is_waited_for_until_it_is_there(tmp_path: Path) -> 
         store.close()
 
 
-def test_a_speculative_update_is_rolled_back_when_the_gradient_before_arrives_with_the_next_one(wrap: Wrap) -> None:
-    """The step before had one backward and this one has two: the second finds the reduction of the first, which says that all
-    gradients are there, still under way."""
+def test_a_speculative_update_is_rolled_back_when_the_gradient_before_arrives_with_the_next_one(
+    wrap: Wrap,
+) -> None:
+    """The step before had one backward and this one has two: the second finds the reduction of the
+    first, which says that all gradients are there, still under way."""
     weights = []
     for discrete in (True, False):
         torch.manual_seed(0)

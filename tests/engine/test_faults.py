@@ -1,6 +1,8 @@
-"""A drive that fails: short transfers change nothing, a failed read can be tried again, a failed update closes the engine.
+"""A drive that fails: short transfers change nothing, a failed read can be tried again, a failed
+update closes the engine.
 
-Faults are injected in the native engine (`engine.io.set_faults`), below everything that is tested here.
+Faults are injected in the native engine (`engine.io.set_faults`), below everything that is tested
+here.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ Start = Callable[..., Run]
 
 
 @pytest.fixture
-def start(tmp_path: Path, smallest: Callable[..., dict[str, int]], request: pytest.FixtureRequest) -> Start:
+def start(
+    tmp_path: Path, smallest: Callable[..., dict[str, int]], request: pytest.FixtureRequest
+) -> Start:
     """`start(**config)`: a `Run` in a directory of its own, closed at the end of the test."""
 
     def make(**config: Any) -> Run:
@@ -47,7 +51,9 @@ def start(tmp_path: Path, smallest: Callable[..., dict[str, int]], request: pyte
     return make
 
 
-def without_faults(start: Start, **config: Any) -> tuple[list[float], dict[tuple[str, str], torch.Tensor]]:
+def without_faults(
+    start: Start, **config: Any
+) -> tuple[list[float], dict[tuple[str, str], torch.Tensor]]:
     run = start(**config)
     losses = [run.step(number) for number in range(STEPS)]
     run.engine.drain()
@@ -56,14 +62,18 @@ def without_faults(start: Start, **config: Any) -> tuple[list[float], dict[tuple
     return losses, states
 
 
-def same(mine: dict[tuple[str, str], torch.Tensor], theirs: dict[tuple[str, str], torch.Tensor]) -> bool:
+def same(
+    mine: dict[tuple[str, str], torch.Tensor], theirs: dict[tuple[str, str], torch.Tensor]
+) -> bool:
     return mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
 @each_engine
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
 @pytest.mark.parametrize("gradients", ["cpu", "nvme"])
-def test_short_transfers_change_nothing(io_engine: str, fraction: float, gradients: str, start: Start) -> None:
+def test_short_transfers_change_nothing(
+    io_engine: str, fraction: float, gradients: str, start: Start
+) -> None:
     losses, states = without_faults(start, gradients=gradients)
     run = start(io_engine=io_engine, gradients=gradients)
     run.engine.io.set_faults(seed=7, short_fraction=fraction)
@@ -88,10 +98,17 @@ def test_a_slow_drive_changes_nothing(io_engine: str, start: Start) -> None:
 @pytest.mark.parametrize("during", ["forward", "backward"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENODATA])
 def test_a_read_that_fails_in_the_model(
-    io_engine: str, gradients: str, during: str, code: int, start: Start, monkeypatch: pytest.MonkeyPatch
+    io_engine: str,
+    gradients: str,
+    during: str,
+    code: int,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever waits for the unit gets the error; once the drive reads again, so does training, with the same bits."""
-    monkeypatch.setattr(Mover, "post", lambda self, fetch: None)  # the model's thread is the one that meets the failure
+    """Whoever waits for the unit gets the error; once the drive reads again, so does training, with
+    the same bits."""
+    # the model's thread is the one that meets the failure
+    monkeypatch.setattr(Mover, "post", lambda self, fetch: None)
     losses, states = without_faults(start, gradients=gradients)
     run = start(io_engine=io_engine, gradients=gradients)
     assert [run.step(number) for number in range(STEPS - 1)] == losses[:-1]
@@ -107,7 +124,9 @@ def test_a_read_that_fails_in_the_model(
         assert (error.errno, error.operation, error.done) == (code, "read", 0)
         assert Path(error.filename).name == STATES_NAME == Path(error.path).name
         assert error.asked > 0 and error.offset % 4096 == 0
-        assert f"read of {error.asked} bytes at offset {error.offset} stopped after 0: " in str(error)
+        assert f"read of {error.asked} bytes at offset {error.offset} stopped after 0: " in str(
+            error
+        )
         run.engine.io.set_faults()
         run.optimizer.zero_grad()
         run.forward(90)
@@ -120,7 +139,8 @@ def test_a_read_that_fails_in_the_model(
 
 @each_engine
 def test_a_prefetch_that_fails_once_is_fetched_again(io_engine: str, start: Start) -> None:
-    """With the mover at work a read that fails ahead of its use may pass unnoticed; if not, the error is the user's to see."""
+    """With the mover at work a read that fails ahead of its use may pass unnoticed; if not, the
+    error is the user's to see."""
     losses, states = without_faults(start)
     run = start(io_engine=io_engine)
     assert run.step(0) == losses[0]
@@ -154,7 +174,11 @@ def test_a_read_that_meets_the_end_of_the_file(start: Start, tmp_path: Path) -> 
 @each_engine
 @pytest.mark.parametrize(
     ("fault", "finished"),
-    [({"fail_write_at": 0}, 0), ({"fail_write_at": 9, "fail_errno": errno.ENOSPC}, 2), ({"fail_read_at": 0}, 0)],
+    [
+        ({"fail_write_at": 0}, 0),
+        ({"fail_write_at": 9, "fail_errno": errno.ENOSPC}, 2),
+        ({"fail_read_at": 0}, 0),
+    ],
     ids=["first write", "a later write", "read"],
 )
 @pytest.mark.parametrize("gradients", ["cpu", "nvme"])
@@ -167,7 +191,8 @@ def test_an_update_that_fails(
     tmp_path: Path,
     footprint: Callable[[], object],
 ) -> None:
-    """The user's next call raises, from the cause; every unit reads as of this step or the one before, never as a mixture."""
+    """The user's next call raises, from the cause; every unit reads as of this step or the one
+    before, never as a mixture."""
     _, after = without_faults(start, gradients=gradients)
     held = footprint()
     run = start(io_engine=io_engine, gradients=gradients)
@@ -179,8 +204,16 @@ def test_an_update_that_fails(
     fail_from_the_update_on(run, **fault)
     run.optimizer.step()
 
-    text = r"^an update failed and the engine cannot go on: .* of \d+ bytes at offset \d+ stopped after \d+: "
-    uses = [functools.partial(run.forward, STEPS), run.engine.drain, run.optimizer.step, run.engine.state_dict]
+    text = (
+        r"^an update failed and the engine cannot go on: .* of \d+ bytes at offset \d+ "
+        r"stopped after \d+: "
+    )
+    uses = [
+        functools.partial(run.forward, STEPS),
+        run.engine.drain,
+        run.optimizer.step,
+        run.engine.state_dict,
+    ]
     for use in uses:
         with pytest.raises(infinity.EngineClosedError, match=text) as caught:
             use()
@@ -209,7 +242,9 @@ def test_an_update_that_fails(
     assert footprint() == held
 
 
-def test_closing_while_the_drive_fails(start: Start, tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_closing_while_the_drive_fails(
+    start: Start, tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     """Nobody makes a next call: close ends everything all the same."""
     without_faults(start)
     held = footprint()
@@ -225,7 +260,11 @@ def test_closing_while_the_drive_fails(start: Start, tmp_path: Path, footprint: 
 
 @pytest.mark.parametrize("gradients", ["nvme", "cpu"])
 def test_closing_after_a_backward_that_failed(
-    gradients: str, start: Start, tmp_path: Path, footprint: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+    gradients: str,
+    start: Start,
+    tmp_path: Path,
+    footprint: Callable[[], object],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Mover, "post", lambda self, fetch: None)
     without_faults(start)
@@ -290,6 +329,9 @@ def test_a_failure_on_one_drive_is_told_when_the_others_are_done(
         with pytest.raises(infinity.NvmeError) as caught:
             transfer.wait()
         assert (Path(caught.value.path).parent, caught.value.offset) == (directories[1], 0)
-        assert sum(io.counters()["bytes_read"] for io in tier.engines) == extent.nbytes - drives.STRIPE_BYTES
+        assert (
+            sum(io.counters()["bytes_read"] for io in tier.engines)
+            == extent.nbytes - drives.STRIPE_BYTES
+        )
     tier.close()
     assert [list(directory.iterdir()) for directory in directories] == [[], []]

@@ -1,4 +1,5 @@
-"""`infinity.directories`: a directory that others write to never leads us to their files, and a lock has one holder."""
+"""`infinity.directories`: a directory that others write to never leads us to their files, and a
+lock has one holder."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def names(path: Path) -> list[str]:
 
 @planted
 @pytest.mark.parametrize("use", ["lock", "open", "reclaim", "check"])
-def test_what_infinity_does_not_make_is_refused_and_untouched(place: Path, plant: Any, what: str, use: str) -> None:
+def test_what_infinity_does_not_make_is_refused_and_untouched(
+    place: Path, plant: Any, what: str, use: str
+) -> None:
     there = plant(place / LOCK_NAME, what)
     with Directory(place) as directory, pytest.raises(ConfigError) as caught:
         lock(directory) if use == "lock" else getattr(directory, use)(LOCK_NAME)
@@ -64,7 +67,9 @@ def test_a_new_file_never_opens_what_is_there(place: Path, plant: Any, what: str
 
 
 @planted
-def test_what_is_put_there_after_the_check_is_refused_too(place: Path, plant: Any, what: str, monkeypatch: Any) -> None:
+def test_what_is_put_there_after_the_check_is_refused_too(
+    place: Path, plant: Any, what: str, monkeypatch: Any
+) -> None:
     (place / "states").write_bytes(b"old")
     real, made = Directory.check, []
 
@@ -81,7 +86,9 @@ def test_what_is_put_there_after_the_check_is_refused_too(place: Path, plant: An
     made[0].check()
 
 
-def test_a_directory_that_is_replaced_by_a_link_leads_nobody_elsewhere(place: Path, tmp_path: Path) -> None:
+def test_a_directory_that_is_replaced_by_a_link_leads_nobody_elsewhere(
+    place: Path, tmp_path: Path
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for name in ("states", LOCK_NAME):
@@ -97,7 +104,10 @@ def test_a_directory_that_is_replaced_by_a_link_leads_nobody_elsewhere(place: Pa
             directory.remove("renamed")
             with directory.below("inner") as inner:
                 os.close(inner.create("new"))
-    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == {"states": MINE, LOCK_NAME: MINE}
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == {
+        "states": MINE,
+        LOCK_NAME: MINE,
+    }
     assert names(tmp_path / "moved") == ["inner"]
 
 
@@ -115,7 +125,9 @@ def test_a_link_to_the_directory_itself_is_the_users_choice(place: Path, tmp_pat
         assert names(place) == [LOCK_NAME]
 
 
-@pytest.mark.parametrize(("path", "why"), [("no", "does not exist"), ("file", "is not a directory")])
+@pytest.mark.parametrize(
+    ("path", "why"), [("no", "does not exist"), ("file", "is not a directory")]
+)
 def test_a_directory_that_is_none_is_named(tmp_path: Path, path: str, why: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as caught:
@@ -125,7 +137,9 @@ def test_a_directory_that_is_none_is_named(tmp_path: Path, path: str, why: str) 
 
 def test_a_file_of_somebody_else_with_the_name_of_the_lock_is_kept(place: Path) -> None:
     (place / LOCK_NAME).write_bytes(MINE)
-    with pytest.raises(ConfigError, match="was not made by infinity; move it, or choose another directory"):
+    with pytest.raises(
+        ConfigError, match="was not made by infinity; move it, or choose another directory"
+    ):
         lock_directory(place, "nvme directory")
     assert (place / LOCK_NAME).read_bytes() == MINE
 
@@ -165,7 +179,8 @@ class Holding(NamedTuple):
 
 @contextmanager
 def holder(place: Path, kind: str) -> Iterator[Holding]:
-    """A forked process that locks `place`, and then forks a "worker" as a DataLoader does, or a child in "c"."""
+    """A forked process that locks `place`, and then forks a "worker" as a DataLoader does, or a
+    child in "c"."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -173,7 +188,9 @@ def holder(place: Path, kind: str) -> Iterator[Holding]:
             os.setsid()
             lock_directory(place, "nvme directory")
             if kind == "worker":
-                multiprocessing.get_context("fork").Process(target=_tell_and_stay, args=(theirs,)).start()
+                multiprocessing.get_context("fork").Process(
+                    target=_tell_and_stay, args=(theirs,)
+                ).start()
             elif kind == "alone" or ctypes.CDLL(None).fork() == 0:
                 _tell_and_stay(theirs)
             signal.pause()
@@ -203,7 +220,9 @@ def test_another_process_is_refused(place: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["alone", "worker"])
-def test_a_child_that_outlives_its_killed_parent_does_not_hold_the_lock(place: Path, kind: str) -> None:
+def test_a_child_that_outlives_its_killed_parent_does_not_hold_the_lock(
+    place: Path, kind: str
+) -> None:
     with holder(place, kind) as process:
         process.kill()
         with lock_directory(place, "nvme directory"):
@@ -217,8 +236,9 @@ def test_a_child_that_python_knows_nothing_of_is_named_as_what_holds_the_lock(pl
     with holder(place, "c") as process:
         process.kill()
         assert refused(place) == (
-            f"nvme directory {place} was used by process {process.pid}, which has ended, but a process that it forked still "
-            f"holds the lock; end that one (fuser {place / LOCK_NAME} tells which), or choose another directory"
+            f"nvme directory {place} was used by process {process.pid}, which has ended, but a "
+            f"process that it forked still holds the lock; end that one (fuser {place / LOCK_NAME} "
+            "tells which), or choose another directory"
         )
 
 
@@ -236,7 +256,9 @@ def test_a_forked_child_neither_holds_nor_removes_the_lock(place: Path) -> None:
 
 
 @pytest.mark.parametrize("locks", ["flock", "none"])
-def test_the_same_process_and_its_threads_are_refused_too(place: Path, locks: str, without: Any) -> None:
+def test_the_same_process_and_its_threads_are_refused_too(
+    place: Path, locks: str, without: Any
+) -> None:
     if locks == "none":
         without("flock", errno.EOPNOTSUPP)
     with lock_directory(place, "nvme directory"):
@@ -251,7 +273,9 @@ def test_the_same_process_and_its_threads_are_refused_too(place: Path, locks: st
     assert names(place) == []
 
 
-def test_a_lock_file_that_is_removed_meanwhile_is_made_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_file_that_is_removed_meanwhile_is_made_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, times = fcntl.flock, []
 
     def flock(descriptor: int, how: int) -> None:
@@ -268,10 +292,14 @@ def test_a_lock_file_that_is_removed_meanwhile_is_made_again(place: Path, monkey
 
 def test_a_lock_that_never_stays_is_given_up(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Directory, "is_same", lambda *_: False)
-    assert refused(place).endswith("is locked and left again and again; give each job its own directory")
+    assert refused(place).endswith(
+        "is locked and left again and again; give each job its own directory"
+    )
 
 
-@pytest.mark.parametrize("content", ["", "12345\n", "12345", "\0\0\0", "12345\n77 boot pid:[1] host\n"])
+@pytest.mark.parametrize(
+    "content", ["", "12345\n", "12345", "\0\0\0", "12345\n77 boot pid:[1] host\n"]
+)
 def test_what_a_dead_holder_left_is_taken_over(place: Path, content: str) -> None:
     (place / LOCK_NAME).write_text(content)
     with lock_directory(place, "nvme directory"):
@@ -314,14 +342,18 @@ def test_without_flock_the_lock_of_a_dead_process_is_taken_over(place: Path, wit
     assert names(place) == []
 
 
-def test_without_flock_a_pid_that_was_given_to_another_process_does_not_count(place: Path, without: Any) -> None:
+def test_without_flock_a_pid_that_was_given_to_another_process_does_not_count(
+    place: Path, without: Any
+) -> None:
     without("flock", errno.ENOLCK)
     (place / LOCK_NAME).write_text(Holder.us()._replace(start="1").text())
     lock_directory(place, "nvme directory").release()
     assert names(place) == []
 
 
-def test_without_flock_a_lock_from_before_the_machine_started_again_is_taken_over(place: Path, without: Any) -> None:
+def test_without_flock_a_lock_from_before_the_machine_started_again_is_taken_over(
+    place: Path, without: Any
+) -> None:
     without("flock", errno.ENOLCK)
     (place / LOCK_NAME).write_text(Holder.us()._replace(boot="earlier").text())
     lock_directory(place, "nvme directory").release()
@@ -338,14 +370,20 @@ def test_without_flock_a_lock_from_before_the_machine_started_again_is_taken_ove
     ],
     ids=["empty", "a pid alone", "another machine", "another namespace"],
 )
-def test_without_flock_a_lock_that_cannot_be_judged_is_left_to_the_user(place: Path, without: Any, content: str) -> None:
+def test_without_flock_a_lock_that_cannot_be_judged_is_left_to_the_user(
+    place: Path, without: Any, content: str
+) -> None:
     without("flock", errno.ENOLCK)
     (place / LOCK_NAME).write_text(content)
-    assert refused(place).endswith(f"and its file system has no locks; if no job uses it, remove {place / LOCK_NAME}")
+    assert refused(place).endswith(
+        f"and its file system has no locks; if no job uses it, remove {place / LOCK_NAME}"
+    )
     assert (place / LOCK_NAME).read_text() == content
 
 
-def test_without_flock_a_lock_that_was_taken_meanwhile_is_not_lost(place: Path, without: Any, monkeypatch: Any) -> None:
+def test_without_flock_a_lock_that_was_taken_meanwhile_is_not_lost(
+    place: Path, without: Any, monkeypatch: Any
+) -> None:
     without("flock", errno.ENOLCK)
     dead = Holder.us()._replace(start="1").text()
     (place / LOCK_NAME).write_text(dead)

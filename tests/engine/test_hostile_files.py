@@ -1,4 +1,5 @@
-"""Files and file systems that are not as they should be: one sentence that says what it is, in bounded time and memory."""
+"""Files and file systems that are not as they should be: one sentence that says what it is, in
+bounded time and memory."""
 
 from __future__ import annotations
 
@@ -48,14 +49,20 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_module_that_is_not_there_is_called_missing(loading: Any) -> None:
     loading(ModuleNotFoundError("No module named 'infinity._aio'", name="infinity._aio"))
-    with pytest.raises(InfinityError, match=r"^the compiled module infinity\._aio is missing; install the package with"):
+    with pytest.raises(
+        InfinityError,
+        match=r"^the compiled module infinity\._aio is missing; install the package with",
+    ):
         native.aio()
 
 
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (ImportError("x.so: cannot open shared object file: Too many open files"), "; raise the limit with `ulimit -n`"),
+        (
+            ImportError("x.so: cannot open shared object file: Too many open files"),
+            "; raise the limit with `ulimit -n`",
+        ),
         (OSError(24, "Too many open files", "x.so"), "; raise the limit with `ulimit -n`"),
         (ImportError("x.so: undefined symbol: y"), ""),
         (ModuleNotFoundError("No module named 'numpy'", name="numpy"), ""),
@@ -69,7 +76,9 @@ def test_a_module_that_cannot_be_loaded_says_why(loading: Any, error: Exception,
 
 
 def test_cuda_that_is_not_installed_is_no_error_but_descriptors_are(loading: Any) -> None:
-    loading(ImportError("libcudart.so.12: cannot open shared object file: No such file or directory"))
+    loading(
+        ImportError("libcudart.so.12: cannot open shared object file: No such file or directory")
+    )
     assert native.cuda() is None
     native.cuda.cache_clear()
     loading(ImportError("libcudart.so.12: cannot open shared object file: Too many open files"))
@@ -88,7 +97,8 @@ try:
         kept.append(os.open("/dev/null", os.O_RDONLY))
 except OSError:
     pass
-for attempt in (native.aio, lambda: native.make_engine("posix"), lambda: native.make_engine("auto")):
+engines = [lambda: native.make_engine("posix"), lambda: native.make_engine("auto")]
+for attempt in (native.aio, *engines):
     try:
         attempt()
         print("made")
@@ -104,13 +114,24 @@ print("fine")
 
 def test_exhausted_descriptors_are_called_so_and_nothing_is_remembered() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(infinity.__file__).parents[1])}
-    output = subprocess.run([sys.executable, "-c", EXHAUSTED], env=environment, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", EXHAUSTED],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     first, *others, last = output.splitlines()
-    assert first.endswith("Too many open files; raise the limit with `ulimit -n`") and "_aio cannot be loaded" in first
+    assert (
+        first.endswith("Too many open files; raise the limit with `ulimit -n`")
+        and "_aio cannot be loaded" in first
+    )
     assert "missing" not in output and last == "fine" and len(others) == 2
 
 
-def test_the_log_of_cufile_is_not_written_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_of_cufile_is_not_written_through_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native.tempfile, "gettempdir", lambda: str(tmp_path))
     ours = tmp_path / f"cufile-{os.getuid()}.log"
     assert native._cufile_log() == native._cufile_log() == str(ours)
@@ -148,9 +169,18 @@ def refused(content: bytes) -> str:
 @pytest.mark.parametrize(
     ("header", "text"),
     [
-        (f'{{"a":{{{FLOAT},"shape":[4611686018427387904,4],"data_offsets":[0,4]}}}}', "is larger than any file"),
-        (f'{{"a":{{{FLOAT},"shape":[0,{2**62},{2**62}],"data_offsets":[0,0]}}}}', "is larger than any file"),
-        (f'{{"a":{{{FLOAT},"shape":[{",".join(["1"] * 65)}],"data_offsets":[0,4]}}}}', "has 65 dimensions; at most 64 are read"),
+        (
+            f'{{"a":{{{FLOAT},"shape":[4611686018427387904,4],"data_offsets":[0,4]}}}}',
+            "is larger than any file",
+        ),
+        (
+            f'{{"a":{{{FLOAT},"shape":[0,{2**62},{2**62}],"data_offsets":[0,0]}}}}',
+            "is larger than any file",
+        ),
+        (
+            f'{{"a":{{{FLOAT},"shape":[{",".join(["1"] * 65)}],"data_offsets":[0,4]}}}}',
+            "has 65 dimensions; at most 64 are read",
+        ),
         (f'{{"a":{{{FLOAT},"shape":[-1],"data_offsets":[0,4]}}}}', "has shape [-1]"),
         (f'{{"a":{{{FLOAT},"shape":[1],"data_offsets":[-0,4]}}}}', "'-0' is no size"),
         (f'{{"a":{{{FLOAT},"shape":[1],"data_offsets":[-4,0]}}}}', "has data_offsets [-4, 0]"),
@@ -158,21 +188,33 @@ def refused(content: bytes) -> str:
         (f'{{"a":{{{FLOAT},"shape":[1.0],"data_offsets":[0,4]}}}}', "has shape [1.0]"),
         (f'{{"a":{{{FLOAT},"shape":[NaN],"data_offsets":[0,4]}}}}', "'NaN' is no size"),
         (f'{{"a":{{{FLOAT},"shape":[true],"data_offsets":[0,4]}}}}', "has shape [True]"),
-        (f'{{"a":{{{FLOAT},"shape":[1],"data_offsets":[0,99999999999999999999]}}}}', "[0, 99999999999999999999]"),
+        (
+            f'{{"a":{{{FLOAT},"shape":[1],"data_offsets":[0,99999999999999999999]}}}}',
+            "[0, 99999999999999999999]",
+        ),
         (f'{{"a":{{{FLOAT},"shape":[],"data_offsets":[0,4]}},"a":{{}}}}', "a name is there twice"),
         (f'{{"a":{{{FLOAT},{FLOAT},"shape":[],"data_offsets":[0,4]}}}}', "a name is there twice"),
-        (f'{{"\\ud800":{{{FLOAT},"shape":[],"data_offsets":[0,4]}}}}', r"the name '\ud800' is no text"),
+        (
+            f'{{"\\ud800":{{{FLOAT},"shape":[],"data_offsets":[0,4]}}}}',
+            r"the name '\ud800' is no text",
+        ),
         (' {"a":1}', "its header is not a JSON object"),
         ("[]", "its header is not a JSON object"),
         (b'{"\xff":1}', "can't decode byte 0xff"),
         ('{"a":' * 20_000, "recursion depth"),
         ('{"a":1}', "is not described by dtype, shape and data_offsets"),
         (json.dumps({"n" * 10**6: 1}), "is not described by dtype, shape and data_offsets"),
-        (json.dumps({"a": {"dtype": "F" * 10**6, "shape": [], "data_offsets": [0, 4]}}), "known are BOOL, U8"),
-        (json.dumps({"a": {"dtype": "F32", "shape": "x" * 10**6, "data_offsets": [0, 4]}}), "has shape 'xxx"),
+        (
+            json.dumps({"a": {"dtype": "F" * 10**6, "shape": [], "data_offsets": [0, 4]}}),
+            "known are BOOL, U8",
+        ),
+        (
+            json.dumps({"a": {"dtype": "F32", "shape": "x" * 10**6, "data_offsets": [0, 4]}}),
+            "has shape 'xxx",
+        ),
         ('{"__metadata__":{"a":1}}', "__metadata__ is not an object of strings"),
     ],
-)  # fmt: skip
+)
 def test_a_header_that_cannot_be_is_refused_in_one_sentence(header: str | bytes, text: str) -> None:
     assert text in refused(with_header(header, 4))
 
@@ -187,10 +229,18 @@ def test_a_header_that_cannot_be_is_refused_in_one_sentence(header: str | bytes,
         "1e" + "9" * 8_000_000,
         "[" * 1_000_000,
     ],
-    ids=["huge extents", "many extents", "a long integer", "a long fraction", "a long exponent", "deep"],
+    ids=[
+        "huge extents",
+        "many extents",
+        "a long integer",
+        "a long fraction",
+        "a long exponent",
+        "deep",
+    ],
 )
 def test_no_header_takes_time_that_grows_with_its_square(middle: str) -> None:
-    refused(with_header(f'{{"a":{{{FLOAT},"shape":[{middle}],"data_offsets":[0,4]}}}}', 4))  # hours, if it did
+    # hours, if it did
+    refused(with_header(f'{{"a":{{{FLOAT},"shape":[{middle}],"data_offsets":[0,4]}}}}', 4))
 
 
 def test_many_tensors_that_overlap_are_found_in_order() -> None:
@@ -204,7 +254,9 @@ def test_a_header_longer_than_the_format_allows_is_not_read(tmp_path: Path) -> N
     with path.open("wb") as file:
         file.write((1 << 40).to_bytes(8, "little"))
         file.truncate(1 << 41)  # sparse
-    with pytest.raises(WeightsError, match="its header would be 1099511627776 bytes, and 100000000 are allowed"):
+    with pytest.raises(
+        WeightsError, match="its header would be 1099511627776 bytes, and 100000000 are allowed"
+    ):
         nvme.load(path)
 
 
@@ -217,13 +269,22 @@ def test_any_bytes_are_a_file_or_one_error(content: bytes) -> None:
             assert "\n" not in str(error)
 
 
-number = st.one_of(st.integers(-2, 9), st.integers(2**30, 2**66), st.floats(), st.booleans(), st.none(), st.text(max_size=2))
+number = st.one_of(
+    st.integers(-2, 9),
+    st.integers(2**30, 2**66),
+    st.floats(),
+    st.booleans(),
+    st.none(),
+    st.text(max_size=2),
+)
 fields = st.fixed_dictionaries(
     {},
     optional={
         "dtype": st.sampled_from([*DTYPES, "F4", "", 3]),
         "shape": st.one_of(st.lists(number, max_size=3), number),
-        "data_offsets": st.one_of(st.lists(number, max_size=3), st.sampled_from([[0, 0], [0, 4], [4, 8]]), number),
+        "data_offsets": st.one_of(
+            st.lists(number, max_size=3), st.sampled_from([[0, 0], [0, 4], [4, 8]]), number
+        ),
         "more": number,
     },
 )
@@ -238,8 +299,14 @@ names = st.one_of(st.text(max_size=3), st.sampled_from(["a", "b", "__metadata__"
 
 
 @settings(max_examples=400)
-@given(st.dictionaries(names, st.one_of(likely, likely, fields), max_size=3), st.sampled_from([0, 1, 2, 4, 8]), st.booleans())
-def test_what_we_accept_the_reference_reads_in_the_same_way(table: dict[str, Any], data: int, ascii_only: bool) -> None:
+@given(
+    st.dictionaries(names, st.one_of(likely, likely, fields), max_size=3),
+    st.sampled_from([0, 1, 2, 4, 8]),
+    st.booleans(),
+)
+def test_what_we_accept_the_reference_reads_in_the_same_way(
+    table: dict[str, Any], data: int, ascii_only: bool
+) -> None:
     try:
         content = with_header(json.dumps(table, ensure_ascii=ascii_only), data)
     except UnicodeEncodeError:
@@ -248,12 +315,23 @@ def test_what_we_accept_the_reference_reads_in_the_same_way(table: dict[str, Any
         found = entries(content)
     except WeightsError:
         return
-    there = {name: (value["dtype"], tuple(value["shape"])) for name, value in reference.deserialize(content)}
+    there = {
+        name: (value["dtype"], tuple(value["shape"]))
+        for name, value in reference.deserialize(content)
+    }
     assert {entry.name: (DTYPES_NAMES[entry.dtype], entry.shape) for entry in found} == there
 
 
 DTYPES_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-SAVED = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64, torch.float8_e4m3fn, torch.float64]
+SAVED = [
+    torch.float32,
+    torch.bfloat16,
+    torch.uint8,
+    torch.bool,
+    torch.int64,
+    torch.float8_e4m3fn,
+    torch.float64,
+]
 
 
 @given(
@@ -262,13 +340,19 @@ SAVED = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.int64, to
         st.tuples(st.sampled_from(SAVED), st.lists(st.integers(0, 4), max_size=4)),
         max_size=5,
     ),
-    st.one_of(st.none(), st.dictionaries(st.text(max_size=3), st.text(max_size=3), min_size=1, max_size=2)),
+    st.one_of(
+        st.none(), st.dictionaries(st.text(max_size=3), st.text(max_size=3), min_size=1, max_size=2)
+    ),
 )
-def test_what_the_reference_writes_we_read(tensors: dict[str, Any], metadata: dict[str, str] | None) -> None:
+def test_what_the_reference_writes_we_read(
+    tensors: dict[str, Any], metadata: dict[str, str] | None
+) -> None:
     made = {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in tensors.items()}
     content = save(made, metadata)
     found = entries(content)
-    assert {entry.name: (entry.dtype, entry.shape) for entry in found} == {n: (t.dtype, tuple(t.shape)) for n, t in made.items()}
+    assert {entry.name: (entry.dtype, entry.shape) for entry in found} == {
+        n: (t.dtype, tuple(t.shape)) for n, t in made.items()
+    }
     cut = content[:-1]
     with pytest.raises(WeightsError):
         entries(cut)
@@ -280,7 +364,10 @@ def test_what_the_reference_writes_we_read(tensors: dict[str, Any], metadata: di
 @given(st.data())
 def test_a_changed_byte_of_a_header_is_refused_or_read_as_the_reference_does(data: Any) -> None:
     content = bytearray(
-        save({"layer.weight": torch.ones(2, 3), "layer.bias": torch.ones(3, dtype=torch.bfloat16)}, {"format": "pt"})
+        save(
+            {"layer.weight": torch.ones(2, 3), "layer.bias": torch.ones(3, dtype=torch.bfloat16)},
+            {"format": "pt"},
+        )
     )
     header = int.from_bytes(content[:8], "little")
     for _ in range(data.draw(st.integers(1, 2))):
@@ -299,11 +386,18 @@ def test_a_changed_byte_of_a_header_is_refused_or_read_as_the_reference_does(dat
 @pytest.mark.parametrize(
     "index",
     [
-        b"[" * 100_000, b"\xff", b"{}", b"[]", b'{"weight_map": 3}', b'{"weight_map": {"a": 3}}',
+        b"[" * 100_000,
+        b"\xff",
+        b"{}",
+        b"[]",
+        b'{"weight_map": 3}',
+        b'{"weight_map": {"a": 3}}',
         b'{"weight_map": {"a": "\\u0000"}}',
-        b'{"weight_map": {"a": "\\ud800"}}', b'{"weight_map": {"a": "missing"}}', b'{"weight_map": {"a": "."}}',
+        b'{"weight_map": {"a": "\\ud800"}}',
+        b'{"weight_map": {"a": "missing"}}',
+        b'{"weight_map": {"a": "."}}',
     ],
-)  # fmt: skip
+)
 def test_an_index_that_cannot_be_is_refused_in_one_sentence(tmp_path: Path, index: bytes) -> None:
     (tmp_path / "model.safetensors.index.json").write_bytes(index)
     with pytest.raises(ConfigError) as caught, open_weights(tmp_path, torch.nn.Linear(1, 1)):
@@ -311,12 +405,17 @@ def test_an_index_that_cannot_be_is_refused_in_one_sentence(tmp_path: Path, inde
     assert str(tmp_path) in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_weights_in_a_directory_that_is_not_utf8_are_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_weights_in_a_directory_that_is_not_utf8_are_refused_in_one_sentence(
+    tmp_path: Path,
+) -> None:
     place = tmp_path / os.fsdecode(b"caf\xe9")
     place.mkdir()
     model = torch.nn.Linear(2, 2)
     (place / "model.safetensors").write_bytes(save(model.state_dict()))
-    with pytest.raises(ConfigError, match=r"cannot be read as safetensors: .* is not valid UTF-8"), open_weights(place, model):
+    with (
+        pytest.raises(ConfigError, match=r"cannot be read as safetensors: .* is not valid UTF-8"),
+        open_weights(place, model),
+    ):
         pass
 
 
@@ -327,10 +426,23 @@ def test_the_command_names_paths_that_are_not_utf8(tmp_path: Path) -> None:
     place = tmp_path / os.fsdecode(b"caf\xe9")
     place.mkdir()
     (place / "infinity-states.bin").write_bytes(b"x")
-    environment = os.environ | {"PYTHONPATH": str(Path(infinity.__file__).parents[1]), "PYTHONIOENCODING": "utf-8:strict"}
-    command = [sys.executable, "-m", "infinity", "gc", os.fsencode(place), os.fsencode(tmp_path / "\udce9")]
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(infinity.__file__).parents[1]),
+        "PYTHONIOENCODING": "utf-8:strict",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "infinity",
+        "gc",
+        os.fsencode(place),
+        os.fsencode(tmp_path / "\udce9"),
+    ]
     result = subprocess.run(command, env=environment, capture_output=True)
     assert result.returncode == 1
     assert result.stdout.startswith(b"removed " + os.fsencode(place / "infinity-states.bin"))
-    assert result.stderr == b"infinity: " + os.fsencode(tmp_path) + rb"/\udce9" + b": not a directory\n"
+    assert (
+        result.stderr
+        == b"infinity: " + os.fsencode(tmp_path) + rb"/\udce9" + b": not a directory\n"
+    )
     assert not list(place.iterdir())

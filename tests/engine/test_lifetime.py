@@ -1,4 +1,5 @@
-"""An engine leaves nothing behind: not when it is closed, dropped, forgotten at exit, killed, or left by an exception."""
+"""An engine leaves nothing behind: not when it is closed, dropped, forgotten at exit, killed, or
+left by an exception."""
 
 from __future__ import annotations
 
@@ -32,8 +33,13 @@ MIB = 1 << 20
 BUDGETS = {"gpu_memory": 2 * MIB, "cpu_memory": 8 * MIB, "cache": 0}
 
 
-def open_engine(directory: Path | str, model: nn.Module | None = None, **config: Any) -> tuple[nn.Module, infinity.AdamW]:
-    model = infinity.wrap(model or transformer(), config_of(**({"nvme": [directory], "poison": True} | BUDGETS | config)))
+def open_engine(
+    directory: Path | str, model: nn.Module | None = None, **config: Any
+) -> tuple[nn.Module, infinity.AdamW]:
+    model = infinity.wrap(
+        model or transformer(),
+        config_of(**({"nvme": [directory], "poison": True} | BUDGETS | config)),
+    )
     return model, infinity.AdamW(model.parameters(), max_grad_norm=1.0)
 
 
@@ -46,7 +52,8 @@ def train(model: nn.Module, optimizer: infinity.AdamW, number: int = 0) -> float
 
 
 def hooks_of(model: nn.Module) -> list[str]:
-    """Every hook on the modules and parameters of `model`, and every attribute that the engine may have set."""
+    """Every hook on the modules and parameters of `model`, and every attribute that the engine may
+    have set."""
     found = [
         f"{name}.{kind}"
         for name, module in model.named_modules()
@@ -54,7 +61,11 @@ def hooks_of(model: nn.Module) -> list[str]:
         if "hook" in kind and isinstance(value, dict) and value
     ]
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        found += [f"{name}.{kind}" for name, parameter in model.named_parameters() if getattr(parameter, kind, None)]
+        found += [
+            f"{name}.{kind}"
+            for name, parameter in model.named_parameters()
+            if getattr(parameter, kind, None)
+        ]
     return found + sorted(vars(model).keys() - vars(transformer()).keys())
 
 
@@ -65,14 +76,20 @@ def resident() -> int:
 def child(task: str, directory: Path) -> subprocess.Popen[str]:
     """This file as a program in another process; see the end of the file."""
     command = [sys.executable, "-W", "error", __file__, task, str(directory)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **CHILD)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **CHILD
+    )
 
 
-def test_fifty_engines_leave_nothing_behind(tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_fifty_engines_leave_nothing_behind(
+    tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     kept = []  # an engine and an optimizer that somebody keeps hold nothing either
     for number in range(50):
         gradients = ("cpu", "nvme")[number % 2]
-        model, optimizer = open_engine(tmp_path, gradients=gradients, io_engine=("auto", "posix")[number // 2 % 2])
+        model, optimizer = open_engine(
+            tmp_path, gradients=gradients, io_engine=("auto", "posix")[number // 2 % 2]
+        )
         train(model, optimizer)
         engine = infinity.engine(model)
         engine.close()
@@ -89,7 +106,9 @@ def test_fifty_engines_leave_nothing_behind(tmp_path: Path, footprint: Callable[
     assert resident() - memory < 4 * MIB  # of 44 engines with 10 MiB each
 
 
-def test_a_closed_engine_that_is_kept_holds_no_thread_and_no_descriptor(tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_a_closed_engine_that_is_kept_holds_no_thread_and_no_descriptor(
+    tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     train(*open_engine(tmp_path))  # what is started only once
     gc.collect()
     before = footprint()
@@ -112,7 +131,9 @@ def test_close_twice_and_as_a_context_manager(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     engine.close()
     engine.close()
-    with pytest.raises(infinity.ConfigError, match=re.escape("the model is not wrapped, or its engine was closed")):
+    with pytest.raises(
+        infinity.ConfigError, match=re.escape("the model is not wrapped, or its engine was closed")
+    ):
         infinity.engine(model)
 
 
@@ -124,7 +145,9 @@ def test_the_context_manager_closes_after_an_exception(tmp_path: Path) -> None:
     assert hooks_of(model) == []
 
 
-def test_closing_waits_for_the_update_and_forgets_the_backward(tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_closing_waits_for_the_update_and_forgets_the_backward(
+    tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     train(*open_engine(tmp_path))
     gc.collect()
     before = footprint()
@@ -144,20 +167,42 @@ def test_after_close_everything_says_so(tmp_path: Path) -> None:
     engine = infinity.engine(model)
     parameter = model.tokens.weight
     engine.close()
-    assert (parameter.shape, parameter.dtype, parameter.requires_grad) == (torch.Size([64, 32]), torch.float32, True)
-    gone = "tokens.weight has no data any more, because its engine was closed; save the data first, then close"
-    for touch in (lambda: parameter + 1, lambda: parameter.data, lambda: parameter[0], lambda: model(**text_batch(0))):
+    assert (parameter.shape, parameter.dtype, parameter.requires_grad) == (
+        torch.Size([64, 32]),
+        torch.float32,
+        True,
+    )
+    gone = (
+        "tokens.weight has no data any more, because its engine was closed; save the "
+        "data first, then close"
+    )
+    for touch in (
+        lambda: parameter + 1,
+        lambda: parameter.data,
+        lambda: parameter[0],
+        lambda: model(**text_batch(0)),
+    ):
         with pytest.raises(infinity.EngineClosedError, match=gone):
             touch()
     with pytest.raises(infinity.EngineClosedError, match="no data any more"):
         model.state_dict()
     for use in (
-        engine.memory, engine.report, engine.state_dict, engine.drain, optimizer.step, optimizer.state_dict,
-        lambda: engine.clip_grad_norm_(1.0), lambda: list(engine.weights()), lambda: infinity.AdamW(model.parameters()),
-    ):  # fmt: skip
+        engine.memory,
+        engine.report,
+        engine.state_dict,
+        engine.drain,
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: engine.clip_grad_norm_(1.0),
+        lambda: list(engine.weights()),
+        lambda: infinity.AdamW(model.parameters()),
+    ):
         with pytest.raises(infinity.EngineClosedError, match="the engine was closed"):
             use()
-    with pytest.raises(infinity.EngineClosedError, match="the engine was closed"), infinity.gathered(model):
+    with (
+        pytest.raises(infinity.EngineClosedError, match="the engine was closed"),
+        infinity.gathered(model),
+    ):
         pass
 
 
@@ -205,7 +250,9 @@ def test_the_end_of_the_interpreter_closes(task: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_leaves_is_reclaimed_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_killed_process_leaves_is_reclaimed_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     process = child("wait", tmp_path)
     assert process.stdout is not None
     assert process.stdout.readline() == "trained\n"
@@ -225,7 +272,9 @@ def test_what_a_killed_process_leaves_is_reclaimed_with_one_warning(tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["of the user"]
 
 
-def test_a_killed_process_does_not_lock_the_directory_even_while_its_file_is_there(tmp_path: Path) -> None:
+def test_a_killed_process_does_not_lock_the_directory_even_while_its_file_is_there(
+    tmp_path: Path,
+) -> None:
     process = child("wait", tmp_path)
     assert process.stdout is not None
     process.stdout.readline()
@@ -256,7 +305,9 @@ class Fails(nn.Module):
 
 @pytest.mark.parametrize("gradients", ["cpu", "nvme"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_exception_leaves_the_engine_as_it_was(where: str, gradients: str, tmp_path: Path) -> None:
+def test_an_exception_leaves_the_engine_as_it_was(
+    where: str, gradients: str, tmp_path: Path
+) -> None:
     """The steps after it are, bit for bit, those of a run without it."""
 
     def losses(directory: Path, failures: bool) -> list[float]:
@@ -268,7 +319,8 @@ def test_an_exception_leaves_the_engine_as_it_was(where: str, gradients: str, tm
             found = [train(model, optimizer, number) for number in range(3)]
             for _ in range(2 * failures):
                 engine.drain()
-                model(**text_batch(7))  # so that what is resident before and after is what a forward leaves
+                # so that what is resident before and after is what a forward leaves
+                model(**text_batch(7))
                 before = engine.memory()
                 model.blocks[2].fail = where
                 with pytest.raises(ZeroDivisionError):
@@ -278,14 +330,18 @@ def test_an_exception_leaves_the_engine_as_it_was(where: str, gradients: str, tm
                 model(**text_batch(7))
                 assert engine.memory() == before
             found += [train(model, optimizer, number) for number in range(3, 6)]
-            assert all(block.copy.pins == 0 for unit in engine.units for block in unit.blocks.values())
+            assert all(
+                block.copy.pins == 0 for unit in engine.units for block in unit.blocks.values()
+            )
         return found
 
     assert losses(tmp_path / "with", True) == losses(tmp_path / "without", False)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_closing_right_after_an_exception(where: str, tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_closing_right_after_an_exception(
+    where: str, tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     train(*open_engine(tmp_path))
     gc.collect()
     before = footprint()
@@ -344,14 +400,19 @@ if __name__ == "__main__":
 
 
 class Refusing(TorchDispatchMode):
-    """Lets no operator through, as the fake tensors that torch.compile traces with let none on real ones through."""
+    """Lets no operator through, as the fake tensors that torch.compile traces with let none on real
+    ones through."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise AssertionError(f"{function} was intercepted")
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_a_model_that_is_collected_while_operators_are_intercepted(tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_a_model_that_is_collected_while_operators_are_intercepted(
+    tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     """A collection may start anywhere in what torch.compile traces."""
     before = footprint()
     model, optimizer = open_engine(tmp_path)

@@ -1,4 +1,5 @@
-"""What the report shows as spans, a profiler can see as ranges: the same lanes and names, and each that begins ends."""
+"""What the report shows as spans, a profiler can see as ranges: the same lanes and names, and each
+that begins ends."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ class Profiler:
 @pytest.fixture
 def profiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Profiler]:
     profiler = Profiler()
-    monkeypatch.setattr(sys.modules["infinity.build"], "profiler_ranges", lambda: Ranges(profiler.begin, profiler.end))
+    monkeypatch.setattr(
+        sys.modules["infinity.build"],
+        "profiler_ranges",
+        lambda: Ranges(profiler.begin, profiler.end),
+    )
     yield profiler
     assert not profiler.open, "begun and never ended"
 
@@ -66,7 +71,9 @@ def step(model: Any, optimizer: Any, number: int, micro_batches: int) -> None:
 
 @pytest.mark.parametrize("update", ["speculative", "exact", "delayed"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_every_span_is_a_range(tmp_path: Path, profiler: Profiler, update: str, micro_batches: int) -> None:
+def test_every_span_is_a_range(
+    tmp_path: Path, profiler: Profiler, update: str, micro_batches: int
+) -> None:
     config = config_of(nvme=tmp_path, device="cpu", update=update, delayed_after=0, **ROOMY)
     model = infinity.wrap(transformer(), config)
     with infinity.engine(model) as engine:
@@ -82,7 +89,9 @@ def test_every_span_is_a_range(tmp_path: Path, profiler: Profiler, update: str, 
         assert any(lane.startswith("wait ") for lane in lanes)
 
 
-def test_a_range_ends_where_a_forward_or_a_backward_fails(tmp_path: Path, profiler: Profiler, smallest: Any) -> None:
+def test_a_range_ends_where_a_forward_or_a_backward_fails(
+    tmp_path: Path, profiler: Profiler, smallest: Any
+) -> None:
     budgets = smallest(transformer(), nvme=tmp_path, device="cpu") | {"cache": 0}
     model = infinity.wrap(transformer(), config_of(nvme=tmp_path, device="cpu", **budgets))
     with infinity.engine(model) as engine:
@@ -97,7 +106,8 @@ def test_a_range_ends_where_a_forward_or_a_backward_fails(tmp_path: Path, profil
             def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
                 raise ArithmeticError("in backward")
 
-        for count, failure in enumerate((ArithmeticError, KeyboardInterrupt), start=1):  # torch's hooks run after the first only
+        # torch's hooks run after the first only
+        for count, failure in enumerate((ArithmeticError, KeyboardInterrupt), start=1):
 
             def fail(module: Any, args: Any, failure: Any = failure) -> None:
                 raise failure("in forward")
@@ -108,7 +118,11 @@ def test_a_range_ends_where_a_forward_or_a_backward_fails(tmp_path: Path, profil
             handle.remove()
             Probe(engine).end_interrupted()
             assert not [text for text in profiler.open.values() if not text.startswith("nvme")]
-            assert profiler.closed["model: forward"] == profiler.closed["compute: forward blocks.1"] == count
+            assert (
+                profiler.closed["model: forward"]
+                == profiler.closed["compute: forward blocks.1"]
+                == count
+            )
         handle = block.register_forward_hook(lambda module, args, output: Fails.apply(output))
         loss = model(**text_batch(0)).loss
         with pytest.raises(ArithmeticError, match="in backward"):
@@ -151,7 +165,9 @@ def test_they_are_asked_for_by_the_environment(monkeypatch: pytest.MonkeyPatch) 
         assert device.profiler_ranges() is None
     monkeypatch.setenv("INFINITY_NVTX", "1")
     texts: list[str] = []
-    monkeypatch.setattr(torch.cuda.nvtx, "range_start", lambda text: texts.append(text) or len(texts))
+    monkeypatch.setattr(
+        torch.cuda.nvtx, "range_start", lambda text: texts.append(text) or len(texts)
+    )
     monkeypatch.setattr(torch.cuda.nvtx, "range_end", lambda number: texts.append(f"end {number}"))
     ranges = device.profiler_ranges()
     assert ranges is not None
@@ -164,5 +180,7 @@ def test_they_are_asked_for_by_the_environment(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("NVTX functions not installed")
 
     monkeypatch.setattr(torch.cuda.nvtx, "range_start", none)
-    with pytest.raises(infinity.ConfigError, match="INFINITY_NVTX is set, but this torch has no NVTX"):
+    with pytest.raises(
+        infinity.ConfigError, match="INFINITY_NVTX is set, but this torch has no NVTX"
+    ):
         device.profiler_ranges()

@@ -1,4 +1,5 @@
-"""What ends an engine without being asked to: a collection on one of its own threads, and the end of a forked child."""
+"""What ends an engine without being asked to: a collection on one of its own threads, and the end
+of a forked child."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ pytestmark = [pytest.mark.usefixtures("one_thread")]
 def wrapped(tmp_path: Path) -> list[Any]:
     model = infinity.wrap(
         transformer(),
-        infinity.Config(nvme=[tmp_path], gpu_memory="2MiB", cpu_memory="8MiB", tuning=infinity.Tuning(cache=0, threads=2)),
+        infinity.Config(
+            nvme=[tmp_path],
+            gpu_memory="2MiB",
+            cpu_memory="8MiB",
+            tuning=infinity.Tuning(cache=0, threads=2),
+        ),
     )
     return [model, infinity.AdamW(model.parameters())]
 
@@ -34,7 +40,9 @@ def test_the_model_is_in_no_reference_cycle(tmp_path: Path) -> None:
     gc.collect()
     gc.disable()
     try:
-        model = infinity.wrap(transformer(), infinity.Config(nvme=[tmp_path], gpu_memory="2MiB", cpu_memory="8MiB"))
+        model = infinity.wrap(
+            transformer(), infinity.Config(nvme=[tmp_path], gpu_memory="2MiB", cpu_memory="8MiB")
+        )
         gone = weakref.ref(model)
         del model
         assert gone() is None
@@ -64,7 +72,10 @@ def test_a_collection_on_a_thread_of_the_engine(
 
     def collecting(*args: object) -> None:
         plain(*args)
-        if threading.current_thread().name in ("infinity-mover", "infinity-updater") and not collected.is_set():
+        if (
+            threading.current_thread().name in ("infinity-mover", "infinity-updater")
+            and not collected.is_set()
+        ):
             dropped.wait()
             gc.collect()
             collected.set()
@@ -73,7 +84,8 @@ def test_a_collection_on_a_thread_of_the_engine(
     gc.disable()
     try:
         monkeypatch.setattr(owner, method, collecting)
-        monkeypatch.setattr(Residency, "renew", lambda *_: None)  # so that places are filled by fetches, which the updater starts
+        # so that places are filled by fetches, which the updater starts
+        monkeypatch.setattr(Residency, "renew", lambda *_: None)
         model.cycle = model
         gone = weakref.ref(model)
         optimizer.step()
@@ -86,12 +98,15 @@ def test_a_collection_on_a_thread_of_the_engine(
         if thread.name == "infinity-closing":
             thread.join()
     assert list(tmp_path.iterdir()) == []
-    assert not {"infinity-mover", "infinity-updater"} & {thread.name for thread in threading.enumerate()}
+    assert not {"infinity-mover", "infinity-updater"} & {
+        thread.name for thread in threading.enumerate()
+    }
 
 
 FORKING = """
 import os, sys, torch, infinity
-config = infinity.Config(nvme=sys.argv[1], gpu_memory="1MiB", cpu_memory="4MiB", tuning={"cache": 0})
+budgets = {"gpu_memory": "1MiB", "cpu_memory": "4MiB"}
+config = infinity.Config(nvme=sys.argv[1], **budgets, tuning={"cache": 0})
 model = infinity.wrap(torch.nn.Linear(8, 8), config)
 child = os.fork()
 if child == 0:
@@ -108,6 +123,9 @@ print(os.waitstatus_to_exitcode(status), os.listdir(sys.argv[1]))
 
 def test_a_forked_child_ends_without_touching_what_is_its_parents(tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-W", "ignore", "-c", FORKING, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert result.stdout.strip() == "0 []"

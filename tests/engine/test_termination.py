@@ -1,4 +1,5 @@
-"""Whether a program ends does not depend on where states live: what waits for an update has that very update run."""
+"""Whether a program ends does not depend on where states live: what waits for an update has that
+very update run."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def inputs(seed: int) -> torch.Tensor:
 
 
 def over_a_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Steps with two graphs each, the second of which goes backward when the first one has been stepped."""
+    """Steps with two graphs each, the second of which goes backward when the first one has been
+    stepped."""
     for seed in range(2):
         model(inputs(seed)).pow(2).mean().backward()
         optimizer.step()
@@ -92,11 +94,20 @@ PLACES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", [Bias, Lookup])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_graph_that_outlives_a_step_ends(place: str, kind: type[nn.Module], tmp_path: Path) -> None:
-    """With room for one unit its update waits for a place that only a forward would bring: the backward has it run."""
+def test_a_graph_that_outlives_a_step_ends(
+    place: str, kind: type[nn.Module], tmp_path: Path
+) -> None:
+    """With room for one unit its update waits for a place that only a forward would bring: the
+    backward has it run."""
     plain = build(kind)
     over_a_step(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    config = {"nvme": [tmp_path], "algorithm": "sgd", "device": "cpu", "threads": 1, "poison": True} | PLACES[place]
+    config = {
+        "nvme": [tmp_path],
+        "algorithm": "sgd",
+        "device": "cpu",
+        "threads": 1,
+        "poison": True,
+    } | PLACES[place]
     found = []
     for budgets in ({}, ROOMY):
         model = wrapped(kind, **config, **budgets)
@@ -113,27 +124,37 @@ def test_a_graph_that_outlives_a_step_ends(place: str, kind: type[nn.Module], tm
 Call = Callable[[infinity.Engine, nn.Module, torch.optim.Optimizer, Path], object]
 
 
-def read(engine: infinity.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> object:
+def read(
+    engine: infinity.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path
+) -> object:
     with infinity.gathered(model[-1]):
         return model[-1].bias.sum().item()
 
 
-def write(engine: infinity.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> object:
+def write(
+    engine: infinity.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path
+) -> object:
     with infinity.gathered(model[-1], write=True), torch.no_grad():
         return model[-1].bias.mul_(0.5).sum().item()
 
 
-def checkpoint(engine: infinity.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> object:
+def checkpoint(
+    engine: infinity.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path
+) -> object:
     engine.save_checkpoint(directory / "saved", optimizer)
     return engine.load_checkpoint(directory / "saved", optimizer)
 
 
-def take_over(engine: infinity.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> object:
+def take_over(
+    engine: infinity.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path
+) -> object:
     optimizer.load_state_dict(optimizer.state_dict())
     return None
 
 
-def evaluate_the_last(engine: infinity.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> object:
+def evaluate_the_last(
+    engine: infinity.Engine, model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path
+) -> object:
     with torch.no_grad():
         return model[-1](inputs(9)).sum().item()
 
@@ -145,7 +166,10 @@ CALLS: dict[str, Call] = {
     "load_state_dict": take_over,
     "evaluation of the last unit": evaluate_the_last,
     "state_dict": lambda engine, *_: engine.state_dict()["5.bias"].sum().item(),
-    "zero_grad and step": lambda engine, model, optimizer, _: (engine.zero_grad(), optimizer.step()),
+    "zero_grad and step": lambda engine, model, optimizer, _: (
+        engine.zero_grad(),
+        optimizer.step(),
+    ),
     "gradient": lambda engine, model, *_: engine.gradient(model[-1].bias),
     "clip_grad_norm_": lambda engine, *_: engine.clip_grad_norm_(1.0),
     "drain": lambda engine, *_: engine.drain(),
@@ -158,11 +182,20 @@ CALLS: dict[str, Call] = {
 @pytest.mark.parametrize("update", ["exact", "speculative", "delayed"])
 @pytest.mark.parametrize("call", CALLS)
 def test_whatever_comes_right_after_a_step_ends(call: str, update: str, tmp_path: Path) -> None:
-    """The updates of the units without a place are still to come then; the numbers do not depend on that."""
+    """The updates of the units without a place are still to come then; the numbers do not depend on
+    that."""
     found = []
     for name, budgets in (("tight", {}), ("roomy", ROOMY)):
         (tmp_path / name).mkdir()
-        model = wrapped(Bias, nvme=[tmp_path / name], algorithm="momentum", device="cpu", threads=1, update=update, **budgets)
+        model = wrapped(
+            Bias,
+            nvme=[tmp_path / name],
+            algorithm="momentum",
+            device="cpu",
+            threads=1,
+            update=update,
+            **budgets,
+        )
         with infinity.engine(model) as engine:
             optimizer = infinity.SGD(model.parameters(), lr=0.1, momentum=0.9)
             seen = []

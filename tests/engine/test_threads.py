@@ -22,10 +22,18 @@ def test_omp_num_threads_does_not_set_the_threads_of_the_optimizer(ranks: int | 
     """torchrun sets OMP_NUM_THREADS=1, and says how many ranks the CPUs are for."""
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | ({"LOCAL_WORLD_SIZE": str(ranks)} if ranks else {}),
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert result.stdout.split() == ["1", str(max(1, len(os.sched_getaffinity(0)) // (ranks or 1))), "3"]
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1"}
+        | ({"LOCAL_WORLD_SIZE": str(ranks)} if ranks else {}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.split() == [
+        "1",
+        str(max(1, len(os.sched_getaffinity(0)) // (ranks or 1))),
+        "3",
+    ]
 
 
 TEAMS = """
@@ -58,10 +66,13 @@ print(tasks() - before, threading.active_count() - ours)
 
 
 def test_threads_of_the_engine_have_no_team_of_torch_threads() -> None:
-    """With more OpenMP threads than CPUs those of the model would sleep between any two operators."""
+    """With more OpenMP threads than CPUs those of the model would sleep between any two
+    operators."""
     result = subprocess.run(
-        [sys.executable, "-c", TEAMS], **CHILD | {"env": CHILD["env"] | {"OMP_WAIT_POLICY": "passive"}},
-        capture_output=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", TEAMS],
+        **CHILD | {"env": CHILD["env"] | {"OMP_WAIT_POLICY": "passive"}},
+        capture_output=True,
+        check=True,
+    )
     more, of_python = map(int, result.stdout.split())
     assert of_python == 2 and more == 2, "a thread of the engine started threads"

@@ -1,6 +1,8 @@
-"""Every blocking wait of the library can end: by failure, by `close` from another thread, and on the main thread by Ctrl-C.
+"""Every blocking wait of the library can end: by failure, by `close` from another thread, and on
+the main thread by Ctrl-C.
 
-`WAITS` lists all of them, found in the syntax, with who ends each and the test that shows it. A new wait needs an entry here.
+`WAITS` lists all of them, found in the syntax, with who ends each and the test that shows it. A new
+wait needs an entry here.
 """
 
 from __future__ import annotations
@@ -70,16 +72,25 @@ DRIVE = (
     "the native engine completes each request, with an errno where its ring or a thread fails",
     "test_aio.py::test_a_ring_that_fails_ends_every_ticket",
 )
-DRIVE_OF_ALL = "the native engine completes each request", "test_aio.py::test_an_errno_that_never_goes_away_is_given_in_the_end"
+DRIVE_OF_ALL = (
+    "the native engine completes each request",
+    "test_aio.py::test_an_errno_that_never_goes_away_is_given_in_the_end",
+)
 COLLECTIVE = (
-    "`Exchange.fail` ends all, called for any failure here or on another rank, by the timeout, and by `close`",
+    (
+        "`Exchange.fail` ends all, called for any failure here or on another rank, by the "
+        "timeout, and by `close`"
+    ),
     "test_waits.py::test_a_wait_for_a_collective_ends",
 )
 RANKS = (
     "torch.distributed ends it with the group's timeout, and whoever waits has ended before",
     "test_exchange.py::test_ranks_that_are_stuck_are_told_why",
 )
-STORE = "`Latch.fail`, `Latch.close` and who brings it notify", "test_waits.py::test_a_wait_of_the_model_ends"
+STORE = (
+    "`Latch.fail`, `Latch.close` and who brings it notify",
+    "test_waits.py::test_a_wait_of_the_model_ends",
+)
 PIPELINE = (
     "the updater notifies whenever a chunk goes on, and when its thread has ended",
     "test_waits.py::test_a_wait_for_an_update_ends",
@@ -158,7 +169,10 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/states.py States._checked_out": DRIVE,
     "sharding/states.py States.gather": COLLECTIVE,
     "sharding/watch.py Watch.others": ("its patience", RANKS[1]),
-    "sharding/watch.py _hear": ("its timeout", "test_rank_faults.py::test_one_rank_has_it_and_all_are_told"),
+    "sharding/watch.py _hear": (
+        "its timeout",
+        "test_rank_faults.py::test_one_rank_has_it_and_all_are_told",
+    ),
     "tiers/access.py Placing.finish": DEVICE,
     "tiers/access.py Mover.close": CLOSING,
     "tiers/access.py Mover._run": ("`close` posts None", CLOSING[1]),
@@ -185,7 +199,8 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/staging.py Staging.bring_home": DRIVE,
     "tiers/staging.py Staging._take_slots": STORE,
 }
-"""Where (but in `cli` and `bench`, whose commands a signal ends), who ends it, and the test that shows that."""
+"""Where (but in `cli` and `bench`, whose commands a signal ends), who ends it, and the test that
+shows that."""
 
 LOCKS: dict[str, str] = {
     "directories/lock.py _Held.guard": "taken where nobody can have it",
@@ -197,29 +212,42 @@ LOCKS: dict[str, str] = {
     "observe.py Recorder._lock": "for a few lines",
     "optim/job.py JobQueue.changed": "for a few lines; who waits on it lets go of it",
     "sharding/exchange.py Exchange._lock": "for a few lines",
-    "sharding/watch.py Watch._lock": "held while torch.distributed's store takes a note, or raises after its timeout",
+    "sharding/watch.py Watch._lock": (
+        "held while torch.distributed's store takes a note, or raises after its timeout"
+    ),
     "tiers/access.py Fetch._lock": "held while a fetch ends: DRIVE or DEVICE, or STORE for staging",
     "tiers/activations.py Activations._lock": "held while what is in flight ends: DRIVE or DEVICE",
-    "tiers/store.py Store._changed": "for a few lines and the submission of reads; who waits on it lets go of it",
+    "tiers/store.py Store._changed": (
+        "for a few lines and the submission of reads; who waits on it lets go of it"
+    ),
     "nvme/ticket.py Tickets.lock": "for a few lines",
     "nvme/ticket.py Ticket._lock": "for a few lines",
 }
-"""What is made from threading's Lock, RLock and Condition, and how long one who has it keeps others waiting."""
+"""What is made from threading's Lock, RLock and Condition, and how long one who has it keeps others
+waiting."""
 
 
 def definitions(node: ast.AST, where: tuple[str, ...] = ()) -> Iterator[tuple[str, ast.AST]]:
     """Every node below `node`, with the class and function that it is in."""
     for child in ast.iter_child_nodes(node):
-        inside = (*where, child.name) if isinstance(child, ast.FunctionDef | ast.ClassDef) else where
+        inside = (
+            (*where, child.name) if isinstance(child, ast.FunctionDef | ast.ClassDef) else where
+        )
         yield ".".join(inside), child
         yield from definitions(child, inside)
 
 
 def is_wait(node: ast.AST) -> bool:
-    """Whether a method that may block is called, or handed on: also `queue.get()`, and no `", ".join`."""
+    """Whether a method that may block is called, or handed on: also `queue.get()`, and no `",
+    ".join`."""
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in NAMES:
         return not isinstance(node.value, ast.Constant | ast.JoinedStr)
-    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args and not node.keywords
+    called = (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and not node.args
+        and not node.keywords
+    )
     return called and node.func.attr == "get" and ast.unparse(node.func.value) != "_shared"  # type: ignore[attr-defined]
 
 
@@ -231,7 +259,12 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
 
 
 def test_every_wait_is_listed_with_who_ends_it() -> None:
-    found = {f"{name} {where}" for name, tree in sources() for where, node in definitions(tree) if is_wait(node)}
+    found = {
+        f"{name} {where}"
+        for name, tree in sources()
+        for where, node in definitions(tree)
+        if is_wait(node)
+    }
     assert sorted(found - WAITS.keys()) == [], (
         "a new wait: say in WAITS who ends it when the engine fails or is closed, and test it"
     )
@@ -245,7 +278,12 @@ def test_every_lock_is_listed() -> None:
             value = getattr(node, "value", None)
             if isinstance(node, ast.Assign) and isinstance(value, ast.Call):
                 made = ast.unparse(value.func)
-                if made in ("threading.Lock", "threading.RLock", "threading.Condition", "threading.Semaphore"):
+                if made in (
+                    "threading.Lock",
+                    "threading.RLock",
+                    "threading.Condition",
+                    "threading.Semaphore",
+                ):
                     target = ast.unparse(node.targets[0]).removeprefix("self.")
                     found.add(f"{name} {where.removesuffix('.__init__')}.{target}")
     assert found == LOCKS.keys()
@@ -284,9 +322,21 @@ class Run:
 
     def __init__(self, directory: Path, kind: type[nn.Module] = Bias, **config: Any) -> None:
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) if kind is nn.Linear else kind() for _ in range(DEPTH)))
+        model = nn.Sequential(
+            *(nn.Linear(WIDTH, WIDTH) if kind is nn.Linear else kind() for _ in range(DEPTH))
+        )
         budgets = {"gpu_memory": 3 * 20480, "cpu_memory": "16MiB", "cache": 0, "gpu_direct": "off"}
-        values = {"nvme": [directory], "device": "cpu", "threads": 1, "algorithm": "sgd", "update": "exact"} | budgets | config
+        values = (
+            {
+                "nvme": [directory],
+                "device": "cpu",
+                "threads": 1,
+                "algorithm": "sgd",
+                "update": "exact",
+            }
+            | budgets
+            | config
+        )
         self.model = infinity.wrap(model, config_of(**values), units=[kind])
         self.engine = infinity.engine(self.model)
         self.optimizer = infinity.SGD(self.model.parameters(), lr=0.1)
@@ -316,14 +366,18 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Start:
 
 
 def once_it_waits(condition: Any, function: str, act: Callable[[], object]) -> threading.Thread:
-    """Call `act` on a thread of its own as soon as the main thread waits on `condition` inside of `function`."""
+    """Call `act` on a thread of its own as soon as the main thread waits on `condition` inside of
+    `function`."""
     plain, waiting = condition.wait, threading.Event()
 
     def wait(timeout: float | None = None) -> Any:
         frame = sys._getframe()
         while frame.f_back is not None and frame.f_code.co_name != function:
             frame = frame.f_back
-        if frame.f_code.co_name == function and threading.current_thread() is threading.main_thread():
+        if (
+            frame.f_code.co_name == function
+            and threading.current_thread() is threading.main_thread()
+        ):
             waiting.set()
         if timeout is not None:
             return plain(timeout)
@@ -356,7 +410,9 @@ def interrupt() -> None:
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
 
 
-def until_it_ends(run: Run, condition: Any, function: str, ending: str, call: Callable[[], object]) -> None:
+def until_it_ends(
+    run: Run, condition: Any, function: str, ending: str, call: Callable[[], object]
+) -> None:
     """`call` waits on `condition` in `function`, for ever; then comes what `ending` says."""
     reason = ZeroDivisionError("on purpose")
     acts: dict[str, Callable[[], object]] = {
@@ -393,7 +449,9 @@ def rollback_while_it_is_copied(run: Run) -> Callable[[], object]:
 
 def evict_what_is_copied(run: Run) -> Callable[[], object]:
     run.forward()
-    there = [unit for unit in run.engine.units if run.store.resident.has_copy(unit.blocks[Kind.PARAM])]
+    there = [
+        unit for unit in run.engine.units if run.store.resident.has_copy(unit.blocks[Kind.PARAM])
+    ]
     for unit in there:
         unit.blocks[Kind.PARAM].copy.copying += 1
     away = next(unit for unit in run.engine.units if unit not in there)
@@ -432,7 +490,8 @@ def test_a_wait_of_the_model_ends(
 
 
 class Gate:
-    """Stops the updater in the middle of its first update from `shut` on, until `open`, which may make it fail."""
+    """Stops the updater in the middle of its first update from `shut` on, until `open`, which may
+    make it fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         plain, self.stopped, self.opened = Chunk.apply, threading.Event(), threading.Event()
@@ -496,14 +555,24 @@ def roll_back(run: Run, gate: Gate) -> Callable[[], object]:
     [
         ("drain", drain, {}),
         ("await_update", go_backward_over_a_step, {}),
-        ("await_written", overwrite_what_a_delayed_update_reads, {"update": "delayed", "delayed_after": 0}),
+        (
+            "await_written",
+            overwrite_what_a_delayed_update_reads,
+            {"update": "delayed", "delayed_after": 0},
+        ),
         ("rollback", roll_back, {"update": "speculative"}),
     ],
 )
 def test_a_wait_for_an_update_ends(
-    function: str, prepare: Any, config: dict[str, Any], ending: str, start: Start, monkeypatch: pytest.MonkeyPatch
+    function: str,
+    prepare: Any,
+    config: dict[str, Any],
+    ending: str,
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`close` waits for the update that is under way, and so does who waits: both end when it does."""
+    """`close` waits for the update that is under way, and so does who waits: both end when it
+    does."""
     gate, reason = Gate(monkeypatch), SystemExit("on purpose")
     run = start(**config)
     run.step()
@@ -524,7 +593,11 @@ def test_a_wait_for_an_update_ends(
         gate.open()
         closer.join()
 
-    acts: dict[str, Callable[[], object]] = {"failure": lambda: gate.open(reason), "close": close, "interrupt": interrupt}
+    acts: dict[str, Callable[[], object]] = {
+        "failure": lambda: gate.open(reason),
+        "close": close,
+        "interrupt": interrupt,
+    }
     thread = once_it_waits(run.pipeline.jobs.changed, function, acts[ending])
     raised: BaseException | None = None
     try:
@@ -540,7 +613,9 @@ def test_a_wait_for_an_update_ends(
         run.engine.drain()  # it goes on
         return
     if ending == "failure":
-        with pytest.raises(EngineClosedError, match="an update failed and the engine cannot go on: on purpose") as caught:
+        with pytest.raises(
+            EngineClosedError, match="an update failed and the engine cannot go on: on purpose"
+        ) as caught:
             run.engine.drain()
         assert caught.value.__cause__ is reason
         assert raised is None or isinstance(raised, EngineClosedError)
@@ -619,7 +694,10 @@ FAULTS: dict[str, tuple[dict[str, Any], Patch]] = {
         ("a ticket", Ticket, "done"),
     )
 } | {
-    "an update, and releases after it": ({}, broken(AN_UPDATE, raising(Checkout, "release", UPDATER))),
+    "an update, and releases after it": (
+        {},
+        broken(AN_UPDATE, raising(Checkout, "release", UPDATER)),
+    ),
     "an update, and copies after it": ({}, broken(AN_UPDATE, raising(Placing, "finish", UPDATER))),
     "an update, and the end of jobs": ({}, broken(AN_UPDATE, raising(JobQueue, "refuse", UPDATER))),
     "landing on the mover": ({}, raising(DeviceCopy, "to_ready", MOVER)),
@@ -628,9 +706,13 @@ FAULTS: dict[str, tuple[dict[str, Any], Patch]] = {
     "joining on the exchange": ({"discrete": True}, raising(Exchange, "_join", EXCHANGE)),
     "ending on the exchange": ({"discrete": True}, raising(Collective, "end", EXCHANGE)),
     "joining on the exchange, and asking others": (
-        {"discrete": True}, broken(raising(DiscreteDevice, "side_stream", EXCHANGE), raising(Exchange, "_explain", EXCHANGE))
+        {"discrete": True},
+        broken(
+            raising(DiscreteDevice, "side_stream", EXCHANGE),
+            raising(Exchange, "_explain", EXCHANGE),
+        ),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, Odd])
@@ -648,7 +730,9 @@ def test_close_ends_every_thread_whatever_fails_on_it(
     assert (Probe(run.engine).exchange is None) is (not options)
     error = kind("on purpose")
     patch(monkeypatch, error)
-    with pytest.raises(EngineClosedError, match=r"failed and the engine cannot go on: .*on purpose") as caught:
+    with pytest.raises(
+        EngineClosedError, match=r"failed and the engine cannot go on: .*on purpose"
+    ) as caught:
         for _ in range(3):
             run.step()
             run.engine.drain()
@@ -659,7 +743,9 @@ def test_close_ends_every_thread_whatever_fails_on_it(
     assert error in causes
     with pytest.raises(EngineClosedError):
         run.forward()
-    engine_threads = [thread for thread in threading.enumerate() if thread.name.startswith("infinity-")]
+    engine_threads = [
+        thread for thread in threading.enumerate() if thread.name.startswith("infinity-")
+    ]
     with contextlib.suppress(BaseException):
         run.engine.close()
     assert not any(thread.is_alive() for thread in engine_threads)
@@ -669,7 +755,9 @@ def test_close_ends_every_thread_whatever_fails_on_it(
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_wait_for_a_collective_ends(ending: str, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_collective_ends(
+    ending: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", DiscreteDevice)
     monkeypatch.setattr(sys.modules["infinity.sharding.exchange"], "CLOSING_SECONDS", 0.1)
     run, joined = start(nn.Linear, gpu_memory="1MiB", gpu_cache=0), threading.Event()
@@ -681,7 +769,9 @@ def test_a_wait_for_a_collective_ends(ending: str, start: Start, monkeypatch: py
     exchange._thread.join()
 
 
-def test_what_is_posted_when_nothing_is_joined_any_more_has_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_posted_when_nothing_is_joined_any_more_has_ended(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", DiscreteDevice)
     run = start(nn.Linear, gpu_memory="1MiB", gpu_cache=0)
     run.store.latch.fail(ZeroDivisionError("on purpose"))
@@ -718,21 +808,30 @@ def test_whatever_fails_between_micro_batches_ends_all(
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(Odd):
         infinity.accumulate(run.model, [torch.ones(2, WIDTH)] * 3, lambda out, _: out.mean())
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("infinity-micro-batch")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("infinity-micro-batch")
+    ]
 
 
 def test_ctrl_c_while_micro_batches_run(start: Start) -> None:
     run = start(nn.Linear)
     run.model[1].register_forward_hook(
-        lambda *_: interrupt() if threading.current_thread() is not threading.main_thread() else None
+        lambda *_: (
+            interrupt() if threading.current_thread() is not threading.main_thread() else None
+        )
     )
     with pytest.raises(KeyboardInterrupt):
         infinity.accumulate(run.model, [torch.ones(2, WIDTH)] * 3, lambda out, _: out.mean())
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("infinity-micro-batch")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("infinity-micro-batch")
+    ]
 
 
-def test_ctrl_c_while_a_micro_batch_thread_starts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread runs, but nobody knows it yet: it must end, for it waits for a turn that nobody will give it."""
+def test_ctrl_c_while_a_micro_batch_thread_starts(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread runs, but nobody knows it yet: it must end, for it waits for a turn that nobody
+    will give it."""
     run, plain, started = start(nn.Linear), threading.Thread.start, []
 
     def begin(thread: threading.Thread) -> None:
@@ -749,11 +848,22 @@ def test_ctrl_c_while_a_micro_batch_thread_starts(start: Start, monkeypatch: pyt
     assert started
 
 
-def test_activations_end_though_a_copy_of_them_fails(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_end_though_a_copy_of_them_fails(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(vars(sys.modules["infinity.build"]), "ComputeDevice", DiscreteDevice)
-    room = {"gpu_memory": "1MiB", "gpu_cache": 0, "cpu_memory": "32MiB", "activation_memory": "4MiB"}
+    room = {
+        "gpu_memory": "1MiB",
+        "gpu_cache": 0,
+        "cpu_memory": "32MiB",
+        "activation_memory": "4MiB",
+    }
     run = start(nn.Linear, activations="cpu", **room)
-    loss, plain, left = run.model(torch.ones(2000, WIDTH)).mean(), SavedStorage.await_idle, [Odd("on purpose")]
+    loss, plain, left = (
+        run.model(torch.ones(2000, WIDTH)).mean(),
+        SavedStorage.await_idle,
+        [Odd("on purpose")],
+    )
 
     def await_idle(saved: SavedStorage) -> None:
         plain(saved)
@@ -770,7 +880,9 @@ def test_activations_end_though_a_copy_of_them_fails(start: Start, monkeypatch: 
         loss.backward()
 
 
-def test_an_interrupt_in_the_middle_of_a_step_ends_the_engine(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_the_middle_of_a_step_ends_the_engine(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was announced and never posted would be waited for."""
     run = start()
     run.step()

@@ -1,4 +1,5 @@
-"""`infinity.wrap` is all or nothing: whatever fails in it, and however late, leaves model, process and directory as before."""
+"""`infinity.wrap` is all or nothing: whatever fails in it, and however late, leaves model, process
+and directory as before."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class Counted(nn.Linear):
 
 
 class Odd(nn.Module):
-    """Several dtypes, tied weights, buffers, odd strides, and modules whose parameters are on the meta device."""
+    """Several dtypes, tied weights, buffers, odd strides, and modules whose parameters are on the
+    meta device."""
 
     def __init__(self, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> None:
         super().__init__()
@@ -61,7 +63,9 @@ class Odd(nn.Module):
         self.spread = nn.Parameter(torch.randn(1).expand(WIDTH))
         self.table = nn.Parameter(torch.arange(WIDTH), requires_grad=False)
         self.frozen = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64), requires_grad=False)
-        self.nan = nn.Parameter(torch.tensor([0x7FA01234, 0x3F800001], dtype=torch.int32).view(torch.float32))
+        self.nan = nn.Parameter(
+            torch.tensor([0x7FA01234, 0x3F800001], dtype=torch.int32).view(torch.float32)
+        )
         self.register_buffer("scale", torch.tensor(0.5))
         self.register_buffer("loose", torch.randn(3), persistent=False)
         with infinity.init():
@@ -70,7 +74,11 @@ class Odd(nn.Module):
         self.norm.running_mean.fill_(3.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.last(torch.tanh(self.first(x))) * self.scale + self.spread + self.frozen.to(x.dtype)
+        x = (
+            self.last(torch.tanh(self.first(x))) * self.scale
+            + self.spread
+            + self.frozen.to(x.dtype)
+        )
         for block in self.blocks:
             x = x + block(x.to(block.weight.dtype)).to(x.dtype)
         return self.counted(x @ self.turned) + self.nan[1]
@@ -92,13 +100,31 @@ class Seen:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = dict(model.named_buffers(remove_duplicate=False))
         self.tensors = {
-            name: (id(t), type(t), t.dtype, t.shape, t.stride(), t.device, t.data_ptr(), t.requires_grad, dict(vars(t)))
+            name: (
+                id(t),
+                type(t),
+                t.dtype,
+                t.shape,
+                t.stride(),
+                t.device,
+                t.data_ptr(),
+                t.requires_grad,
+                dict(vars(t)),
+            )
             for name, t in {**parameters, **buffers}.items()
         }
-        self.content = {name: bits(t) for name, t in {**parameters, **buffers}.items() if not t.is_meta}
-        self.hooks = {name: (p._backward_hooks, p._post_accumulate_grad_hooks or None) for name, p in parameters.items()}
+        self.content = {
+            name: bits(t) for name, t in {**parameters, **buffers}.items() if not t.is_meta
+        }
+        self.hooks = {
+            name: (p._backward_hooks, p._post_accumulate_grad_hooks or None)
+            for name, p in parameters.items()
+        }
         self.modules = {name: dict(vars(module)) for name, module in model.named_modules()}
-        self.tables = {name: [list(vars(module)[table].items()) for table in TABLES] for name, module in model.named_modules()}
+        self.tables = {
+            name: [list(vars(module)[table].items()) for table in TABLES]
+            for name, module in model.named_modules()
+        }
         for attributes in self.modules.values():
             for name in list(attributes):
                 if isinstance(attributes[name], (dict, torch.Tensor)):
@@ -109,7 +135,9 @@ class Seen:
         self.threads = sorted(thread.name for thread in threading.enumerate())
         names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
         self.tasks = sum(not name.startswith("iou-") for name in names)
-        self.descriptors = sorted(str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+        self.descriptors = sorted(
+            str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+        )
         self.files = sorted(map(str, directory.rglob("*")))
 
     def differences(self, other: Seen) -> list[str]:
@@ -117,7 +145,14 @@ class Seen:
 
 
 def config(directory: Path, **changes: Any) -> infinity.Config:
-    values = {"gpu_memory": "2MiB", "cpu_memory": "8MiB", "cache": 0, "threads": 1, "precision": "bf16", "device": "cpu"}
+    values = {
+        "gpu_memory": "2MiB",
+        "cpu_memory": "8MiB",
+        "cache": 0,
+        "threads": 1,
+        "precision": "bf16",
+        "device": "cpu",
+    }
     return config_of(**({"nvme": directory} | values | changes))
 
 
@@ -133,17 +168,26 @@ Call = tuple[str, str]
 
 
 def call_of(frame: FrameType) -> Call | None:
-    """What one of our functions calls here. None for what nobody of ours calls, and for what is no step:
+    """What one of our functions calls here. None for what nobody of ours calls, and for what is no
+    step:
 
-    parts of expressions; generators, which are called to be closed, too; blocks, of which the end may not fail; and noting what
-    is to be undone. Left out is also what has a descriptor or a lock in its hands: `test_files` and `test_nvme_tier` fail those.
+    parts of expressions; generators, which are called to be closed, too; blocks, of which the end
+    may not fail; and noting what is to be undone. Left out is also what has a descriptor or a lock
+    in its hands: `test_files` and `test_nvme_tier` fail those.
     """
     caller, code = frame.f_back, frame.f_code
-    if caller is None or not caller.f_code.co_filename.startswith(SOURCES) or code.co_name.startswith("<"):
+    if (
+        caller is None
+        or not caller.f_code.co_filename.startswith(SOURCES)
+        or code.co_name.startswith("<")
+    ):
         return None
     if code.co_flags & inspect.CO_GENERATOR or code.co_name in ("__enter__", "__exit__", "file_at"):
         return None
-    if Path(code.co_filename).name == "contextlib.py" or Path(caller.f_code.co_filename).parent.name == "directories":
+    if (
+        Path(code.co_filename).name == "contextlib.py"
+        or Path(caller.f_code.co_filename).parent.name == "directories"
+    ):
         return None
     return code.co_filename, code.co_name
 
@@ -182,9 +226,11 @@ def fails(number: int, at: Call, attempt: Callable[[], object]) -> bool:
     return False
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # objects whose __init__ has failed
+# objects whose __init__ has failed
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_every_step_may_fail(tmp_path: Path) -> None:
-    """Each function that `wrap` calls fails in its last call. It is the same model all along, in the same directory."""
+    """Each function that `wrap` calls fails in its last call. It is the same model all along, in
+    the same directory."""
     calls: Counter[Call] = Counter()
     for _ in range(2):  # the first one imports and compiles
         model = odd()
@@ -200,7 +246,9 @@ def test_every_step_may_fail(tmp_path: Path) -> None:
     gc.disable()  # what is collected would be called, too
     try:
         for call, count in calls.items():
-            assert fails(count, call, lambda: infinity.wrap(model, config(tmp_path))), f"{call} was not called {count} times"
+            assert fails(count, call, lambda: infinity.wrap(model, config(tmp_path))), (
+                f"{call} was not called {count} times"
+            )
             if before.differences(Seen(model, tmp_path)):
                 gc.collect()  # a transfer keeps its file open, and the failure keeps the transfer
             assert not before.differences(Seen(model, tmp_path)), f"{call} number {count}"
@@ -232,20 +280,29 @@ CASES: dict[str, dict[str, Any]] = {
     "own dtypes": {"config": {"precision": "auto"}},
     "weights of a file": {"weights": True},
     "a seed": {"seed": 3},
-    "all on nvme, delayed": {"config": {"gradients": "nvme", "update": "delayed", "activations": "cpu"}},
-    "nothing on nvme": {"config": {"nvme": (), "parameters": "gpu", "optimizer": "gpu", "gradients": "gpu"}},
+    "all on nvme, delayed": {
+        "config": {"gradients": "nvme", "update": "delayed", "activations": "cpu"}
+    },
+    "nothing on nvme": {
+        "config": {"nvme": (), "parameters": "gpu", "optimizer": "gpu", "gradients": "gpu"}
+    },
 }
 
 
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("case", CASES)
-def test_a_late_failure(case: str, late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_failure(
+    case: str, late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory of the device is exhausted, say, when most is done."""
     model, values, arguments = odd(), odd(), dict(CASES[case])
     options = arguments.pop("config", {})
     if arguments.pop("weights", False):
         with torch.no_grad():
-            state = {name: torch.full(value.shape, 7, dtype=value.dtype) for name, value in values.state_dict().items()}
+            state = {
+                name: torch.full(value.shape, 7, dtype=value.dtype)
+                for name, value in values.state_dict().items()
+            }
         del state["last.weight"]
         save_file(state, tmp_path / "weights.safetensors")
         arguments["weights"] = tmp_path / "weights.safetensors"
@@ -274,12 +331,17 @@ def test_a_late_failure(case: str, late: str, tmp_path: Path, monkeypatch: pytes
     if "weights" in arguments:
         assert all((value == 7).all() for value in found.values())
     else:
-        assert torch.equal(found["first.weight"], values.first.weight.to(found["first.weight"].dtype))
+        assert torch.equal(
+            found["first.weight"], values.first.weight.to(found["first.weight"].dtype)
+        )
 
 
 def test_memory_is_given_back_when_all_is_done(tmp_path: Path) -> None:
     model = odd()
-    old = [StorageWeakRef(parameter.untyped_storage()) for parameter in (model.first.weight, model.turned)]
+    old = [
+        StorageWeakRef(parameter.untyped_storage())
+        for parameter in (model.first.weight, model.turned)
+    ]
     infinity.wrap(model, config(tmp_path))
     with infinity.engine(model):
         assert all(storage.expired() for storage in old)

@@ -1,7 +1,8 @@
 """What cannot work is refused before anything is changed, in words that say what would work.
 
-Where `infinity.wrap` refuses, the model is as it was: the same parameters with the same data, no hook, no thread, no file; it
-trains as a model that was never given to us, and can be wrapped with a better configuration.
+Where `infinity.wrap` refuses, the model is as it was: the same parameters with the same data, no
+hook, no thread, no file; it trains as a model that was never given to us, and can be wrapped with a
+better configuration.
 """
 
 from __future__ import annotations
@@ -59,47 +60,79 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 @contextmanager
-def unchanged(model: nn.Module, footprint: Callable[[], object], *directories: Path) -> Iterator[None]:
-    """Check that the block leaves `model`, the process and the directories as they were, and the model of use."""
+def unchanged(
+    model: nn.Module, footprint: Callable[[], object], *directories: Path
+) -> Iterator[None]:
+    """Check that the block leaves `model`, the process and the directories as they were, and the
+    model of use."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
     meta = any(p.is_meta for p in parameters.values())
     values = {} if meta else {name: p.detach().clone() for name, p in parameters.items()}
-    kinds = {name: (type(p), p.dtype, p.device, p.requires_grad, p.data_ptr()) for name, p in parameters.items()}
+    kinds = {
+        name: (type(p), p.dtype, p.device, p.requires_grad, p.data_ptr())
+        for name, p in parameters.items()
+    }
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    left, held, generator = [files(directory) for directory in directories], footprint(), torch.get_rng_state()
+    left, held, generator = (
+        [files(directory) for directory in directories],
+        footprint(),
+        torch.get_rng_state(),
+    )
     yield
     after = dict(model.named_parameters(remove_duplicate=False))
     assert after.keys() == parameters.keys()
     assert all(after[name] is p for name, p in parameters.items())
-    assert {name: (type(p), p.dtype, p.device, p.requires_grad, p.data_ptr()) for name, p in after.items()} == kinds
+    assert {
+        name: (type(p), p.dtype, p.device, p.requires_grad, p.data_ptr())
+        for name, p in after.items()
+    } == kinds
     assert all(torch.equal(after[name], value) for name, value in values.items())
     assert dict(model.named_buffers()).keys() == buffers.keys()
-    assert all(model.get_buffer(name) is buffer and torch.equal(buffer, value) for name, (buffer, value) in buffers.items())
+    assert all(
+        model.get_buffer(name) is buffer and torch.equal(buffer, value)
+        for name, (buffer, value) in buffers.items()
+    )
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
-    assert not [name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert not [
+        name
+        for name, module in model.named_modules()
+        if module._forward_hooks or module._forward_pre_hooks
+    ]
     assert [files(directory) for directory in directories] == left
     assert footprint() == held
     assert torch.equal(torch.get_rng_state(), generator)
     if values:
         other = copy.deepcopy(model)
         other.load_state_dict(values | {name: value for name, (_, value) in buffers.items()})
-        assert train(model, torch.optim.SGD(model.parameters(), 0.1)) == train(other, torch.optim.SGD(other.parameters(), 0.1))
+        assert train(model, torch.optim.SGD(model.parameters(), 0.1)) == train(
+            other, torch.optim.SGD(other.parameters(), 0.1)
+        )
 
 
 # Budgets and directories
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_budgets_that_are_too_small(precision: str, tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_budgets_that_are_too_small(
+    precision: str, tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     model = transformer()
     least: dict[str, int] = {}
-    for key, inside in (("gpu_memory", "states at home there take 0 B, the units in use at once and the next one"),
-                        ("cpu_memory", "states at home in host memory take .* and staging at least")):  # fmt: skip
-        text = rf"^{key}=4 KiB is too small: {inside} .*; the smallest {key} that works is (\d+) \(.* KiB\) \(invariant I10\)$"
+    for key, inside in (
+        ("gpu_memory", "states at home there take 0 B, the units in use at once and the next one"),
+        ("cpu_memory", "states at home in host memory take .* and staging at least"),
+    ):
+        text = (
+            rf"^{key}=4 KiB is too small: {inside} .*; the smallest {key} that works is "
+            r"(\d+) \(.* KiB\) \(invariant I10\)$"
+        )
         with unchanged(transformer(), footprint, tmp_path):
             pass  # the check itself is at peace with a model that nobody touched
-        with unchanged(model, footprint, tmp_path), pytest.raises(infinity.BudgetError, match=text) as refusal:
+        with (
+            unchanged(model, footprint, tmp_path),
+            pytest.raises(infinity.BudgetError, match=text) as refusal,
+        ):
             infinity.wrap(model, config(tmp_path, precision=precision, **{key: PAGE}))
         found = re.match(text, str(refusal.value))
         assert found is not None
@@ -115,27 +148,41 @@ def test_nvme_memory_that_is_too_small(tmp_path: Path, footprint: Callable[[], o
         "nvme_memory=1 MiB cannot hold the states on nvme, which need 4 MiB; "
         "the smallest nvme_memory that works is 4194304 (invariant I10)"
     )
-    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.BudgetError, match=f"^{re.escape(text)}$"):
+    with (
+        unchanged(model, footprint, tmp_path),
+        pytest.raises(infinity.BudgetError, match=f"^{re.escape(text)}$"),
+    ):
         infinity.wrap(model, config(tmp_path, nvme_memory="1MiB"))
     infinity.engine(infinity.wrap(model, config(tmp_path, nvme_memory="4MiB"))).close()
 
 
-def test_budgets_are_checked_before_meta_parameters_are_touched(tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_budgets_are_checked_before_meta_parameters_are_touched(
+    tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     with infinity.init():
         model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
     model[2].weight = model[0].weight
-    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.BudgetError, match="gpu_memory=0 B is too small"):
+    with (
+        unchanged(model, footprint, tmp_path),
+        pytest.raises(infinity.BudgetError, match="gpu_memory=0 B is too small"),
+    ):
         infinity.wrap(model, config(tmp_path, gpu_memory=0), seed=0)
     assert all(p.is_meta for p in model.parameters())
     with infinity.engine(infinity.wrap(model, config(tmp_path), seed=0)) as engine:
         assert engine.state_dict()["0.weight"].std() > 0
 
 
-def test_a_directory_that_is_not_there_is_refused_although_nothing_would_lie_in_it(tmp_path: Path) -> None:
-    """All states fit into the cache, or are placed elsewhere: a wrong path is to be seen now, not with a larger model."""
+def test_a_directory_that_is_not_there_is_refused_although_nothing_would_lie_in_it(
+    tmp_path: Path,
+) -> None:
+    """All states fit into the cache, or are placed elsewhere: a wrong path is to be seen now, not
+    with a larger model."""
     for where in ({"cache": "auto"}, {"parameters": "cpu", "optimizer": "cpu"}):
         wrong = config_of(nvme=tmp_path / "gone", gpu_memory="64MiB", cpu_memory="64MiB", **where)
-        with pytest.raises(infinity.ConfigError, match=r"nvme directory .*gone does not exist; create it on the drive"):
+        with pytest.raises(
+            infinity.ConfigError,
+            match=r"nvme directory .*gone does not exist; create it on the drive",
+        ):
             infinity.wrap(nn.Linear(8, 8), wrong)
 
 
@@ -149,12 +196,21 @@ def test_directories_that_cannot_be_used(tmp_path: Path, footprint: Callable[[],
         (["gone"], "nvme directory {0} does not exist" + advice),
         (["loose"], "nvme directory {0} does not exist" + advice),
         (["file"], "nvme directory {0} is not a directory" + advice),
-        (["there", "file"], "nvme directory {1} is not a directory; create it on the drive to be used: mkdir -p {1}"),
+        (
+            ["there", "file"],
+            (
+                "nvme directory {1} is not a directory; create it on the drive to be used: "
+                "mkdir -p {1}"
+            ),
+        ),
         (["there", "link"], "the nvme directories must differ: {0}, {1}"),
     ):
         model, paths = transformer(), [tmp_path / name for name in names]
         expected = re.escape(text.format(*paths))
-        with unchanged(model, footprint, tmp_path), pytest.raises(infinity.ConfigError, match=f"^{expected}$"):
+        with (
+            unchanged(model, footprint, tmp_path),
+            pytest.raises(infinity.ConfigError, match=f"^{expected}$"),
+        ):
             infinity.wrap(model, config(paths))
 
 
@@ -163,7 +219,10 @@ def test_a_directory_without_permission(tmp_path: Path, footprint: Callable[[], 
     model, locked = transformer(), tmp_path / "locked"
     locked.mkdir(mode=0o500)
     text = re.escape(f"nvme directory {locked} cannot be written: Permission denied")
-    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.ConfigError, match=f"^{text}$"):
+    with (
+        unchanged(model, footprint, tmp_path),
+        pytest.raises(infinity.ConfigError, match=f"^{text}$"),
+    ):
         infinity.wrap(model, config(locked))
 
 
@@ -189,7 +248,9 @@ def mount(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
-def test_a_read_only_file_system(mount: Callable[[str], Path], footprint: Callable[[], object]) -> None:
+def test_a_read_only_file_system(
+    mount: Callable[[str], Path], footprint: Callable[[], object]
+) -> None:
     model, path = transformer(), mount("ro,size=64m")
     text = re.escape(f"nvme directory {path} cannot be written: Read-only file system")
     with unchanged(model, footprint, path), pytest.raises(infinity.ConfigError, match=f"^{text}$"):
@@ -198,33 +259,54 @@ def test_a_read_only_file_system(mount: Callable[[str], Path], footprint: Callab
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
-def test_a_full_file_system(mount: Callable[[str], Path], tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_a_full_file_system(
+    mount: Callable[[str], Path], tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     model, path, other = transformer(depth=32), mount("size=3m"), tmp_path / "other"
     other.mkdir()
-    text = re.escape(f"{path} has 3 MiB free, but the states on nvme need ") + r"\d+ MiB there; free \d+ MiB, add a second direct"
-    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.BudgetError, match=f"^{text}"):
+    text = (
+        re.escape(f"{path} has 3 MiB free, but the states on nvme need ")
+        + r"\d+ MiB there; free \d+ MiB, add a second direct"
+    )
+    with (
+        unchanged(model, footprint, tmp_path),
+        pytest.raises(infinity.BudgetError, match=f"^{text}"),
+    ):
         infinity.wrap(model, config(path))
-    infinity.engine(infinity.wrap(model, config([other, path]))).close()  # all of it fits into the other
+    # all of it fits into the other
+    infinity.engine(infinity.wrap(model, config([other, path]))).close()
 
 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a file system")
-def test_a_file_system_that_is_exactly_large_enough_is_enough_for_all_of_training(mount: Callable[[str], Path]) -> None:
-    model = infinity.wrap(transformer(), config(mount(f"size={(4 << 20) + 2 * PAGE}"), gradients="nvme"))
+def test_a_file_system_that_is_exactly_large_enough_is_enough_for_all_of_training(
+    mount: Callable[[str], Path],
+) -> None:
+    model = infinity.wrap(
+        transformer(), config(mount(f"size={(4 << 20) + 2 * PAGE}"), gradients="nvme")
+    )
     with infinity.engine(model):
         optimizer = infinity.AdamW(model.parameters())
         for _ in range(3):
             train(model, optimizer)
 
 
-def test_a_directory_that_another_process_uses(tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_a_directory_that_another_process_uses(
+    tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     model = transformer()
     command = [sys.executable, "-W", "error", __file__, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **CHILD) as other:
         assert other.stdin is not None and other.stdout is not None
         assert other.stdout.readline() == "open\n"
-        text = re.escape(f"nvme directory {tmp_path} is in use by process {other.pid}; give each job its own directory")
-        with unchanged(model, footprint, tmp_path), pytest.raises(infinity.PathInUseError, match=f"^{text}$"):
+        text = re.escape(
+            f"nvme directory {tmp_path} is in use by process {other.pid}; give each job "
+            "its own directory"
+        )
+        with (
+            unchanged(model, footprint, tmp_path),
+            pytest.raises(infinity.PathInUseError, match=f"^{text}$"),
+        ):
             infinity.wrap(model, config(tmp_path))
         other.stdin.write("\n")
         other.stdin.close()
@@ -232,21 +314,32 @@ def test_a_directory_that_another_process_uses(tmp_path: Path, footprint: Callab
     infinity.engine(infinity.wrap(model, config(tmp_path))).close()
 
 
-def test_a_directory_that_another_engine_of_this_process_uses(tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_a_directory_that_another_engine_of_this_process_uses(
+    tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     first, second = infinity.wrap(transformer(), config(tmp_path)), transformer()
     with infinity.engine(first):
-        with unchanged(second, footprint, tmp_path), pytest.raises(infinity.PathInUseError, match=f"by process {os.getpid()};"):
+        with (
+            unchanged(second, footprint, tmp_path),
+            pytest.raises(infinity.PathInUseError, match=f"by process {os.getpid()};"),
+        ):
             infinity.wrap(second, config(tmp_path))
         train(first, infinity.AdamW(first.parameters()))
 
 
 def test_the_same_path_twice(tmp_path: Path) -> None:
-    with pytest.raises(infinity.ConfigError, match=re.escape(f"nvme names a directory twice: {tmp_path}, {tmp_path}")):
+    with pytest.raises(
+        infinity.ConfigError,
+        match=re.escape(f"nvme names a directory twice: {tmp_path}, {tmp_path}"),
+    ):
         config([tmp_path, tmp_path])
 
 
 def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^unknown config key 'gpu_memroy'; did you mean 'gpu_memory'\? The keys are: nvme"):
+    with pytest.raises(
+        ValueError,
+        match=r"^unknown config key 'gpu_memroy'; did you mean 'gpu_memory'\? The keys are: nvme",
+    ):
         config(tmp_path, gpu_memroy="1GiB")
 
 
@@ -289,8 +382,9 @@ TOUCHES: dict[str, Callable[[nn.Parameter], object]] = {
 @pytest.mark.parametrize("name", TOUCHES)
 def test_a_parameter_touched_while_sharded(name: str, wrapped: Transformer) -> None:
     text = re.escape(
-        f"tokens.weight (unit tokens) lives on nvme and its data was touched ({name}) outside of its module's forward; use "
-        "`with infinity.gathered(model):` (or the parameter itself) to read it, gathered(..., write=True) to change it"
+        f"tokens.weight (unit tokens) lives on nvme and its data was touched ({name}) outside of "
+        "its module's forward; use `with infinity.gathered(model):` (or the parameter itself) to "
+        "read it, gathered(..., write=True) to change it"
     ).replace(re.escape(f"({name})"), r"\(\w+\)")
     with pytest.raises(infinity.ShardedParameterError, match=f"^{text}$"):
         TOUCHES[name](wrapped.tokens.weight)
@@ -300,8 +394,19 @@ def test_a_parameter_touched_while_sharded(name: str, wrapped: Transformer) -> N
 def test_a_parameter_may_be_asked_what_it_is(wrapped: Transformer) -> None:
     weight = wrapped.tokens.weight
     assert repr(weight).endswith("ShardedParameter(tokens.weight, on nvme, unit tokens)")
-    assert (weight.shape, weight.dtype, weight.device, weight.ndim) == ((64, 32), torch.float32, torch.device("cpu"), 2)
-    assert (weight.numel(), len(weight), weight.requires_grad, weight.is_leaf, weight.grad) == (2048, 64, True, True, None)
+    assert (weight.shape, weight.dtype, weight.device, weight.ndim) == (
+        (64, 32),
+        torch.float32,
+        torch.device("cpu"),
+        2,
+    )
+    assert (weight.numel(), len(weight), weight.requires_grad, weight.is_leaf, weight.grad) == (
+        2048,
+        64,
+        True,
+        True,
+        None,
+    )
     assert isinstance(weight, nn.Parameter) and weight in {weight}
     assert "Embedding(64, 32)" in repr(wrapped)
 
@@ -322,8 +427,14 @@ USES: dict[str, tuple[Callable[[Any], object], str]] = {
     "pickle": (pickle.dumps, SAVED),
     "save": (lambda model: torch.save(model, io.BytesIO()), SAVED),
     "state_dict": (lambda model: model.state_dict(), READ),
-    "weight norm": (lambda model: nn.utils.parametrizations.weight_norm(model.blocks[0].up), BEFORE),
-    "to vector": (lambda model: nn.utils.parameters_to_vector(model.parameters()), r"use `with infinity\.gathered"),
+    "weight norm": (
+        lambda model: nn.utils.parametrizations.weight_norm(model.blocks[0].up),
+        BEFORE,
+    ),
+    "to vector": (
+        lambda model: nn.utils.parameters_to_vector(model.parameters()),
+        r"use `with infinity\.gathered",
+    ),
 }
 
 
@@ -331,7 +442,9 @@ USES: dict[str, tuple[Callable[[Any], object], str]] = {
 def test_a_wrapped_model_used_as_if_it_held_its_data(name: str, wrapped: Transformer) -> None:
     """What to do instead is a sentence for each."""
     use, way = USES[name]
-    with pytest.raises(infinity.ShardedParameterError, match=rf"lives on nvme and its data was touched .*; .*{way}"):
+    with pytest.raises(
+        infinity.ShardedParameterError, match=rf"lives on nvme and its data was touched .*; .*{way}"
+    ):
         use(wrapped)
     assert wrapped.scale.dtype == torch.float32
     train(wrapped, infinity.AdamW(wrapped.parameters()))
@@ -343,17 +456,27 @@ def test_load_state_dict_of_a_wrapped_model_says_how(wrapped: Transformer) -> No
         wrapped.load_state_dict(state)
     with infinity.gathered(wrapped, write=True):
         wrapped.load_state_dict(state)
-    assert all(torch.equal(value, state[name]) for name, value in infinity.engine(wrapped).state_dict().items())
+    assert all(
+        torch.equal(value, state[name])
+        for name, value in infinity.engine(wrapped).state_dict().items()
+    )
 
 
 def test_gradients_are_not_silently_elsewhere(wrapped: Transformer) -> None:
     optimizer = infinity.AdamW(wrapped.parameters())
-    kept = r"^the gradient of tokens\.weight is kept by the engine and not in \.grad; clip with .* read it with .*gradient\("
+    kept = (
+        r"^the gradient of tokens\.weight is kept by the engine and not in \.grad; clip "
+        r"with .* read it with .*gradient\("
+    )
     weight = wrapped.tokens.weight
     with pytest.raises(infinity.ShardedParameterError, match=kept):
         weight.grad = torch.zeros(64, 32)
     wrapped(**text_batch(0)).loss.backward()
-    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_, lambda parameters, _: parameters[0].grad):
+    for clip in (
+        nn.utils.clip_grad_norm_,
+        nn.utils.clip_grad_value_,
+        lambda parameters, _: parameters[0].grad,
+    ):
         with pytest.raises(infinity.ShardedParameterError, match=kept):
             clip([weight], 1.0)
     with pytest.raises(infinity.ShardedParameterError, match="kept by the engine"):
@@ -370,7 +493,12 @@ def test_gathering_more_than_fits(tmp_path: Path, smallest: Callable[..., dict[s
     model = infinity.wrap(model, config(tmp_path, **smallest(model, nvme=[tmp_path])))
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters())
-        with pytest.raises(infinity.BudgetError, match=rf"^param of blocks\.\d {fits} \(param of mo"), infinity.gathered(model):
+        with (
+            pytest.raises(
+                infinity.BudgetError, match=rf"^param of blocks\.\d {fits} \(param of mo"
+            ),
+            infinity.gathered(model),
+        ):
             pass
         assert all(block.copy.pins == 0 for unit in engine.units for block in unit.blocks.values())
         with infinity.gathered(model.blocks[1]):
@@ -384,10 +512,16 @@ def test_the_memory_that_is_named_is_enough(gradients: str, tmp_path: Path) -> N
     memory, refusals = 0, 0
 
     def build() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(64, 1024 if i < 2 else 64 + 16 * i, bias=False) for i in range(8)))
+        return nn.Sequential(
+            *(nn.Linear(64, 1024 if i < 2 else 64 + 16 * i, bias=False) for i in range(8))
+        )
 
     def wrapped() -> nn.Module:
-        options: dict[str, Any] = {"nvme": [tmp_path], "gradients": gradients, "cpu_memory": 1 << 26}
+        options: dict[str, Any] = {
+            "nvme": [tmp_path],
+            "gradients": gradients,
+            "cpu_memory": 1 << 26,
+        }
         return infinity.wrap(build(), config_of(gpu_memory=memory, **options), units=[nn.Linear])
 
     with pytest.raises(infinity.BudgetError) as refusal:
@@ -415,21 +549,33 @@ def test_the_memory_that_is_named_is_enough(gradients: str, tmp_path: Path) -> N
 
 def test_optimizers_that_cannot_work(tmp_path: Path) -> None:
     plain = transformer()
-    text = r"^AdamW got a parameter of no wrapped model; first model = infinity\.wrap\(model, config\)$"
+    text = (
+        r"^AdamW got a parameter of no wrapped model; first model = "
+        r"infinity\.wrap\(model, config\)$"
+    )
     with pytest.raises(infinity.ConfigError, match=text):
         infinity.AdamW(plain.parameters())
     plain.norm.requires_grad_(False)
     model = infinity.wrap(plain, config(tmp_path))
     with infinity.engine(model):
-        text = r"^norm\.weight was frozen \(requires_grad=False\) when the model was wrapped, so it has no place for gradients"
-        for thaw in (model.norm.requires_grad_, lambda: setattr(model.norm.weight, "requires_grad", True)):
+        text = (
+            r"^norm\.weight was frozen \(requires_grad=False\) when the model was "
+            r"wrapped, so it has no place for gradients"
+        )
+        for thaw in (
+            model.norm.requires_grad_,
+            lambda: setattr(model.norm.weight, "requires_grad", True),
+        ):
             with pytest.raises(infinity.ConfigError, match=text):
                 thaw()
         assert not model.norm.weight.requires_grad
         model.norm.requires_grad_(False)  # is no change
         trainable = [p for p in model.parameters() if p.requires_grad]
         optimizer = infinity.AdamW(trainable[:1])  # what was refused does not count
-        text = r"^\S+ already has an optimizer, AdamW; a parameter has states for one: use one optimizer with several parameter"
+        text = (
+            r"^\S+ already has an optimizer, AdamW; a parameter has states for one: use "
+            r"one optimizer with several parameter"
+        )
         with pytest.raises(infinity.ConfigError, match=text):
             infinity.AdamW(trainable)
         optimizer.add_param_group({"params": trainable[1:]})
@@ -438,18 +584,32 @@ def test_optimizers_that_cannot_work(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("lr", -1.0), ("lr", math.nan), ("betas", (0.9, 1.0)), ("eps", 0.0), ("weight_decay", -0.1), ("max_grad_norm", 0.0)],
+    [
+        ("lr", -1.0),
+        ("lr", math.nan),
+        ("betas", (0.9, 1.0)),
+        ("eps", 0.0),
+        ("weight_decay", -0.1),
+        ("max_grad_norm", 0.0),
+    ],
 )
 def test_hyper_parameters_out_of_range(name: str, value: Any, wrapped: Transformer) -> None:
-    with pytest.raises(infinity.ConfigError, match=re.escape(f"AdamW: {name}={value} is out of range")):
+    with pytest.raises(
+        infinity.ConfigError, match=re.escape(f"AdamW: {name}={value} is out of range")
+    ):
         infinity.AdamW(wrapped.parameters(), **{name: value})
     train(wrapped, infinity.AdamW(wrapped.parameters()))
 
 
-def test_one_optimizer_for_two_models(wrapped: Transformer, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_one_optimizer_for_two_models(
+    wrapped: Transformer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     other = infinity.wrap(transformer(), config(tmp_path_factory.mktemp("other")))
     with infinity.engine(other):
-        with pytest.raises(infinity.ConfigError, match="the parameters of one AdamW must belong to one wrapped model"):
+        with pytest.raises(
+            infinity.ConfigError,
+            match="the parameters of one AdamW must belong to one wrapped model",
+        ):
             infinity.AdamW([*wrapped.parameters(), *other.parameters()])
         train(wrapped, infinity.AdamW(wrapped.parameters()))
         train(other, infinity.AdamW(other.parameters()))
@@ -457,7 +617,9 @@ def test_one_optimizer_for_two_models(wrapped: Transformer, tmp_path_factory: py
 
 def test_wrapping_twice(wrapped: Transformer, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("other")
-    with pytest.raises(infinity.ConfigError, match=r"^the model is wrapped already; close its engine first$"):
+    with pytest.raises(
+        infinity.ConfigError, match=r"^the model is wrapped already; close its engine first$"
+    ):
         infinity.wrap(wrapped, config(other))
     assert files(other) == {}
     train(wrapped, infinity.AdamW(wrapped.parameters()))
@@ -472,23 +634,40 @@ class Pair(nn.Module):
         for name, value in (("a", a), ("b", b)):
             if value is not None:
                 trains = value.is_floating_point() or value.is_complex()
-                self.register_parameter(name, value if isinstance(value, nn.Parameter) else nn.Parameter(value, trains))
+                self.register_parameter(
+                    name, value if isinstance(value, nn.Parameter) else nn.Parameter(value, trains)
+                )
 
 
 def refused(model: nn.Module, text: str, directory: Path, **changes: Any) -> None:
     """`wrap` refuses `model` with `text`, and leaves all as it was."""
     parameters = {name: (p, type(p), p.requires_grad) for name, p in model.named_parameters()}
-    hooks = {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()}
+    hooks = {
+        name: (len(m._forward_hooks), len(m._forward_pre_hooks))
+        for name, m in model.named_modules()
+    }
     left = files(directory), threading.active_count(), len([*Path("/proc/self/fd").iterdir()])
     with pytest.raises(infinity.ConfigError, match=text):
         infinity.wrap(model, config(directory, **changes))
-    assert (files(directory), threading.active_count(), len([*Path("/proc/self/fd").iterdir()])) == left
-    assert {name: (p, type(p), p.requires_grad) for name, p in model.named_parameters()} == parameters
-    assert {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()} == hooks
+    assert (
+        files(directory),
+        threading.active_count(),
+        len([*Path("/proc/self/fd").iterdir()]),
+    ) == left
+    assert {
+        name: (p, type(p), p.requires_grad) for name, p in model.named_parameters()
+    } == parameters
+    assert {
+        name: (len(m._forward_hooks), len(m._forward_pre_hooks))
+        for name, m in model.named_modules()
+    } == hooks
     assert not {"_infinity_engine", "zero_grad", "no_sync"} & set(vars(model))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2],
+)
 def test_trainable_parameters_that_no_kernel_updates(dtype: torch.dtype, tmp_path: Path) -> None:
     kind = str(dtype).removeprefix("torch.")
     way = (
@@ -496,7 +675,10 @@ def test_trainable_parameters_that_no_kernel_updates(dtype: torch.dtype, tmp_pat
         if dtype.is_complex
         else r"convert the model with model\.float\(\), or give Config\(precision="
     )
-    text = rf"^a is trainable and {kind}, and optimizers update fp32, bf16 and fp16: {way}.*, or freeze it with"
+    text = (
+        rf"^a is trainable and {kind}, and optimizers update fp32, bf16 and fp16: "
+        rf"{way}.*, or freeze it with"
+    )
     refused(Pair(torch.ones(8).to(dtype)), text, tmp_path)
     if dtype.is_complex:
         refused(Pair(torch.ones(8).to(dtype)), text, tmp_path, precision="fp32")
@@ -506,7 +688,10 @@ def test_trainable_parameters_that_no_kernel_updates(dtype: torch.dtype, tmp_pat
         assert engine.state_dict()["a"].equal(torch.ones(8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.complex64, torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn],
+)
 def test_frozen_parameters_may_be_of_any_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     value = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
     model = infinity.wrap(Pair(nn.Parameter(value.clone(), requires_grad=False)), config(tmp_path))
@@ -537,7 +722,8 @@ def overlapping() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def test_parameters_that_share_memory(kind: str, tmp_path: Path) -> None:
     """A write to one would not reach the other, as it does in plain PyTorch."""
     text = (
-        r"^[ab] and [ab] share memory but are two tensors, as \.data makes them: give both modules the same nn\.Parameter to tie"
+        r"^[ab] and [ab] share memory but are two tensors, as \.data makes them: give "
+        r"both modules the same nn\.Parameter to tie"
     )
     refused(Pair(*overlapping()[kind]), text, tmp_path)
 
@@ -549,16 +735,25 @@ def test_a_buffer_that_shares_memory_with_a_parameter(tmp_path: Path) -> None:
 
 
 def test_parameters_beside_each_other_in_one_storage(tmp_path: Path) -> None:
-    """Tied ones, columns of one matrix, parts of one buffer, and a parameter that overlaps with itself."""
+    """Tied ones, columns of one matrix, parts of one buffer, and a parameter that overlaps with
+    itself."""
     matrix, flat = torch.randn(8, 8), torch.randn(64)
     tied = nn.Parameter(torch.randn(3))
-    for a, b in ((matrix[:, :5], matrix[:, 5:]), (matrix[::2], matrix[1::2]), (flat[:10], flat[10:]), (tied, tied),
-                 (torch.randn(1).expand(6), flat), (torch.empty(0), torch.empty(0))):  # fmt: skip
+    for a, b in (
+        (matrix[:, :5], matrix[:, 5:]),
+        (matrix[::2], matrix[1::2]),
+        (flat[:10], flat[10:]),
+        (tied, tied),
+        (torch.randn(1).expand(6), flat),
+        (torch.empty(0), torch.empty(0)),
+    ):
         model = Pair(a, b)
         values = {name: value.clone() for name, value in model.state_dict().items()}
         infinity.wrap(model, config(tmp_path))
         with infinity.engine(model) as engine:
-            assert all(torch.equal(value, values[name]) for name, value in engine.state_dict().items())
+            assert all(
+                torch.equal(value, values[name]) for name, value in engine.state_dict().items()
+            )
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -567,17 +762,24 @@ def test_scripted_modules(inside: bool, tmp_path: Path) -> None:
     scripted = torch.jit.script(nn.Linear(8, 8))
     name = "1" if inside else "the model"
     text = (
-        rf"^{name} is a ScriptModule with parameters; TorchScript calls no Python hooks, which bring them: wrap the module that"
+        rf"^{name} is a ScriptModule with parameters; TorchScript calls no Python "
+        r"hooks, which bring them: wrap the module that"
     )
     refused(nn.Sequential(nn.Linear(8, 8), scripted) if inside else scripted, text, tmp_path)
-    plain = infinity.wrap(nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.GELU())), config(tmp_path))  # has none
+    # has none
+    plain = infinity.wrap(
+        nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.GELU())), config(tmp_path)
+    )
     with infinity.engine(plain):
         assert plain(torch.ones(2, 8)).shape == (2, 8)
 
 
 def test_lazy_modules(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(8))
-    text = r"^1\.weight has no shape yet, because its module is lazy: run the model on one batch before infinity\.wrap$"
+    text = (
+        r"^1\.weight has no shape yet, because its module is lazy: run the model on one "
+        r"batch before infinity\.wrap$"
+    )
     refused(model, text, tmp_path)
     model(torch.ones(1, 8))
     infinity.engine(infinity.wrap(model, config(tmp_path))).close()
@@ -600,15 +802,30 @@ def test_parameters_that_are_no_plain_bytes(kind: str, tmp_path: Path) -> None:
     refused(Pair(nn.Parameter(values, requires_grad=False)), text, tmp_path)
 
 
-def test_a_model_that_holds_a_wrapped_one(wrapped: Transformer, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_model_that_holds_a_wrapped_one(
+    wrapped: Transformer, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     directory = tmp_path_factory.mktemp("other")
     outer = nn.ModuleList([nn.Linear(8, 8), wrapped])
-    with pytest.raises(infinity.ConfigError, match=r"^1 is wrapped already, on its own: build it again, and wrap the model that"):
+    with pytest.raises(
+        infinity.ConfigError,
+        match=r"^1 is wrapped already, on its own: build it again, and wrap the model that",
+    ):
         infinity.wrap(outer, config(directory))
     tied = nn.Embedding(64, 32)
     tied.weight = wrapped.tokens.weight
-    for other, where in ((wrapped.blocks, nullcontext()), (tied, nullcontext()), (wrapped.blocks, infinity.gathered(wrapped))):
-        with where, pytest.raises(infinity.ConfigError, match=r"weight belongs to a model that is wrapped already: build both"):
+    for other, where in (
+        (wrapped.blocks, nullcontext()),
+        (tied, nullcontext()),
+        (wrapped.blocks, infinity.gathered(wrapped)),
+    ):
+        with (
+            where,
+            pytest.raises(
+                infinity.ConfigError,
+                match=r"weight belongs to a model that is wrapped already: build both",
+            ),
+        ):
             infinity.wrap(other, config(directory))
     assert files(directory) == {}
     train(wrapped, infinity.AdamW(wrapped.parameters()))
@@ -618,31 +835,44 @@ def test_a_model_whose_engine_was_closed(tmp_path: Path) -> None:
     model = infinity.wrap(transformer(), config(tmp_path))
     infinity.engine(model).close()
     with pytest.raises(
-        infinity.ConfigError, match=r"^places has no data any more, because its engine was closed: build the model again"
+        infinity.ConfigError,
+        match=r"^places has no data any more, because its engine was closed: build the model again",
     ):
         infinity.wrap(model, config(tmp_path))
 
 
-def test_models_and_units_that_make_no_sense(tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_models_and_units_that_make_no_sense(
+    tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     model = transformer()
-    text = r"^units=\.\.\. matches no module of the model; give classes or modules that occur in it$"
+    text = (
+        r"^units=\.\.\. matches no module of the model; give classes or modules that occur in it$"
+    )
     with unchanged(model, footprint, tmp_path), pytest.raises(infinity.ConfigError, match=text):
         infinity.wrap(model, config(tmp_path), units=[nn.Conv2d])
     with pytest.raises(infinity.ConfigError, match=r"^the model has no parameters to manage$"):
         infinity.wrap(nn.GELU(), config(tmp_path))
-    with pytest.raises(infinity.ConfigError, match=re.escape("the model is not wrapped, or its engine was closed; call model =")):
+    with pytest.raises(
+        infinity.ConfigError,
+        match=re.escape("the model is not wrapped, or its engine was closed; call model ="),
+    ):
         infinity.engine(model)
     assert files(tmp_path) == {}
 
 
-def test_a_module_that_cannot_initialise_itself(tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_a_module_that_cannot_initialise_itself(
+    tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     with infinity.init():
         model = transformer()
     text = (
         "the model (Transformer) was built inside infinity.init() and has no reset_parameters(); "
         "give wrap(..., weights=DIRECTORY), or build that module outside of init()"
     )
-    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.ConfigError, match=f"^{re.escape(text)}$"):
+    with (
+        unchanged(model, footprint, tmp_path),
+        pytest.raises(infinity.ConfigError, match=f"^{re.escape(text)}$"),
+    ):
         infinity.wrap(model, config(tmp_path), seed=0)
     assert all(p.is_meta for p in model.parameters())
 
@@ -650,7 +880,10 @@ def test_a_module_that_cannot_initialise_itself(tmp_path: Path, footprint: Calla
 def test_an_instruction_set_that_the_cpu_lacks(
     tmp_path: Path, footprint: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, text = transformer(), r"^instruction_set='avx2' is not one that this CPU has; 'auto' is '\w+' here$"
+    model, text = (
+        transformer(),
+        r"^instruction_set='avx2' is not one that this CPU has; 'auto' is '\w+' here$",
+    )
     real = infinity.native.cpu_adam()
 
     class WithoutAvx:
@@ -673,9 +906,12 @@ def weights(tmp_path: Path) -> Path:
 
 
 def state(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Good weights, but for these, where None leaves one out and __ is a dot; what is tied is there once."""
+    """Good weights, but for these, where None leaves one out and __ is a dot; what is tied is there
+    once."""
     values: dict[str, torch.Tensor | None] = dict(transformer(seed=3).state_dict())
-    values |= {"head.weight": None} | {name.replace("__", "."): value for name, value in changes.items()}
+    values |= {"head.weight": None} | {
+        name.replace("__", "."): value for name, value in changes.items()
+    }
     return {name: value.clone() for name, value in values.items() if value is not None}
 
 
@@ -684,7 +920,9 @@ def broken_index(directory: Path) -> None:
 
 
 def index_without_file(directory: Path) -> None:
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"tokens.weight": "gone.safetensors"}}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"tokens.weight": "gone.safetensors"}})
+    )
 
 
 def truncated(directory: Path) -> None:
@@ -694,7 +932,10 @@ def truncated(directory: Path) -> None:
 
 
 WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "none": (lambda path: None, r"^{0} holds neither model\.safetensors nor model\.safetensors\.index\.json$"),
+    "none": (
+        lambda path: None,
+        r"^{0} holds neither model\.safetensors nor model\.safetensors\.index\.json$",
+    ),
     "missing name": (
         lambda path: save_file(state(norm__weight=None, places=None), path / "model.safetensors"),
         r"^{0} has no tensor for places, norm\.weight; it belongs to another model$",
@@ -709,24 +950,35 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "truncated": (truncated, r"^{0}/model\.safetensors cannot be read as safetensors: "),
     "broken index": (broken_index, r"^{0}/model\.safetensors\.index\.json .*"),
-    "index without file": (index_without_file, r"^{0}/gone\.safetensors cannot be read as safetensors: "),
+    "index without file": (
+        index_without_file,
+        r"^{0}/gone\.safetensors cannot be read as safetensors: ",
+    ),
 }
 
 
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("meta", [False, True])
-def test_weights_that_do_not_fit(kind: str, meta: bool, weights: Path, tmp_path: Path, footprint: Callable[[], object]) -> None:
+def test_weights_that_do_not_fit(
+    kind: str, meta: bool, weights: Path, tmp_path: Path, footprint: Callable[[], object]
+) -> None:
     write, text = WEIGHTS[kind]
     write(weights)
     with infinity.init() if meta else pytest.MonkeyPatch.context():
         model = transformer()
-    with unchanged(model, footprint, tmp_path), pytest.raises(infinity.ConfigError, match=text.format(re.escape(str(weights)))):
+    with (
+        unchanged(model, footprint, tmp_path),
+        pytest.raises(infinity.ConfigError, match=text.format(re.escape(str(weights)))),
+    ):
         infinity.wrap(model, config(tmp_path), weights=weights)
     for path in weights.iterdir():
         path.unlink()
     save_file(state(), weights / "model.safetensors")
     with infinity.engine(infinity.wrap(model, config(tmp_path), weights=weights)) as engine:
-        assert all(torch.equal(value, transformer(seed=3).state_dict()[name]) for name, value in engine.state_dict().items())
+        assert all(
+            torch.equal(value, transformer(seed=3).state_dict()[name])
+            for name, value in engine.state_dict().items()
+        )
 
 
 def test_a_drive_that_fails_while_the_model_is_moved_there(
@@ -742,14 +994,19 @@ def test_a_drive_that_fails_while_the_model_is_moved_there(
     model = transformer()
     values = {name: value.clone() for name, value in model.state_dict().items()}
     left = files(tmp_path), footprint()
-    with monkeypatch.context() as patch, pytest.raises(infinity.NvmeError, match="Input/output error"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(infinity.NvmeError, match="Input/output error"),
+    ):
         patch.setattr(drives, "make_engine", failing)
         infinity.wrap(model, config(tmp_path))
     assert (files(tmp_path), footprint()) == left
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     other = transformer()
-    assert train(model, torch.optim.SGD(model.parameters(), 0.1)) == train(other, torch.optim.SGD(other.parameters(), 0.1))
+    assert train(model, torch.optim.SGD(model.parameters(), 0.1)) == train(
+        other, torch.optim.SGD(other.parameters(), 0.1)
+    )
     infinity.engine(infinity.wrap(model, config(tmp_path))).close()
 
 

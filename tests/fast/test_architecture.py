@@ -1,4 +1,5 @@
-"""The rules of ARCHITECTURE.md that can be read from the source: layers, the pure planner, one place per concern."""
+"""The rules of ARCHITECTURE.md that can be read from the source: layers, the pure planner, one
+place per concern."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# A module imports from its own line and from lines with a lower number. A line is a package, or modules of `infinity` itself.
+# A module imports from its own line and from lines with a lower number. A line is a package, or
+# modules of `infinity` itself.
 LAYERS = """\
 0 infinity: config errors quantities
 1 directories
@@ -82,16 +84,21 @@ def nodes() -> list[tuple[str, str, ast.AST]]:
 
 
 def imported(module: str, node: ast.AST) -> list[str]:
-    """Dotted names of the modules that `node` imports; a name inside a module stands for the module."""
+    """Dotted names of the modules that `node` imports; a name inside a module stands for the
+    module."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
         return []
     base = node.module or ""
     if node.level:
-        package = module.split(".") if PATHS[module].name == "__init__.py" else module.split(".")[:-1]
+        package = (
+            module.split(".") if PATHS[module].name == "__init__.py" else module.split(".")[:-1]
+        )
         base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
-    return [f"{base}.{alias.name}" if f"{base}.{alias.name}" in PATHS else base for alias in node.names]
+    return [
+        f"{base}.{alias.name}" if f"{base}.{alias.name}" in PATHS else base for alias in node.names
+    ]
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
@@ -107,7 +114,9 @@ def is_ours(name: str) -> bool:
 
 def parse_lines(table: str) -> list[tuple[int, str, list[str]]]:
     """(layer, package, modules named after the colon) for each line."""
-    lines = [re.fullmatch(r"(\d+) (\w+)(?:: ([\w ]+))?", line) for line in table.strip().splitlines()]
+    lines = [
+        re.fullmatch(r"(\d+) (\w+)(?:: ([\w ]+))?", line) for line in table.strip().splitlines()
+    ]
     return [(int(line[1]), line[2], (line[3] or "").split()) for line in lines if line]
 
 
@@ -120,7 +129,9 @@ def line_of(module: str) -> tuple[int, str]:
                 return layer, f"infinity {layer}"
         elif parts[:1] == [package]:
             return layer, package
-    raise AssertionError(f"{module} is on no line of the table; give it a layer there and in ARCHITECTURE.md")
+    raise AssertionError(
+        f"{module} is on no line of the table; give it a layer there and in ARCHITECTURE.md"
+    )
 
 
 def table_of_the_document() -> str:
@@ -138,13 +149,16 @@ def test_imports_point_to_lower_layers() -> None:
         if target not in PATHS:
             wrong.append(f"{at} imports {target}, which is not a module of the library")
         elif lines[target] != lines[module] and lines[target][0] >= lines[module][0]:
-            wrong.append(f"{at} (layer {lines[module][0]}) imports {target} (layer {lines[target][0]})")
+            wrong.append(
+                f"{at} (layer {lines[module][0]}) imports {target} (layer {lines[target][0]})"
+            )
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_document_has_the_same_table() -> None:
     document = [
-        (layer, package, names if package == "infinity" else []) for layer, package, names in parse_lines(table_of_the_document())
+        (layer, package, names if package == "infinity" else [])
+        for layer, package, names in parse_lines(table_of_the_document())
     ]
     assert document == parse_lines(LAYERS)
 
@@ -152,26 +166,36 @@ def test_the_document_has_the_same_table() -> None:
 def test_modules_named_in_the_document_are_the_modules_there_are() -> None:
     for _, package, names in parse_lines(table_of_the_document()):
         if names and package != "infinity":
-            there = {path.stem for path in (ROOT / "infinity" / package).glob("*.py")} - {"__init__"}
+            there = {path.stem for path in (ROOT / "infinity" / package).glob("*.py")} - {
+                "__init__"
+            }
             assert set(names) == there, package
 
 
 def needed_by(*modules: str) -> dict[str, list[str]]:
-    """All modules of ours that importing `modules` runs, but the package `infinity` itself, and what each of them imports."""
+    """All modules of ours that importing `modules` runs, but the package `infinity` itself, and
+    what each of them imports."""
     pending, found = list(modules), {}
     while pending:
         module = pending.pop()
         if module not in found:
-            found[module] = [target for node in ast.walk(TREES[module]) for target in imported(module, node)]
+            found[module] = [
+                target for node in ast.walk(TREES[module]) for target in imported(module, node)
+            ]
             ours = list(filter(is_ours, found[module]))
-            packages = [target.rpartition(".")[0] for target in ours]  # importing a module runs its package first
+            # importing a module runs its package first
+            packages = [target.rpartition(".")[0] for target in ours]
             pending += [name for name in ours + packages if "." in name]
     return found
 
 
 def test_the_planner_and_the_trace_know_no_torch() -> None:
-    for module, targets in needed_by("infinity.schedule.planner", "infinity.schedule.trace").items():
-        assert not [target for target in targets if target.split(".")[0] == "torch"], f"{module} imports torch"
+    for module, targets in needed_by(
+        "infinity.schedule.planner", "infinity.schedule.trace"
+    ).items():
+        assert not [target for target in targets if target.split(".")[0] == "torch"], (
+            f"{module} imports torch"
+        )
 
 
 def test_placement_knows_neither_torch_nor_tiers() -> None:
@@ -179,7 +203,11 @@ def test_placement_knows_neither_torch_nor_tiers() -> None:
     modules = [name for name in PATHS if name.startswith("infinity.placement")]
     assert "infinity.placement.decide" in modules
     for module, targets in needed_by(*modules).items():
-        live = [target for target in targets if target.split(".")[0] == "torch" or target.startswith("infinity.tiers")]
+        live = [
+            target
+            for target in targets
+            if target.split(".")[0] == "torch" or target.startswith("infinity.tiers")
+        ]
         assert not live, f"{module} imports {', '.join(live)}"
 
 
@@ -191,14 +219,19 @@ def test_torch_cuda_is_said_in_one_file() -> None:
         and (
             (isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda")
             or any(name.startswith("torch.cuda") for name in imported(module, node))
-            or (isinstance(node, ast.ImportFrom) and node.module == "torch" and "cuda" in [a.name for a in node.names])
+            or (
+                isinstance(node, ast.ImportFrom)
+                and node.module == "torch"
+                and "cuda" in [a.name for a in node.names]
+            )
         )
     ]
     assert not wrong, wrong
 
 
 HOOKS = {
-    "infinity.modules.hooks": re.compile(r"register_(?!step_)\w*hook"),  # step hooks belong to optimizers
+    # step hooks belong to optimizers
+    "infinity.modules.hooks": re.compile(r"register_(?!step_)\w*hook"),
     "infinity.modules.packing": re.compile(r"saved_tensors_hooks"),
 }
 
@@ -229,7 +262,11 @@ def test_no_star_imports_and_no_print() -> None:
     for module, at, node in nodes():
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
             wrong.append(f"{at} star import")
-        if isinstance(node, ast.Name) and node.id == "print" and not module.startswith("infinity.cli"):
+        if (
+            isinstance(node, ast.Name)
+            and node.id == "print"
+            and not module.startswith("infinity.cli")
+        ):
             wrong.append(f"{at} print; a library logs")
     assert not wrong, "\n".join(wrong)
 
@@ -238,8 +275,12 @@ SHELL = {"typer", "click", "rich", "matplotlib", "infinity.cli"}
 
 
 def test_measuring_knows_no_shell() -> None:
-    """`infinity.bench`, `infinity.models` and all they import work without the command line and what draws its output."""
-    pending, seen = [module for module in PATHS if module.startswith(("infinity.bench", "infinity.models"))], set()
+    """`infinity.bench`, `infinity.models` and all they import work without the command line and
+    what draws its output."""
+    pending, seen = (
+        [module for module in PATHS if module.startswith(("infinity.bench", "infinity.models"))],
+        set(),
+    )
     assert pending
     while pending:
         module = pending.pop()
@@ -247,14 +288,44 @@ def test_measuring_knows_no_shell() -> None:
             continue
         seen.add(module)
         targets = [target for node in ast.walk(TREES[module]) for target in imported(module, node)]
-        wrong = [target for target in targets if any(f"{target}.".startswith(f"{shell}.") for shell in SHELL)]
+        wrong = [
+            target
+            for target in targets
+            if any(f"{target}.".startswith(f"{shell}.") for shell in SHELL)
+        ]
         assert not wrong, f"{module} imports {wrong}"
         pending += [target for target in targets if target in PATHS]
 
 
 WORK = {
-    *("submit", "wait", "read", "write", "flush", "step", "pop", "append", "close", "fetch", "release", "evict", "acquire"),
-    *("unshard", "reshard", "reduce", "send", "put", "get_nowait", "join", "add", "remove", "update", "popleft"),
+    *(
+        "submit",
+        "wait",
+        "read",
+        "write",
+        "flush",
+        "step",
+        "pop",
+        "append",
+        "close",
+        "fetch",
+        "release",
+        "evict",
+        "acquire",
+    ),
+    *(
+        "unshard",
+        "reshard",
+        "reduce",
+        "send",
+        "put",
+        "get_nowait",
+        "join",
+        "add",
+        "remove",
+        "update",
+        "popleft",
+    ),
 }
 
 
@@ -265,7 +336,11 @@ def test_asserts_do_no_work() -> None:
         if isinstance(node, ast.Assert)
         for part in ast.walk(node)
         if isinstance(part, ast.NamedExpr)
-        or (isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and part.func.attr in WORK)
+        or (
+            isinstance(part, ast.Call)
+            and isinstance(part.func, ast.Attribute)
+            and part.func.attr in WORK
+        )
     ]
     assert not wrong, wrong
 
@@ -283,7 +358,11 @@ def test_nothing_is_pasted_onto_parameters() -> None:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if is_parameter(node.value) and node.attr not in REAL_ATTRIBUTES:
                 wrong.append(f"{at} {ast.unparse(node)}")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and is_parameter(node.args[0]):
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) == "setattr"
+            and is_parameter(node.args[0])
+        ):
             wrong.append(f"{at} {ast.unparse(node)}")
     assert not wrong, "\n".join(wrong)
 

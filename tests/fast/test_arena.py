@@ -1,4 +1,5 @@
-"""Every slot has at most one lease, a lease ends once, and what it held is poison afterwards (invariant I3)."""
+"""Every slot has at most one lease, a lease ends once, and what it held is poison afterwards
+(invariant I3)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ class Leases(RuleBasedStateMachine):
         assert (lease is None) == (found is None)
         if lease is not None:
             assert found == (lease.offset // SLOT, ())
-            assert lease.tensor.numel() == lease.nbytes == nbytes and lease.address == lease.tensor.data_ptr()
+            assert (
+                lease.tensor.numel() == lease.nbytes == nbytes
+                and lease.address == lease.tensor.data_ptr()
+            )
             assert (lease.tensor == POISON).all(), "what was there before cannot be read"
             lease.tensor.fill_(self.count)
             self.active[self.count] = lease
@@ -60,11 +64,20 @@ class Leases(RuleBasedStateMachine):
     @rule(offset=st.integers(0, SLOT * SLOTS - 1))
     def owner(self, offset: int) -> None:
         slot = offset // SLOT
-        ends = {number: -(-(lease.offset + lease.nbytes) // SLOT) for number, lease in self.active.items()}
-        owners = [number for number, lease in self.active.items() if lease.offset // SLOT <= slot < ends[number]]
+        ends = {
+            number: -(-(lease.offset + lease.nbytes) // SLOT)
+            for number, lease in self.active.items()
+        }
+        owners = [
+            number
+            for number, lease in self.active.items()
+            if lease.offset // SLOT <= slot < ends[number]
+        ]
         assert self.arena.owner_at(offset) == (owners[0] if owners else None)
         for number, lease in self.active.items():
-            assert lease.holds(offset) == (number in owners and offset - lease.offset < lease.nbytes)
+            assert lease.holds(offset) == (
+                number in owners and offset - lease.offset < lease.nbytes
+            )
 
     @invariant()
     def accounts(self) -> None:

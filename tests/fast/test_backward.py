@@ -32,7 +32,9 @@ def test_a_pass_is_alive_until_it_completes():
 
     def act():
         passes.append(BackwardPass(lambda: events.append(("completed", passes[0].alive))))
-        events.append(("inside", in_backward(), passes[0].alive, current_pass() == passes[0].number))
+        events.append(
+            ("inside", in_backward(), passes[0].alive, current_pass() == passes[0].number)
+        )
 
     run(act)
     assert events == [("inside", True, True, True), ("completed", True)]

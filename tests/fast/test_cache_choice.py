@@ -1,11 +1,18 @@
-"""What of the states on NVMe is kept in host memory, and how that memory is divided: the choice alone, without an engine."""
+"""What of the states on NVMe is kept in host memory, and how that memory is divided: the choice
+alone, without an engine."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.placement.budget import CHUNK_ELEMENTS, FULL_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS, Staged, divide
+from infinity.placement.budget import (
+    CHUNK_ELEMENTS,
+    FULL_CHUNK_ELEMENTS,
+    MOST_CHUNK_ELEMENTS,
+    Staged,
+    divide,
+)
 from infinity.placement.cache import Candidate, choose, distribute
 from infinity.placement.spec import FP32, SPLIT, BlockSpec, Format, Kind
 
@@ -15,12 +22,17 @@ MIB = 1 << 20
 
 
 def candidates(sizes: list[tuple[int, int, float]]) -> list[Candidate]:
-    return [Candidate(e, CHUNK_ELEMENTS, CHUNK_ELEMENTS * width, e * width, worth) for e, width, worth in sizes]
+    return [
+        Candidate(e, CHUNK_ELEMENTS, CHUNK_ELEMENTS * width, e * width, worth)
+        for e, width, worth in sizes
+    ]
 
 
 SIZES = st.lists(
     st.tuples(
-        st.integers(1, 9 * CHUNK_ELEMENTS // 2048).map(lambda n: n * 2048), st.integers(1, 14), st.sampled_from([2, 2.5, 3, 4])
+        st.integers(1, 9 * CHUNK_ELEMENTS // 2048).map(lambda n: n * 2048),
+        st.integers(1, 14),
+        st.sampled_from([2, 2.5, 3, 4]),
     ),
     max_size=8,
 ).map(candidates)
@@ -28,24 +40,36 @@ SIZES = st.lists(
 
 def spent(kept: list[int], sizes: list[Candidate]) -> int:
     """Bytes, from the definition: whole pieces, or all."""
-    return sum(c.nbytes if k == c.elements else k // CHUNK_ELEMENTS * c.piece for k, c in zip(kept, sizes, strict=True))
+    return sum(
+        c.nbytes if k == c.elements else k // CHUNK_ELEMENTS * c.piece
+        for k, c in zip(kept, sizes, strict=True)
+    )
 
 
 @given(SIZES, st.integers(0, 1 << 22))
-def test_never_more_than_the_budget_and_in_whole_pieces(sizes: list[Candidate], budget: int) -> None:
+def test_never_more_than_the_budget_and_in_whole_pieces(
+    sizes: list[Candidate], budget: int
+) -> None:
     kept = distribute(budget, sizes)
     assert spent(kept, sizes) <= budget
-    assert all(k == c.elements or (0 <= k < c.elements and k % CHUNK_ELEMENTS == 0) for k, c in zip(kept, sizes, strict=True))
+    assert all(
+        k == c.elements or (0 <= k < c.elements and k % CHUNK_ELEMENTS == 0)
+        for k, c in zip(kept, sizes, strict=True)
+    )
 
 
 @given(SIZES, st.integers(0, 1 << 22), st.integers(0, 1 << 22))
-def test_more_memory_keeps_no_less_of_anything(sizes: list[Candidate], budget: int, more: int) -> None:
+def test_more_memory_keeps_no_less_of_anything(
+    sizes: list[Candidate], budget: int, more: int
+) -> None:
     less = distribute(budget, sizes)
     assert all(a <= b for a, b in zip(less, distribute(budget + more, sizes), strict=True))
 
 
 @given(SIZES, st.integers(0, 1 << 22))
-def test_what_fits_is_kept_and_what_is_left_is_less_than_a_piece(sizes: list[Candidate], budget: int) -> None:
+def test_what_fits_is_kept_and_what_is_left_is_less_than_a_piece(
+    sizes: list[Candidate], budget: int
+) -> None:
     whole = sum(c.nbytes for c in sizes)
     kept = distribute(budget, sizes)
     if whole <= budget:
@@ -63,10 +87,17 @@ def test_the_worthiest_and_then_the_first_comes_first(sizes: list[Candidate], bu
     assert sum(0 < share < 1 for share in shares) <= 1
 
 
-def blocks_of(*kinds: Kind, unit: int = 0, itemsize: int = 2, master: Format = SPLIT) -> list[BlockSpec]:
+def blocks_of(
+    *kinds: Kind, unit: int = 0, itemsize: int = 2, master: Format = SPLIT
+) -> list[BlockSpec]:
     plain = Format("plain", 1, itemsize)
     form = {Kind.PARAM: plain, Kind.GRAD: plain, Kind.MASTER: master}
-    return [BlockSpec(unit, k, 4 * CHUNK_ELEMENTS, form.get(k, FP32), "nvme", 0, 0, f"{k.value} of u{unit}") for k in kinds]
+    return [
+        BlockSpec(
+            unit, k, 4 * CHUNK_ELEMENTS, form.get(k, FP32), "nvme", 0, 0, f"{k.value} of u{unit}"
+        )
+        for k in kinds
+    ]
 
 
 MIXED = (Kind.PARAM, Kind.GRAD, Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
@@ -89,12 +120,17 @@ def test_parameters_and_states_of_a_unit_together_where_updates_are_speculative(
     assert [kept[b] // CHUNK_ELEMENTS for b in blocks] == [3, 4, 3, 3, 3, 0]
 
 
-def test_a_parameter_that_is_a_part_of_its_master_is_worth_more_than_one_that_is_rounded_or_frozen() -> None:
-    own, frozen = blocks_of(Kind.PARAM, Kind.GRAD, unit=2, itemsize=4), blocks_of(Kind.PARAM, unit=0)
+def test_a_parameter_inside_its_master_is_worth_more_than_a_rounded_or_frozen_one() -> None:
+    own, frozen = (
+        blocks_of(Kind.PARAM, Kind.GRAD, unit=2, itemsize=4),
+        blocks_of(Kind.PARAM, unit=0),
+    )
     rounded = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER, unit=1, master=FP32)
     split = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER, unit=3)
     budget = sum(unit[0].nbytes + unit[1].nbytes for unit in (own, split)) + rounded[1].nbytes
-    kept = choose(frozen + rounded + own + split, budget, CHUNK_ELEMENTS, speculative=False, resident=0.0)
+    kept = choose(
+        frozen + rounded + own + split, budget, CHUNK_ELEMENTS, speculative=False, resident=0.0
+    )
     assert [b.name for b, elements in kept.items() if elements] == [
         "grad of u1", "param of u2", "grad of u2", "param of u3", "grad of u3"
     ]  # fmt: skip
@@ -102,8 +138,15 @@ def test_a_parameter_that_is_a_part_of_its_master_is_worth_more_than_one_that_is
 
 def test_parameters_that_fit_on_the_compute_device_are_worth_no_more_than_their_writes() -> None:
     blocks = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER)
-    for resident, first in ((0.0, Kind.PARAM), (0.4, Kind.PARAM), (0.6, Kind.MASTER), (1.0, Kind.MASTER)):
-        kept = choose(blocks, 2 * blocks[0].nbytes, CHUNK_ELEMENTS, speculative=False, resident=resident)
+    for resident, first in (
+        (0.0, Kind.PARAM),
+        (0.4, Kind.PARAM),
+        (0.6, Kind.MASTER),
+        (1.0, Kind.MASTER),
+    ):
+        kept = choose(
+            blocks, 2 * blocks[0].nbytes, CHUNK_ELEMENTS, speculative=False, resident=resident
+        )
         assert {b.kind for b, elements in kept.items() if elements} == {first, Kind.GRAD}
 
 
@@ -111,9 +154,17 @@ def test_parameters_that_fit_on_the_compute_device_are_worth_no_more_than_their_
 
 
 def test_how_memory_is_divided() -> None:
-    """The example in the docstring: six sets of long chunks, a quarter of the rest to read ahead, and cache."""
+    """The example in the docstring: six sets of long chunks, a quarter of the rest to read ahead,
+    and cache."""
     everything = 12 * 100_000_000
-    staged = Staged(kinds=4, others=0, granule=CHUNK_ELEMENTS, longest=1 << 26, elements=100_000_000, on_nvme=everything)
+    staged = Staged(
+        kinds=4,
+        others=0,
+        granule=CHUNK_ELEMENTS,
+        longest=1 << 26,
+        elements=100_000_000,
+        on_nvme=everything,
+    )
     for cache, sets, kept in (
         (None, 6 + 1, 98 * MIB),
         (0, 6 + 7, 0),
@@ -122,32 +173,74 @@ def test_how_memory_is_divided() -> None:
     ):
         assert divide(210 * MIB, staged, cache) == (MOST_CHUNK_ELEMENTS, sets, 4 * sets, kept)
         whole = cache in (None, 1 << 40)
-        assert divide(everything, staged, cache) == (MOST_CHUNK_ELEMENTS, *((0, 0, everything) if whole else (24, 96, cache)))
+        assert divide(everything, staged, cache) == (
+            MOST_CHUNK_ELEMENTS,
+            *((0, 0, everything) if whole else (24, 96, cache)),
+        )
         assert divide(everything - 1, staged, cache).slots > 0
 
 
 def test_chunks_are_longer_for_larger_models_and_budgets() -> None:
     def chunk(elements: int, available: int) -> int:
-        staged = Staged(kinds=4, others=0, granule=CHUNK_ELEMENTS, longest=elements, elements=elements, on_nvme=12 * elements)
+        staged = Staged(
+            kinds=4,
+            others=0,
+            granule=CHUNK_ELEMENTS,
+            longest=elements,
+            elements=elements,
+            on_nvme=12 * elements,
+        )
         return divide(available, staged, cache=0).chunk_elements
 
     full, most = FULL_CHUNK_ELEMENTS, MOST_CHUNK_ELEMENTS
-    assert [chunk(n << 20, 210 * MIB) for n in (1, 32, 48, 64, 1000)] == [full, full, 3 * full // 2, most, most]
+    assert [chunk(n << 20, 210 * MIB) for n in (1, 32, 48, 64, 1000)] == [
+        full,
+        full,
+        3 * full // 2,
+        most,
+        most,
+    ]
     # Six sets of four kinds: full chunks take 48 MiB, and what is longer at most half of all.
-    assert [chunk(1 << 30, n * MIB) for n in (24, 48, 96, 144, 192)] == [full // 2, full, full, 3 * full // 2, most]
+    assert [chunk(1 << 30, n * MIB) for n in (24, 48, 96, 144, 192)] == [
+        full // 2,
+        full,
+        full,
+        3 * full // 2,
+        most,
+    ]
 
 
 @given(
-    st.integers(0, 1 << 30), st.integers(0, 5), st.integers(0, 2), st.sampled_from([1, 2]), st.integers(0, 1 << 22),
-    st.integers(0, 1 << 30), st.none() | st.integers(0, 1 << 30),
-)  # fmt: skip
+    st.integers(0, 1 << 30),
+    st.integers(0, 5),
+    st.integers(0, 2),
+    st.sampled_from([1, 2]),
+    st.integers(0, 1 << 22),
+    st.integers(0, 1 << 30),
+    st.none() | st.integers(0, 1 << 30),
+)
 def test_what_is_divided_is_all_there_is(
-    extra: int, kinds: int, others: int, granules: int, longest: int, on_nvme: int, cache: int | None
+    extra: int,
+    kinds: int,
+    others: int,
+    granules: int,
+    longest: int,
+    on_nvme: int,
+    cache: int | None,
 ) -> None:
-    staged = Staged(kinds + others, others, granules * CHUNK_ELEMENTS, longest, 2 * longest, on_nvme if kinds else 0)
+    staged = Staged(
+        kinds + others,
+        others,
+        granules * CHUNK_ELEMENTS,
+        longest,
+        2 * longest,
+        on_nvme if kinds else 0,
+    )
     available = staged.least + extra
     plan = divide(available, staged, cache)
     assert plan.slots * plan.chunk_elements * 4 + plan.cache <= available
-    assert plan.chunk_elements % staged.granule == 0 and 0 < plan.chunk_elements <= MOST_CHUNK_ELEMENTS
+    assert (
+        plan.chunk_elements % staged.granule == 0 and 0 < plan.chunk_elements <= MOST_CHUNK_ELEMENTS
+    )
     assert cache is None or plan.cache <= cache
     assert plan.staged_sets > 0 or plan.cache == staged.on_nvme

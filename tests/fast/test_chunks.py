@@ -1,4 +1,5 @@
-"""Chunks cover a block, are whole in its format and fit a staging slot, and a cut of the unit ends one."""
+"""Chunks cover a block, are whole in its format and fit a staging slot, and a cut of the unit ends
+one."""
 
 from __future__ import annotations
 
@@ -16,10 +17,18 @@ WIDE = Format("fp64", 1, 8)
 
 
 def made(elements: int, form: Format = FP32, cached: int = 0) -> Placed:
-    return Placed(BlockSpec(0, Kind.PARAM, elements, form, "nvme", form.bytes_of(elements), 0, "a block"), cached_elements=cached)
+    return Placed(
+        BlockSpec(0, Kind.PARAM, elements, form, "nvme", form.bytes_of(elements), 0, "a block"),
+        cached_elements=cached,
+    )
 
 
-@given(st.integers(1, 40), st.integers(1, 8), st.sets(st.integers(1, 39)), st.sampled_from([BF16, FP32, INT8, WIDE]))
+@given(
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.sets(st.integers(1, 39)),
+    st.sampled_from([BF16, FP32, INT8, WIDE]),
+)
 def test_chunks_cover_a_block(granules: int, most: int, cuts: set[int], form: Format) -> None:
     block, borders = made(granules * GRANULE, form), [cut * GRANULE for cut in cuts]
     chunks = Chunks(most * GRANULE, {0: borders, 1: [1]})
@@ -27,7 +36,10 @@ def test_chunks_cover_a_block(granules: int, most: int, cuts: set[int], form: Fo
     assert [0, *ends[:-1]] == list(chunks.starts(block)) and ends[-1] == block.spec.elements
     assert {cut for cut in borders if cut < block.spec.elements} <= {*ends}
     places = [chunks.bytes_of(block, begin) for begin in chunks.starts(block)]
-    assert [at for at, _ in places] == [0, *itertools.accumulate(nbytes for _, nbytes in places[:-1])]
+    assert [at for at, _ in places] == [
+        0,
+        *itertools.accumulate(nbytes for _, nbytes in places[:-1]),
+    ]
     assert sum(nbytes for _, nbytes in places) == block.spec.nbytes
     assert all(nbytes <= most * GRANULE * WIDEST_ELEMENT for _, nbytes in places)
 

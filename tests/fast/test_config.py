@@ -1,4 +1,5 @@
-"""What a user writes is either understood or refused with the key, the problem and what is allowed."""
+"""What a user writes is either understood or refused with the key, the problem and what is
+allowed."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from infinity.quantities import format_bytes, parse_bytes, round_up
 from support.configs import config_of
 
 KEYS = (
-    "nvme, gpu_memory, cpu_memory, parameters, gradients, optimizer, activations, stage, precision, moment_precision, "
-    "algorithm, tuning; and in tuning: nvme_memory, nvme_shares, cache, gpu_cache, activation_memory, gradient_precision, "
-    "split_master, copy_on_write, update, delayed_after, collective_timeout, poison, device, io_engine, gpu_direct, "
-    "instruction_set, threads"
+    "nvme, gpu_memory, cpu_memory, parameters, gradients, optimizer, activations, stage, "
+    "precision, moment_precision, algorithm, tuning; and in tuning: nvme_memory, nvme_shares, "
+    "cache, gpu_cache, activation_memory, gradient_precision, split_master, copy_on_write, update, "
+    "delayed_after, collective_timeout, poison, device, io_engine, gpu_direct, instruction_set, "
+    "threads"
 )
 LEAST = {"nvme": "/mnt/nvme0", "gpu_memory": "1GiB", "cpu_memory": "4GiB"}
 NOT_SHARES = "is neither 'measured' nor 'equal' nor a positive number for each directory"
@@ -36,14 +38,22 @@ def tuning(**changes: Any) -> Tuning:
 
 def test_defaults_and_quantities() -> None:
     config = make(gpu_memory="1.5GiB", nvme_memory="2TB")
-    assert (config.gpu_memory, config.cpu_memory, config.tuning.nvme_memory) == (3 << 29, 4 << 30, 2 * 10**12)
+    assert (config.gpu_memory, config.cpu_memory, config.tuning.nvme_memory) == (
+        3 << 29,
+        4 << 30,
+        2 * 10**12,
+    )
     assert (config.parameters, config.gradients, config.optimizer) == ("nvme", "cpu", "nvme")
     assert config.nvme == (Path("/mnt/nvme0"),)
     assert tuning().nvme_memory is None
     assert tuning().nvme_shares == "measured"
     assert tuning(nvme=["a", "b"], nvme_shares=[3, 0.5]).nvme_shares == (3, 0.5)
     assert [tuning(cache=size).cache for size in ("auto", "2MiB", 0)] == ["auto", 2 << 20, 0]
-    assert (make().activations, tuning().cache, tuning().activation_memory) == ("gpu", "auto", "auto")
+    assert (make().activations, tuning().cache, tuning().activation_memory) == (
+        "gpu",
+        "auto",
+        "auto",
+    )
     assert tuning(activations="cpu", activation_memory="1MiB").activation_memory == 1 << 20
 
 
@@ -59,7 +69,10 @@ def test_without_nvme_everything_may_live_in_memory() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpu_memroy": 1}, f"unknown config key 'gpu_memroy'; did you mean 'gpu_memory'? The keys are: {KEYS}"),
+        (
+            {"gpu_memroy": 1},
+            f"unknown config key 'gpu_memroy'; did you mean 'gpu_memory'? The keys are: {KEYS}",
+        ),
         ({"zzz": 1}, f"unknown config key 'zzz'. The keys are: {KEYS}"),
         ({"parameters": "disk"}, "parameters: Input should be 'gpu', 'cpu' or 'nvme', not 'disk'"),
         ({"precision": 8}, "precision: Input should be 'auto', 'bf16', 'fp16' or 'fp32', not 8"),
@@ -71,52 +84,80 @@ def test_without_nvme_everything_may_live_in_memory() -> None:
         ({"gpu_cache": "all"}, f"gpu_cache: 'all' {NOT_BYTES}, or 'auto'"),
         (
             {"gpu_cache": 1, "update": "delayed"},
-            "config: update='delayed' keeps old parameters beside the new ones, which gpu_cache does not; set it to 0",
+            (
+                "config: update='delayed' keeps old parameters beside the new ones, which "
+                "gpu_cache does not; set it to 0"
+            ),
         ),
         ({"cache": -1}, "cache: a number of bytes cannot be negative: -1, or 'auto'"),
         ({"nvme_shares": "fast"}, f"nvme_shares: 'fast' {NOT_SHARES}"),
         ({"nvme_shares": 2}, f"nvme_shares: 2 {NOT_SHARES}"),
         ({"nvme": ["a", "b"], "nvme_shares": [1, 0]}, f"nvme_shares: [1, 0] {NOT_SHARES}"),
-        ({"nvme": ["a", "b"], "nvme_shares": (1, float("inf"))}, f"nvme_shares: (1, inf) {NOT_SHARES}"),
+        (
+            {"nvme": ["a", "b"], "nvme_shares": (1, float("inf"))},
+            f"nvme_shares: (1, inf) {NOT_SHARES}",
+        ),
         ({"nvme": ["a", "b"], "nvme_shares": (1, "2")}, f"nvme_shares: (1, '2') {NOT_SHARES}"),
-        ({"nvme": ["a", "b"], "nvme_shares": (2,)}, "config: nvme_shares has 1 number, but nvme has 2 directories"),
+        (
+            {"nvme": ["a", "b"], "nvme_shares": (2,)},
+            "config: nvme_shares has 1 number, but nvme has 2 directories",
+        ),
         ({"nvme_shares": (2, 1)}, "config: nvme_shares has 2 numbers, but nvme has 1 directory"),
         (
             {"activation_memory": "all"},
-            f"activation_memory: 'all' {NOT_BYTES}, or 'auto' for half of what homes leave of cpu_memory",
+            (
+                f"activation_memory: 'all' {NOT_BYTES}, or 'auto' for half of what homes "
+                "leave of cpu_memory"
+            ),
         ),
         (
             {"activation_memory": "1MiB"},
-            "config: activation_memory is for activations that are offloaded; set activations='cpu' or 'nvme', or leave it out",
+            (
+                "config: activation_memory is for activations that are offloaded; set "
+                "activations='cpu' or 'nvme', or leave it out"
+            ),
         ),
         (
             {"nvme": [], "parameters": "gpu", "optimizer": "cpu", "activations": "nvme"},
             "config: activations on nvme, but no directory is given: set nvme=[...]",
         ),
-        ({"cahce": 1}, f"unknown config key 'cahce'; did you mean 'cache' in tuning? The keys are: {KEYS}"),
+        (
+            {"cahce": 1},
+            f"unknown config key 'cahce'; did you mean 'cache' in tuning? The keys are: {KEYS}",
+        ),
         ({"threads": 0}, "threads: Input should be greater than or equal to 1, not 0"),
         ({"nvme": 3}, "nvme: Input should be a valid tuple, not 3"),
         ({"nvme": ""}, "nvme: a directory is empty text; write '.' for the current one"),
         ({"nvme": ["a", "b", "a"]}, "config: nvme names a directory twice: a, b, a"),
-        ({"nvme": []}, "config: parameters and optimizer on nvme, but no directory is given: set nvme=[...]"),
+        (
+            {"nvme": []},
+            "config: parameters and optimizer on nvme, but no directory is given: set nvme=[...]",
+        ),
         (
             {"nvme": [], "parameters": "gpu", "optimizer": "cpu", "gradients": "nvme"},
             "config: gradients on nvme, but no directory is given: set nvme=[...]",
         ),
         (
             {"gpu_memory": "x", "parameters": "y"},
-            f"gpu_memory: 'x' {NOT_BYTES}; parameters: Input should be 'gpu', 'cpu' or 'nvme', not 'y'",
+            (
+                f"gpu_memory: 'x' {NOT_BYTES}; parameters: Input should be 'gpu', 'cpu' or "
+                "'nvme', not 'y'"
+            ),
         ),
     ],
 )
-def test_what_cannot_work_is_refused_with_one_sentence(changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_work_is_refused_with_one_sentence(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$") as caught:
         make(**changes)
     assert isinstance(caught.value, ValueError)
 
 
 def test_missing_budgets_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"^gpu_memory: Field required; cpu_memory: Field required$"):
+    with pytest.raises(
+        ConfigError, match=r"^gpu_memory: Field required; cpu_memory: Field required$"
+    ):
         Config()
 
 
@@ -136,7 +177,9 @@ def test_a_key_of_tuning_among_those_of_config_is_told_its_place(name: str) -> N
 
 @pytest.mark.parametrize("name", Config.model_fields)
 def test_a_key_of_config_among_those_of_tuning_is_told_its_place(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{re.escape(f'{name} is not in tuning: Config({name}=...)')}$"):
+    with pytest.raises(
+        ConfigError, match=f"^{re.escape(f'{name} is not in tuning: Config({name}=...)')}$"
+    ):
         Tuning(**{name: "auto"})
 
 
@@ -152,10 +195,19 @@ def test_tuning_may_be_a_dict() -> None:
     ("wrong", "message"),
     [
         ({"cache": "much"}, f"cache: 'much' {NOT_BYTES}, or 'auto'"),
-        ({"cahce": 1}, f"unknown tuning key 'cahce'; did you mean 'cache' in tuning? The keys are: {KEYS}"),
-        ({"gpu_memroy": 1}, f"unknown tuning key 'gpu_memroy'; did you mean 'gpu_memory'? The keys are: {KEYS}"),
+        (
+            {"cahce": 1},
+            f"unknown tuning key 'cahce'; did you mean 'cache' in tuning? The keys are: {KEYS}",
+        ),
+        (
+            {"gpu_memroy": 1},
+            f"unknown tuning key 'gpu_memroy'; did you mean 'gpu_memory'? The keys are: {KEYS}",
+        ),
         ({1: 2}, "tuning: unknown tuning key 1"),
-        ({"update": "delayed", "gpu_cache": 1}, "config: update='delayed' keeps old parameters beside the new ones"),
+        (
+            {"update": "delayed", "gpu_cache": 1},
+            "config: update='delayed' keeps old parameters beside the new ones",
+        ),
         (3, "tuning: Input should be a valid dictionary or instance of Tuning, not 3"),
     ],
 )
@@ -169,10 +221,23 @@ def test_plain_numbers_are_exact(count: int) -> None:
     assert parse_bytes(count) == parse_bytes(str(count)) == parse_bytes(f" {count} B ") == count
 
 
-UNITS = {"K": 2**10, "KiB": 2**10, "KB": 10**3, "M": 2**20, "MB": 10**6, "GiB": 2**30, "TiB": 2**40, "TB": 10**12}
+UNITS = {
+    "K": 2**10,
+    "KiB": 2**10,
+    "KB": 10**3,
+    "M": 2**20,
+    "MB": 10**6,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "TB": 10**12,
+}
 
 
-@given(st.integers(min_value=0, max_value=10**9), st.sampled_from(sorted(UNITS)), st.sampled_from([str, str.lower]))
+@given(
+    st.integers(min_value=0, max_value=10**9),
+    st.sampled_from(sorted(UNITS)),
+    st.sampled_from([str, str.lower]),
+)
 def test_units_multiply_exactly(thousandths: int, unit: str, spelling: Any) -> None:
     text = f"{thousandths // 1000}.{thousandths % 1000:03d}{spelling(unit)}"
     assert parse_bytes(text) == thousandths * UNITS[unit] // 1000

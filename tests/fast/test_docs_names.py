@@ -1,4 +1,5 @@
-"""What README and docs name is there: options of commands, names and files of the code, and the texts of errors."""
+"""What README and docs name is there: options of commands, names and files of the code, and the
+texts of errors."""
 
 from __future__ import annotations
 
@@ -25,7 +26,11 @@ def commands(page: Path) -> Iterator[list[str]]:
         for line in block.code.replace("\\\n", " ").splitlines():
             words = shlex.split(line.removeprefix("$ "), comments=True)
             starts = [i for i, word in enumerate(words) if word == "infinity"]
-            if line.startswith("$ ") and starts and words[starts[0] - 1 : starts[0]] in ([], ["-m"]):
+            if (
+                line.startswith("$ ")
+                and starts
+                and words[starts[0] - 1 : starts[0]] in ([], ["-m"])
+            ):
                 yield words[starts[0] + 1 :]
 
 
@@ -39,11 +44,15 @@ def test_commands_have_the_options_that_pages_show(name: str) -> None:
             command = command.commands[rest.pop(0)]
         with command.context_class(command) as context:
             known = {
-                option for parameter in command.get_params(context) for option in (*parameter.opts, *parameter.secondary_opts)
+                option
+                for parameter in command.get_params(context)
+                for option in (*parameter.opts, *parameter.secondary_opts)
             }
         for word in rest:
             if word.startswith("--"):
-                assert word.partition("=")[0] in known, f"{name}: infinity {' '.join(words)} has no {word}"
+                assert word.partition("=")[0] in known, (
+                    f"{name}: infinity {' '.join(words)} has no {word}"
+                )
 
 
 TERM = re.compile(r"^\| (?P<term>[^|]+) \| `(?P<name>infinity[\w.]+)` \|", re.MULTILINE)
@@ -69,7 +78,10 @@ PARTS = ("placement", "nvme", "tiers", "sharding", "schedule", "optim", "checkpo
 
 def core_nouns() -> Iterator[str]:
     """The classes that have the name of their module, where the engine is made."""
-    files = [*(ROOT / "infinity").glob("*.py"), *(path for part in PARTS for path in (ROOT / "infinity" / part).glob("*.py"))]
+    files = [
+        *(ROOT / "infinity").glob("*.py"),
+        *(path for part in PARTS for path in (ROOT / "infinity" / part).glob("*.py")),
+    ]
     for path in files:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and node.name.lower() == path.stem.replace("_", ""):
@@ -79,16 +91,21 @@ def core_nouns() -> Iterator[str]:
 def test_the_glossary_has_every_class_that_a_module_is_named_after() -> None:
     nouns = set(core_nouns())
     assert len(nouns) >= 30
-    assert nouns - {dotted for _, dotted in TERM.findall((ROOT / "docs/internals/glossary.md").read_text())} == set()
+    assert (
+        nouns
+        - {dotted for _, dotted in TERM.findall((ROOT / "docs/internals/glossary.md").read_text())}
+        == set()
+    )
 
 
 PLACE = re.compile(
-    r"`((?:infinity|native|tests|benchmarks|examples|bench|checkpoint|cli|modules|nvme|optim|placement|schedule|sharding|tiers)"
-    r"/[\w./]*)`"
+    r"`((?:infinity|native|tests|benchmarks|examples|bench|checkpoint|cli|modules|nvme|optim|placement|schedule|sharding|tiers)/[\w./]*)`"
 )
 
 
-@pytest.mark.parametrize("name", [*NAMES, "ARCHITECTURE.md", "CONTRIBUTING.md", "benchmarks/README.md"])
+@pytest.mark.parametrize(
+    "name", [*NAMES, "ARCHITECTURE.md", "CONTRIBUTING.md", "benchmarks/README.md"]
+)
 def test_the_files_that_pages_name_exist(name: str) -> None:
     places = [ROOT, ROOT / "infinity"]
     missing = [
@@ -112,7 +129,9 @@ def texts_of_the_code() -> set[str]:
     for path in (ROOT / "infinity").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+                parts = (
+                    part.value if isinstance(part, ast.Constant) else "…" for part in node.values
+                )
                 found.add("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.add(node.value)
@@ -120,7 +139,9 @@ def texts_of_the_code() -> set[str]:
 
 
 def test_the_code_has_the_errors_that_troubleshooting_explains() -> None:
-    errors = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    errors = re.findall(
+        r"^\| `([^`]+)` \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE
+    )
     assert len(errors) >= 30
     known = texts_of_the_code()
     assert [error for error in errors if not any(error in text for text in known)] == []

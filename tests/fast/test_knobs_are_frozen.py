@@ -1,4 +1,5 @@
-"""The fields of `Config` and `Tuning`, and the options that commands make of them: a new one is a decision, made here, too.
+"""The fields of `Config` and `Tuning`, and the options that commands make of them: a new one is a
+decision, made here, too.
 
 A setting of speed should be measured, derived from a budget, or planned instead.
 """
@@ -54,25 +55,89 @@ TUNING = {
     "threads": ("int | None", None),
 }
 FINETUNE = {
-    "model": "llama-tiny", "checkpoint_activations": True, "data": None, "sequence_length": 256, "seed": 0,
-    "nvme": None, "gpu_memory": 1 << 30, "cpu_memory": 2 << 30, "parameters": "nvme", "gradients": "cpu",
-    "optimizer": "nvme", "activations": "gpu", "precision": "bf16", "moment_precision": "fp32", "nvme_memory": None,
-    "nvme_shares": "measured", "cache": "auto", "gpu_cache": "auto", "activation_memory": "auto",
-    "gradient_precision": "auto", "update": "auto", "delayed_after": 40, "io_engine": "auto", "gpu_direct": "auto",
-    "steps": 100, "batch_size": 4, "accumulate": 1, "accumulation_order": "horizontal", "lr": 3e-4,
-    "weight_decay": 0.1, "warmup": None, "max_grad_norm": 1.0, "skip_nonfinite": False, "eval_every": 0,
-    "eval_batches": 8, "checkpoint": None, "checkpoint_every": 100, "keep_checkpoints": 2, "resume": False,
-    "output": None, "overwrite": False, "report": True, "as_json": False, "debug": False,
-}  # fmt: skip
+    "model": "llama-tiny",
+    "checkpoint_activations": True,
+    "data": None,
+    "sequence_length": 256,
+    "seed": 0,
+    "nvme": None,
+    "gpu_memory": 1 << 30,
+    "cpu_memory": 2 << 30,
+    "parameters": "nvme",
+    "gradients": "cpu",
+    "optimizer": "nvme",
+    "activations": "gpu",
+    "precision": "bf16",
+    "moment_precision": "fp32",
+    "nvme_memory": None,
+    "nvme_shares": "measured",
+    "cache": "auto",
+    "gpu_cache": "auto",
+    "activation_memory": "auto",
+    "gradient_precision": "auto",
+    "update": "auto",
+    "delayed_after": 40,
+    "io_engine": "auto",
+    "gpu_direct": "auto",
+    "steps": 100,
+    "batch_size": 4,
+    "accumulate": 1,
+    "accumulation_order": "horizontal",
+    "lr": 3e-4,
+    "weight_decay": 0.1,
+    "warmup": None,
+    "max_grad_norm": 1.0,
+    "skip_nonfinite": False,
+    "eval_every": 0,
+    "eval_batches": 8,
+    "checkpoint": None,
+    "checkpoint_every": 100,
+    "keep_checkpoints": 2,
+    "resume": False,
+    "output": None,
+    "overwrite": False,
+    "report": True,
+    "as_json": False,
+    "debug": False,
+}
 STEP = {
-    "model": "llama-tiny", "checkpoint_activations": True, "sequence_length": 256, "batch_size": 4, "accumulate": 1,
-    "accumulation_order": "horizontal", "lr": 1e-4, "seed": 0, "nvme": None, "gpu_memory": 1 << 30,
-    "cpu_memory": 2 << 30, "parameters": "nvme", "gradients": "cpu", "optimizer": "nvme", "activations": "gpu",
-    "precision": "bf16", "moment_precision": "fp32", "nvme_memory": None, "nvme_shares": "measured", "cache": "auto",
-    "gpu_cache": "auto", "activation_memory": "auto", "gradient_precision": "auto", "copy_on_write": True,
-    "update": "auto", "delayed_after": 0, "device": "auto", "io_engine": "auto", "gpu_direct": "auto", "steps": 5,
-    "discard": 2, "most_seconds": 1e9, "probe_bytes": 256 << 20, "as_json": None, "report": None, "debug": False,
-}  # fmt: skip
+    "model": "llama-tiny",
+    "checkpoint_activations": True,
+    "sequence_length": 256,
+    "batch_size": 4,
+    "accumulate": 1,
+    "accumulation_order": "horizontal",
+    "lr": 1e-4,
+    "seed": 0,
+    "nvme": None,
+    "gpu_memory": 1 << 30,
+    "cpu_memory": 2 << 30,
+    "parameters": "nvme",
+    "gradients": "cpu",
+    "optimizer": "nvme",
+    "activations": "gpu",
+    "precision": "bf16",
+    "moment_precision": "fp32",
+    "nvme_memory": None,
+    "nvme_shares": "measured",
+    "cache": "auto",
+    "gpu_cache": "auto",
+    "activation_memory": "auto",
+    "gradient_precision": "auto",
+    "copy_on_write": True,
+    "update": "auto",
+    "delayed_after": 0,
+    "device": "auto",
+    "io_engine": "auto",
+    "gpu_direct": "auto",
+    "steps": 5,
+    "discard": 2,
+    "most_seconds": 1e9,
+    "probe_bytes": 256 << 20,
+    "as_json": None,
+    "report": None,
+    "debug": False,
+}
 
 
 def spelled(kind: Any) -> str:
@@ -89,7 +154,9 @@ def spelled(kind: Any) -> str:
 @pytest.mark.parametrize(("model", "frozen"), [(Config, CONFIG), (Tuning, TUNING)])
 def test_the_fields(model: type[BaseModel], frozen: dict[str, Any]) -> None:
     kinds = get_type_hints(model)
-    found = {name: (spelled(kinds[name]), field.default) for name, field in model.model_fields.items()}
+    found = {
+        name: (spelled(kinds[name]), field.default) for name, field in model.model_fields.items()
+    }
     assert found == frozen
     assert list(found) == list(frozen), "the order is that of --help and of the reference"
 
@@ -107,7 +174,9 @@ def test_the_options(command: Any, frozen: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("model", [Config, Tuning])
-def test_every_field_is_documented_in_a_first_paragraph_that_fits_help(model: type[BaseModel]) -> None:
+def test_every_field_is_documented_in_a_first_paragraph_that_fits_help(
+    model: type[BaseModel],
+) -> None:
     for name, field in model.model_fields.items():
         first = (field.description or "").partition("\n\n")[0]
         assert first.endswith("."), name
@@ -142,13 +211,35 @@ def test_an_option_has_the_default_and_the_type_of_its_field(made: typer.Typer) 
     defaults |= {"precision": "bf16", "delayed_after": 7}
     assert given(made) == defaults
     chosen = given(
-        made, "--nvme", "a", "--nvme", "b", "--cache", "2MiB", "--nvme-shares", "2,1.5", "--gpu-memory", "1KiB", "--threads", "3",
-        "--no-copy-on-write", "--update", "exact", "--nvme-memory", "7",
-    )  # fmt: skip
+        made,
+        "--nvme",
+        "a",
+        "--nvme",
+        "b",
+        "--cache",
+        "2MiB",
+        "--nvme-shares",
+        "2,1.5",
+        "--gpu-memory",
+        "1KiB",
+        "--threads",
+        "3",
+        "--no-copy-on-write",
+        "--update",
+        "exact",
+        "--nvme-memory",
+        "7",
+    )
     assert chosen == defaults | {
-        "nvme": ["a", "b"], "cache": 2 << 20, "nvme_shares": (2.0, 1.5), "gpu_memory": 1024, "threads": 3,
-        "copy_on_write": False, "update": "exact", "nvme_memory": 7,
-    }  # fmt: skip
+        "nvme": ["a", "b"],
+        "cache": 2 << 20,
+        "nvme_shares": (2.0, 1.5),
+        "gpu_memory": 1024,
+        "threads": 3,
+        "copy_on_write": False,
+        "update": "exact",
+        "nvme_memory": 7,
+    }
 
 
 @pytest.mark.parametrize(
@@ -162,7 +253,9 @@ def test_an_option_has_the_default_and_the_type_of_its_field(made: typer.Typer) 
         ("--poison", "No such option"),
     ],
 )
-def test_an_option_refuses_what_its_field_refuses(made: typer.Typer, option: str, problem: str) -> None:
+def test_an_option_refuses_what_its_field_refuses(
+    made: typer.Typer, option: str, problem: str
+) -> None:
     result = CliRunner().invoke(made, [option], env={"COLUMNS": "200", "TERM": "dumb"})
     assert result.exit_code == 2
     assert problem in result.output
@@ -171,7 +264,10 @@ def test_an_option_refuses_what_its_field_refuses(made: typer.Typer, option: str
 def test_help_is_the_first_paragraph_and_names_options(made: typer.Typer) -> None:
     command: Any = typer.main.get_command(made)
     helps = {each.name: each.help for each in command.params}
-    assert helps["delayed_after"] == "With --update delayed: the steps that come before the first late one."
+    assert (
+        helps["delayed_after"]
+        == "With --update delayed: the steps that come before the first late one."
+    )
     assert helps["cache"].startswith("How much of --cpu-memory may keep a part of what is on NVMe;")
     assert "moves" not in helps["cache"], "that is in the second paragraph"
     assert helps["cpu_memory"] == "Budget in host memory. For all ranks of a node together."
@@ -188,13 +284,26 @@ def test_the_config_of_options_has_each_in_its_place() -> None:
     own = knobs.keys() - Config.model_fields.keys() - Tuning.model_fields.keys()
     knobs = {name: value for name, value in knobs.items() if name not in own}
     with pytest.raises(
-        ValueError, match=r"^parameters and optimizer on nvme, but no directory is given: add --nvme DIR, or keep"
+        ValueError,
+        match=(
+            r"^parameters and optimizer on nvme, but no directory is given: add --nvme "
+            r"DIR, or keep"
+        ),
     ):
         configured(knobs)
-    knobs |= {"nvme": ["x"], "cache": 4096, "update": "exact", "activations": "nvme", "nvme_memory": 4 << 20}
+    knobs |= {
+        "nvme": ["x"],
+        "cache": 4096,
+        "update": "exact",
+        "activations": "nvme",
+        "nvme_memory": 4 << 20,
+    }
     knobs["activation_memory"] = 8 << 20
     whole, part = configured(knobs), configured(knobs, share=lambda nbytes: nbytes // 2)
     assert (whole.tuning.cache, whole.tuning.update, whole.precision) == (4096, "exact", "bf16")
     for name in {*Config.model_fields, *Tuning.model_fields} - {"tuning"}:
-        one, other = (getattr(each if name in Config.model_fields else each.tuning, name) for each in (whole, part))
+        one, other = (
+            getattr(each if name in Config.model_fields else each.tuning, name)
+            for each in (whole, part)
+        )
         assert other == (one // 2 if name in OF_A_NODE else one), name

@@ -1,4 +1,5 @@
-"""Every element of every parameter lies in exactly one shard, at an aligned place, and `overlap` says where."""
+"""Every element of every parameter lies in exactly one shard, at an aligned place, and `overlap`
+says where."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def test_places_are_aligned_and_disjoint_and_shards_are_whole_blocks(shapes, ran
     for shape, place in zip(shapes, layout.places, strict=True):
         assert place.shape == shape and place.numel == math.prod(shape)
         assert place.offset % PARAMETER_ALIGNMENT == 0
-        assert end <= place.offset < end + PARAMETER_ALIGNMENT, "no overlap, and no more room than the alignment takes"
+        assert end <= place.offset < end + PARAMETER_ALIGNMENT, (
+            "no overlap, and no more room than the alignment takes"
+        )
         end = place.end
     assert end <= layout.numel < end + PARAMETER_ALIGNMENT + alignment * ranks
     assert layout.shard_numel * ranks == layout.numel > 0
@@ -49,7 +52,9 @@ def test_overlaps_put_the_parameters_together_again(shapes, ranks):
             rebuilt[index][part.in_parameter : part.in_parameter + part.length] = target
     for index, place in enumerate(layout.places):
         assert (rebuilt[index] == values[index]).all(), "every element is in some shard"
-        assert (shards.reshape(-1)[place.offset : place.end] == values[index]).all(), "and the shards are the flat buffer, cut"
+        assert (shards.reshape(-1)[place.offset : place.end] == values[index]).all(), (
+            "and the shards are the flat buffer, cut"
+        )
     assert (shards != PADDING).sum() == sum(v.size for v in values), "in one shard only"
 
 

@@ -59,11 +59,16 @@ def test_counters_from_many_threads_lose_nothing() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert recorder.counters() == {"events": 8000, **{f"thread {index}": 4000 for index in range(4)}}
+    assert recorder.counters() == {
+        "events": 8000,
+        **{f"thread {index}": 4000 for index in range(4)},
+    }
     assert recorder.seconds("adam") == {"block": 4000.0}
 
 
-def test_the_oldest_spans_are_dropped_but_their_time_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_spans_are_dropped_but_their_time_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(observe, "MOST_SPANS", 10)
     recorder = Recorder()
     for index in range(25):

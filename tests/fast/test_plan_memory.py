@@ -1,4 +1,5 @@
-"""The bytes that states take, by formula: the published table, and the configurations of one parameter."""
+"""The bytes that states take, by formula: the published table, and the configurations of one
+parameter."""
 
 from __future__ import annotations
 
@@ -10,15 +11,34 @@ import infinity
 from infinity.placement.memory import StateBytes, bytes_on_tiers, bytes_per_parameter
 from support.configs import config_of
 
-# ZeRO (1910.02054), table 1: GB per rank with stages 1, 2 and 3; by parameters in billions, then by ranks.
+# ZeRO (1910.02054), table 1: GB per rank with stages 1, 2 and 3; by parameters in billions, then by
+# ranks.
 TABLE = {
-    7.5: {1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88), 256: (30.4, 15.4, 0.47),
-          1024: (30.1, 15.1, 0.12)},
-    128: {1: (2048, 2048, 2048), 4: (896, 704, 512), 16: (608, 368, 128), 64: (536, 284, 32), 256: (518, 263, 8),
-          1024: (513, 257, 2)},
-    1000: {1: (16000, 16000, 16000), 4: (7000, 5500, 4000), 16: (4750, 2875, 1000), 64: (4187, 2218, 250),
-           256: (4046, 2054, 62.5), 1024: (4011, 2013, 15.6)},
-}  # fmt: skip
+    7.5: {
+        1: (120, 120, 120),
+        4: (52.5, 41.3, 30),
+        16: (35.6, 21.6, 7.5),
+        64: (31.4, 16.6, 1.88),
+        256: (30.4, 15.4, 0.47),
+        1024: (30.1, 15.1, 0.12),
+    },
+    128: {
+        1: (2048, 2048, 2048),
+        4: (896, 704, 512),
+        16: (608, 368, 128),
+        64: (536, 284, 32),
+        256: (518, 263, 8),
+        1024: (513, 257, 2),
+    },
+    1000: {
+        1: (16000, 16000, 16000),
+        4: (7000, 5500, 4000),
+        16: (4750, 2875, 1000),
+        64: (4187, 2218, 250),
+        256: (4046, 2054, 62.5),
+        1024: (4011, 2013, 15.6),
+    },
+}
 
 
 @pytest.mark.parametrize("billions", TABLE)
@@ -26,7 +46,9 @@ def test_the_published_table(billions: float) -> None:
     states = StateBytes(*(billions * nbytes for nbytes in (2, 2, 12)))
     for ranks, row in TABLE[billions].items():
         for stage, printed in enumerate(row, start=1):
-            last_digit = 10.0 ** -(len(f"{printed}".partition(".")[2]) if isinstance(printed, float) else 0)
+            last_digit = 10.0 ** -(
+                len(f"{printed}".partition(".")[2]) if isinstance(printed, float) else 0
+            )
             assert sum(states.on_rank(ranks, stage)) == pytest.approx(printed, abs=last_digit)
         assert sum(states.on_rank(ranks, stage=0)) == 16 * billions
 
@@ -38,14 +60,19 @@ def test_the_published_table(billions: float) -> None:
         ({"precision": "bf16", "split_master": False}, (2, 2, 12)),
         ({"precision": "fp16"}, (2, 2, 12)),
         ({"precision": "fp32"}, (4, 4, 8)),
-        ({"precision": "bf16", "gradient_precision": "fp32", "moment_precision": "bf16"}, (2, 4, 6)),
+        (
+            {"precision": "bf16", "gradient_precision": "fp32", "moment_precision": "bf16"},
+            (2, 4, 6),
+        ),
         ({"precision": "bf16", "moment_precision": "int8"}, (2, 2, 2 + 2 * 1.125)),
         ({"precision": "bf16", "algorithm": "lion"}, (2, 2, 6)),
         ({"precision": "bf16", "algorithm": "sgd"}, (2, 2, 2)),
     ],
 )
 def test_bytes_of_one_parameter(values: dict[str, Any], expected: tuple[float, ...]) -> None:
-    assert bytes_per_parameter(config_of(gpu_memory=0, cpu_memory=0, nvme="x", **values)) == expected
+    assert (
+        bytes_per_parameter(config_of(gpu_memory=0, cpu_memory=0, nvme="x", **values)) == expected
+    )
 
 
 def test_where_they_lie() -> None:
@@ -59,12 +86,18 @@ def test_where_they_lie() -> None:
     assert on_tiers(**offload) == {"gpu": 2000, "cpu": 500 + 2500, "nvme": 0}
     config = infinity.Config(gpu_memory=0, cpu_memory=0, nvme="x", precision="bf16")
     assert bytes_on_tiers(0, config, ranks=4, frozen=1000) == {"gpu": 0, "cpu": 0, "nvme": 500}
-    assert on_tiers(parameters="cpu", optimizer="cpu", update="delayed") == {"gpu": 0, "cpu": 2 * 500 + 500 + 2500, "nvme": 0}
+    assert on_tiers(parameters="cpu", optimizer="cpu", update="delayed") == {
+        "gpu": 0,
+        "cpu": 2 * 500 + 500 + 2500,
+        "nvme": 0,
+    }
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_every_rank_keeps_whole_is_on_its_device(stage: int) -> None:
-    with pytest.raises(infinity.ConfigError, match=rf"stage={stage} keeps all parameters.* on the device of every"):
+    with pytest.raises(
+        infinity.ConfigError, match=rf"stage={stage} keeps all parameters.* on the device of every"
+    ):
         infinity.Config(gpu_memory=0, cpu_memory=0, nvme="x", stage=stage, gradients="gpu")
     with pytest.raises(infinity.ConfigError, match=r"stage=1 keeps all gradients on the device"):
         infinity.Config(gpu_memory=0, cpu_memory=0, nvme="x", stage=1, parameters="gpu")

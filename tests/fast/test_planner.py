@@ -1,4 +1,5 @@
-"""The planner states the bytes that move: it agrees with a step-by-step walk, and reads what has to be read and little more."""
+"""The planner states the bytes that move: it agrees with a step-by-step walk, and reads what has to
+be read and little more."""
 
 from __future__ import annotations
 
@@ -19,22 +20,32 @@ SECONDS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "look_ah
 
 
 class Machine:
-    """A training run of steps in the plainest code: one list cell per slot, and the future as a list of what is to come."""
+    """A training run of steps in the plainest code: one list cell per slot, and the future as a
+    list of what is to come."""
 
     def __init__(
-        self, order: Sequence[int], units: Sequence[UnitCost], slots: int, accumulation: int, held: Sequence[set[int]] = ()
+        self,
+        order: Sequence[int],
+        units: Sequence[UnitCost],
+        slots: int,
+        accumulation: int,
+        held: Sequence[set[int]] = (),
     ) -> None:
         uses = zip(order, held or [set()] * len(order), [None, *order], strict=False)
-        self.order, self.held = zip(*((unit, others) for unit, others, before in uses if unit != before), strict=True)
+        self.order, self.held = zip(
+            *((unit, others) for unit, others, before in uses if unit != before), strict=True
+        )
         self.units, self.accumulation = units, accumulation
         self.cells: list[int | None] = [None] * slots
-        self.future: list[int] = []  # expected uses; in the first cycle, a round that has come twice
+        # expected uses; in the first cycle, a round that has come twice
+        self.future: list[int] = []
         self.past: list[int] = []  # uses of the first cycle
         self.pending: set[int] = set()  # units whose update waits for a place
         self.fetched, self.reread, self.known = 0, 0, False
 
     def learn(self, unit: int) -> None:
-        """In the first cycle: the last uses come again, where they have come twice, as `Trace` says."""
+        """In the first cycle: the last uses come again, where they have come twice, as `Trace`
+        says."""
         self.past.append(unit)
         if self.future[:1] == [unit]:
             self.future.append(self.future.pop(0))
@@ -44,7 +55,11 @@ class Machine:
             self.future = self.future[after:] + self.future[:after]
         lasted = {}
         for length in range(1, len(self.past) // 2 + 1):
-            alike = [n for n in range(1, len(self.past) - length + 1) if self.past[-n:] == self.past[-n - length : -length]]
+            alike = [
+                n
+                for n in range(1, len(self.past) - length + 1)
+                if self.past[-n:] == self.past[-n - length : -length]
+            ]
             if length in alike:
                 lasted[length] = max(alike)
         if lasted:
@@ -66,7 +81,11 @@ class Machine:
             uses = [self.next_use(other) for other in evicted]
             if in_use & evicted or any(use <= beyond for use in uses):
                 continue
-            rank = (min(uses, default=math.inf), -sum(self.cells.count(other) for other in evicted), -start)
+            rank = (
+                min(uses, default=math.inf),
+                -sum(self.cells.count(other) for other in evicted),
+                -start,
+            )
             if best is None or rank > best[0]:
                 best = (rank, start, evicted)
         if best is None:
@@ -88,7 +107,8 @@ class Machine:
                 return
 
     def step(self, waits: bool = False) -> tuple[int, int]:
-        """Bytes fetched, and bytes of old parameters read, from the start of one step to the start of the next."""
+        """Bytes fetched, and bytes of old parameters read, from the start of one step to the start
+        of the next."""
         self.fetched = self.reread = 0
         for _ in range(self.accumulation):
             self.future = list(self.order) if self.known else []
@@ -102,7 +122,11 @@ class Machine:
                     self.bring(unit, -1, held)
                 self.bring_what_comes(held | {unit})
             self.known = True
-        self.pending = {index for index in set(self.order) if self.units[index].trainable and not self.present(index)}
+        self.pending = {
+            index
+            for index in set(self.order)
+            if self.units[index].trainable and not self.present(index)
+        }
         self.bring_what_comes(set())
         if waits:
             self.reread += sum(self.units[index].old for index in self.pending)
@@ -115,8 +139,11 @@ COST = st.builds(UnitCost, st.integers(0, 3), BYTES, BYTES, BYTES, BYTES, st.boo
 
 
 @st.composite
-def problems(draw: st.DrawFn, costs: st.SearchStrategy[UnitCost] = COST) -> tuple[list[int], list[UnitCost], int]:
-    """An order of uses, unit costs, and slots enough for the largest unit beside the one in use before it."""
+def problems(
+    draw: st.DrawFn, costs: st.SearchStrategy[UnitCost] = COST
+) -> tuple[list[int], list[UnitCost], int]:
+    """An order of uses, unit costs, and slots enough for the largest unit beside the one in use
+    before it."""
     units = draw(st.lists(costs, min_size=1, max_size=5))
     order = draw(st.lists(st.integers(0, len(units) - 1), min_size=1, max_size=10))
     largest = max(unit.slots for unit in units)
@@ -135,7 +162,9 @@ def test_predict_equals_a_walk_in_the_plainest_code(problem, accumulation, waits
     fetched, reread = [machine.step(waits) for _ in range(MOST_STEPS)][-1]
     used = [unit for index, unit in enumerate(units) if index in order and unit.trainable]
     assert predict(order, units, slots, accumulation, waits=waits) == Traffic(
-        fetched, reread + sum(unit.update_read for unit in used), sum(unit.update_written for unit in used)
+        fetched,
+        reread + sum(unit.update_read for unit in used),
+        sum(unit.update_written for unit in used),
     )
 
 
@@ -157,7 +186,9 @@ def test_with_room_for_everything_no_parameter_is_read(problem, accumulation, wa
     order, units, _ = problem
     slots = sum(unit.slots for unit in units)
     used = [unit for index, unit in enumerate(units) if index in order and unit.trainable]
-    expected = Traffic(0, sum(unit.update_read for unit in used), sum(unit.update_written for unit in used))
+    expected = Traffic(
+        0, sum(unit.update_read for unit in used), sum(unit.update_written for unit in used)
+    )
     assert predict(order, units, slots, accumulation, waits=waits) == expected
 
 
@@ -165,11 +196,14 @@ def test_with_room_for_everything_no_parameter_is_read(problem, accumulation, wa
 @given(problems(), ACCUMULATION)
 def test_who_waits_for_updates_reads_no_less(problem, accumulation):
     order, units, slots = problem
-    assert predict(order, units, slots, accumulation, waits=True).read >= predict(order, units, slots, accumulation).read
+    assert (
+        predict(order, units, slots, accumulation, waits=True).read
+        >= predict(order, units, slots, accumulation).read
+    )
 
 
-# Not so for sizes that differ, where a run may fit badly: order 4 1 3 2 4 with sizes 1, 3, 1, 3, 1 of units 0 to 4, all
-# trainable, reads 8 slots per step from an arena of 6 and 9 from one of 7.
+# Not so for sizes that differ, where a run may fit badly: order 4 1 3 2 4 with sizes 1, 3, 1, 3, 1
+# of units 0 to 4, all trainable, reads 8 slots per step from an arena of 6 and 9 from one of 7.
 @settings(deadline=None)
 @given(problems(ALIKE), ACCUMULATION)
 def test_more_slots_never_read_more_when_units_are_of_one_size(problem, accumulation):
@@ -179,8 +213,13 @@ def test_more_slots_never_read_more_when_units_are_of_one_size(problem, accumula
 
 
 @settings(deadline=None)
-@given(problems(COST.map(lambda cost: dataclasses.replace(cost, slots=2, trainable=True))), ACCUMULATION)
-def test_when_all_units_are_of_one_size_and_trained_the_stated_step_is_every_later_step(problem, accumulation):
+@given(
+    problems(COST.map(lambda cost: dataclasses.replace(cost, slots=2, trainable=True))),
+    ACCUMULATION,
+)
+def test_when_all_units_are_of_one_size_and_trained_the_stated_step_is_every_later_step(
+    problem, accumulation
+):
     order, units, slots = problem
     machine = Machine(order, units, slots, accumulation)
     fetched = [machine.step()[0] for _ in range(MOST_STEPS + 3)]
@@ -195,14 +234,17 @@ def test_a_round_inside_of_the_first_cycle_places_what_comes_after_it():
 
 
 def test_placements_that_take_more_than_three_steps_to_settle():
-    units = [UnitCost(slots, fetch, 0, 0, 0, True) for slots, fetch in ((2, 0), (1, 0), (1, 1), (2, 0))]
+    units = [
+        UnitCost(slots, fetch, 0, 0, 0, True) for slots, fetch in ((2, 0), (1, 0), (1, 1), (2, 0))
+    ]
     machine = Machine([0, 2, 3, 1], units, 5, 1)
     assert [machine.step()[0] for _ in range(6)][2:] == [1, 0, 0, 0]
     assert predict([0, 2, 3, 1], units, 5).fetched == 0
 
 
 def belady_misses(order: Sequence[int], places: int) -> int:
-    """The fewest misses that any policy can have on `order`, from an empty cache with demand fetches only."""
+    """The fewest misses that any policy can have on `order`, from an empty cache with demand
+    fetches only."""
     cache: set[int] = set()
     misses = 0
     for position, unit in enumerate(order):
@@ -217,9 +259,13 @@ def belady_misses(order: Sequence[int], places: int) -> int:
 
 @settings(deadline=None)
 @given(problems(ALIKE), ACCUMULATION)
-def test_units_of_one_size_are_read_no_less_than_belady_and_no_more_than_once_per_use(problem, accumulation):
+def test_units_of_one_size_are_read_no_less_than_belady_and_no_more_than_once_per_use(
+    problem, accumulation
+):
     order, units, slots = problem
-    uses = [unit for unit, before in zip(order, [None, *order], strict=False) if unit != before] * accumulation
+    uses = [
+        unit for unit, before in zip(order, [None, *order], strict=False) if unit != before
+    ] * accumulation
     machine = Machine(order, units, slots, accumulation)
     read = [sum(machine.step()) for _ in range(3)]
     assert read[-1] == predict(order, units, slots, accumulation).read <= len(uses)
@@ -231,14 +277,21 @@ def test_units_of_one_size_are_read_no_less_than_belady_and_no_more_than_once_pe
 def test_at_each_turn_what_is_there_is_used_first(depth, places, accumulation):
     order = [*range(depth), *reversed(range(depth - 1))]
     units = [UnitCost(1, 1, 1, 0, 0, True)] * depth
-    absent = max(depth - places, 0)  # at the turn to backward, and as many at the turn to the next forward
+    # at the turn to backward, and as many at the turn to the next forward
+    absent = max(depth - places, 0)
     assert predict(order, units, places, accumulation).read == 2 * absent * accumulation
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 6), min_size=2, max_size=8), st.integers(1, 5), st.integers(2, 9), st.integers(0, 16))
+@given(
+    st.lists(st.integers(0, 6), min_size=2, max_size=8),
+    st.integers(1, 5),
+    st.integers(2, 9),
+    st.integers(0, 16),
+)
 def test_no_shorter_look_ahead_takes_less_time(compute, copy, places, distance):
-    """Of a model whose units are of one size, whatever copies and compute take; so nobody needs to measure them for that."""
+    """Of a model whose units are of one size, whatever copies and compute take; so nobody needs to
+    measure them for that."""
     depth = len(compute)
     order = [*range(depth), *reversed(range(depth - 1))]
     sizes, copies = [1] * depth, [float(copy)] * depth
@@ -256,11 +309,16 @@ def test_looking_ahead_hides_copies():
 def test_a_palindrome_turns_on_what_is_resident():
     unit = UnitCost(1, 100, 10, 0, 0, True)
     there_and_back = [0, 1, 2, 3, 2, 1, 0]
-    # For backward come those that are not there at the turn; for their update those that are not there when the step comes.
+    # For backward come those that are not there at the turn; for their update those that are not
+    # there when the step comes.
     assert [predict(there_and_back, [unit] * 4, slots) for slots in (2, 3, 4)] == [
-        Traffic(200, 20, 0), Traffic(100, 10, 0), Traffic(0, 0, 0)
-    ]  # fmt: skip
-    assert predict(there_and_back, [unit] * 4, 2, waits=True) == Traffic(400, 20, 0), "the update puts nothing in place"
+        Traffic(200, 20, 0),
+        Traffic(100, 10, 0),
+        Traffic(0, 0, 0),
+    ]
+    assert predict(there_and_back, [unit] * 4, 2, waits=True) == Traffic(400, 20, 0), (
+        "the update puts nothing in place"
+    )
 
 
 def test_what_is_held_through_a_forward_takes_room_from_the_others():
@@ -278,7 +336,9 @@ def test_what_never_leaves_and_what_lies_elsewhere_costs_nothing_to_fetch():
 
 
 def test_what_is_not_used_is_not_updated():
-    assert predict([0], [UnitCost(1, 1, 1, 10, 20, True), UnitCost(1, 1, 1, 100, 200, True)], 2) == Traffic(0, 10, 20)
+    assert predict(
+        [0], [UnitCost(1, 1, 1, 10, 20, True), UnitCost(1, 1, 1, 100, 200, True)], 2
+    ) == Traffic(0, 10, 20)
 
 
 @pytest.mark.parametrize("room", range(5))

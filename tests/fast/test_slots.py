@@ -1,4 +1,5 @@
-"""Runs of slots never overlap, a window is found if and only if there is one, and what goes is what is needed last."""
+"""Runs of slots never overlap, a window is found if and only if there is one, and what goes is what
+is needed last."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ USES = st.one_of(st.none(), st.integers(0, 5).map(float), st.just(math.inf))
 
 @st.composite
 def filled(draw: st.DrawFn) -> tuple[SlotMap[int], dict[int, float | None]]:
-    """A map with some runs in it, in any order of their owners, and the next use of each (None: not to be evicted)."""
+    """A map with some runs in it, in any order of their owners, and the next use of each (None: not
+    to be evicted)."""
     count = draw(st.integers(1, 12))
     slots: SlotMap[int] = SlotMap(count)
     runs, at = [], 0
@@ -33,7 +35,9 @@ def filled(draw: st.DrawFn) -> tuple[SlotMap[int], dict[int, float | None]]:
     return slots, {owner: draw(USES) for owner in owners}
 
 
-def every_window(slots: SlotMap[int], length: int, uses: dict[int, float | None], beyond: float) -> list[SlotWindow[int]]:
+def every_window(
+    slots: SlotMap[int], length: int, uses: dict[int, float | None], beyond: float
+) -> list[SlotWindow[int]]:
     """All windows that may be had, best first, from the definition alone."""
     cells: list[int | None] = [None] * slots.count
     for owner, run in slots.runs.items():
@@ -45,7 +49,10 @@ def every_window(slots: SlotMap[int], length: int, uses: dict[int, float | None]
             continue
         soonest = min((uses[owner] for owner in evicted), default=math.inf)
         ranked.append((-soonest, sum(cells.count(owner) for owner in evicted), start, evicted))
-    return [SlotWindow(start, tuple(sorted(evicted))) for _, _, start, evicted in sorted(ranked, key=lambda r: r[:3])]
+    return [
+        SlotWindow(start, tuple(sorted(evicted)))
+        for _, _, start, evicted in sorted(ranked, key=lambda r: r[:3])
+    ]
 
 
 @settings(deadline=None)

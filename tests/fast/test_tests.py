@@ -8,11 +8,16 @@ from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-FROM_A_TEST = re.compile(r"^\s*(?:from|import) (?:[\w.]+\.)?(?:test_\w+|conftest)\b.*", re.MULTILINE)
+FROM_A_TEST = re.compile(
+    r"^\s*(?:from|import) (?:[\w.]+\.)?(?:test_\w+|conftest)\b.*", re.MULTILINE
+)
 
 
 def test_nothing_is_imported_from_a_test_or_from_conftest() -> None:
-    found = {str(path.relative_to(TESTS)): FROM_A_TEST.findall(path.read_text()) for path in TESTS.rglob("*.py")}
+    found = {
+        str(path.relative_to(TESTS)): FROM_A_TEST.findall(path.read_text())
+        for path in TESTS.rglob("*.py")
+    }
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
@@ -22,7 +27,9 @@ def test_every_test_is_in_a_folder() -> None:
 
 # Private names
 
-FOREIGN = re.compile(r"^(torch|os|sys)\.|\._(replace|fields|modules|parameters|\w+_hooks|local_tensor)$")
+FOREIGN = re.compile(
+    r"^(torch|os|sys)\.|\._(replace|fields|modules|parameters|\w+_hooks|local_tensor)$"
+)
 """What is private of torch and of the standard library, or only looks private."""
 
 LEFT: dict[str, int] = {
@@ -53,7 +60,8 @@ LEFT: dict[str, int] = {
     "tiers/test_nvme_tier.py": 3,
     "tiers/test_store.py": 9,
 }
-"""How many private names each file still reads. `support/probe.py` may know those of an engine; numbers here only go down."""
+"""How many private names each file still reads. `support/probe.py` may know those of an engine;
+numbers here only go down."""
 
 
 def private_names(path: Path) -> list[str]:
@@ -61,18 +69,32 @@ def private_names(path: Path) -> list[str]:
     return [
         text
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
-        if (text := ast.unparse(node)) and ast.unparse(node.value) not in ("self", "cls") and not FOREIGN.search(text)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        if (text := ast.unparse(node))
+        and ast.unparse(node.value) not in ("self", "cls")
+        and not FOREIGN.search(text)
     ]
 
 
 def test_private_names_are_read_by_the_probe_only() -> None:
-    paths = [path for path in sorted(TESTS.rglob("*.py")) if path.name != "probe.py" and "._" in path.read_text()]
-    found = Counter({path.relative_to(TESTS).as_posix(): len(private_names(path)) for path in paths})
-    assert {name: count for name, count in found.items() if count > LEFT.get(name, 0)} == {}, "ask `support/probe.py`"
+    paths = [
+        path
+        for path in sorted(TESTS.rglob("*.py"))
+        if path.name != "probe.py" and "._" in path.read_text()
+    ]
+    found = Counter(
+        {path.relative_to(TESTS).as_posix(): len(private_names(path)) for path in paths}
+    )
+    assert {name: count for name, count in found.items() if count > LEFT.get(name, 0)} == {}, (
+        "ask `support/probe.py`"
+    )
 
 
 def test_only_the_probe_reads_private_names_of_an_engine() -> None:
     private = re.compile(r"\bengine(\(\w*\))?\._[a-z]")
     paths = [path for path in TESTS.rglob("*.py") if path.name not in ("probe.py", "test_tests.py")]
-    assert [str(path.relative_to(TESTS)) for path in paths if private.search(path.read_text())] == []
+    assert [
+        str(path.relative_to(TESTS)) for path in paths if private.search(path.read_text())
+    ] == []

@@ -1,4 +1,5 @@
-"""The trace predicts the next round from the last one of its phase, and unexpected uses cost a miss and nothing else."""
+"""The trace predicts the next round from the last one of its phase, and unexpected uses cost a miss
+and nothing else."""
 
 from __future__ import annotations
 
@@ -59,11 +60,14 @@ class NaiveTrace:
             self.find_round()
 
     def find_round(self) -> None:
-        """The length of which the longest tail of the recording is the same as what came so much before it."""
+        """The length of which the longest tail of the recording is the same as what came so much
+        before it."""
         best = 0
         for length in range(1, len(self.recording) // 2 + 1):
             pairs = zip(reversed(self.recording), reversed(self.recording[:-length]), strict=False)
-            same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(self.recording) - length)
+            same = next(
+                (n for n, (a, b) in enumerate(pairs) if a != b), len(self.recording) - length
+            )
             if same >= length and same > best:
                 best, self.round, self.place = same, self.recording[-length:], 0
 
@@ -92,7 +96,9 @@ def test_distance_and_find_agree_with_a_scan(order, unit, data):
     assert cycle.find(unit, position) == (position + rest.index(unit) if unit in rest else None)
 
 
-REPEATED = st.tuples(ORDERS, ORDERS, st.integers(1, 5)).map(lambda parts: parts[0] + parts[1] * parts[2])
+REPEATED = st.tuples(ORDERS, ORDERS, st.integers(1, 5)).map(
+    lambda parts: parts[0] + parts[1] * parts[2]
+)
 CYCLES = st.lists(st.tuples(st.sampled_from(["train", "eval"]), ORDERS | REPEATED), max_size=8)
 
 
@@ -107,7 +113,10 @@ def test_the_trace_does_what_a_list_would(cycles):
             if unit is not None:
                 trace.use(unit)
                 naive.use(unit)
-            assert (trace.position, trace.misses) == (naive.place if naive.round else naive.position, naive.misses)
+            assert (trace.position, trace.misses) == (
+                naive.place if naive.round else naive.position,
+                naive.misses,
+            )
             assert list(trace.upcoming()) == naive.upcoming()
             assert [trace.next_use(u) for u in UNITS] == [naive.next_use(u) for u in UNITS]
             expected = naive.recording if naive.phase == "train" else naive.past.get("train", [])
@@ -133,7 +142,9 @@ def test_a_new_order_is_learned_in_one_cycle(first, second):
     run(trace, second)
     assert run(trace, second) == 0
     trace.begin("train")
-    assert trace.predicted.order == tuple(unit for unit, before in zip(second, [None, *second], strict=False) if unit != before)
+    assert trace.predicted.order == tuple(
+        unit for unit, before in zip(second, [None, *second], strict=False) if unit != before
+    )
 
 
 def test_an_order_costs_misses_only_where_it_differs():
@@ -169,7 +180,10 @@ def test_what_was_in_use_around_a_use_is_recorded_with_it():
         trace.use(1, frozenset({5}))
         assert trace.train_cycle().held == (frozenset(), around)
         trace.begin("eval")
-        assert (trace.train_cycle().order, trace.train_cycle().held) == ((0, 1), (frozenset(), around))
+        assert (trace.train_cycle().order, trace.train_cycle().held) == (
+            (0, 1),
+            (frozenset(), around),
+        )
 
 
 def test_the_example_of_distance():
@@ -188,7 +202,8 @@ def test_what_comes_after_the_turn_is_expected_too():
 
 
 def without_repeats(order: list[int]) -> list[int]:
-    """`order`, gone round for ever, as the trace counts it: uses of one unit one after the other are one."""
+    """`order`, gone round for ever, as the trace counts it: uses of one unit one after the other
+    are one."""
     return [unit for number, unit in enumerate(order) if unit != order[number - 1]]
 
 
@@ -198,7 +213,8 @@ MANY = st.lists(st.integers(0, 20), min_size=2, max_size=40).map(without_repeats
 @settings(deadline=None)
 @given(st.sampled_from(["train", "eval"]), MANY, MANY, st.integers(0, 40))
 def test_a_program_that_repeats_itself_and_begins_no_cycle_is_learned(phase, before, order, begin):
-    """Whatever came before it; then the prediction is right, and the same is brought as in a loop that begins cycles."""
+    """Whatever came before it; then the prediction is right, and the same is brought as in a loop
+    that begins cycles."""
     trace = CountingTrace()
     trace.begin(phase)
     for unit in [*before, *order[begin:]]:
@@ -239,7 +255,8 @@ def test_a_program_in_parts_is_learned_after_whole_cycles_of_the_model(whole, or
 @settings(deadline=None)
 @given(ORDERS.filter(bool), st.lists(ORDERS, max_size=4))
 def test_what_was_recorded_of_a_cycle_does_not_depend_on_rounds_inside_of_it(order, others):
-    """A module that a forward calls many times is no program that repeats itself: its cycle ends."""
+    """A module that a forward calls many times is no program that repeats itself: its cycle
+    ends."""
     trace = CountingTrace()
     for uses in [*others, order * 5, order * 5]:
         run(trace, uses)
@@ -250,7 +267,9 @@ def test_what_was_recorded_of_a_cycle_does_not_depend_on_rounds_inside_of_it(ord
 def test_a_cycle_goes_on_as_it_is_known_after_a_round_inside_of_it():
     trace = CountingTrace()
     run(trace, [0, 1, 2, 3, 4])
-    assert run(trace, [0, 1, 2, 1, 2, 1, 2, 1, 2, 3, 4]) == 2, "1 and 2 came again, then were expected to"
+    assert run(trace, [0, 1, 2, 1, 2, 1, 2, 1, 2, 3, 4]) == 2, (
+        "1 and 2 came again, then were expected to"
+    )
 
 
 def endless(units: int, uses: int) -> Iterator[int]:

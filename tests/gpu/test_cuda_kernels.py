@@ -1,7 +1,8 @@
 """The CUDA kernels agree bit for bit with the CPU kernels and with torch (invariant I8).
 
-Without a device, what is left is what a caller meets there: the module loads, says why it cannot run, and refuses what is wrong.
-The same source, run by threads of the CPU, is compared in tests/native/cuda.
+Without a device, what is left is what a caller meets there: the module loads, says why it cannot
+run, and refuses what is wrong. The same source, run by threads of the CPU, is compared in
+tests/native/cuda.
 """
 
 from __future__ import annotations
@@ -18,13 +19,27 @@ import pytest
 import torch
 
 from infinity import native
-from support.adam_chunks import HYPERS, MASTERS, POOLS, RULES, SUPERBLOCK, WRONG, Case, Chunk, Hyper, random_chunk, random_values
+from support.adam_chunks import (
+    HYPERS,
+    MASTERS,
+    POOLS,
+    RULES,
+    SUPERBLOCK,
+    WRONG,
+    Case,
+    Chunk,
+    Hyper,
+    random_chunk,
+    random_values,
+)
 
 cuda = native.cuda()
 cpu = native.cpu_adam()
 pytestmark = pytest.mark.skipif(cuda is None, reason="the package was built without nvcc")
 cannot_run = "the package was built without nvcc" if cuda is None else cuda.unavailable_reason()
-needs_device = pytest.mark.skipif(bool(cannot_run) or not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_device = pytest.mark.skipif(
+    bool(cannot_run) or not torch.cuda.is_available(), reason="needs a CUDA device"
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -100,7 +115,13 @@ def test_an_unknown_dtype_is_refused() -> None:
 def test_wrong_arguments_are_refused_as_on_the_cpu(wrong: dict[str, Any], message: str) -> None:
     chunk = random_chunk(Case(param="bf16", master="fp32"), 32)
     good = {name: chunk.address(name) for name in ("grad", "param", "master", "first", "second")}
-    good |= {"rule": "adam", "grad_dtype": "fp32", "param_dtype": "bf16", "master_format": "fp32", "moment_format": "fp32"}
+    good |= {
+        "rule": "adam",
+        "grad_dtype": "fp32",
+        "param_dtype": "bf16",
+        "master_format": "fp32",
+        "moment_format": "fp32",
+    }
     good |= {"begin": 0, "end": 32, "position": 0, "key": 0, **asdict(Hyper())}
     errors = []
     for module, where in ((cpu, {"isa": "scalar", "pool": POOLS[1]}), (cuda, {"stream": 0})):
@@ -111,7 +132,24 @@ def test_wrong_arguments_are_refused_as_on_the_cpu(wrong: dict[str, Any], messag
 
 
 def test_nothing_to_do_needs_no_device() -> None:
-    cuda.update("adam", 0, "fp32", 0, "fp32", 0, "none", 0, 0, "fp32", 7, 7, position=0, key=0, lr=0.1, stream=0)
+    cuda.update(
+        "adam",
+        0,
+        "fp32",
+        0,
+        "fp32",
+        0,
+        "none",
+        0,
+        0,
+        "fp32",
+        7,
+        7,
+        position=0,
+        key=0,
+        lr=0.1,
+        stream=0,
+    )
     cuda.accumulate(0, 0, "bf16", 0, first=False, stream=0)
 
 
@@ -122,17 +160,32 @@ def update(chunk: Chunk, begin: int = 0, end: int | None = None, **where: Any) -
     """`Chunk.update`, by the CUDA kernels."""
     case = chunk.case
     cuda.update(
-        case.rule, chunk.address("grad"), case.grad, chunk.address("param"), case.param, chunk.address("master"), case.master,
-        chunk.address("first"), chunk.address("second"), case.moments, begin, chunk.n if end is None else end,
-        position=chunk.position, key=chunk.key, **asdict(case.hyper), **(where or {"stream": stream()}),
-    )  # fmt: skip
+        case.rule,
+        chunk.address("grad"),
+        case.grad,
+        chunk.address("param"),
+        case.param,
+        chunk.address("master"),
+        case.master,
+        chunk.address("first"),
+        chunk.address("second"),
+        case.moments,
+        begin,
+        chunk.n if end is None else end,
+        position=chunk.position,
+        key=chunk.key,
+        **asdict(case.hyper),
+        **(where or {"stream": stream()}),
+    )
 
 
 def moved(chunk: Chunk, device: str) -> Chunk:
     return replace(chunk, blocks={name: block.to(device) for name, block in chunk.blocks.items()})
 
 
-def check_parity(chunk: Chunk, begin: int = 0, end: int | None = None, isa: str = "scalar", steps: int = 1) -> None:
+def check_parity(
+    chunk: Chunk, begin: int = 0, end: int | None = None, isa: str = "scalar", steps: int = 1
+) -> None:
     """Every byte of every block, the guards around them included, is what the CPU makes of it."""
     there = moved(chunk, "cuda")
     for step in range(steps):
@@ -140,7 +193,15 @@ def check_parity(chunk: Chunk, begin: int = 0, end: int | None = None, isa: str 
         chunk.update(isa, 4, begin, end)
         update(there, begin, end)
     for name, block in moved(there, "cpu").blocks.items():
-        assert torch.equal(block, chunk.blocks[name]), (name, begin, end, chunk.n, chunk.shift, chunk.position, chunk.case)
+        assert torch.equal(block, chunk.blocks[name]), (
+            name,
+            begin,
+            end,
+            chunk.n,
+            chunk.shift,
+            chunk.position,
+            chunk.case,
+        )
 
 
 @on_gpu
@@ -148,8 +209,11 @@ def check_parity(chunk: Chunk, begin: int = 0, end: int | None = None, isa: str 
 @pytest.mark.parametrize("grad", DTYPES)
 @pytest.mark.parametrize(("param", "master"), MASTERS)
 @pytest.mark.parametrize("rule", RULES)
-def test_updates_equal_the_cpu_kernels(rule: str, param: str, master: str, grad: str, moments: str) -> None:
-    """Values of every class, NaN, infinities and subnormals included; parts of groups; odd addresses; numbers that pass 2^32."""
+def test_updates_equal_the_cpu_kernels(
+    rule: str, param: str, master: str, grad: str, moments: str
+) -> None:
+    """Values of every class, NaN, infinities and subnormals included; parts of groups; odd
+    addresses; numbers that pass 2^32."""
     for seed, hyper in enumerate(HYPERS):
         case = Case(rule, grad, param, master, moments, hyper)
         begin = 37 if moments == "fp32" else 32
@@ -178,7 +242,9 @@ def test_many_steps_of_ordinary_training(moments: str) -> None:
     for name, block in chunk.blocks.items():
         if name != "grad":
             block[chunk.offset(name) : len(block) - 64].zero_()
-    chunk.view("grad", torch.bfloat16).copy_(torch.randn(n, generator=torch.Generator().manual_seed(0)))
+    chunk.view("grad", torch.bfloat16).copy_(
+        torch.randn(n, generator=torch.Generator().manual_seed(0))
+    )
     check_parity(chunk, steps=20)
     assert chunk.masters().abs().max() > 0
 
@@ -215,12 +281,21 @@ def norm_on_gpu(tensor: torch.Tensor, dtype: str, carry: float) -> float:
     there = tensor.to("cuda")
     total = torch.tensor([carry], dtype=torch.float64, device="cuda")
     sums = torch.empty(cuda.norm_blocks(n), dtype=torch.float64, device="cuda")
-    cuda.squared_norm(there.data_ptr(), dtype, n, block_sums=sums.data_ptr(), total=total.data_ptr(), stream=stream())
+    cuda.squared_norm(
+        there.data_ptr(),
+        dtype,
+        n,
+        block_sums=sums.data_ptr(),
+        total=total.data_ptr(),
+        stream=stream(),
+    )
     return total.item()
 
 
 @on_gpu
-@pytest.mark.parametrize("n", [0, 1, 7, 8, BLOCK - 1, BLOCK, BLOCK + 1, 9 * BLOCK + 5, 9 * BLOCK + 253, 300 * BLOCK])
+@pytest.mark.parametrize(
+    "n", [0, 1, 7, 8, BLOCK - 1, BLOCK, BLOCK + 1, 9 * BLOCK + 5, 9 * BLOCK + 253, 300 * BLOCK]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_squared_norm_equals_the_cpu_kernel(dtype: str, n: int) -> None:
     tensor = values(n, n, DTYPES[dtype])
@@ -231,7 +306,9 @@ def test_squared_norm_equals_the_cpu_kernel(dtype: str, n: int) -> None:
 @on_gpu
 def test_squared_norm_does_not_depend_on_how_a_buffer_is_cut() -> None:
     tensor = values(5 * BLOCK + 3, 1)
-    in_parts = norm_on_gpu(tensor[2 * BLOCK :], "fp32", norm_on_gpu(tensor[: 2 * BLOCK], "fp32", 0.0))
+    in_parts = norm_on_gpu(
+        tensor[2 * BLOCK :], "fp32", norm_on_gpu(tensor[: 2 * BLOCK], "fp32", 0.0)
+    )
     assert in_parts == norm_on_gpu(tensor, "fp32", 0.0)
 
 
@@ -256,7 +333,9 @@ def test_accumulate_rounds_as_torch_does(dtype: str, n: int) -> None:
         for seed in range(3):
             part = values(n, seed, DTYPES[dtype])
             there = part.to("cuda")
-            cuda.accumulate(inner.data_ptr(), there.data_ptr(), dtype, n, first=seed == 0, stream=stream())
+            cuda.accumulate(
+                inner.data_ptr(), there.data_ptr(), dtype, n, first=seed == 0, stream=stream()
+            )
             expected = part if expected is None else expected + part
             assert torch.equal(bits(inner), bits(expected))
         assert (total[:shift] == 7).all() and total[-1] == 7
@@ -271,7 +350,9 @@ def test_sums_of_special_values(dtype: str) -> None:
     cuda.accumulate(there.data_ptr(), more.data_ptr(), dtype, len(a), first=False, stream=stream())
     expected = a + b
     assert torch.equal(there.cpu().isnan(), expected.isnan())
-    assert torch.equal(bits(there.cpu().nan_to_num(1.0, INF, -INF)), bits(expected.nan_to_num(1.0, INF, -INF)))
+    assert torch.equal(
+        bits(there.cpu().nan_to_num(1.0, INF, -INF)), bits(expected.nan_to_num(1.0, INF, -INF))
+    )
     assert len(bits(there)[there.cpu().isnan()].unique()) == 1
 
 
@@ -282,9 +363,28 @@ def test_work_waits_its_turn_on_the_stream_it_is_given() -> None:
     with torch.cuda.stream(side):
         source = torch.full((n,), 2.0, device="cuda")
         total = torch.full((n,), 1.0, device="cuda")
-        for _ in range(20):  # enough queued work that a kernel on another stream would run too early
+        # enough queued work that a kernel on another stream would run too early
+        for _ in range(20):
             source = source * 1.0
-        cuda.accumulate(total.data_ptr(), source.data_ptr(), "fp32", n, first=False, stream=side.cuda_stream)
-        cuda.update("sgd", source.data_ptr(), "fp32", total.data_ptr(), "fp32", 0, "none", 0, 0, "fp32", 0, n, position=0, key=0,
-                    lr=0.5, stream=side.cuda_stream)  # fmt: skip
+        cuda.accumulate(
+            total.data_ptr(), source.data_ptr(), "fp32", n, first=False, stream=side.cuda_stream
+        )
+        cuda.update(
+            "sgd",
+            source.data_ptr(),
+            "fp32",
+            total.data_ptr(),
+            "fp32",
+            0,
+            "none",
+            0,
+            0,
+            "fp32",
+            0,
+            n,
+            position=0,
+            key=0,
+            lr=0.5,
+            stream=side.cuda_stream,
+        )
         assert torch.equal(total, torch.full_like(total, 2.0))

@@ -1,4 +1,5 @@
-"""GPUDirect Storage with the real libcufile, where a GPU and a drive have it: the right bytes, after the model has left."""
+"""GPUDirect Storage with the real libcufile, where a GPU and a drive have it: the right bytes,
+after the model has left."""
 
 from __future__ import annotations
 
@@ -27,11 +28,17 @@ NBYTES, UNITS = 24 << 20, 4
 def store(tmp_path: Path) -> Iterator[tuple[Store, list[Block], list[torch.Tensor]]]:
     """Units on NVMe with random content, and room for one of them on the GPU."""
     config = infinity.Config(
-        nvme=tmp_path, gpu_memory=NBYTES, cpu_memory="32MiB", tuning=infinity.Tuning(cache=0, device="cuda", gpu_direct="on")
+        nvme=tmp_path,
+        gpu_memory=NBYTES,
+        cpu_memory="32MiB",
+        tuning=infinity.Tuning(cache=0, device="cuda", gpu_direct="on"),
     )
     store = Store(config, ComputeDevice("cuda"), Recorder())
     blocks = [
-        store.add(BlockSpec(n, Kind.PARAM, NBYTES, Format("byte", 1, 1), "nvme", NBYTES, 0, f"unit {n}")) for n in range(UNITS)
+        store.add(
+            BlockSpec(n, Kind.PARAM, NBYTES, Format("byte", 1, 1), "nvme", NBYTES, 0, f"unit {n}")
+        )
+        for n in range(UNITS)
     ]
     try:
         store.open(store.placement.layout(NBYTES))

@@ -1,7 +1,8 @@
-"""torch.compile, CUDA graphs, autocast and attention kernels on a GPU, beside the engine: as plain PyTorch, or refused.
+"""torch.compile, CUDA graphs, autocast and attention kernels on a GPU, beside the engine: as plain
+PyTorch, or refused.
 
-Their kernels add in no fixed order, so numbers are compared to a tolerance; `parity/test_compile.py`, `test_autocast.py` and
-`test_other_tools.py` compare bits on the CPU.
+Their kernels add in no fixed order, so numbers are compared to a tolerance;
+`parity/test_compile.py`, `test_autocast.py` and `test_other_tools.py` compare bits on the CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from support.models import Transformer, text_batch, transformer
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore"),  # of inductor, whose warnings change from one torch to the next
+    # of inductor, whose warnings change from one torch to the next
+    pytest.mark.filterwarnings("ignore"),
 ]
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}
 MOVING: dict[str, Any] = {"parameters": "nvme", "gpu_memory": 190_000}  # bytes: not all units fit
@@ -42,7 +44,13 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def wrapped(model: nn.Module, directory: Path, **settings: Any) -> nn.Module:
-    settings = {"gpu_memory": 1 << 22, "cpu_memory": 1 << 26, "cache": 0, "precision": "fp32", "device": "cuda"} | settings
+    settings = {
+        "gpu_memory": 1 << 22,
+        "cpu_memory": 1 << 26,
+        "cache": 0,
+        "precision": "fp32",
+        "device": "cuda",
+    } | settings
     return infinity.wrap(model, config_of(nvme=directory, **settings))
 
 
@@ -74,7 +82,8 @@ def test_compiled_blocks(placement: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_graphs_of_inductor_where_parameters_stay(tmp_path: Path) -> None:
-    """mode="reduce-overhead" captures graphs inside of a block's forward, where no parameter is brought; addresses must stay."""
+    """mode="reduce-overhead" captures graphs inside of a block's forward, where no parameter is
+    brought; addresses must stay."""
     model = wrapped(transformer(depth=3), tmp_path, **RESIDENT)
     for block in model.blocks:
         block.compile(mode="reduce-overhead")
@@ -88,15 +97,23 @@ def test_a_captured_graph_is_refused(placement: dict[str, Any], tmp_path: Path) 
     optimizer = infinity.AdamW(model.parameters(), **SETTINGS)
     inputs = batch(0)
     torch.cuda.synchronize()
-    with pytest.raises(RuntimeError, match="a CUDA graph is being captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match="a CUDA graph is being captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         model(**inputs)
     assert train(model, optimizer) == pytest.approx(plain_losses(), rel=1e-4)
 
 
 def test_graphed_callables_are_refused(tmp_path: Path) -> None:
     model = transformer(depth=3).cuda()
-    torch.cuda.make_graphed_callables(model.blocks[1].up, (torch.randn(2, 8, 32, device="cuda", requires_grad=True),))
-    with pytest.raises(infinity.ConfigError, match=r"the forward of blocks\.1\.up was replaced by make_graphed_callables"):
+    torch.cuda.make_graphed_callables(
+        model.blocks[1].up, (torch.randn(2, 8, 32, device="cuda", requires_grad=True),)
+    )
+    with pytest.raises(
+        infinity.ConfigError,
+        match=r"the forward of blocks\.1\.up was replaced by make_graphed_callables",
+    ):
         wrapped(model, tmp_path)
 
 
@@ -138,4 +155,6 @@ def test_attention(backend: str, tmp_path: Path) -> None:
     engine = infinity.engine(model)
     for name, parameter in model.named_parameters():
         expected = plain.get_parameter(name).grad.cpu().float()
-        assert (engine.gradient(parameter).float() - expected).norm() <= 0.02 * expected.norm(), name
+        assert (engine.gradient(parameter).float() - expected).norm() <= 0.02 * expected.norm(), (
+            name
+        )

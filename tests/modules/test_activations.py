@@ -1,4 +1,5 @@
-"""Activations off the compute device: the same numbers, memory that is free meanwhile, and nothing left behind on any path."""
+"""Activations off the compute device: the same numbers, memory that is free meanwhile, and nothing
+left behind on any path."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -55,7 +64,11 @@ def test_gaps_give_each_byte_to_one_at_a_time(steps: list[tuple[bool, int]]) -> 
     for takes, number in steps:
         used = {byte for start, nbytes in taken.items() for byte in range(start, start + nbytes)}
         if takes:
-            fits = [start for start in range(33 - number) if used.isdisjoint(range(start, start + number))]
+            fits = [
+                start
+                for start in range(33 - number)
+                if used.isdisjoint(range(start, start + number))
+            ]
             start = gaps.take(number)
             assert start == (fits[0] if fits else None), "the first range that is long enough"
             if start is not None:
@@ -75,7 +88,8 @@ def test_gaps_give_each_byte_to_one_at_a_time(steps: list[tuple[bool, int]]) -> 
 
 
 class Watched(Copy):
-    """Like those of `discrete`, but it does not keep its source alive, which is for whoever asked for it."""
+    """Like those of `discrete`, but it does not keep its source alive, which is for whoever asked
+    for it."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor, lost: list[str]) -> None:
         super().__init__()
@@ -117,9 +131,13 @@ class WatchedDevice(DiscreteDevice):
         self.marked = mark.number
         return mark
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> Copy:
+    def _copy(
+        self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None
+    ) -> Copy:
         if after is None or after.number != self.marked:
-            self.lost.append("a copy that may come before the model has made its source, or left its target")
+            self.lost.append(
+                "a copy that may come before the model has made its source, or left its target"
+            )
         self.queue.append(Watched(target, source, self.lost))
         for copy in self.queue[: -2 * AHEAD]:  # ends whether anybody looks or not
             copy.wait()
@@ -128,7 +146,8 @@ class WatchedDevice(DiscreteDevice):
 
 
 class Rig:
-    """A tier of `pages` pages of host memory; `drive` pages on NVMe, None for as many as it takes, "no" for no drive."""
+    """A tier of `pages` pages of host memory; `drive` pages on NVMe, None for as many as it takes,
+    "no" for no drive."""
 
     def __init__(self, discrete: bool, pages: int, drive: int | str | None = None) -> None:
         self.stack = ExitStack()
@@ -145,7 +164,9 @@ class Rig:
             self.nvme.reserve(2 * PAGE)
             self.nvme.open()
             self.stack.callback(self.nvme.close)
-        self.tier = Activations(self.device, self.device.host_memory(pages * PAGE), self.nvme, Recorder(), poison=True)
+        self.tier = Activations(
+            self.device, self.device.host_memory(pages * PAGE), self.nvme, Recorder(), poison=True
+        )
         self.stack.callback(self.tier.close)
 
     def __enter__(self) -> Rig:
@@ -171,25 +192,44 @@ class Rig:
     def assert_empty(self) -> None:
         settle(self.tier)
         assert self.tier.used == self.tier._unwritten_bytes == self.tier._live == 0
-        for left in ("_stacks", "_in_memory", "_unwritten", "_leaving", "_reading", "_ahead", "_dropped"):
+        for left in (
+            "_stacks",
+            "_in_memory",
+            "_unwritten",
+            "_leaving",
+            "_reading",
+            "_ahead",
+            "_dropped",
+        ):
             assert not getattr(self.tier, left), left
         if self.nvme is not None:
             assert self.tier._extents.free == self.nvme.reserved - 2 * PAGE
 
 
 def content(pages: float, seed: int) -> torch.Tensor:
-    return torch.randint(0, 256, (int(pages * PAGE),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0,
+        256,
+        (int(pages * PAGE),),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
 
 
 SIZES = st.sampled_from([0.3, 1, 1.5, 2, 3, 7])
 
 
 class Machine(RuleBasedStateMachine):
-    """Storages that are saved, asked for and dropped in any order, on drives that fail and that are full."""
+    """Storages that are saved, asked for and dropped in any order, on drives that fail and that are
+    full."""
 
     storages: Bundle[Any] = Bundle("storages")
 
-    @initialize(discrete=st.booleans(), pages=st.integers(0, 7), drive=st.sampled_from([None, None, "no", 0, 5]))
+    @initialize(
+        discrete=st.booleans(),
+        pages=st.integers(0, 7),
+        drive=st.sampled_from([None, None, "no", 0, 5]),
+    )
     def open(self, discrete: bool, pages: int, drive: int | str | None) -> None:
         self.rig, self.pages, self.failed = Rig(discrete, pages, drive), pages, False
         self.live: dict[SavedStorage, tuple[float, int]] = {}
@@ -204,8 +244,11 @@ class Machine(RuleBasedStateMachine):
         tensor = content(pages, self.seeds)
         saved = self.rig.tier.save(tensor.untyped_storage())
         if saved is None:
-            assert self.rig.nvme is None or self.rig.tier._full or pages > self.pages, "only for want of room"
-            return None, tensor  # in the bundle all the same: what finds room on a small drive depends on time
+            assert self.rig.nvme is None or self.rig.tier._full or pages > self.pages, (
+                "only for want of room"
+            )
+            # in the bundle all the same: what finds room on a small drive depends on time
+            return None, tensor
         self.live[saved] = pages, self.seeds
         return saved, tensor if keep else None
 
@@ -244,12 +287,22 @@ class Machine(RuleBasedStateMachine):
         tier = self.rig.tier
         everything = [*self.live, *tier._ending]
         for ranges in (
-            [(s.start, s.start + s.slot.numel()) for s in everything if s.slot is not None and s.start is not None],
-            [(s.extent.start, s.extent.start + s.extent.nbytes) for s in everything if s.extent is not None],
+            [
+                (s.start, s.start + s.slot.numel())
+                for s in everything
+                if s.slot is not None and s.start is not None
+            ],
+            [
+                (s.extent.start, s.extent.start + s.extent.nbytes)
+                for s in everything
+                if s.extent is not None
+            ],
         ):
             ranges.sort()
             assert all(first[1] <= second[0] for first, second in itertools.pairwise(ranges))
-        assert tier.used == sum(s.slot.numel() for s in everything if s.slot is not None and s.start is not None)
+        assert tier.used == sum(
+            s.slot.numel() for s in everything if s.slot is not None and s.start is not None
+        )
         assert len(tier._ahead) <= 2 * max(AHEAD, len(tier._stacks))
 
     def teardown(self) -> None:
@@ -288,10 +341,18 @@ def test_what_is_likely_to_be_asked_for_next_comes_ahead(discrete: bool) -> None
         for seed in range(31, 25, -1):
             rig.fetch(saved[seed])
             rig.tier.drop(saved.pop())
-        coming = [each for each in saved if each.state in (StorageState.READING, StorageState.CLEAN) and each.rank < 24]
-        assert coming and max(each.rank for each in coming) == 23, "slots that are free are read into"
+        coming = [
+            each
+            for each in saved
+            if each.state in (StorageState.READING, StorageState.CLEAN) and each.rank < 24
+        ]
+        assert coming and max(each.rank for each in coming) == 23, (
+            "slots that are free are read into"
+        )
         copied = {each.rank for each in saved if each.memory is not None}
-        assert copied - {22, 23} == ({24, 25} if discrete else set()), "and what is in slots; 22 and 23 may still be being read"
+        assert copied - {22, 23} == ({24, 25} if discrete else set()), (
+            "and what is in slots; 22 and 23 may still be being read"
+        )
 
 
 def test_each_thread_that_saves_has_an_order_of_its_own() -> None:
@@ -301,7 +362,9 @@ def test_each_thread_that_saves_has_an_order_of_its_own() -> None:
         for each in rig.tier._leaving:
             each.leaving.wait()  # type: ignore[union-attr]
         rig.fetch(saved[9])
-        assert [saved.index(each) for each in rig.tier._ahead] == [6, 10, 11], "the next of this thread, the tops of the others"
+        assert [saved.index(each) for each in rig.tier._ahead] == [6, 10, 11], (
+            "the next of this thread, the tops of the others"
+        )
         for each in saved:
             rig.tier.drop(each)
 
@@ -315,7 +378,8 @@ def in_turns(works: list[Callable[[], object]]) -> None:
 
 
 def test_memory_of_the_device_is_free_after_a_few_more_have_left() -> None:
-    """The copies have not ended, for nobody has looked; and what is still there is not copied back."""
+    """The copies have not ended, for nobody has looked; and what is still there is not copied
+    back."""
     with Rig(discrete=True, pages=32, drive="no") as rig:
         saved = [rig.save(1, seed) for seed in range(3 * AHEAD)]
         alive = [not each.origin.expired() for each in saved]
@@ -361,11 +425,14 @@ def test_a_drive_that_is_full_keeps_them_on_the_device_and_memory_that_is_full_t
         rig.tier.stepped()
         assert rig.tier.last_step.not_offloaded == 2 * PAGE
         del tensors
-        for seed, each in enumerate(filter(None, saved)):  # in the order in which nobody has room for them
+        # in the order in which nobody has room for them
+        for seed, each in enumerate(filter(None, saved)):
             assert torch.equal(rig.fetch(each), content(1, seed))
 
 
-def test_the_drive_grows_without_moving_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_drive_grows_without_moving_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nvme_module, "STRIPE_BYTES", 2 * PAGE)
     folders = [tmp_path / name for name in "abc"]
     for folder in folders:
@@ -378,7 +445,9 @@ def test_the_drive_grows_without_moving_what_is_there(tmp_path: Path, monkeypatc
         memory, extents = torch.empty(0), []
         extend = nvme_module._extend
         monkeypatch.setattr(
-            nvme_module, "_extend", lambda file, n: extend(file, n) if file is not refused or n <= 6 * PAGE else False
+            nvme_module,
+            "_extend",
+            lambda file, n: extend(file, n) if file is not refused or n <= 6 * PAGE else False,
         )
         memory = ComputeDevice("cpu").host_memory(5 * PAGE)
         for number in range(12):
@@ -398,10 +467,14 @@ def test_the_drive_grows_without_moving_what_is_there(tmp_path: Path, monkeypatc
         assert refused.size() <= 6 * PAGE
         sizes = [file.size() for file in nvme._files]
         answers = iter([True])
-        monkeypatch.setattr(nvme_module, "_extend", lambda file, n: next(answers, False) and extend(file, n))
+        monkeypatch.setattr(
+            nvme_module, "_extend", lambda file, n: next(answers, False) and extend(file, n)
+        )
         nvme._budget = None
         assert nvme.grow(5 * PAGE) is None
-        assert [file.size() for file in nvme._files] == sizes, "what there is no room for leaves nothing"
+        assert [file.size() for file in nvme._files] == sizes, (
+            "what there is no room for leaves nothing"
+        )
     finally:
         nvme.close()
 
@@ -409,8 +482,13 @@ def test_the_drive_grows_without_moving_what_is_there(tmp_path: Path, monkeypatc
 # The engine
 
 LEAST: dict[str, Any] = {
-    "parameters": "cpu", "optimizer": "cpu", "gpu_memory": "16MiB", "gpu_cache": 0, "cpu_memory": "16MiB", "poison": True
-}  # fmt: skip
+    "parameters": "cpu",
+    "optimizer": "cpu",
+    "gpu_memory": "16MiB",
+    "gpu_cache": 0,
+    "cpu_memory": "16MiB",
+    "poison": True,
+}
 PLACES: dict[str, tuple[bool, dict[str, Any]]] = {
     "host memory": (True, {"activations": "cpu"}),
     "some of host memory": (True, {"activations": "cpu", "activation_memory": "24KiB"}),
@@ -418,7 +496,10 @@ PLACES: dict[str, tuple[bool, dict[str, Any]]] = {
     "the host itself": (False, {"activations": "cpu"}),
     "nvme": (False, {"activations": "nvme", "activation_memory": "24KiB"}),
     "nvme, from a device": (True, {"activations": "nvme", "activation_memory": "24KiB"}),
-    "nvme with all states": (True, {"activations": "nvme", "parameters": "nvme", "optimizer": "nvme", "cache": 0}),
+    "nvme with all states": (
+        True,
+        {"activations": "nvme", "parameters": "nvme", "optimizer": "nvme", "cache": 0},
+    ),
 }
 
 
@@ -432,7 +513,9 @@ def wrapped(model: nn.Module, discrete: bool = False, **config: Any) -> Iterator
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if discrete:
             patch.setattr(sys.modules["infinity.build"], "ComputeDevice", DiscreteDevice)
-        with infinity.engine(infinity.wrap(model, config_of(**LEAST | {"nvme": folder, "device": "cpu"} | config))) as engine:
+        with infinity.engine(
+            infinity.wrap(model, config_of(**LEAST | {"nvme": folder, "device": "cpu"} | config))
+        ) as engine:
             yield engine
 
 
@@ -466,7 +549,9 @@ def plainly(model: nn.Module) -> nn.Module:
 
 def checkpointed(reentrant: bool) -> Callable[[nn.Module], nn.Module]:
     def change(model: nn.Module) -> nn.Module:
-        vars(model)["run_block"] = lambda number, block, x: checkpoint(block, x, use_reentrant=reentrant)
+        vars(model)["run_block"] = lambda number, block, x: checkpoint(
+            block, x, use_reentrant=reentrant
+        )
         return model
 
     return change
@@ -477,10 +562,17 @@ def twice(model: nn.Module) -> nn.Module:
     return model
 
 
-WAYS = {"plain": plainly, "checkpointed": checkpointed(False), "checkpointed, reentrant": checkpointed(True), "used twice": twice}
+WAYS = {
+    "plain": plainly,
+    "checkpointed": checkpointed(False),
+    "checkpointed, reentrant": checkpointed(True),
+    "used twice": twice,
+}
 
 
-def train(engine: infinity.Engine, order: str = "", accumulation: int = 2, steps: int = 3) -> list[torch.Tensor]:
+def train(
+    engine: infinity.Engine, order: str = "", accumulation: int = 2, steps: int = 3
+) -> list[torch.Tensor]:
     optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=1.0)
     found: list[torch.Tensor] = []
     for step in range(steps):
@@ -493,7 +585,11 @@ def train(engine: infinity.Engine, order: str = "", accumulation: int = 2, steps
                 (loss / accumulation).backward()
                 found.append(loss.detach())
                 del loss
-        found += [gradient for p in engine.model.parameters() if (gradient := engine.gradient(p)) is not None]
+        found += [
+            gradient
+            for p in engine.model.parameters()
+            if (gradient := engine.gradient(p)) is not None
+        ]
         optimizer.step()
         optimizer.zero_grad()
     engine.drain()
@@ -503,7 +599,11 @@ def train(engine: infinity.Engine, order: str = "", accumulation: int = 2, steps
 
 def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert len(found) == len(expected)
-    assert not [number for number, pair in enumerate(zip(found, expected, strict=True)) if not torch.equal(*pair)]
+    assert not [
+        number
+        for number, pair in enumerate(zip(found, expected, strict=True))
+        if not torch.equal(*pair)
+    ]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -517,7 +617,9 @@ def test_numbers_are_those_of_activations_on_the_device(place: str, way: str) ->
         report = engine.report()
         moves = place not in ("no host memory", "the host itself")
         assert (report.activations_offloaded > 0) == moves
-        assert (report.activations_not_offloaded > 0) == (place in ("some of host memory", "no host memory"))
+        assert (report.activations_not_offloaded > 0) == (
+            place in ("some of host memory", "no host memory")
+        )
         assert (report.activations_written > 0) == (
             config.get("activation_memory") == "24KiB" and config["activations"] == "nvme"
         )
@@ -539,11 +641,16 @@ def test_numbers_are_the_same_where_micro_batches_run_together(place: str, reent
 
 
 def test_each_storage_moves_once_and_no_parameter_nor_buffer_moves() -> None:
-    """With checkpointing: what goes into the 4 blocks, the norm and the head, and what the loss saves of 64 logits per token."""
+    """With checkpointing: what goes into the 4 blocks, the norm and the head, and what the loss
+    saves of 64 logits per token."""
     with wrapped(checkpointed(False)(transformer()), activations="nvme") as engine:
         train(engine, accumulation=1)
         hidden = 2 * 8 * 32 * 4
-        assert engine.report().activations_offloaded == engine.report().activations_peak == 4 * hidden + 2 * hidden + 2 * hidden
+        assert (
+            engine.report().activations_offloaded
+            == engine.report().activations_peak
+            == 4 * hidden + 2 * hidden + 2 * hidden
+        )
 
 
 def test_a_fused_projection_and_the_input_of_three_layers_move_once() -> None:
@@ -555,7 +662,8 @@ def test_a_fused_projection_and_the_input_of_three_layers_move_once() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.first(x)  # saves x
-            z = self.a(y) * self.table + self.b(y) + self.c(y)  # y three times, and the table, which is a buffer
+            # y three times, and the table, which is a buffer
+            z = self.a(y) * self.table + self.b(y) + self.c(y)
             left, right = z.chunk(2, dim=1)
             return (left * right).sum()  # z twice
 
@@ -566,7 +674,9 @@ def test_a_fused_projection_and_the_input_of_three_layers_move_once() -> None:
         assert tier_of(engine).last_step.offloaded == 3 * 16 * 64 * 4
 
 
-@pytest.mark.parametrize("config", [{}, {"activations": "nvme", "activation_memory": "8KiB"}], ids=["gpu", "nvme"])
+@pytest.mark.parametrize(
+    "config", [{}, {"activations": "nvme", "activation_memory": "8KiB"}], ids=["gpu", "nvme"]
+)
 def test_what_was_changed_and_saved_again_is_what_it_was_then(config: dict[str, Any]) -> None:
     class Changes(nn.Module):
         def __init__(self) -> None:
@@ -590,7 +700,11 @@ def test_what_was_changed_and_saved_again_is_what_it_was_then(config: dict[str, 
     with wrapped(Changes(), **config) as engine:
         unused, loss = engine.model(x)
         loss.backward()
-        found = [gradient for p in engine.model.parameters() if (gradient := engine.gradient(p)) is not None]
+        found = [
+            gradient
+            for p in engine.model.parameters()
+            if (gradient := engine.gradient(p)) is not None
+        ]
         assert_same(found, gradients(plain))
         del unused
 
@@ -621,7 +735,9 @@ def test_a_loss_that_is_dropped_frees_what_its_forward_saved() -> None:
     seen: list[StorageWeakRef] = []
     for config in ({}, {"activations": "nvme", "activation_memory": "24KiB"}):
         model = transformer()
-        model.head.register_forward_hook(lambda module, args, output: seen.append(StorageWeakRef(args[0].untyped_storage())))
+        model.head.register_forward_hook(
+            lambda module, args, output: seen.append(StorageWeakRef(args[0].untyped_storage()))
+        )
         with wrapped(model, **config) as engine:
             for number in range(3):
                 outputs = engine.model(**text_batch(number))
@@ -665,7 +781,9 @@ def test_a_backward_may_come_again_and_be_recorded_itself(place: str) -> None:
 
 
 @pytest.mark.parametrize("config", [{}, {"activations": "nvme"}], ids=["gpu", "nvme"])
-def test_what_was_changed_after_it_was_saved_is_refused_as_by_plain_pytorch(config: dict[str, Any]) -> None:
+def test_what_was_changed_after_it_was_saved_is_refused_as_by_plain_pytorch(
+    config: dict[str, Any],
+) -> None:
     class Edits(nn.Module):
         def __init__(self, edited: bool) -> None:
             super().__init__()
@@ -680,12 +798,18 @@ def test_what_was_changed_after_it_was_saved_is_refused_as_by_plain_pytorch(conf
             return z.sum()
 
     x = torch.randn(16, 64)
-    text = r"modified by an inplace operation: \[torch.FloatTensor \[16, 64\]\].* is at version 2; expected version"
+    text = (
+        r"modified by an inplace operation: \[torch.FloatTensor \[16, 64\]\].* is at "
+        r"version 2; expected version"
+    )
     with pytest.raises(RuntimeError, match=text):
         Edits(True)(x).backward()
     with wrapped(Edits(True), **config) as engine, pytest.raises(RuntimeError, match=text):
         engine.model(x).backward()
-    with wrapped(Edits(False), **config) as engine, pytest.raises(RuntimeError, match="is at version 1; expected version 0"):
+    with (
+        wrapped(Edits(False), **config) as engine,
+        pytest.raises(RuntimeError, match="is at version 1; expected version 0"),
+    ):
         engine.model(x).backward()
 
 
@@ -727,7 +851,9 @@ def test_nothing_is_left_behind_by_an_error(place: str, where: str) -> None:
 
 @pytest.mark.parametrize("place", ["nvme", "nvme, from a device"])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_drive_that_fails_is_told_to_the_backward_and_training_goes_on(place: str, phase: str) -> None:
+def test_a_drive_that_fails_is_told_to_the_backward_and_training_goes_on(
+    place: str, phase: str
+) -> None:
     discrete, config = PLACES[place]
     with wrapped(transformer()) as other:
         expected = train(other)
@@ -757,7 +883,10 @@ def test_a_closed_engine_says_what_became_of_a_forward(place: str) -> None:
     with wrapped(model, discrete, **config) as engine:
         loss = engine.model(**text_batch(0)).loss
         tier = tier_of(engine)
-    with pytest.raises(EngineClosedError, match=r"what a forward had saved for its backward; call backward\(\) before close\(\)"):
+    with pytest.raises(
+        EngineClosedError,
+        match=r"what a forward had saved for its backward; call backward\(\) before close\(\)",
+    ):
         loss.backward()
     del loss
     assert tier.used == 0
@@ -765,7 +894,9 @@ def test_a_closed_engine_says_what_became_of_a_forward(place: str) -> None:
 
 def test_an_engine_that_is_collected_takes_its_activations_along() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        config = config_of(**LEAST, nvme=folder, device="cpu", activations="nvme", activation_memory="24KiB")
+        config = config_of(
+            **LEAST, nvme=folder, device="cpu", activations="nvme", activation_memory="24KiB"
+        )
         model = infinity.wrap(transformer(), config)
         engine = weakref.ref(infinity.engine(model))
         loss = model(**text_batch(0)).loss
@@ -796,7 +927,10 @@ def test_memory_for_activations_is_part_of_cpu_memory() -> None:
     for config in ({"activations": "nvme"}, {"activations": "cpu", "discrete": True}):
         with wrapped(transformer(), **config, activation_memory="3MiB") as engine:
             assert tier_of(engine)._capacity == 3 << 20
-        text = r"saved activations 20 MiB \(activation_memory\) and staging .*; the smallest cpu_memory that works is (\d+) "
+        text = (
+            r"saved activations 20 MiB \(activation_memory\) and staging .*; the "
+            r"smallest cpu_memory that works is (\d+) "
+        )
         with pytest.raises(BudgetError, match=text) as refusal:
             stack = ExitStack()
             stack.enter_context(wrapped(transformer(), **config, activation_memory="20MiB"))
@@ -804,7 +938,9 @@ def test_memory_for_activations_is_part_of_cpu_memory() -> None:
         with wrapped(transformer(), **config, activation_memory="20MiB", cpu_memory=least):
             pass
         with pytest.raises(BudgetError):
-            stack.enter_context(wrapped(transformer(), **config, activation_memory="20MiB", cpu_memory=least - 1))
+            stack.enter_context(
+                wrapped(transformer(), **config, activation_memory="20MiB", cpu_memory=least - 1)
+            )
 
 
 @given(
@@ -820,7 +956,9 @@ def test_host_memory_is_divided_and_not_exceeded(
     staged = Staged(kinds, min(kinds, 1), 1 << 14, 1 << 20, 1 << 24, on_nvme)
     least = staged.least + (fixed or 0)
     available += least
-    plan, saved = divide_with_activations(available, staged, cache, "auto" if fixed is None else fixed)
+    plan, saved = divide_with_activations(
+        available, staged, cache, "auto" if fixed is None else fixed
+    )
     total = plan.cache + plan.slots * plan.chunk_elements * WIDEST_ELEMENT + saved
     assert total <= available and plan.staged_sets >= (1 if kinds and plan.cache < on_nvme else 0)
     if fixed is None:
@@ -831,7 +969,9 @@ def test_host_memory_is_divided_and_not_exceeded(
 
 
 def test_a_limit_on_nvme_holds_for_activations_too() -> None:
-    with wrapped(transformer(), activations="nvme", activation_memory="24KiB", nvme_memory="4MiB") as engine:
+    with wrapped(
+        transformer(), activations="nvme", activation_memory="24KiB", nvme_memory="4MiB"
+    ) as engine:
         optimizer = infinity.AdamW(engine.model.parameters())
         engine.model(**text_batch(0, rows=256, length=32)).loss.backward()
         optimizer.step()

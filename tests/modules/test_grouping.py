@@ -1,4 +1,5 @@
-"""Every parameter is in exactly one unit, repeated blocks are units, small ones together, and whoever uses a unit is hooked."""
+"""Every parameter is in exactly one unit, repeated blocks are units, small ones together, and
+whoever uses a unit is hooked."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def check(model: nn.Module, units: object = None) -> list[Group]:
     groups = group_parameters(model, owners)
     named = dict(model.named_parameters(remove_duplicate=False))
     grouped = [(name, parameter) for group in groups for name, parameter in group.parameters]
-    assert sorted(id(p) for _, p in grouped) == sorted({id(p) for p in named.values()}), "each in exactly one unit"
+    assert sorted(id(p) for _, p in grouped) == sorted({id(p) for p in named.values()}), (
+        "each in exactly one unit"
+    )
     for name, parameter in grouped:
         assert named[name] is parameter
     for group in groups:
@@ -80,13 +83,20 @@ def check(model: nn.Module, units: object = None) -> list[Group]:
     users = find_users(model, owners, unit_of)
     assert model in users, "where a cycle begins"
     for module, used in users.items():
-        assert not isinstance(module, CONTAINERS), "a container has no forward that a hook could see"
+        assert not isinstance(module, CONTAINERS), (
+            "a container has no forward that a hook could see"
+        )
         assert len(set(used)) == len(used)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             for chain in paths_to(model, module):
-                holders = [other for other in chain if unit_of[id(parameter)] in users.get(other, ())]
-                assert holders, "a module that touches a parameter is inside of a hooked one that brings its unit"
+                holders = [
+                    other for other in chain if unit_of[id(parameter)] in users.get(other, ())
+                ]
+                assert holders, (
+                    "a module that touches a parameter is inside of a hooked one that "
+                    "brings its unit"
+                )
     return groups
 
 
@@ -98,7 +108,9 @@ def test_repeated_blocks_are_units():
     groups = check(Model())
     assert names(groups) == ["embeddings", "blocks.0", "blocks.1", "blocks.2", "norm"]
     assert [len(group.parameters) for group in groups] == [1, 6, 6, 6, 2]
-    assert groups[0].parameters[0][0] == "embeddings.weight", "a tied parameter is where it comes first, and only there"
+    assert groups[0].parameters[0][0] == "embeddings.weight", (
+        "a tied parameter is where it comes first, and only there"
+    )
 
 
 def test_blocks_of_a_sequential_are_units():
@@ -139,14 +151,23 @@ def test_a_single_module_is_a_unit():
 def test_units_given_as_classes_and_instances():
     model = Model()
     assert names(check(model, [nn.Sequential])) == [
-        "embeddings", "blocks.0.norm", "blocks.0.mlp", "blocks.1.norm", "blocks.1.mlp", "blocks.2.norm", "blocks.2.mlp", "norm",
-    ]  # fmt: skip
+        "embeddings",
+        "blocks.0.norm",
+        "blocks.0.mlp",
+        "blocks.1.norm",
+        "blocks.1.mlp",
+        "blocks.2.norm",
+        "blocks.2.mlp",
+        "norm",
+    ]
     groups = check(model, [model.blocks[1], nn.LayerNorm])
     assert names(groups) == [
         "embeddings", "blocks.0.norm", "blocks.0.mlp.0", "blocks.0.mlp.2", "blocks.1",
         "blocks.2.norm", "blocks.2.mlp.0", "blocks.2.mlp.2", "norm",
     ]  # fmt: skip
-    assert names(check(model, [Block, Model])) == names(check(model)), "the model itself is not below itself"
+    assert names(check(model, [Block, Model])) == names(check(model)), (
+        "the model itself is not below itself"
+    )
     for missing in ([nn.Conv2d], [Block()]):
         with pytest.raises(ConfigError, match=r"units=\.\.\. matches no module"):
             find_owners(model, missing)
@@ -158,18 +179,29 @@ class Container(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scales = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(2)])
-        self.parts = nn.ModuleDict({"a": nn.Linear(8, 8), "b": nn.ParameterDict({"shift": nn.Parameter(torch.zeros(8))})})
+        self.parts = nn.ModuleDict(
+            {"a": nn.Linear(8, 8), "b": nn.ParameterDict({"shift": nn.Parameter(torch.zeros(8))})}
+        )
         self.offset = nn.Parameter(torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.parts["a"](x * self.scales[0]) * self.scales[1] + self.parts["b"]["shift"] + self.offset
+        return (
+            self.parts["a"](x * self.scales[0]) * self.scales[1]
+            + self.parts["b"]["shift"]
+            + self.offset
+        )
 
 
 def test_what_containers_hold_belongs_to_the_module_around_them():
     model = nn.Sequential(nn.Linear(8, 8), Container())
     groups = check(model)
     assert names(groups) == ["0", "1", "1.parts.a"]
-    assert [name for name, _ in groups[1].parameters] == ["1.offset", "1.scales.0", "1.scales.1", "1.parts.b.shift"]
+    assert [name for name, _ in groups[1].parameters] == [
+        "1.offset",
+        "1.scales.0",
+        "1.scales.1",
+        "1.parts.b.shift",
+    ]
     assert groups[1].owner is model[1]
 
 
@@ -182,7 +214,11 @@ def test_dtypes_and_frozen_parameters_are_split():
         "0 (float32)": 5, "0 (float32, frozen)": 1, "1 (bfloat16)": 2, "1 (float32)": 4,
     }  # fmt: skip
     stored = group_parameters(model, find_owners(model), torch.float16)
-    assert {group.name: len(group.parameters) for group in stored} == {"0 (float16)": 5, "0 (float16, frozen)": 1, "1": 6}
+    assert {group.name: len(group.parameters) for group in stored} == {
+        "0 (float16)": 5,
+        "0 (float16, frozen)": 1,
+        "1": 6,
+    }
 
 
 def test_an_integer_parameter_keeps_its_dtype():
@@ -194,7 +230,9 @@ def test_an_integer_parameter_keeps_its_dtype():
 
 def test_a_block_that_is_used_in_two_places_is_one_unit():
     block = Block()
-    model = nn.Sequential(nn.Sequential(block, Block()), nn.Linear(8, 8), nn.Sequential(block, Block()))
+    model = nn.Sequential(
+        nn.Sequential(block, Block()), nn.Linear(8, 8), nn.Sequential(block, Block())
+    )
     check(model)
 
 
@@ -209,7 +247,8 @@ def test_parameters_tied_across_blocks_are_held_once_and_brought_for_both():
 
 
 class Shared(nn.Module):
-    """Whatever the engine must get right at once: ties, containers, a block used twice, parameters of the model itself."""
+    """Whatever the engine must get right at once: ties, containers, a block used twice, parameters
+    of the model itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +269,11 @@ def test_the_hooks_bring_all_that_a_forward_and_its_backward_use(tmp_path: Path,
     torch.manual_seed(0)
     model = Shared()
     budgets = {"gpu_memory": "2MiB", "cpu_memory": "4MiB", "cache": 0}
-    infinity.wrap(model, config_of(nvme=[tmp_path], precision="fp32", poison=True, device="cpu", **budgets), units=units)
+    infinity.wrap(
+        model,
+        config_of(nvme=[tmp_path], precision="fp32", poison=True, device="cpu", **budgets),
+        units=units,
+    )
     ids = torch.arange(10)
     with infinity.engine(model) as engine:
         for _ in range(2):
@@ -238,7 +281,9 @@ def test_the_hooks_bring_all_that_a_forward_and_its_backward_use(tmp_path: Path,
             assert torch.equal(loss, expected)
             expected.backward()
             loss.backward()
-        for (name, a), (_, b) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        for (name, a), (_, b) in zip(
+            model.named_parameters(), plain.named_parameters(), strict=True
+        ):
             gradient = engine.gradient(a)
             assert gradient is not None and torch.equal(gradient, b.grad), name
 
@@ -249,20 +294,26 @@ def test_the_hooks_bring_all_that_a_forward_and_its_backward_use(tmp_path: Path,
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=3, n_head=2))
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=3, n_head=2)
+    )
 
 
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1))
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1)
+    )
 
 
 def t5() -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    return T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2))
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2)
+    )
 
 
 def bert() -> nn.Module:
@@ -282,8 +333,16 @@ def vit() -> nn.Module:
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
-    return MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1))
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    return MixtralForCausalLM(
+        MixtralConfig(**sizes, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1)
+    )
 
 
 @pytest.mark.parametrize(
@@ -305,7 +364,9 @@ def test_transformers(build: Callable[[], nn.Module], blocks: list[str]):
     assert [name for name in names(groups) if name in expected] == expected
     for group in groups:
         if group.name in expected:
-            assert len(group.parameters) == len(list(group.owner.parameters())), "a block is one unit"
+            assert len(group.parameters) == len(list(group.owner.parameters())), (
+                "a block is one unit"
+            )
 
 
 def test_a_part_of_a_block_that_is_used_outside_of_it_is_hooked_itself():
@@ -314,7 +375,12 @@ def test_a_part_of_a_block_that_is_used_outside_of_it_is_hooked_itself():
     groups = check(model, [Block])
     unit_of = {id(p): number for number, group in enumerate(groups) for _, p in group.parameters}
     users = find_users(model, find_owners(model, [Block]), unit_of)
-    assert users[model.blocks[0].mlp[0]] == users[model.blocks[0].mlp[2]] == users[model.blocks[0]] == [1]
+    assert (
+        users[model.blocks[0].mlp[0]]
+        == users[model.blocks[0].mlp[2]]
+        == users[model.blocks[0]]
+        == [1]
+    )
     assert model.blocks[0].norm not in users and model.blocks[1].mlp[0] not in users
 
 
@@ -323,7 +389,10 @@ def test_t5_relative_positions_and_tied_embeddings_are_units_of_their_own_or_of_
     where = {name: group.name for group in groups for name, _ in group.parameters}
     assert where["shared.weight"] == "shared"
     assert not {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight"} & set(where)
-    assert where["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"] == "encoder.block.0"
+    assert (
+        where["encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
+        == "encoder.block.0"
+    )
 
 
 # Small neighbours
@@ -334,13 +403,26 @@ def joined(model: nn.Module) -> list[Group]:
     owners = find_owners(model)
     groups = group_parameters(model, owners)
     result = join_small(groups, owners)
-    sizes = {group.name: sum(p.numel() * p.itemsize for _, p in group.parameters) for group in (*groups, *result)}
-    largest, total = max(sizes[group.name] for group in groups), sum(sizes[group.name] for group in groups)
-    assert Counter(id(p) for g in result for _, p in g.parameters) == Counter(id(p) for g in groups for _, p in g.parameters)
-    order = {id(p): number for number, (_, p) in enumerate(named for group in groups for named in group.parameters)}
+    sizes = {
+        group.name: sum(p.numel() * p.itemsize for _, p in group.parameters)
+        for group in (*groups, *result)
+    }
+    largest, total = (
+        max(sizes[group.name] for group in groups),
+        sum(sizes[group.name] for group in groups),
+    )
+    assert Counter(id(p) for g in result for _, p in g.parameters) == Counter(
+        id(p) for g in groups for _, p in g.parameters
+    )
+    order = {
+        id(p): number
+        for number, (_, p) in enumerate(named for group in groups for named in group.parameters)
+    }
     for group in result:
         assert len({(p.dtype, p.requires_grad) for _, p in group.parameters}) == 1
-        assert [order[id(p)] for _, p in group.parameters] == sorted(order[id(p)] for _, p in group.parameters)
+        assert [order[id(p)] for _, p in group.parameters] == sorted(
+            order[id(p)] for _, p in group.parameters
+        )
         if group not in groups:
             first = sizes[next(g.name for g in groups if g.parameters[0] is group.parameters[0])]
             assert sizes[group.name] <= max(largest / 8, min(total / 16, 1 << 20), first * 65 / 64)
@@ -353,7 +435,11 @@ def layers(count: int, width: int = 64) -> list[nn.Module]:
 
 def test_a_long_row_of_small_layers_is_cut_into_units_of_some():
     between = nn.Sequential(nn.Embedding(1000, 64), *layers(50), nn.Linear(64, 1000))
-    assert names(joined(between)) == ["0", *(f"{begin} to {begin + 4}" for begin in range(1, 51, 5)), "51"]
+    assert names(joined(between)) == [
+        "0",
+        *(f"{begin} to {begin + 4}" for begin in range(1, 51, 5)),
+        "51",
+    ]
     assert len(joined(nn.Sequential(*layers(50)))) == 17
     large = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, device="meta") for _ in range(50)))
     assert len(joined(large)) == 50, "as large as each other, and more than a MiB"
@@ -362,15 +448,34 @@ def test_a_long_row_of_small_layers_is_cut_into_units_of_some():
 def test_a_norm_between_blocks_goes_with_the_block_before():
     rows = [layer for _ in range(4) for layer in (nn.Linear(128, 128), nn.LayerNorm(128))]
     assert names(joined(nn.Sequential(*rows))) == ["0 to 1", "2 to 3", "4 to 5", "6 to 7"]
-    assert names(joined(Model(width=64))) == ["embeddings", "blocks.0", "blocks.1", "blocks.2", "norm"]
+    assert names(joined(Model(width=64))) == [
+        "embeddings",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "norm",
+    ]
 
 
 def test_adapters_of_frozen_blocks_are_joined_across_them():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2), nn.Linear(2, 256)) for _ in range(6)))
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2), nn.Linear(2, 256))
+            for _ in range(6)
+        )
+    )
     for block in model:
         block[0].requires_grad_(False)
     groups = joined(model)
-    assert [group.parameters[0][1].requires_grad for group in groups] == [False, True, False, False, False, False, False]
+    assert [group.parameters[0][1].requires_grad for group in groups] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert names(groups)[1] == "0 (float32) to 5 (float32)"
 
 
@@ -402,7 +507,14 @@ def test_units_that_are_given_stay_and_joining_changes_no_number_and_no_budget(t
         torch.manual_seed(0)
         return nn.Sequential(nn.Embedding(400, 32), *(layers(12, width=32)), nn.Linear(32, 400))
 
-    common = {"nvme": [tmp_path], "precision": "fp32", "device": "cpu", "cpu_memory": "16MiB", "cache": 0, "threads": 1}
+    common = {
+        "nvme": [tmp_path],
+        "precision": "fp32",
+        "device": "cpu",
+        "cpu_memory": "16MiB",
+        "cache": 0,
+        "threads": 1,
+    }
     found = []
     for given in (False, True):
         model = build()
@@ -422,5 +534,7 @@ def test_units_that_are_given_stay_and_joining_changes_no_number_and_no_budget(t
                 losses.append(loss.item())
             found.append((losses, engine.state_dict(), len(engine.units), budget))
     (losses, weights, few, budget), (others, expected, many, least) = found
-    assert losses == others and all(torch.equal(value, expected[name]) for name, value in weights.items())
+    assert losses == others and all(
+        torch.equal(value, expected[name]) for name, value in weights.items()
+    )
     assert (few, many) == (8, 14) and budget == least

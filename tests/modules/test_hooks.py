@@ -1,6 +1,8 @@
-"""Models that use their parameters in unusual ways train as they do when they are not wrapped, or are refused in clear words.
+"""Models that use their parameters in unusual ways train as they do when they are not wrapped, or
+are refused in clear words.
 
-Everything lives on NVMe with the smallest budgets, and freed slots are poisoned, so a stale view shows.
+Everything lives on NVMe with the smallest budgets, and freed slots are poisoned, so a stale view
+shows.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ Wrap = Callable[..., nn.Module]
 
 @pytest.fixture
 def wrap(tmp_path: Path) -> Iterator[Wrap]:
-    """Wraps with the smallest budgets, the compute device's times `room`; at the end nothing may be in use any more."""
+    """Wraps with the smallest budgets, the compute device's times `room`; at the end nothing may be
+    in use any more."""
     made: list[nn.Module] = []
 
     def make(model: nn.Module, room: int = 1, **config: Any) -> nn.Module:
@@ -36,10 +39,14 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
         budgets = {"gpu_memory": 1, "cpu_memory": 1}
         while True:
             try:
-                infinity.wrap(model, config_of(**{"nvme": [directory], "poison": True} | budgets | config))
+                infinity.wrap(
+                    model, config_of(**{"nvme": [directory], "poison": True} | budgets | config)
+                )
                 break
             except infinity.BudgetError as error:
-                name, smallest = re.search(r"smallest (\w+) that works is (\d+)", str(error)).groups()  # type: ignore[union-attr]
+                name, smallest = re.search(
+                    r"smallest (\w+) that works is (\d+)", str(error)
+                ).groups()  # type: ignore[union-attr]
                 budgets[name] = int(smallest) * (room if name == "gpu_memory" else 1)
         made.append(model)
         return model
@@ -55,7 +62,9 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
 def assert_unused(model: nn.Module) -> None:
     for unit in infinity.engine(model).units:
         assert unit.data.state.name == "SHARDED", unit.name
-        assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), unit.name
+        assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), (
+            unit.name
+        )
 
 
 class Model(nn.Module):
@@ -82,7 +91,9 @@ class Model(nn.Module):
 class Weighted(nn.Module):
     """Multiplies by what `use` makes of a weight."""
 
-    def __init__(self, weight: nn.Parameter, use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, weight: nn.Parameter, use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__()
         self.weight, self.use = weight, use
 
@@ -99,7 +110,9 @@ def random(*shape: int, **options: Any) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(torch.view_as_complex(x.view(3, WIDTH // 2, 2)) * weight).reshape(3, WIDTH)
+    return torch.view_as_real(torch.view_as_complex(x.view(3, WIDTH // 2, 2)) * weight).reshape(
+        3, WIDTH
+    )
 
 
 class Places(nn.Module):
@@ -134,7 +147,8 @@ class LatePlaces(Model):
 
 
 class Attending(Model):
-    """Attention outside of a repeated block: torch uses the parameters of `out_proj` and never calls it."""
+    """Attention outside of a repeated block: torch uses the parameters of `out_proj` and never
+    calls it."""
 
     def use(self, x: torch.Tensor) -> torch.Tensor:
         return self.special(x[None], x[None], x[None])[0][0]
@@ -144,17 +158,38 @@ class Attending(Model):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Model(Weighted(nn.Parameter(random(WIDTH // 2, 2)), lambda x, w: product(x, torch.view_as_complex(w)))),
-        lambda: Model(Weighted(nn.Parameter(random(WIDTH // 2, dtype=torch.cfloat), False), lambda x, w: product(x, w.conj()))),
-        lambda: Model(Weighted(nn.Parameter(random(WIDTH, WIDTH)), lambda x, w: x @ torch._neg_view(w))),
+        lambda: Model(
+            Weighted(
+                nn.Parameter(random(WIDTH // 2, 2)),
+                lambda x, w: product(x, torch.view_as_complex(w)),
+            )
+        ),
+        lambda: Model(
+            Weighted(
+                nn.Parameter(random(WIDTH // 2, dtype=torch.cfloat), False),
+                lambda x, w: product(x, w.conj()),
+            )
+        ),
+        lambda: Model(
+            Weighted(nn.Parameter(random(WIDTH, WIDTH)), lambda x, w: x @ torch._neg_view(w))
+        ),
         lambda: Model(Weighted(OwnParameter(random(WIDTH, WIDTH)), lambda x, w: x @ w)),
         lambda: LatePlaces(Places()),
         lambda: LatePlaces(PlacesOfPlaces()),
         lambda: Model(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))),
         lambda: Attending(nn.MultiheadAttention(WIDTH, 2, batch_first=True)),
     ],
-    ids=["complex view", "conjugate", "negative", "subclass", "view", "view of a view", "weight_norm", "attention"],
-)  # fmt: skip
+    ids=[
+        "complex view",
+        "conjugate",
+        "negative",
+        "subclass",
+        "view",
+        "view of a view",
+        "weight_norm",
+        "attention",
+    ],
+)
 def test_gradients_are_those_of_the_plain_model(make: Callable[[], nn.Module], wrap: Wrap) -> None:
     torch.manual_seed(0)
     plain = make()
@@ -169,7 +204,9 @@ def test_gradients_are_those_of_the_plain_model(make: Callable[[], nn.Module], w
             loss.backward()
             losses.append(loss.detach())
         assert torch.equal(*losses)
-        for (name, expected), parameter in zip(plain.named_parameters(), model.parameters(), strict=True):
+        for (name, expected), parameter in zip(
+            plain.named_parameters(), model.parameters(), strict=True
+        ):
             actual = infinity.engine(model).gradient(parameter)
             assert (actual is None) == (expected.grad is None), name
             if expected.grad is not None:
@@ -179,7 +216,10 @@ def test_gradients_are_those_of_the_plain_model(make: Callable[[], nn.Module], w
 
 def test_a_view_that_leaves_the_forward_is_refused(wrap: Wrap) -> None:
     model = wrap(LatePlaces(Places()))
-    with pytest.raises(infinity.ShardedParameterError, match=r"^Places leaves a view of special\.places behind.*clone"):
+    with pytest.raises(
+        infinity.ShardedParameterError,
+        match=r"^Places leaves a view of special\.places behind.*clone",
+    ):
         model.special(3)
     with infinity.gathered(model.special):
         assert model.special(3)["places"].shape == (3, WIDTH)
@@ -240,7 +280,9 @@ def test_a_model_that_calls_itself(wrap: Wrap) -> None:
 
 def test_settle_inside_of_a_forward_does_nothing(wrap: Wrap) -> None:
     model = wrap(Model(nn.Linear(WIDTH, WIDTH)))
-    model.blocks[1].register_forward_hook(lambda *_: Probe(infinity.engine(model)).end_interrupted())
+    model.blocks[1].register_forward_hook(
+        lambda *_: Probe(infinity.engine(model)).end_interrupted()
+    )
     model(torch.ones(3, WIDTH)).sum().backward()
     assert all(infinity.engine(model).gradient(p) is not None for p in model.parameters())
 
@@ -252,7 +294,9 @@ def clamped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_change_in_place_inside_of_a_forward(wrap: Wrap) -> None:
-    changed = r"^special\.weight was changed in place inside of a forward.*gathered\(model, write=True\)"
+    changed = (
+        r"^special\.weight was changed in place inside of a forward.*gathered\(model, write=True\)"
+    )
     model = wrap(Model(Weighted(nn.Parameter(random(WIDTH, WIDTH)), clamped)))
     with pytest.raises(infinity.ShardedParameterError, match=changed):
         model(torch.ones(3, WIDTH))
@@ -268,17 +312,23 @@ def test_a_change_in_place_inside_of_a_forward(wrap: Wrap) -> None:
 
 @pytest.mark.parametrize("gradients", ["cpu", "nvme"])
 def test_grad_in_gathered_is_as_outside(gradients: str, wrap: Wrap) -> None:
-    """None forgets the gradient of that parameter alone, a tensor is refused, and a read finds nothing."""
+    """None forgets the gradient of that parameter alone, a tensor is refused, and a read finds
+    nothing."""
     model = wrap(transformer(), gradients=gradients)
     engine, block = infinity.engine(model), model.blocks[0]
     weight = block.up.weight
-    for zero in (lambda: setattr(weight, "grad", None), block.up.zero_grad, lambda: block.up.zero_grad(set_to_none=False)):
+    for zero in (
+        lambda: setattr(weight, "grad", None),
+        block.up.zero_grad,
+        lambda: block.up.zero_grad(set_to_none=False),
+    ):
         model(**text_batch(0)).loss.backward()
         before = {name: engine.gradient(p) for name, p in model.named_parameters()}
         with infinity.gathered(block):
             assert weight.grad is None
             with pytest.raises(
-                infinity.ShardedParameterError, match=r"^the gradient of blocks\.0\.up\.weight is kept by the engine"
+                infinity.ShardedParameterError,
+                match=r"^the gradient of blocks\.0\.up\.weight is kept by the engine",
             ):
                 weight.grad = torch.zeros_like(weight)
             assert engine.gradient(weight) is not None

@@ -17,18 +17,31 @@ from support.models import FAMILIES
 
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
 def test_scales_that_a_parent_module_sets_are_kept(family: str, tmp_path: Path) -> None:
-    """GPT-2's attention scales its child's weight by depth, T5's layers theirs by width: the parent initialises the child."""
+    """GPT-2's attention scales its child's weight by depth, T5's layers theirs by width: the parent
+    initialises the child."""
     model = FAMILIES[family].build()
-    plain = {name: parameter.detach().std() for name, parameter in model.named_parameters() if parameter.numel() >= 1024}
+    plain = {
+        name: parameter.detach().std()
+        for name, parameter in model.named_parameters()
+        if parameter.numel() >= 1024
+    }
     with infinity.init():
         empty = type(model)(model.config)
     assert all(parameter.is_meta for parameter in empty.parameters())
-    wrapped = infinity.wrap(empty, infinity.Config(nvme=tmp_path, gpu_memory="64MiB", cpu_memory="64MiB"), seed=1)
+    wrapped = infinity.wrap(
+        empty, infinity.Config(nvme=tmp_path, gpu_memory="64MiB", cpu_memory="64MiB"), seed=1
+    )
     with infinity.engine(wrapped) as engine:
         values = engine.state_dict()
     assert len(plain) > 5
     for name, std in plain.items():
-        torch.testing.assert_close(values[name].std(), std, rtol=0.2, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            values[name].std(),
+            std,
+            rtol=0.2,
+            atol=1e-6,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def test_a_parameter_without_dimensions_is_trained_like_any_other(tmp_path: Path) -> None:
@@ -124,7 +137,9 @@ class Holder(nn.Module):
         self.outer = nn.Linear(6, 6)
 
 
-def wrap_empty(make: Callable[[], nn.Module], tmp_path: Path, **options: Any) -> dict[str, torch.Tensor]:
+def wrap_empty(
+    make: Callable[[], nn.Module], tmp_path: Path, **options: Any
+) -> dict[str, torch.Tensor]:
     """The weights of what `make` builds inside of `init()`, and `wrap` initialises."""
     with infinity.init():
         model = make()
@@ -178,13 +193,15 @@ class Scaled(nn.Linear):
                 self.weight.copy_(torch.eye(6))
 
 
-@pytest.mark.parametrize("how", ["nn.init", "trunc_normal_", ".data", "row", "registered", "copied"])
+@pytest.mark.parametrize(
+    "how", ["nn.init", "trunc_normal_", ".data", "row", "registered", "copied"]
+)
 def test_other_values_of_a_constructor_are_refused(how: str, tmp_path: Path) -> None:
     text = (
-        r"^1\.weight was given values inside infinity\.init\(\) \(test_init\.py:\d+\), when it had no memory for them, and "
-        r"Scaled\.reset_parameters\(\) would give it others; build that module outside of init\(\), give wrap\(\.\.\., "
-        r"weights=DIRECTORY\), or write these values after wrap instead, inside "
-        r"`with infinity\.gathered\(parameter, write=True\):`$"
+        r"^1\.weight was given values inside infinity\.init\(\) \(test_init\.py:\d+\), when it had "
+        r"no memory for them, and Scaled\.reset_parameters\(\) would give it others; build that "
+        r"module outside of init\(\), give wrap\(\.\.\., weights=DIRECTORY\), or write these "
+        r"values after wrap instead, inside `with infinity\.gathered\(parameter, write=True\):`$"
     )
 
     def make() -> nn.Module:
@@ -209,7 +226,9 @@ def test_a_parent_that_initialises_its_child_is_refused(tmp_path: Path) -> None:
         def reset_parameters(self) -> None:
             nn.init.xavier_normal_(self.child.weight)
 
-    with pytest.raises(infinity.ConfigError, match=r"^child\.weight was given values inside infinity\.init\(\)"):
+    with pytest.raises(
+        infinity.ConfigError, match=r"^child\.weight was given values inside infinity\.init\(\)"
+    ):
         wrap_empty(Parent, tmp_path)
 
 
@@ -221,19 +240,29 @@ def test_values_written_between_init_and_wrap_are_refused(tmp_path: Path) -> Non
     with infinity.init():
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).bfloat16()
     nn.init.normal_(model[1].weight)
-    with pytest.raises(infinity.ConfigError, match=r"^1\.weight was given values after init\(\), when it had no memory"):
+    with pytest.raises(
+        infinity.ConfigError,
+        match=r"^1\.weight was given values after init\(\), when it had no memory",
+    ):
         infinity.wrap(model, config, seed=0)
 
 
 def test_a_parameter_that_is_replaced_after_init_is_another_one(tmp_path: Path) -> None:
     with infinity.init():
-        model = nn.Sequential(nn.Embedding(7, 6, padding_idx=0), nn.Linear(6, 7, bias=False), nn.Linear(7, 7, bias=False))
+        model = nn.Sequential(
+            nn.Embedding(7, 6, padding_idx=0),
+            nn.Linear(6, 7, bias=False),
+            nn.Linear(7, 7, bias=False),
+        )
     model[1].weight = model[0].weight  # which was written more often
     model[2].weight = nn.Parameter(torch.ones(7, 7))
     config = infinity.Config(nvme=[tmp_path], gpu_memory="1MiB", cpu_memory="4MiB")
     with infinity.engine(infinity.wrap(model, config, seed=0)) as engine:
         values = engine.state_dict()
-    assert torch.equal(values["0.weight"], values["1.weight"]) and values["0.weight"][1:].count_nonzero() == 36
+    assert (
+        torch.equal(values["0.weight"], values["1.weight"])
+        and values["0.weight"][1:].count_nonzero() == 36
+    )
     assert torch.equal(values["2.weight"], torch.ones(7, 7))
 
 
@@ -244,14 +273,18 @@ def test_what_is_built_outside_of_init_keeps_everything(tmp_path: Path) -> None:
     values = {name: value.clone() for name, value in model[1].state_dict().items()}
     config = infinity.Config(nvme=[tmp_path], gpu_memory="1MiB", cpu_memory="4MiB")
     with infinity.engine(infinity.wrap(model, config, seed=0)) as engine:
-        assert all(torch.equal(engine.state_dict()[f"1.{name}"], value) for name, value in values.items())
+        assert all(
+            torch.equal(engine.state_dict()[f"1.{name}"], value) for name, value in values.items()
+        )
 
 
 def test_attributes_of_a_parameter_stay(tmp_path: Path) -> None:
     with infinity.init():
         model = nn.Linear(6, 6)
         model.weight.no_decay = True
-    model = infinity.wrap(model, infinity.Config(nvme=[tmp_path], gpu_memory="1MiB", cpu_memory="4MiB"), seed=0)
+    model = infinity.wrap(
+        model, infinity.Config(nvme=[tmp_path], gpu_memory="1MiB", cpu_memory="4MiB"), seed=0
+    )
     with infinity.engine(model):
         assert vars(model.weight) == {"no_decay": True} and vars(model.bias) == {}
 
@@ -270,7 +303,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "LayerNorm": lambda: nn.LayerNorm(4),
     "RMSNorm": lambda: nn.RMSNorm(4),
     "PReLU": lambda: nn.PReLU(4),
-    "AdaptiveLogSoftmaxWithLoss": lambda: nn.AdaptiveLogSoftmaxWithLoss(8, 20, [4, 10], div_value=1.5),
+    "AdaptiveLogSoftmaxWithLoss": lambda: nn.AdaptiveLogSoftmaxWithLoss(
+        8, 20, [4, 10], div_value=1.5
+    ),
 }
 
 
@@ -306,9 +341,10 @@ def test_from_pretrained_inside_of_init_is_refused(auto: bool, tmp_path: Path) -
     built.save_pretrained(tmp_path / "saved")
     kind: Any = AutoModelForCausalLM if auto else type(built)
     text = (
-        r"^LlamaForCausalLM\.from_pretrained inside infinity\.init\(\) loads weights into parameters without memory, "
-        r"so they would be lost; build the model inside init\(\) by from_config, and give "
-        r"infinity\.wrap\(\.\.\., weights=DIRECTORY\); or call from_pretrained outside of init\(\)$"
+        r"^LlamaForCausalLM\.from_pretrained inside infinity\.init\(\) loads weights into "
+        r"parameters without memory, so they would be lost; build the model inside init\(\) by "
+        r"from_config, and give infinity\.wrap\(\.\.\., weights=DIRECTORY\); or call "
+        r"from_pretrained outside of init\(\)$"
     )
     register = nn.Module.register_parameter
     with pytest.raises(infinity.ConfigError, match=text), infinity.init():
@@ -320,7 +356,9 @@ def test_from_pretrained_inside_of_init_is_refused(auto: bool, tmp_path: Path) -
     config = infinity.Config(nvme=[tmp_path / "nvme"], gpu_memory="64MiB", cpu_memory="64MiB")
     with infinity.engine(infinity.wrap(model, config, weights=tmp_path / "saved")) as engine:
         values = engine.state_dict()
-    assert all(torch.equal(values[name], parameter) for name, parameter in built.state_dict().items())
+    assert all(
+        torch.equal(values[name], parameter) for name, parameter in built.state_dict().items()
+    )
     assert not next(kind.from_pretrained(tmp_path / "saved").parameters()).is_meta
 
 
@@ -330,7 +368,9 @@ def test_a_from_pretrained_may_call_init_itself(tmp_path: Path) -> None:
         def from_pretrained(cls, path: Path) -> nn.Module:
             with infinity.init():
                 model = cls(6, 6)
-            return infinity.wrap(model, infinity.Config(nvme=[path], gpu_memory="1MiB", cpu_memory="4MiB"), seed=0)
+            return infinity.wrap(
+                model, infinity.Config(nvme=[path], gpu_memory="1MiB", cpu_memory="4MiB"), seed=0
+            )
 
     model = Mine.from_pretrained(tmp_path)
     with infinity.engine(model) as engine:

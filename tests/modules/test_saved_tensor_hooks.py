@@ -1,7 +1,8 @@
-"""Hooks on saved tensors that a model enters inside of its own forwards never keep a parameter, on any placement.
+"""Hooks on saved tensors that a model enters inside of its own forwards never keep a parameter, on
+any placement.
 
-The parameters lose their bytes with the end of the call, so hooks that keep one as it is would give a backward other bytes. The
-gradients here have the bits that plain PyTorch gives them.
+The parameters lose their bytes with the end of the call, so hooks that keep one as it is would give
+a backward other bytes. The gradients here have the bits that plain PyTorch gives them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import allow_mutation_on_saved_tensors, disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import (
+    allow_mutation_on_saved_tensors,
+    disable_saved_tensors_hooks,
+    save_on_cpu,
+    saved_tensors_hooks,
+)
 from torch.utils.checkpoint import checkpoint
 
 import infinity
@@ -76,9 +82,13 @@ def made(act: Act) -> nn.Module:
 
 
 def gradients_differ(model: nn.Module, plain: nn.Module) -> list[str]:
-    """The parameters of which the gradients of the wrapped `model` and of the plain one differ by a bit."""
+    """The parameters of which the gradients of the wrapped `model` and of the plain one differ by a
+    bit."""
     found = dict(model.named_parameters())
-    pairs = {name: (infinity.engine(model).gradient(found[name]), p.grad) for name, p in plain.named_parameters()}
+    pairs = {
+        name: (infinity.engine(model).gradient(found[name]), p.grad)
+        for name, p in plain.named_parameters()
+    }
     return [name for name, (a, b) in pairs.items() if not (a is b is None or torch.equal(a, b))]
 
 
@@ -112,7 +122,10 @@ def pushed() -> Iterator[None]:
 @contextmanager
 def twice() -> Iterator[None]:
     """Hooks on hooks."""
-    with saved_tensors_hooks(lambda t: [t], lambda kept: kept[0]), saved_tensors_hooks(lambda t: (t,), lambda kept: kept[0]):
+    with (
+        saved_tensors_hooks(lambda t: [t], lambda kept: kept[0]),
+        saved_tensors_hooks(lambda t: (t,), lambda kept: kept[0]),
+    ):
         yield
 
 
@@ -138,7 +151,9 @@ def test_hooks_around_an_operation_of_a_module(
 
 
 @every_kind
-def test_hooks_around_an_operation_and_a_module(hooks: Callable[[], AbstractContextManager[Any]], wrap: Wrap) -> None:
+def test_hooks_around_an_operation_and_a_module(
+    hooks: Callable[[], AbstractContextManager[Any]], wrap: Wrap
+) -> None:
     def act(self: Weighted, x: torch.Tensor) -> torch.Tensor:
         with hooks():
             return self.inner(x * self.weight) * self.weight
@@ -148,7 +163,9 @@ def test_hooks_around_an_operation_and_a_module(hooks: Callable[[], AbstractCont
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_kind
-def test_hooks_inside_of_a_checkpoint(reentrant: bool, hooks: Callable[[], AbstractContextManager[Any]], wrap: Wrap) -> None:
+def test_hooks_inside_of_a_checkpoint(
+    reentrant: bool, hooks: Callable[[], AbstractContextManager[Any]], wrap: Wrap
+) -> None:
     def act(self: Weighted, x: torch.Tensor) -> torch.Tensor:
         def span(y: torch.Tensor) -> torch.Tensor:
             with hooks():
@@ -179,11 +196,16 @@ def test_hooks_that_are_all_of_a_checkpoint(
 @pytest.mark.parametrize("hooks", [nullcontext, *KINDS.values()], ids=["none", *KINDS])
 @every_placement
 def test_a_checkpoint_of_an_operation_of_a_module(
-    reentrant: bool, hooks: Callable[[], AbstractContextManager[Any]], placement: dict[str, Any], wrap: Wrap
+    reentrant: bool,
+    hooks: Callable[[], AbstractContextManager[Any]],
+    placement: dict[str, Any],
+    wrap: Wrap,
 ) -> None:
     def act(self: Weighted, x: torch.Tensor) -> torch.Tensor:
         with hooks():
-            return checkpoint(lambda y: torch.tanh(y * self.weight) * self.weight, x, use_reentrant=reentrant)
+            return checkpoint(
+                lambda y: torch.tanh(y * self.weight) * self.weight, x, use_reentrant=reentrant
+            )
 
     as_plain(act, placement, wrap)
 
@@ -201,7 +223,8 @@ def test_hooks_get_what_is_no_parameter(wrap: Wrap) -> None:
             return torch.sigmoid(x * self.weight)
 
     as_plain(act, {}, wrap)
-    assert {tuple(tensor.shape) for tensor in seen} == {(5, WIDTH), (WIDTH,)}  # of the plain model, and of both
+    # of the plain model, and of both
+    assert {tuple(tensor.shape) for tensor in seen} == {(5, WIDTH), (WIDTH,)}
     assert sum(tensor.shape == (WIDTH,) for tensor in seen) == 4
 
 
@@ -309,7 +332,9 @@ def test_hooks_outside_of_forwards_are_left_alone(wrap: Wrap) -> None:
 
 def test_a_model_without_hooks_on_saved_tensors_is_refused(wrap: Wrap) -> None:
     model = wrap(made(lambda self, x: x * self.weight), {})
-    refused = r"hooks on saved tensors are disabled here \(none of them\).*come back for the backward"
+    refused = (
+        r"hooks on saved tensors are disabled here \(none of them\).*come back for the backward"
+    )
     with disable_saved_tensors_hooks("none of them"):
         for module in (model, model.special):
             with pytest.raises(RuntimeError, match=refused):
@@ -321,5 +346,6 @@ def test_a_model_without_hooks_on_saved_tensors_is_refused(wrap: Wrap) -> None:
             return x * self.weight
 
     model.special.act = act
-    with pytest.raises(RuntimeError, match="none of them"):  # torch disables no hooks that are entered
+    # torch disables no hooks that are entered
+    with pytest.raises(RuntimeError, match="none of them"):
         model(batch())

@@ -1,4 +1,5 @@
-"""A use of a unit's bytes leaves nothing behind, on any placement: no view that outlives it, and no write."""
+"""A use of a unit's bytes leaves nothing behind, on any placement: no view that outlives it, and no
+write."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
 class Model(nn.Module):
     """Something special before eight blocks, and something of it after them."""
 
-    def __init__(self, special: nn.Module, use: Callable[[nn.Module, torch.Tensor], Any] | None = None) -> None:
+    def __init__(
+        self, special: nn.Module, use: Callable[[nn.Module, torch.Tensor], Any] | None = None
+    ) -> None:
         super().__init__()
         self.special, self.use = special, use
         self.blocks = nn.ModuleList(Block() for _ in range(8))
@@ -54,7 +57,9 @@ class Model(nn.Module):
 class Weighted(nn.Module):
     """Holds a weight, and does something with it."""
 
-    def __init__(self, act: Callable[[Weighted, torch.Tensor], Any], requires_grad: bool = True) -> None:
+    def __init__(
+        self, act: Callable[[Weighted, torch.Tensor], Any], requires_grad: bool = True
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1, requires_grad=requires_grad)
         self.act = act
@@ -88,24 +93,32 @@ def make(build: Callable[[], nn.Module]) -> nn.Module:
     return build()
 
 
-def as_plain(build: Callable[[], nn.Module], wrap: Wrap, placement: dict[str, Any], **options: Any) -> None:
+def as_plain(
+    build: Callable[[], nn.Module], wrap: Wrap, placement: dict[str, Any], **options: Any
+) -> None:
     """A wrapped model trains as the plain one does."""
     plain = make(build)
     model = wrap(make(build), placement, algorithm="sgd", **options)
     actual = train(model, infinity.SGD(model.parameters(), lr=0.1))
-    assert actual == pytest.approx(train(plain, torch.optim.SGD(plain.parameters(), lr=0.1)), rel=1e-5)
+    assert actual == pytest.approx(
+        train(plain, torch.optim.SGD(plain.parameters(), lr=0.1)), rel=1e-5
+    )
 
 
 # Views that outlive what made them
 
 
 @every_placement
-def test_a_view_in_a_dataclass_lasts_as_long_as_the_forward(placement: dict[str, Any], wrap: Wrap) -> None:
+def test_a_view_in_a_dataclass_lasts_as_long_as_the_forward(
+    placement: dict[str, Any], wrap: Wrap
+) -> None:
     as_plain(lambda: Model(Weighted(lambda self, x: Out(self.weight[:5]))), wrap, placement)
 
 
 @every_placement
-def test_a_view_in_an_attribute_lasts_as_long_as_it_is_needed(placement: dict[str, Any], wrap: Wrap) -> None:
+def test_a_view_in_an_attribute_lasts_as_long_as_it_is_needed(
+    placement: dict[str, Any], wrap: Wrap
+) -> None:
     def keep(self: Weighted, x: torch.Tensor) -> None:
         self.kept = self.weight[:5]
 
@@ -130,9 +143,15 @@ def in_a_cycle(self: Weighted, x: torch.Tensor) -> torch.Tensor:
 @every_placement
 def test_a_view_that_outlives_the_forward_is_refused(placement: dict[str, Any], wrap: Wrap) -> None:
     model = wrap(Model(Weighted(stash)), placement)
-    with pytest.raises(infinity.ShardedParameterError, match=r"^Model leaves a view of special\.weight behind.*clone"):
+    with pytest.raises(
+        infinity.ShardedParameterError,
+        match=r"^Model leaves a view of special\.weight behind.*clone",
+    ):
         model(batch())
-    with pytest.raises(infinity.ShardedParameterError, match=r"^Weighted leaves a view of special\.weight behind.*clone"):
+    with pytest.raises(
+        infinity.ShardedParameterError,
+        match=r"^Weighted leaves a view of special\.weight behind.*clone",
+    ):
         model.special(batch())
     del model.special.kept
     model.special.act = in_a_cycle  # garbage is no view that anybody keeps
@@ -143,7 +162,10 @@ def test_a_view_that_outlives_the_forward_is_refused(placement: dict[str, Any], 
 def test_a_view_that_outlives_gathered_is_refused(placement: dict[str, Any], wrap: Wrap) -> None:
     model = wrap(Model(Weighted(stash)), placement)
     outlives = r"a view of special\.weight outlives infinity\.gathered.*clone"
-    with pytest.raises(infinity.ShardedParameterError, match=outlives), infinity.gathered(model.special):
+    with (
+        pytest.raises(infinity.ShardedParameterError, match=outlives),
+        infinity.gathered(model.special),
+    ):
         view = model.special.weight[:1]
     del view
     with pytest.raises(ZeroDivisionError), infinity.gathered(model.special):
@@ -179,7 +201,11 @@ def test_references_and_digests_of_a_window() -> None:
 
 
 def test_parameters_that_point_elsewhere_were_changed() -> None:
-    parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(2, 2))]
+    parameters = [
+        nn.Parameter(torch.zeros(3)),
+        nn.Parameter(torch.zeros(0)),
+        nn.Parameter(torch.zeros(2, 2)),
+    ]
     layout = FlatLayout([p.shape for p in parameters])
     views = Views(parameters, parameters, layout.places, checked=False)
     views.attach(torch.zeros(layout.numel))
@@ -194,7 +220,10 @@ def test_parameters_that_point_elsewhere_were_changed() -> None:
 def test_a_view_that_is_kept_is_told_once() -> None:
     parameter = nn.Parameter(torch.zeros(4, 4))
     layout = FlatLayout([parameter.shape])
-    views, flat = Views([parameter], [parameter], layout.places, checked=False), torch.zeros(layout.numel)
+    views, flat = (
+        Views([parameter], [parameter], layout.places, checked=False),
+        torch.zeros(layout.numel),
+    )
     kept = None
     for expected in ([0], [], []):
         views.attach(flat)
@@ -228,14 +257,20 @@ WRITES = [in_place, through_data, by_data]
 @pytest.mark.parametrize("write", WRITES)
 @every_placement
 def test_a_write_inside_of_a_forward_is_refused(
-    write: Callable[[torch.Tensor], None], requires_grad: bool, placement: dict[str, Any], wrap: Wrap
+    write: Callable[[torch.Tensor], None],
+    requires_grad: bool,
+    placement: dict[str, Any],
+    wrap: Wrap,
 ) -> None:
     def act(self: Weighted, x: torch.Tensor) -> torch.Tensor:
         write(self.weight)
         return x @ self.weight
 
     model = wrap(Model(Weighted(act, requires_grad)), placement)
-    with pytest.raises(infinity.ShardedParameterError, match=r"^special\.weight was changed in place inside of a forward"):
+    with pytest.raises(
+        infinity.ShardedParameterError,
+        match=r"^special\.weight was changed in place inside of a forward",
+    ):
         model(batch())
     model.special.act = lambda self, x: x @ self.weight.data  # reading it is all right
     model(batch())
@@ -246,7 +281,9 @@ def test_a_write_inside_of_a_forward_is_refused(
 def test_a_write_in_gathered_without_write_is_refused_and_undone(
     write: Callable[[torch.Tensor], None], placement: dict[str, Any], wrap: Wrap
 ) -> None:
-    model = wrap(make(lambda: Model(Weighted(lambda self, x: x @ self.weight))), placement, precision="bf16")
+    model = wrap(
+        make(lambda: Model(Weighted(lambda self, x: x @ self.weight))), placement, precision="bf16"
+    )
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
     x = batch().bfloat16()
 
@@ -261,16 +298,26 @@ def test_a_write_in_gathered_without_write_is_refused_and_undone(
     optimizer.zero_grad()
     before = results()
     changed = r"^special\.weight was changed inside of infinity\.gathered"
-    with pytest.raises(infinity.ShardedParameterError, match=changed), infinity.gathered(model.special):
+    with (
+        pytest.raises(infinity.ShardedParameterError, match=changed),
+        infinity.gathered(model.special),
+    ):
         write(model.special.weight)
     assert all(map(torch.equal, before, results()))
 
 
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_write_in_gathered_reaches_the_masters_on_every_placement(precision: str, raises: bool, wrap: Wrap) -> None:
+def test_a_write_in_gathered_reaches_the_masters_on_every_placement(
+    precision: str, raises: bool, wrap: Wrap
+) -> None:
     def results(placement: dict[str, Any], **options: Any) -> list[torch.Tensor]:
-        model = wrap(make(lambda: Model(Weighted(lambda self, x: x @ self.weight))), placement, precision=precision, **options)
+        model = wrap(
+            make(lambda: Model(Weighted(lambda self, x: x @ self.weight))),
+            placement,
+            precision=precision,
+            **options,
+        )
         optimizer = infinity.AdamW(model.parameters(), lr=1e-4)
         x = batch().to(next(model.parameters()).dtype)
 
@@ -292,7 +339,10 @@ def test_a_write_in_gathered_reaches_the_masters_on_every_placement(precision: s
         assert not (written[2:] == torch.tensor(0.3, dtype=x.dtype)).any()
         step()
         states = optimizer.state_dict()["state"].values()
-        return [*infinity.engine(model).state_dict().values(), *(s["master"] for s in states if "master" in s)]
+        return [
+            *infinity.engine(model).state_dict().values(),
+            *(s["master"] for s in states if "master" in s),
+        ]
 
     expected = results(PLACEMENTS["nvme"])
     for name in ("nvme, room for all", "host", "device", "device cache"):
@@ -310,7 +360,9 @@ class Spanning(nn.Module):
     def __init__(self, between: str, reentrant: bool, frozen: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(6))
-        self.scales = nn.ParameterList(nn.Parameter(torch.randn(WIDTH), requires_grad=not frozen) for _ in range(2))
+        self.scales = nn.ParameterList(
+            nn.Parameter(torch.randn(WIDTH), requires_grad=not frozen) for _ in range(2)
+        )
         self.between, self.reentrant = between, reentrant
 
     def span(self, x: torch.Tensor) -> torch.Tensor:
@@ -318,7 +370,9 @@ class Spanning(nn.Module):
         if self.between == "checkpoint":
             x = checkpoint(self.blocks[5], x, use_reentrant=self.reentrant)
         elif self.between == "two":
-            x = checkpoint(lambda y: self.blocks[3](self.blocks[5](y)), x, use_reentrant=self.reentrant)
+            x = checkpoint(
+                lambda y: self.blocks[3](self.blocks[5](y)), x, use_reentrant=self.reentrant
+            )
         return self.blocks[4](x) * self.scales[1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -336,12 +390,19 @@ def test_a_checkpoint_over_a_module_that_is_used_twice(
     units: list[type[nn.Module]] | None, between: str, reentrant: bool, frozen: bool, wrap: Wrap
 ) -> None:
     if units == [Spanning]:
-        as_plain(lambda: nn.Sequential(Spanning(between, reentrant, frozen)), wrap, {"poison": True}, units=units)
+        as_plain(
+            lambda: nn.Sequential(Spanning(between, reentrant, frozen)),
+            wrap,
+            {"poison": True},
+            units=units,
+        )
     else:
         as_plain(lambda: Spanning(between, reentrant, frozen), wrap, {"poison": True}, units=units)
 
 
-@pytest.mark.parametrize("hooks", [lambda: save_on_cpu(), lambda: saved_tensors_hooks(lambda t: t, lambda t: t)])
+@pytest.mark.parametrize(
+    "hooks", [lambda: save_on_cpu(), lambda: saved_tensors_hooks(lambda t: t, lambda t: t)]
+)
 @every_placement
 def test_hooks_of_the_model_around_modules(
     hooks: Callable[[], saved_tensors_hooks], placement: dict[str, Any], wrap: Wrap
@@ -355,16 +416,22 @@ def test_hooks_of_the_model_around_modules(
 
 
 @every_placement
-def test_hooks_that_keep_a_view_inside_of_a_module_are_refused(placement: dict[str, Any], wrap: Wrap) -> None:
+def test_hooks_that_keep_a_view_inside_of_a_module_are_refused(
+    placement: dict[str, Any], wrap: Wrap
+) -> None:
     def act(self: Weighted, x: torch.Tensor) -> torch.Tensor:
-        torch.autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t)  # a name of torch's that nothing looks at
+        # a name of torch's that nothing looks at
+        torch.autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t)
         try:
             return nn.functional.linear(x, self.weight)
         finally:
             torch.autograd._pop_saved_tensors_default_hooks()
 
     model = wrap(Model(Weighted(act)), placement)
-    with pytest.raises(infinity.ShardedParameterError, match=r"^Model leaves a view of special\.weight.*hooks on saved tensors"):
+    with pytest.raises(
+        infinity.ShardedParameterError,
+        match=r"^Model leaves a view of special\.weight.*hooks on saved tensors",
+    ):
         model(batch().requires_grad_())
 
 
@@ -395,23 +462,32 @@ class KeepsView(torch.autograd.Function):
 
 
 @every_placement
-def test_custom_functions_that_keep_a_view_are_refused(placement: dict[str, Any], wrap: Wrap) -> None:
+def test_custom_functions_that_keep_a_view_are_refused(
+    placement: dict[str, Any], wrap: Wrap
+) -> None:
     model = wrap(Model(Weighted(lambda self, x: KeepsView.apply(x, self.weight))), placement)
-    with pytest.raises(infinity.ShardedParameterError, match=r"^Model leaves a view of special\.weight behind"):
+    with pytest.raises(
+        infinity.ShardedParameterError, match=r"^Model leaves a view of special\.weight behind"
+    ):
         model(batch().requires_grad_())
     model.special.act = lambda self, x: Gives.apply(x, self.weight)
     leaf = batch().requires_grad_()
-    with pytest.raises(infinity.ShardedParameterError, match="outlives the backward: as a gradient"):
+    with pytest.raises(
+        infinity.ShardedParameterError, match="outlives the backward: as a gradient"
+    ):
         model.special(leaf).sum().backward()
     leaf.grad = None
     infinity.engine(model).zero_grad()
 
 
 class Nested(torch.autograd.Function):
-    """Runs a backward of its own in the middle of another one, between two uses of what it saved."""
+    """Runs a backward of its own in the middle of another one, between two uses of what it
+    saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, run: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
         with torch.enable_grad():
             ctx.inner = x.detach().requires_grad_()
             ctx.output = run(ctx.inner)
@@ -425,11 +501,17 @@ class Nested(torch.autograd.Function):
         torch.autograd.backward(ctx.output, gradients[0] * before)
         after = weight.sum()  # the inner backward has used other units meanwhile
         assert torch.equal(before, after)
-        return ctx.inner.grad, torch.ones_like(weight) * (gradients[0] * ctx.output.detach()).sum(), None
+        return (
+            ctx.inner.grad,
+            torch.ones_like(weight) * (gradients[0] * ctx.output.detach()).sum(),
+            None,
+        )
 
 
 @every_placement
-def test_what_a_node_uses_stays_through_a_backward_inside_of_it(placement: dict[str, Any], wrap: Wrap) -> None:
+def test_what_a_node_uses_stays_through_a_backward_inside_of_it(
+    placement: dict[str, Any], wrap: Wrap
+) -> None:
     class Outer(Model):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             def run(y: torch.Tensor) -> torch.Tensor:
@@ -479,7 +561,13 @@ def test_a_second_thread_is_refused_while_the_first_is_inside(when: str, wrap: W
                 pass
 
         refused.extend(
-            run_beside(work) for work in (lambda: model(batch()), lambda: model.blocks[3](batch()), optimizer.step, read)
+            run_beside(work)
+            for work in (
+                lambda: model(batch()),
+                lambda: model.blocks[3](batch()),
+                optimizer.step,
+                read,
+            )
         )
 
     if when == "forward":
@@ -491,8 +579,12 @@ def test_a_second_thread_is_refused_while_the_first_is_inside(when: str, wrap: W
     assert len(refused) == 4
     for error in refused:
         assert isinstance(error, RuntimeError)
-        assert re.search(r"on thread second, while MainThread runs a forward or backward.*lock around both", str(error))
+        assert re.search(
+            r"on thread second, while MainThread runs a forward or backward.*lock around both",
+            str(error),
+        )
     optimizer.step()
     optimizer.zero_grad()
-    assert run_beside(lambda: model(batch()).sum().backward()) is None  # one after the other is all right
+    # one after the other is all right
+    assert run_beside(lambda: model(batch()).sum().backward()) is None
     model(batch())

@@ -1,6 +1,8 @@
-"""Micro-batches that pass each unit together give the bits of micro-batches one after the other, and move parameters once.
+"""Micro-batches that pass each unit together give the bits of micro-batches one after the other,
+and move parameters once.
 
-Everything lives on NVMe with the smallest budgets, and freed slots are poisoned, so a stale view shows.
+Everything lives on NVMe with the smallest budgets, and freed slots are poisoned, so a stale view
+shows.
 """
 
 from __future__ import annotations
@@ -41,7 +43,13 @@ from support.probe import Probe
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
 
 WIDTH = 32
-MEMORY = {"parameters": "gpu", "optimizer": "cpu", "gradients": "cpu", "gpu_memory": 1 << 30, "cpu_memory": 1 << 30}
+MEMORY = {
+    "parameters": "gpu",
+    "optimizer": "cpu",
+    "gradients": "cpu",
+    "gpu_memory": 1 << 30,
+    "cpu_memory": 1 << 30,
+}
 Build = Callable[[], nn.Module]
 Batch = Callable[[int], Any]
 
@@ -51,7 +59,9 @@ def wrap(model: nn.Module, folder: Path, room: int = 1, **config: Any) -> nn.Mod
     budgets = {"gpu_memory": 1, "cpu_memory": 1}
     while True:
         try:
-            return infinity.wrap(model, config_of(**{"nvme": [folder], "poison": True} | budgets | config))
+            return infinity.wrap(
+                model, config_of(**{"nvme": [folder], "poison": True} | budgets | config)
+            )
         except infinity.BudgetError as error:
             name, smallest = re.search(r"smallest (\w+) that works is (\d+)", str(error)).groups()  # type: ignore[union-attr]
             budgets[name] = int(smallest) * (room if name == "gpu_memory" else 1)
@@ -68,8 +78,11 @@ VERTICAL, HORIZONTAL, OWN_LOOP = Way("vertical"), Way("horizontal"), Way("")
 IN_MEMORY = Way("horizontal", MEMORY)
 
 
-def train(build: Build, batch: Batch, way: Way, count: int = 3, steps: int = 3, **config: Any) -> list[torch.Tensor]:
-    """Losses, gradients before each step, and weights in the end; nothing may be in use after any step."""
+def train(
+    build: Build, batch: Batch, way: Way, count: int = 3, steps: int = 3, **config: Any
+) -> list[torch.Tensor]:
+    """Losses, gradients before each step, and weights in the end; nothing may be in use after any
+    step."""
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         model = wrap(build(), Path(folder), **{"precision": "fp32"} | config | way.config)
@@ -79,7 +92,9 @@ def train(build: Build, batch: Batch, way: Way, count: int = 3, steps: int = 3, 
             for step in range(steps):
                 batches = [batch(step * count + number) for number in range(count)]
                 if way.order:
-                    found += infinity.accumulate(model, batches, scale=optimizer.scale, order=way.order)  # type: ignore[arg-type]
+                    found += infinity.accumulate(
+                        model, batches, scale=optimizer.scale, order=way.order
+                    )  # type: ignore[arg-type]
                 else:
                     for each in batches:
                         loss = model(**each).loss
@@ -87,7 +102,9 @@ def train(build: Build, batch: Batch, way: Way, count: int = 3, steps: int = 3, 
                         found.append(loss.detach())
                 assert_unused(model)
                 gradients = [engine.gradient(p) for p in model.parameters()]
-                found += [torch.zeros(0) if gradient is None else gradient for gradient in gradients]
+                found += [
+                    torch.zeros(0) if gradient is None else gradient for gradient in gradients
+                ]
                 optimizer.step()
                 optimizer.zero_grad()
             found += engine.state_dict().values()
@@ -98,13 +115,19 @@ def train(build: Build, batch: Batch, way: Way, count: int = 3, steps: int = 3, 
 def assert_unused(model: nn.Module) -> None:
     for unit in infinity.engine(model).units:
         assert unit.data.state.name == "SHARDED", unit.name
-        assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), unit.name
+        assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), (
+            unit.name
+        )
 
 
 def assert_same(*runs: list[torch.Tensor]) -> None:
     assert all(len(run) == len(runs[0]) for run in runs)
     for run in runs[1:]:
-        different = [index for index, (a, b) in enumerate(zip(runs[0], run, strict=True)) if not torch.equal(a, b)]
+        different = [
+            index
+            for index, (a, b) in enumerate(zip(runs[0], run, strict=True))
+            if not torch.equal(a, b)
+        ]
         assert not different, f"{len(different)} of {len(run)}, the first {different[0]}"
     assert all(value.isfinite().all() for value in runs[0])
 
@@ -115,7 +138,9 @@ def assert_same(*runs: list[torch.Tensor]) -> None:
 def checkpointed(reentrant: bool, **options: Any) -> Build:
     def build() -> nn.Module:
         model = transformer(**options)
-        vars(model)["run_block"] = lambda number, block, x: checkpoint(block, x, use_reentrant=reentrant)
+        vars(model)["run_block"] = lambda number, block, x: checkpoint(
+            block, x, use_reentrant=reentrant
+        )
         return model
 
     return build
@@ -137,7 +162,10 @@ MODELS: dict[str, tuple[Build, Batch]] = {
     "reentrant": (checkpointed(True), text_batch),
     "llama checkpointed": (transformers_checkpointed("llama"), text_batch),
     "gpt2 checkpointed": (transformers_checkpointed("gpt2"), text_batch),
-} | {name: (FAMILIES[name].build, FAMILIES[name].batch) for name in ("llama", "gpt2", "t5", "vit", "mixtral")}
+} | {
+    name: (FAMILIES[name].build, FAMILIES[name].batch)
+    for name in ("llama", "gpt2", "t5", "vit", "mixtral")
+}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -152,23 +180,35 @@ def test_losses_gradients_and_weights_are_those_of_any_other_order_and_placement
 def test_low_precision(precision: str, gradients: str) -> None:
     config = {"precision": precision, "gradients": gradients}
     plain = {**MEMORY, "precision": precision}
-    assert_same(*(train(transformer, text_batch, way, **config) for way in (VERTICAL, OWN_LOOP, Way("", plain))))
+    assert_same(
+        *(
+            train(transformer, text_batch, way, **config)
+            for way in (VERTICAL, OWN_LOOP, Way("", plain))
+        )
+    )
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_each_micro_batch_draws_random_numbers_of_its_own(reentrant: bool | None) -> None:
-    build = (lambda: transformer(dropout=0.5)) if reentrant is None else checkpointed(reentrant, dropout=0.5)
+    build = (
+        (lambda: transformer(dropout=0.5))
+        if reentrant is None
+        else checkpointed(reentrant, dropout=0.5)
+    )
     runs = [train(build, text_batch, way) for way in (VERTICAL, HORIZONTAL, IN_MEMORY)]
     assert_same(*runs)
     same = train(build, lambda number: text_batch(0), VERTICAL, steps=2)
-    assert len({float(loss) for loss in same if loss.ndim == 0}) > 4  # 2 steps of 3 times the same batch, and buffers
+    # 2 steps of 3 times the same batch, and buffers
+    assert len({float(loss) for loss in same if loss.ndim == 0}) > 4
     assert_same(*(train(build, text_batch, way, count=1) for way in (VERTICAL, OWN_LOOP)))
 
 
 def test_what_draws_no_random_numbers_leaves_them_alone() -> None:
     untouched = torch.Generator().manual_seed(1).get_state()  # `train` seeds so, too
     assert torch.equal(train(transformer, text_batch, VERTICAL)[-1], untouched)
-    assert not torch.equal(train(lambda: transformer(dropout=0.5), text_batch, VERTICAL)[-1], untouched)
+    assert not torch.equal(
+        train(lambda: transformer(dropout=0.5), text_batch, VERTICAL)[-1], untouched
+    )
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
@@ -181,19 +221,26 @@ def test_autocast(reentrant: bool | None) -> None:
 
 
 class Flow(nn.Module):
-    """Blocks that a batch names, in its order, some as often as it likes; the first one around all others."""
+    """Blocks that a batch names, in its order, some as often as it likes; the first one around all
+    others."""
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5)
+        )
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor, blocks: Sequence[int]) -> Any:
         x = (x * self.scale).requires_grad_()
         for number in blocks:
             block = self.blocks[number]
-            x = x + (block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant))
+            x = x + (
+                block(x)
+                if self.reentrant is None
+                else checkpoint(block, x, use_reentrant=self.reentrant)
+            )
         return Outputs((x * self.scale).square().mean())
 
 
@@ -203,7 +250,10 @@ class Outputs(NamedTuple):
 
 def flows(*each: Sequence[int]) -> Batch:
     def batch(number: int) -> dict[str, Any]:
-        return {"x": torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)), "blocks": each[number % len(each)]}
+        return {
+            "x": torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number)),
+            "blocks": each[number % len(each)],
+        }
 
     return batch
 
@@ -223,7 +273,9 @@ FLOWS = {
 @pytest.mark.parametrize("name", FLOWS)
 def test_micro_batches_that_take_different_ways(name: str, reentrant: bool | None) -> None:
     ways = (VERTICAL, HORIZONTAL, Way("", MEMORY))
-    assert_same(*(train(lambda: Flow(reentrant), flows(*FLOWS[name]), way, steps=3) for way in ways))
+    assert_same(
+        *(train(lambda: Flow(reentrant), flows(*FLOWS[name]), way, steps=3) for way in ways)
+    )
 
 
 @settings(max_examples=15, deadline=None)
@@ -235,17 +287,26 @@ def test_micro_batches_that_take_different_ways(name: str, reentrant: bool | Non
          "update": st.sampled_from(["exact", "speculative", "plain"])}
     ),
 )  # fmt: skip
-def test_any_ways_and_budgets(ways: list[list[int]], reentrant: bool | None, config: dict[str, Any]) -> None:
+def test_any_ways_and_budgets(
+    ways: list[list[int]], reentrant: bool | None, config: dict[str, Any]
+) -> None:
     def build() -> nn.Module:
         return Flow(reentrant)
 
     batch, count = flows(*ways), len(ways)
     vertical = train(build, batch, VERTICAL, count, 2, **config)
-    assert_same(vertical, train(build, batch, HORIZONTAL, count, 2, **config), train(build, batch, Way("", MEMORY), count, 2))
+    assert_same(
+        vertical,
+        train(build, batch, HORIZONTAL, count, 2, **config),
+        train(build, batch, Way("", MEMORY), count, 2),
+    )
 
 
 def test_speculative_updates_wait_for_the_gradients_of_all_micro_batches(tmp_path: Path) -> None:
-    runs = [train(transformer, text_batch, way, update="speculative", cache=0) for way in (VERTICAL, OWN_LOOP)]
+    runs = [
+        train(transformer, text_batch, way, update="speculative", cache=0)
+        for way in (VERTICAL, OWN_LOOP)
+    ]
     assert_same(*runs)
     model = wrap(transformer(), tmp_path, update="speculative", precision="fp32", cache=0)
     optimizer, steps = infinity.AdamW(model.parameters(), lr=1e-2), 4
@@ -255,7 +316,8 @@ def test_speculative_updates_wait_for_the_gradients_of_all_micro_batches(tmp_pat
             optimizer.step()
             optimizer.zero_grad()
         report = engine.report()
-    assert report.updates_kept == (steps - 1) * len(engine.units)  # in the first step nobody knows how many gradients there are
+    # in the first step nobody knows how many gradients there are
+    assert report.updates_kept == (steps - 1) * len(engine.units)
     assert report.updates_rolled_back == 0
 
 
@@ -267,7 +329,9 @@ def test_torch_grad_scaler(tmp_path: Path) -> None:
         model = wrap(transformer(), tmp_path / order, precision="fp32")
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
         with infinity.engine(model) as engine, pytest.warns(FutureWarning, match="GradScaler"):
-            infinity.accumulate(model, [text_batch(n) for n in range(3)], scale=scaler.scale, order=order)  # type: ignore[arg-type]
+            infinity.accumulate(
+                model, [text_batch(n) for n in range(3)], scale=scaler.scale, order=order
+            )  # type: ignore[arg-type]
             scaler.step(optimizer)
             scaler.update()
             weights.append([*engine.state_dict().values()])
@@ -281,7 +345,9 @@ def test_loss_reduction_and_kinds_of_batch(tmp_path: Path) -> None:
         gradients = []
         for batches in ([x, x], [(x,), [x]], [{"input": x}] * 2):
             for reduction in ("mean", "sum"):
-                losses = infinity.accumulate(model, batches, lambda y, _: y.sum(), reduction=reduction)  # type: ignore[arg-type]
+                losses = infinity.accumulate(
+                    model, batches, lambda y, _: y.sum(), reduction=reduction
+                )  # type: ignore[arg-type]
                 assert [loss.item() for loss in losses] == [model(x).sum().item()] * 2
                 assert not any(loss.requires_grad for loss in losses)
                 gradients.append(engine.gradient(model[0].weight))
@@ -296,7 +362,12 @@ def test_loss_reduction_and_kinds_of_batch(tmp_path: Path) -> None:
 def state_bytes(engine: infinity.Engine) -> int:
     """What one step reads of states that are no parameters and no gradients."""
     kinds = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
-    return sum(unit.blocks[kind].moved_bytes for unit in engine.units for kind in kinds if kind in unit.blocks)
+    return sum(
+        unit.blocks[kind].moved_bytes
+        for unit in engine.units
+        for kind in kinds
+        if kind in unit.blocks
+    )
 
 
 def traffic(folder: Path, order: str, count: int, **config: Any) -> dict[str, int]:
@@ -310,26 +381,43 @@ def traffic(folder: Path, order: str, count: int, **config: Any) -> dict[str, in
             optimizer.step()
             optimizer.zero_grad()
         report, plan = engine.report(), engine.plan()
-        read, written = (round(each * report.parameters) for each in (report.read_per_parameter, report.written_per_parameter))
+        read, written = (
+            round(each * report.parameters)
+            for each in (report.read_per_parameter, report.written_per_parameter)
+        )
         assert (read, written) == (plan.read, plan.update_written)
         assert round(report.planned_read_per_parameter * report.parameters) == read
         assert round(report.planned_written_per_parameter * report.parameters) == written
         gradients = sum(unit.blocks[Kind.GRAD].moved_bytes for unit in engine.units)
-        return {"read": read, "written": written, "parameters": read - state_bytes(engine), "gradients": gradients}
+        return {
+            "read": read,
+            "written": written,
+            "parameters": read - state_bytes(engine),
+            "gradients": gradients,
+        }
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("count", [2, 8])
-def test_parameters_are_read_once_for_all_micro_batches(count: int, precision: str, tmp_path: Path) -> None:
-    vertical, horizontal = (traffic(tmp_path, order, count, precision=precision) for order in ("vertical", "horizontal"))
+def test_parameters_are_read_once_for_all_micro_batches(
+    count: int, precision: str, tmp_path: Path
+) -> None:
+    vertical, horizontal = (
+        traffic(tmp_path, order, count, precision=precision) for order in ("vertical", "horizontal")
+    )
     assert vertical["parameters"] * count == horizontal["parameters"] > 0
     assert vertical["written"] == horizontal["written"]
     assert vertical == traffic(tmp_path, "horizontal", 1, precision=precision)
 
 
 @pytest.mark.parametrize("room", [1, 2])
-def test_gradients_on_nvme_are_written_once_for_all_micro_batches(room: int, tmp_path: Path) -> None:
-    runs = [traffic(tmp_path, order, 4, gradients="nvme", room=room) for order in ("vertical", "horizontal")]
+def test_gradients_on_nvme_are_written_once_for_all_micro_batches(
+    room: int, tmp_path: Path
+) -> None:
+    runs = [
+        traffic(tmp_path, order, 4, gradients="nvme", room=room)
+        for order in ("vertical", "horizontal")
+    ]
     once = traffic(tmp_path, "horizontal", 1, gradients="nvme", room=room)
     assert runs[0] == once
     assert runs[1]["written"] == once["written"] + 3 * once["gradients"]
@@ -337,14 +425,21 @@ def test_gradients_on_nvme_are_written_once_for_all_micro_batches(room: int, tmp
 
 @settings(max_examples=8, deadline=None)
 @given(count=st.integers(1, 6), room=st.integers(1, 4), precision=st.sampled_from(["bf16", "fp32"]))
-def test_traffic_does_not_depend_on_the_number_of_micro_batches(count: int, room: int, precision: str) -> None:
+def test_traffic_does_not_depend_on_the_number_of_micro_batches(
+    count: int, room: int, precision: str
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        runs = [traffic(Path(folder), "vertical", each, room=room, precision=precision) for each in (1, count)]
+        runs = [
+            traffic(Path(folder), "vertical", each, room=room, precision=precision)
+            for each in (1, count)
+        ]
     assert runs[0] == runs[1]
 
 
 @pytest.mark.parametrize("build", [transformer, checkpointed(True), checkpointed(False)])
-def test_every_unit_is_visited_by_all_micro_batches_before_the_next_one(build: Build, tmp_path: Path) -> None:
+def test_every_unit_is_visited_by_all_micro_batches_before_the_next_one(
+    build: Build, tmp_path: Path
+) -> None:
     model, visits, count = wrap(build(), tmp_path, precision="fp32"), [], 4
 
     def note(kind: str, number: int) -> Callable[..., None]:
@@ -360,7 +455,10 @@ def test_every_unit_is_visited_by_all_micro_batches_before_the_next_one(build: B
         backward = [number for kind, number in visits if kind == "backward"]
         assert backward == [number for number in (3, 2, 1, 0) for _ in range(count)]
         assert Probe(engine).accumulation == 0
-        assert len(Probe(engine).trace.train_order()) == len(set(Probe(engine).trace.train_order())) * 2 - 1
+        assert (
+            len(Probe(engine).trace.train_order())
+            == len(set(Probe(engine).trace.train_order())) * 2 - 1
+        )
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -389,7 +487,8 @@ class Trouble(Exception):
 
 
 def fail_in(model: nn.Module, where: str, at: int, raising: Callable[[], None]) -> Any:
-    """Have micro-batch `at` (from 0) call `raising` in the forward or backward of block 2; returns the hook's handle."""
+    """Have micro-batch `at` (from 0) call `raising` in the forward or backward of block 2; returns
+    the hook's handle."""
     count = iter(range(1000))
 
     def act(*_: Any) -> None:
@@ -397,7 +496,9 @@ def fail_in(model: nn.Module, where: str, at: int, raising: Callable[[], None]) 
             raising()
 
     block = model.blocks[2]
-    return (block.register_forward_hook if where == "forward" else block.register_full_backward_hook)(act)
+    return (
+        block.register_forward_hook if where == "forward" else block.register_full_backward_hook
+    )(act)
 
 
 def raise_trouble() -> None:
@@ -439,10 +540,16 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_ctrl_c_ends_all_micro_batches(where: str, tmp_path: Path, footprint: Callable[[], Any]) -> None:
+def test_ctrl_c_ends_all_micro_batches(
+    where: str, tmp_path: Path, footprint: Callable[[], Any]
+) -> None:
     model = wrap(transformer(), tmp_path, precision="fp32")
     with infinity.engine(model) as engine:
-        before, interleaver, noticed = footprint().python_threads, engine.interleaver(), threading.Event()
+        before, interleaver, noticed = (
+            footprint().python_threads,
+            engine.interleaver(),
+            threading.Event(),
+        )
         stop = interleaver._stop
 
         def noticing(error: BaseException) -> None:
@@ -483,7 +590,11 @@ def test_a_drive_that_fails_is_what_the_caller_hears(tmp_path: Path) -> None:
 def test_a_thread_that_cannot_start_ends_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, footprint: Callable[[], Any]
 ) -> None:
-    model, start, left = wrap(transformer(), tmp_path, precision="fp32"), threading.Thread.start, iter((True, True, False))
+    model, start, left = (
+        wrap(transformer(), tmp_path, precision="fp32"),
+        threading.Thread.start,
+        iter((True, True, False)),
+    )
 
     def limited(thread: threading.Thread) -> None:
         if not next(left):
@@ -504,24 +615,39 @@ def test_a_thread_that_cannot_start_ends_the_others(
 def test_wrong_input_is_refused(order: Any, tmp_path: Path) -> None:
     model, batches = wrap(transformer(), tmp_path, precision="fp32"), [text_batch(0), text_batch(1)]
     with infinity.engine(model) as engine:
-        with torch.no_grad(), pytest.raises(infinity.ConfigError, match=r"call it outside of torch\.no_grad"):
+        with (
+            torch.no_grad(),
+            pytest.raises(infinity.ConfigError, match=r"call it outside of torch\.no_grad"),
+        ):
             infinity.accumulate(model, batches, order=order)
         with pytest.raises(infinity.ConfigError, match="there are no micro-batches"):
             infinity.accumulate(model, [], order=order)
-        with pytest.raises(infinity.ConfigError, match=r"order='diagonal' must be one of 'vertical', 'horizontal'"):
+        with pytest.raises(
+            infinity.ConfigError, match=r"order='diagonal' must be one of 'vertical', 'horizontal'"
+        ):
             infinity.accumulate(model, batches, order="diagonal")  # type: ignore[arg-type]
-        with pytest.raises(infinity.ConfigError, match=r"reduction='max' must be one of 'mean', 'sum'"):
+        with pytest.raises(
+            infinity.ConfigError, match=r"reduction='max' must be one of 'mean', 'sum'"
+        ):
             infinity.accumulate(model, batches, order=order, reduction="max")  # type: ignore[arg-type]
         with pytest.raises(infinity.ConfigError, match="the model is not wrapped"):
             infinity.accumulate(transformer(), batches, order=order)
-        nested = r"infinity\.accumulate cannot be called inside of itself, nor of a forward or backward"
+        nested = (
+            r"infinity\.accumulate cannot be called inside of itself, nor of a forward or backward"
+        )
         with pytest.raises(RuntimeError, match=nested):
-            infinity.accumulate(model, batches, lambda *_: infinity.accumulate(model, batches, order=order))  # type: ignore[arg-type,return-value]
-        handle = model.blocks[1].register_forward_hook(lambda *_: infinity.accumulate(model, batches, order=order) and None)
+            infinity.accumulate(
+                model, batches, lambda *_: infinity.accumulate(model, batches, order=order)
+            )  # type: ignore[arg-type,return-value]
+        handle = model.blocks[1].register_forward_hook(
+            lambda *_: infinity.accumulate(model, batches, order=order) and None
+        )
         with pytest.raises(RuntimeError, match=nested):
             model(**text_batch(0))
         handle.remove()
-        handle = model.blocks[1].register_full_backward_hook(lambda *_: infinity.accumulate(model, batches, order=order) and None)
+        handle = model.blocks[1].register_full_backward_hook(
+            lambda *_: infinity.accumulate(model, batches, order=order) and None
+        )
         loss = model(**text_batch(0)).loss
         with pytest.raises(RuntimeError, match=nested):
             loss.backward()
@@ -550,14 +676,19 @@ class Calls(TorchFunctionMode):
 
 
 def test_modes_devices_saved_tensors_and_context_reach_the_threads(tmp_path: Path) -> None:
-    model, batches = wrap(transformer(), tmp_path, precision="fp32"), [text_batch(number) for number in range(3)]
+    model, batches = (
+        wrap(transformer(), tmp_path, precision="fp32"),
+        [text_batch(number) for number in range(3)],
+    )
     context: contextvars.ContextVar[str] = contextvars.ContextVar("context")
     context.set("the caller's")
     seen: list[Any] = []
     packed: list[torch.Tensor] = []
 
     def loss(outputs: Any, batch: Any) -> torch.Tensor:
-        seen.append((context.get(), torch.get_default_device().type, threading.current_thread().name))
+        seen.append(
+            (context.get(), torch.get_default_device().type, threading.current_thread().name)
+        )
         value: torch.Tensor = outputs.loss.exp().log()
         return value
 
@@ -565,14 +696,23 @@ def test_modes_devices_saved_tensors_and_context_reach_the_threads(tmp_path: Pat
     with infinity.engine(model):
         for order in ("horizontal", "vertical"):
             packed.clear()
-            keep = torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t)  # type: ignore[func-returns-value]
-            with Calls() as calls, FlopCounterMode(display=False) as flops, torch.device("meta"), keep:
+            keep = torch.autograd.graph.saved_tensors_hooks(
+                lambda t: packed.append(t) or t, lambda t: t
+            )  # type: ignore[func-returns-value]
+            with (
+                Calls() as calls,
+                FlopCounterMode(display=False) as flops,
+                torch.device("meta"),
+                keep,
+            ):
                 infinity.accumulate(model, batches, loss, order=order)  # type: ignore[arg-type]
             found.append((calls.count, flops.get_total_flops(), len(packed)))
     assert found[0] == found[1]
     assert all(each > 0 for each in found[0])
     assert {each[:2] for each in seen} == {("the caller's", "meta")}
-    assert {each[2] for each in seen[3:]} == {f"infinity-micro-batch-{number}" for number in range(3)}
+    assert {each[2] for each in seen[3:]} == {
+        f"infinity-micro-batch-{number}" for number in range(3)
+    }
 
 
 # Ranks and the command line
@@ -581,7 +721,9 @@ def test_modes_devices_saved_tensors_and_context_reach_the_threads(tmp_path: Pat
 def serve(rank: int, folder: Path) -> None:
     """Train in both orders as one of two ranks; print what came out."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2
+    )
     place, found = folder / str(rank), {}
     place.mkdir()
     for order in ("vertical", "horizontal"):
@@ -607,7 +749,9 @@ def serve(rank: int, folder: Path) -> None:
 
 def test_ranks_take_the_same_order(tmp_path: Path) -> None:
     ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path)], stdout=subprocess.PIPE, **CHILD)
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(tmp_path)], stdout=subprocess.PIPE, **CHILD
+        )
         for rank in range(2)
     ]
     try:
@@ -628,17 +772,35 @@ def test_the_command_line_moves_less_and_learns_the_same(tmp_path: Path) -> None
 
     def finetune(order: str, gpu_memory: str) -> Any:
         options = {
-            "--nvme": tmp_path, "--data": tmp_path / "text.txt", "--sequence-length": 16, "--batch-size": 1, "--steps": 4,
-            "--accumulate": 3, "--accumulation-order": order, "--eval-batches": 1, "--cache": 0, "--update": "exact",
+            "--nvme": tmp_path,
+            "--data": tmp_path / "text.txt",
+            "--sequence-length": 16,
+            "--batch-size": 1,
+            "--steps": 4,
+            "--accumulate": 3,
+            "--accumulation-order": order,
+            "--eval-batches": 1,
+            "--cache": 0,
+            "--update": "exact",
             "--gpu-memory": gpu_memory,
-        }  # fmt: skip
-        return CliRunner().invoke(app, ["finetune", "--json", *(str(word) for option in options.items() for word in option)])
+        }
+        return CliRunner().invoke(
+            app,
+            ["finetune", "--json", *(str(word) for option in options.items() for word in option)],
+        )
 
-    smallest = re.search(r"smallest gpu_memory that works is (\d+)", finetune("vertical", "1").stderr)
+    smallest = re.search(
+        r"smallest gpu_memory that works is (\d+)", finetune("vertical", "1").stderr
+    )
     assert smallest is not None
-    vertical, horizontal = (json.loads(finetune(order, smallest[1]).stdout) for order in ("vertical", "horizontal"))
+    vertical, horizontal = (
+        json.loads(finetune(order, smallest[1]).stdout) for order in ("vertical", "horizontal")
+    )
     assert vertical["loss"] == horizontal["loss"]
-    read = [run["nvme_bytes_per_parameter_per_step"]["read"]["measured"] for run in (vertical, horizontal)]
+    read = [
+        run["nvme_bytes_per_parameter_per_step"]["read"]["measured"]
+        for run in (vertical, horizontal)
+    ]
     assert read[0] < read[1] - 3
 
 

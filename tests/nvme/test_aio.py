@@ -68,7 +68,9 @@ def details(error: NvmeError) -> tuple[Any, ...]:
 class Held:
     """A ticket that keeps its memory until it is complete, as the contract asks of a caller."""
 
-    def __init__(self, submit: Callable[..., Any], file: Any, offset: int, data: np.ndarray) -> None:
+    def __init__(
+        self, submit: Callable[..., Any], file: Any, offset: int, data: np.ndarray
+    ) -> None:
         self.data = data
         self.ticket = submit(file, offset, data.ctypes.data, data.size)
 
@@ -97,14 +99,20 @@ def file(tmp_path: Path) -> Iterator[Any]:
 # Every request moves exactly its bytes.
 
 SPAN = 48 * 1024
-places = st.one_of(st.integers(0, SPAN), st.integers(0, SPAN // BLOCK).map(lambda block: block * BLOCK))
+places = st.one_of(
+    st.integers(0, SPAN), st.integers(0, SPAN // BLOCK).map(lambda block: block * BLOCK)
+)
 steps = st.tuples(st.booleans(), places, places, st.sampled_from([0, 0, 1, 64, 512, 4095]))
 
 
 @each_engine
 @settings(max_examples=60, deadline=None)
-@given(steps=st.lists(steps, max_size=12), short=st.sampled_from([0.0, 0.5, 1.0]), direct=st.booleans())
-def test_any_offset_length_and_address_matches_a_model(kind: str, steps: list, short: float, direct: bool) -> None:
+@given(
+    steps=st.lists(steps, max_size=12), short=st.sampled_from([0.0, 0.5, 1.0]), direct=st.booleans()
+)
+def test_any_offset_length_and_address_matches_a_model(
+    kind: str, steps: list, short: float, direct: bool
+) -> None:
     model = bytearray(2 * SPAN)
     with tempfile.TemporaryDirectory() as folder:
         engine = aio.Engine(kind, depth=3, request_bytes=4 * BLOCK)
@@ -124,8 +132,12 @@ def test_any_offset_length_and_address_matches_a_model(kind: str, steps: list, s
 
 
 @each_engine
-@pytest.mark.parametrize(("offset", "size"), [(1, 1), (100, BLOCK), (BLOCK - 1, 2), (5, 3 * BLOCK), (BLOCK, 10)])
-def test_neighbours_of_an_unaligned_write_are_untouched(kind: str, file: Any, offset: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("offset", "size"), [(1, 1), (100, BLOCK), (BLOCK - 1, 2), (5, 3 * BLOCK), (BLOCK, 10)]
+)
+def test_neighbours_of_an_unaligned_write_are_untouched(
+    kind: str, file: Any, offset: int, size: int
+) -> None:
     engine = aio.Engine(kind)
     before = noise(5 * BLOCK)
     assert outcome(write(engine, file, 0, memory(before)))[0] == 0
@@ -266,7 +278,9 @@ def test_a_failed_read_of_a_read_modify_write_writes_nothing(kind: str, file: An
 @each_engine
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("size", [0, 1, BLOCK, 5 * BLOCK - 3])
-def test_the_end_of_the_file_is_reported(kind: str, tmp_path: Path, size: int, direct: bool) -> None:
+def test_the_end_of_the_file_is_reported(
+    kind: str, tmp_path: Path, size: int, direct: bool
+) -> None:
     path = tmp_path / "data"
     path.write_bytes(noise(size))
     file, engine = aio.File(str(path), direct=direct), aio.Engine(kind, request_bytes=2 * BLOCK)
@@ -302,9 +316,22 @@ def test_an_error_says_of_what_it_is(kind: str, tmp_path: Path) -> None:
         ticket = engine.write(file, 4 * BLOCK, data.ctypes.data, data.size, **values)
         with pytest.raises(NvmeError, match="No space left on device") as failure:
             ticket.wait()
-        offset, asked, done = (*whole, 3 * BLOCK - 1) if "whole" in values else (4 * BLOCK, 4 * BLOCK, 2 * BLOCK)
-        assert details(failure.value) == ("write", os.fsdecode(name), offset, errno.ENOSPC, asked, done)
-        assert (f" (for {values['what']})" in str(failure.value)) if values else ("for" not in str(failure.value))
+        offset, asked, done = (
+            (*whole, 3 * BLOCK - 1) if "whole" in values else (4 * BLOCK, 4 * BLOCK, 2 * BLOCK)
+        )
+        assert details(failure.value) == (
+            "write",
+            os.fsdecode(name),
+            offset,
+            errno.ENOSPC,
+            asked,
+            done,
+        )
+        assert (
+            (f" (for {values['what']})" in str(failure.value))
+            if values
+            else ("for" not in str(failure.value))
+        )
         with pytest.raises(NvmeError) as again:
             ticket.wait()
         assert again.value is not failure.value and details(again.value) == details(failure.value)
@@ -314,8 +341,14 @@ def test_an_error_says_of_what_it_is(kind: str, tmp_path: Path) -> None:
 @each_engine
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("seen", ["done", "wait"])
-def test_a_ticket_that_is_seen_to_be_complete_keeps_nothing_alive(kind: str, tmp_path: Path, seen: str, fails: bool) -> None:
-    file, engine, data = aio.File(str(tmp_path / "data"), create=True), aio.Engine(kind), memory(noise(BLOCK))
+def test_a_ticket_that_is_seen_to_be_complete_keeps_nothing_alive(
+    kind: str, tmp_path: Path, seen: str, fails: bool
+) -> None:
+    file, engine, data = (
+        aio.File(str(tmp_path / "data"), create=True),
+        aio.Engine(kind),
+        memory(noise(BLOCK)),
+    )
     engine.set_faults(fail_write_at=0 if fails else -1)
     alive = weakref.ref(data)
     ticket = engine.write(file, 0, data.ctypes.data, data.size, owner=data)
@@ -356,14 +389,18 @@ def test_a_full_file_system_is_reported(kind: str, small_file_system: Path) -> N
 @pytest.mark.parametrize("depth", [1, 2, 64])
 def test_hundreds_of_requests_from_many_threads(kind: str, file: Any, depth: int) -> None:
     engine = aio.Engine(kind, depth=depth, request_bytes=2 * BLOCK)
-    threads, requests, size = 6, 50, 3 * BLOCK + 50  # several device requests each, the last one bounced
+    # several device requests each, the last one bounced
+    threads, requests, size = 6, 50, 3 * BLOCK + 50
     stride = 4 * BLOCK
 
     def work(thread: int) -> None:
         data = [memory(noise(size, thread * requests + i)) for i in range(requests)]
         back = [memory(size, shift=i % 2) for i in range(requests)]
         for move, buffers in ((write, data), (read, back)):
-            tickets = [move(engine, file, (i * threads + thread) * stride, buffers[i]) for i in range(requests)]
+            tickets = [
+                move(engine, file, (i * threads + thread) * stride, buffers[i])
+                for i in range(requests)
+            ]
             assert all(outcome(ticket) == (0, size, size) for ticket in tickets)
         assert all(np.array_equal(a, b) for a, b in zip(data, back, strict=True))
 
@@ -380,7 +417,8 @@ def test_submitting_blocks_while_the_queue_is_full(kind: str, file: Any, depth: 
     tickets = []
     for count in range(1, 31):
         tickets.append(write(engine, file, count * BLOCK, data))
-        # `depth` may be on the device and `depth` in the queue; the others had to be complete first.
+        # `depth` may be on the device and `depth` in the queue; the others had to be complete
+        # first.
         assert sum(not ticket.done() for ticket in tickets) <= 2 * depth
     engine.drain()
 
@@ -401,7 +439,8 @@ def test_many_threads_may_wait_for_one_ticket(kind: str, file: Any) -> None:
 def test_close_drains(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "data"
     file, engine = aio.File(str(path), create=True), aio.Engine(kind, depth=2, request_bytes=BLOCK)
-    engine.set_faults(bytes_per_second=4 << 20)  # so that most requests are still in flight at close()
+    # so that most requests are still in flight at close()
+    engine.set_faults(bytes_per_second=4 << 20)
     data = memory(noise(64 * BLOCK))
     tickets = [write(engine, file, i * BLOCK, data[i * BLOCK : (i + 1) * BLOCK]) for i in range(62)]
     write(engine, file, 62 * BLOCK, data[62 * BLOCK :])  # `data` stays, the ticket does not
@@ -458,7 +497,8 @@ def test_the_throttle_bounds_the_rate(kind: str, file: Any, threads: int) -> Non
     assert time.monotonic() - begin >= size / rate * 0.9
 
 
-# Background requests wait for the others; batches are one request; registered memory changes nothing but the cost.
+# Background requests wait for the others; batches are one request; registered memory changes
+# nothing but the cost.
 
 
 @each_engine
@@ -499,7 +539,8 @@ def test_a_promoted_request_that_fails_in_part_ends_once(kind: str, file: Any) -
     data, urgent = memory(noise(32 * BLOCK)), memory(noise(BLOCK, 1))
     slow = engine.write(file, 0, data.ctypes.data, data.size, background=True)
     engine.set_faults(bytes_per_second=1 << 20)
-    while engine.counters()["device_requests"] == 0:  # a part of it is cut, and goes on as what it was cut as
+    # a part of it is cut, and goes on as what it was cut as
+    while engine.counters()["device_requests"] == 0:
         pass
     foreground = [write(engine, file, (32 + i) * BLOCK, urgent) for i in range(2)]
     slow.promote()
@@ -512,9 +553,12 @@ def test_a_promoted_request_that_fails_in_part_ends_once(kind: str, file: Any) -
 
 @each_engine
 @pytest.mark.parametrize("depth", [1, 4])
-def test_background_requests_end_while_the_foreground_never_rests(kind: str, file: Any, depth: int) -> None:
+def test_background_requests_end_while_the_foreground_never_rests(
+    kind: str, file: Any, depth: int
+) -> None:
     engine = aio.Engine(kind, depth=depth, threads=1, request_bytes=BLOCK)
-    engine.set_faults(bytes_per_second=64 << 20)  # so that the queue of the foreground is never empty below
+    # so that the queue of the foreground is never empty below
+    engine.set_faults(bytes_per_second=64 << 20)
     data, urgent, blocks = memory(noise(8 * BLOCK)), memory(noise(BLOCK, 1)), 8
     ticket = engine.write(file, 0, data.ctypes.data, data.size, background=True)
     foreground = []
@@ -526,10 +570,15 @@ def test_background_requests_end_while_the_foreground_never_rests(kind: str, fil
 
 
 @each_engine
-def test_a_full_background_queue_leaves_slots_and_buffers_to_the_foreground(kind: str, file: Any) -> None:
+def test_a_full_background_queue_leaves_slots_and_buffers_to_the_foreground(
+    kind: str, file: Any
+) -> None:
     engine = aio.Engine(kind, depth=8, request_bytes=BLOCK)
     data = memory(noise(64 * BLOCK), shift=1)  # bounced
-    tickets = [engine.write(file, i * data.size, data.ctypes.data, data.size, background=True) for i in range(8)]
+    tickets = [
+        engine.write(file, i * data.size, data.ctypes.data, data.size, background=True)
+        for i in range(8)
+    ]
     back = memory(data.size, shift=1)
     for i, ticket in enumerate(tickets):
         assert outcome(write(engine, file, (8 + i) * data.size, data)) == (0, data.size, data.size)
@@ -538,18 +587,34 @@ def test_a_full_background_queue_leaves_slots_and_buffers_to_the_foreground(kind
         assert np.array_equal(back, data)
 
 
-def batch(submit: Callable[..., Any], file: Any, offsets: list[int], views: list[np.ndarray], **options: Any) -> Any:
-    return submit(file, offsets, [view.ctypes.data for view in views], [view.size for view in views], **options)
+def batch(
+    submit: Callable[..., Any],
+    file: Any,
+    offsets: list[int],
+    views: list[np.ndarray],
+    **options: Any,
+) -> Any:
+    return submit(
+        file,
+        offsets,
+        [view.ctypes.data for view in views],
+        [view.size for view in views],
+        **options,
+    )
 
 
 @each_engine
 @settings(max_examples=40, deadline=None)
 @given(
-    parts=st.lists(st.tuples(places, st.integers(0, SPAN), st.sampled_from([0, 0, 64, 4095])), max_size=8),
+    parts=st.lists(
+        st.tuples(places, st.integers(0, SPAN), st.sampled_from([0, 0, 64, 4095])), max_size=8
+    ),
     short=st.sampled_from([0.0, 0.7]),
     background=st.booleans(),
 )
-def test_a_batch_moves_each_of_its_parts(kind: str, parts: list, short: float, background: bool) -> None:
+def test_a_batch_moves_each_of_its_parts(
+    kind: str, parts: list, short: float, background: bool
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
         engine = aio.Engine(kind, depth=3, request_bytes=4 * BLOCK)
         engine.set_faults(seed=len(parts), short_fraction=short, short_unit=1)
@@ -559,7 +624,11 @@ def test_a_batch_moves_each_of_its_parts(kind: str, parts: list, short: float, b
         offsets = [offset for offset, _, _ in parts]
         views = [memory(size, shift) for _, size, shift in parts]
         total = sum(view.size for view in views)
-        assert outcome(batch(engine.read_batch, file, offsets, views, background=background)) == (0, total, total)
+        assert outcome(batch(engine.read_batch, file, offsets, views, background=background)) == (
+            0,
+            total,
+            total,
+        )
         for offset, view in zip(offsets, views, strict=True):
             assert view.tobytes() == model[offset : offset + view.size]
         # Written side by side, each at a place of its own.
@@ -575,7 +644,9 @@ def test_a_batch_moves_each_of_its_parts(kind: str, parts: list, short: float, b
 
 @each_engine
 @pytest.mark.parametrize("nth", [0, 3, 7])
-def test_a_batch_gives_its_first_part_that_failed_and_the_bytes_before_it(kind: str, file: Any, nth: int) -> None:
+def test_a_batch_gives_its_first_part_that_failed_and_the_bytes_before_it(
+    kind: str, file: Any, nth: int
+) -> None:
     engine = aio.Engine(kind, depth=4, request_bytes=2 * BLOCK)
     assert outcome(write(engine, file, 0, memory(noise(16 * BLOCK))))[0] == 0
     views = [memory(4 * BLOCK) for _ in range(4)]  # two device requests each
@@ -584,7 +655,14 @@ def test_a_batch_gives_its_first_part_that_failed_and_the_bytes_before_it(kind: 
     with pytest.raises(NvmeError) as failure:
         ticket.wait()
     at, before = divmod(nth, 2)
-    assert details(failure.value) == ("read", file.path, 3 * BLOCK * at, errno.ENODATA, 4 * BLOCK, before * 2 * BLOCK)
+    assert details(failure.value) == (
+        "read",
+        file.path,
+        3 * BLOCK * at,
+        errno.ENODATA,
+        4 * BLOCK,
+        before * 2 * BLOCK,
+    )
     for i, view in enumerate(views[: nth // 2]):
         assert view.tobytes() == noise(16 * BLOCK)[3 * BLOCK * i : (3 * i + 4) * BLOCK]
 
@@ -609,7 +687,8 @@ def test_a_batch_is_one_request_for_the_queue(kind: str, file: Any) -> None:
     data = memory(noise(64 * BLOCK))
     numbers = np.arange(64, dtype=np.uint64) * np.uint64(BLOCK)
     sizes = np.full(64, BLOCK, np.uint64)
-    ticket = engine.write_batch(file, numbers, numbers + np.uint64(data.ctypes.data), sizes)  # returns before it is done
+    # returns before it is done
+    ticket = engine.write_batch(file, numbers, numbers + np.uint64(data.ctypes.data), sizes)
     assert not ticket.done()
     assert outcome(ticket) == (0, data.size, data.size)
     assert Path(file.path).read_bytes() == data.tobytes()
@@ -634,7 +713,9 @@ def test_registered_memory_moves_the_same_bytes(kind: str, file: Any) -> None:
     pool[:half] = 0
     assert outcome(read(engine, file, 0, pool[:half])) == (0, half, half)
     assert pool[:half].tobytes() == noise(half)
-    assert engine.counters()["fixed_requests"] == before + (1 if kind == "io_uring" and file.direct else 0)
+    assert engine.counters()["fixed_requests"] == before + (
+        1 if kind == "io_uring" and file.direct else 0
+    )
 
 
 @pytest.mark.skipif(not AVAILABLE, reason=REASON)
@@ -746,12 +827,48 @@ def test_only_ordinary_pages_on_a_virtual_disk_are_copied(kind: str, file: Any) 
 # Whatever the kernel says, a ticket gives the right bytes or that error, and always ends.
 
 READ_ERRORS = ["EBADF", "EFAULT", "EINVAL", "EIO", "EISDIR"]
-WRITE_ERRORS = ["EBADF", "EDESTADDRREQ", "EDQUOT", "EFAULT", "EFBIG", "EINVAL", "EIO", "ENOSPC", "EPERM", "EPIPE"]
-RING_ERRORS = ["EACCES", "EBADFD", "EBUSY", "ECANCELED", "EEXIST", "ENOBUFS", "ENODEV", "ENOMEM", "ENXIO", "EOPNOTSUPP"]
-DEVICE_ERRORS = ["EREMOTEIO", "ENODATA", "EILSEQ", "ETIMEDOUT", "EBADE", "ENOLINK", "EROFS", "ESTALE", "ETIME", "EOVERFLOW"]
+WRITE_ERRORS = [
+    "EBADF",
+    "EDESTADDRREQ",
+    "EDQUOT",
+    "EFAULT",
+    "EFBIG",
+    "EINVAL",
+    "EIO",
+    "ENOSPC",
+    "EPERM",
+    "EPIPE",
+]
+RING_ERRORS = [
+    "EACCES",
+    "EBADFD",
+    "EBUSY",
+    "ECANCELED",
+    "EEXIST",
+    "ENOBUFS",
+    "ENODEV",
+    "ENOMEM",
+    "ENXIO",
+    "EOPNOTSUPP",
+]
+DEVICE_ERRORS = [
+    "EREMOTEIO",
+    "ENODATA",
+    "EILSEQ",
+    "ETIMEDOUT",
+    "EBADE",
+    "ENOLINK",
+    "EROFS",
+    "ESTALE",
+    "ETIME",
+    "EOVERFLOW",
+]
 TO_CONTINUE = ["EINTR", "EAGAIN"]
 EVERY_ERROR = [
-    getattr(errno, name) for name in dict.fromkeys(READ_ERRORS + WRITE_ERRORS + RING_ERRORS + DEVICE_ERRORS + TO_CONTINUE)
+    getattr(errno, name)
+    for name in dict.fromkeys(
+        READ_ERRORS + WRITE_ERRORS + RING_ERRORS + DEVICE_ERRORS + TO_CONTINUE
+    )
 ]
 
 
@@ -764,9 +881,13 @@ def test_every_errno_is_given_or_continued(kind: str, file: Any, code: int) -> N
     engine.set_faults(fail_read_at=2, fail_write_at=1, fail_errno=code)
     back = memory(len(old))
     goes_on = errno.errorcode[code] in TO_CONTINUE
-    assert outcome(read(engine, file, 0, back)) == ((0, len(old), len(old)) if goes_on else (code, len(old), 4 * BLOCK))
+    assert outcome(read(engine, file, 0, back)) == (
+        (0, len(old), len(old)) if goes_on else (code, len(old), 4 * BLOCK)
+    )
     assert back.tobytes()[: 4 * BLOCK] == old[: 4 * BLOCK]
-    assert outcome(write(engine, file, 0, memory(new))) == ((0, len(new), len(new)) if goes_on else (code, len(new), 2 * BLOCK))
+    assert outcome(write(engine, file, 0, memory(new))) == (
+        (0, len(new), len(new)) if goes_on else (code, len(new), 2 * BLOCK)
+    )
     assert outcome(write(engine, file, 0, memory(new))) == (0, len(new), len(new))
     assert outcome(read(engine, file, 0, back)) == (0, len(old), len(old))
     assert back.tobytes() == new
@@ -818,7 +939,9 @@ def test_under_any_faults_a_ticket_gives_bytes_or_an_error(
         for number, (writing, offset, size, shift) in enumerate(steps):
             data = memory(noise(size, number + 1) if writing else size, shift)
             place = 2 * SPAN * number + offset
-            under_way.append((writing, place, data, (write if writing else read)(engine, file, place, data)))
+            under_way.append(
+                (writing, place, data, (write if writing else read)(engine, file, place, data))
+            )
         for writing, place, data, ticket in under_way:
             error, asked, done = outcome(ticket)
             assert asked == data.size
@@ -853,7 +976,11 @@ def test_a_delayed_request_is_overtaken(kind: str, file: Any) -> None:
 
 def descriptors(name: str) -> set[int]:
     """Of this process, whose target has `name` in it."""
-    return {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if name in os.path.realpath(entry)}
+    return {
+        int(entry.name)
+        for entry in Path("/proc/self/fd").iterdir()
+        if name in os.path.realpath(entry)
+    }
 
 
 @each_engine
@@ -865,7 +992,8 @@ def test_a_descriptor_closed_under_way_is_an_error(kind: str, file: Any) -> None
     ticket = write(engine, file, 0, data)
     os.close(number)
     error, asked, done = outcome(ticket)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), number)  # the number is still the file's, which will close it
+    # the number is still the file's, which will close it
+    os.dup2(os.open(os.devnull, os.O_RDONLY), number)
     assert (error, asked) == (errno.EBADF, data.size)
     assert done < asked
     assert Path(file.path).read_bytes()[:done] == data.tobytes()[:done]
@@ -974,7 +1102,10 @@ def test_closed_objects_say_so(kind: str, tmp_path: Path) -> None:
 def test_os_errors_carry_errno_and_filename(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as missing:
         aio.File(str(tmp_path / "missing"))
-    assert (missing.value.errno, missing.value.filename) == (errno.ENOENT, str(tmp_path / "missing"))
+    assert (missing.value.errno, missing.value.filename) == (
+        errno.ENOENT,
+        str(tmp_path / "missing"),
+    )
     with pytest.raises(IsADirectoryError):
         aio.File(str(tmp_path))
 
@@ -1043,7 +1174,8 @@ child = os.fork()
 if child == 0:
     signal.alarm(30)
     refused = 0
-    for use in (engines[0].drain, ticket.wait, lambda: engines[1].read(file, 0, data.ctypes.data, data.size)):
+    read = lambda: engines[1].read(file, 0, data.ctypes.data, data.size)
+    for use in (engines[0].drain, ticket.wait, read):
         try:
             use()
         except ValueError as error:
@@ -1059,4 +1191,6 @@ assert ticket.wait() == data.size and np.array_equal(np.fromfile(path, np.uint8)
 
 @each_engine
 def test_a_forked_child_may_drop_an_engine_and_not_use_it(tmp_path: Path, kind: str) -> None:
-    subprocess.run([sys.executable, "-c", FORKING, kind, str(tmp_path / "data")], **CHILD, check=True)
+    subprocess.run(
+        [sys.executable, "-c", FORKING, kind, str(tmp_path / "data")], **CHILD, check=True
+    )

@@ -46,7 +46,17 @@ needs_huge_pages = pytest.mark.skipif(  # a virtual disk is given other memory t
     not HUGE.exists() or "[never]" in HUGE.read_text(), reason="no huge pages"
 )
 DTYPES = [
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64, torch.float16, torch.bfloat16),
+    *(
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.uint16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+    ),
     *(torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64),
 ]
 OTHER_DTYPES = [torch.complex128, torch.complex32, torch.uint32, torch.uint64, torch.float8_e8m0fnu]
@@ -57,7 +67,9 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.T
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator).bool()
-    raw = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    raw = torch.randint(
+        0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator
+    )
     return raw.view(dtype).reshape(shape) if raw.numel() else torch.empty(shape, dtype=dtype)
 
 
@@ -66,7 +78,11 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def bytes_tensor(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if content
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def noise(size: int, seed: int = 0) -> torch.Tensor:
@@ -74,7 +90,9 @@ def noise(size: int, seed: int = 0) -> torch.Tensor:
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all((a[k].dtype, a[k].shape, raw(a[k])) == (b[k].dtype, b[k].shape, raw(b[k])) for k in a)
+    return a.keys() == b.keys() and all(
+        (a[k].dtype, a[k].shape, raw(a[k])) == (b[k].dtype, b[k].shape, raw(b[k])) for k in a
+    )
 
 
 @pytest.fixture(params=KINDS)
@@ -86,7 +104,9 @@ def io(request: pytest.FixtureRequest) -> Iterator[Io]:
 # Exactly the tensor's bytes, wherever they lie.
 
 shapes = st.one_of(
-    st.lists(st.integers(0, 9), max_size=4).map(tuple), st.integers(0, 9 * BLOCK).map(lambda n: (n,)), st.just((3, 2 * BLOCK))
+    st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    st.integers(0, 9 * BLOCK).map(lambda n: (n,)),
+    st.just((3, 2 * BLOCK)),
 )
 places = st.one_of(st.integers(0, 5 * BLOCK), st.integers(0, 5).map(lambda block: block * BLOCK))
 
@@ -94,11 +114,21 @@ places = st.one_of(st.integers(0, 5 * BLOCK), st.integers(0, 5).map(lambda block
 @each_engine
 @settings(max_examples=80, deadline=None)
 @given(
-    dtype=st.sampled_from(DTYPES + OTHER_DTYPES), shape=shapes, lead=st.integers(0, 70), offset=places, before=places,
+    dtype=st.sampled_from(DTYPES + OTHER_DTYPES),
+    shape=shapes,
+    lead=st.integers(0, 70),
+    offset=places,
+    before=places,
     short=st.sampled_from([0.0, 0.0, 1.0]),
-)  # fmt: skip
+)
 def test_any_tensor_at_any_place(
-    kind: str, dtype: torch.dtype, shape: tuple[int, ...], lead: int, offset: int, before: int, short: float
+    kind: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    lead: int,
+    offset: int,
+    before: int,
+    short: float,
 ) -> None:
     count = math.prod(shape)
     tensor = filled((lead + count + 1,), dtype)[lead : lead + count].reshape(shape)
@@ -110,7 +140,9 @@ def test_any_tensor_at_any_place(
         io.write(tensor, path, offset)
         expected = bytearray(old.ljust(offset if count else 0, b"\0"))
         expected[offset : offset + len(raw(tensor))] = raw(tensor)
-        assert path.read_bytes() == expected, "no other byte changes, and the file is as long as is needed"
+        assert path.read_bytes() == expected, (
+            "no other byte changes, and the file is as long as is needed"
+        )
 
         around = filled((lead + count + 5,), dtype, seed=2)
         neighbours = raw(around[:lead]), raw(around[lead + count :])
@@ -147,7 +179,9 @@ def test_many_tensors_in_one_call(kind: str, items: list[tuple[int, int, int, in
         targets = [(torch.zeros_like(tensor), path, offset) for tensor, path, offset in requests]
         got = io.read_many(iter(targets))
         assert [id(tensor) for tensor in got] == [id(tensor) for tensor, _, _ in targets]
-        assert all(torch.equal(tensor, request[0]) for tensor, request in zip(got, requests, strict=True))
+        assert all(
+            torch.equal(tensor, request[0]) for tensor, request in zip(got, requests, strict=True)
+        )
 
 
 def test_neighbours_in_one_block_may_be_written_at_once(io: Io, tmp_path: Path) -> None:
@@ -165,7 +199,11 @@ def test_neighbours_in_one_block_may_be_written_at_once(io: Io, tmp_path: Path) 
 @needs_huge_pages
 def test_whole_blocks_move_without_a_copy(io: Io, tmp_path: Path) -> None:
     tensor = nvme.empty(1024, BLOCK // 4, dtype=torch.float32)
-    assert (tensor.shape, tensor.dtype, tensor.data_ptr() % (2 << 20)) == ((1024, BLOCK // 4), torch.float32, 0)
+    assert (tensor.shape, tensor.dtype, tensor.data_ptr() % (2 << 20)) == (
+        (1024, BLOCK // 4),
+        torch.float32,
+        0,
+    )
     io.write(tensor.normal_(), tmp_path / "data", 3 * BLOCK)
     back = io.read(nvme.empty(1024, BLOCK // 4), tmp_path / "data", 3 * BLOCK)
     assert torch.equal(back, tensor)
@@ -173,13 +211,17 @@ def test_whole_blocks_move_without_a_copy(io: Io, tmp_path: Path) -> None:
     assert nvme.empty(0, 3).shape == (0, 3)
 
 
-def test_a_file_that_grows_gets_its_blocks_and_a_sparse_one_stays_sparse(io: Io, tmp_path: Path) -> None:
+def test_a_file_that_grows_gets_its_blocks_and_a_sparse_one_stays_sparse(
+    io: Io, tmp_path: Path
+) -> None:
     dense, sparse = tmp_path / "dense", tmp_path / "sparse"
     tensor = noise(open_files.RESERVE_BYTES + 5)
     io.engine.set_faults(fail_write_at=0)
     with pytest.raises(infinity.NvmeError):
         io.write(tensor, dense)
-    assert dense.stat().st_blocks * 512 >= tensor.numel(), "reserved at once, not request by request"
+    assert dense.stat().st_blocks * 512 >= tensor.numel(), (
+        "reserved at once, not request by request"
+    )
     io.write_many([(tensor, sparse, 1 << 40), (tensor[:5], sparse, 0)])
     assert sparse.stat().st_size == (1 << 40) + tensor.numel()
     assert sparse.stat().st_blocks * 512 < 2 * tensor.numel()
@@ -204,7 +246,10 @@ def test_a_file_that_may_only_be_read(io: Io) -> None:
             os.seteuid(65534)  # root may do everything
         try:
             assert torch.equal(io.load(path)["a"], tensor)
-            assert torch.equal(io.read(torch.zeros_like(tensor), path, path.stat().st_size - tensor.numel()), tensor)
+            assert torch.equal(
+                io.read(torch.zeros_like(tensor), path, path.stat().st_size - tensor.numel()),
+                tensor,
+            )
             with pytest.raises(PermissionError):
                 io.write(tensor, path)
         finally:
@@ -225,7 +270,8 @@ def test_the_engines_read_each_other(tmp_path: Path) -> None:
 
 
 def with_liburing(operation: str, path: Path, data: bytearray, offset: int) -> None:
-    """Move `data` with the PyPI package `liburing`, which shares no line of Python or C++ with this one."""
+    """Move `data` with the PyPI package `liburing`, which shares no line of Python or C++ with this
+    one."""
     liburing = pytest.importorskip("liburing")
     ring, completion = liburing.Ring(), liburing.Cqe()
     liburing.io_uring_queue_init(8, ring)
@@ -270,7 +316,9 @@ def details(error: infinity.NvmeError) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("offset", [0, 100])
 @pytest.mark.parametrize("nth", [0, 1, 3])
-def test_the_nth_failure_is_an_error_with_the_bytes_before_it(tmp_path: Path, nth: int, offset: int) -> None:
+def test_the_nth_failure_is_an_error_with_the_bytes_before_it(
+    tmp_path: Path, nth: int, offset: int
+) -> None:
     path, size = tmp_path / "data", 4 * 2 * BLOCK
     tensor, old = noise(size), noise(size, 1)
     # An unaligned write is: the rest of its first block, pieces, and what is in its last block.
@@ -280,14 +328,28 @@ def test_the_nth_failure_is_an_error_with_the_bytes_before_it(tmp_path: Path, nt
         io.engine.set_faults(fail_write_at=nth, fail_errno=errno.ENXIO)
         with pytest.raises(infinity.NvmeError, match="No such device or address") as failure:
             io.write(tensor, path, offset)
-        assert details(failure.value) == ("write", str(path), offset, errno.ENXIO, size, failure.value.done)
+        assert details(failure.value) == (
+            "write",
+            str(path),
+            offset,
+            errno.ENXIO,
+            size,
+            failure.value.done,
+        )
         assert offset or failure.value.done == before
         done = failure.value.done
         assert path.read_bytes()[offset:][:done] == raw(tensor)[:done]
         io.engine.set_faults(fail_read_at=nth)
         with pytest.raises(infinity.NvmeError, match="Input/output error") as failure:
             io.read(torch.empty_like(tensor), path, offset)
-        assert details(failure.value) == ("read", str(path), offset, errno.EIO, size, failure.value.done)
+        assert details(failure.value) == (
+            "read",
+            str(path),
+            offset,
+            errno.EIO,
+            size,
+            failure.value.done,
+        )
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK, 5 * BLOCK - 3])
@@ -302,11 +364,15 @@ def test_a_file_that_is_too_short(io: Io, tmp_path: Path, size: int) -> None:
     io.read(torch.empty(0), path, size + 100)
 
 
-def test_of_many_failures_the_first_of_the_call_is_raised_and_all_are_over(io: Io, tmp_path: Path) -> None:
+def test_of_many_failures_the_first_of_the_call_is_raised_and_all_are_over(
+    io: Io, tmp_path: Path
+) -> None:
     tensor = noise(BLOCK)
     io.write(tensor, tmp_path / "whole")
     io.write(tensor[:10], tmp_path / "short")
-    items = [(torch.zeros_like(tensor), tmp_path / name) for name in ("whole", "short", "short", "whole")]
+    items = [
+        (torch.zeros_like(tensor), tmp_path / name) for name in ("whole", "short", "short", "whole")
+    ]
     ticket = io.read_many_async(items)
     for _ in range(2):
         with pytest.raises(infinity.NvmeError) as failure:
@@ -318,7 +384,9 @@ def test_of_many_failures_the_first_of_the_call_is_raised_and_all_are_over(io: I
     io.drain()  # it was raised
 
 
-def test_a_failure_that_nobody_waited_for_is_raised_by_drain_or_close(tmp_path: Path, kind: str = "posix") -> None:
+def test_a_failure_that_nobody_waited_for_is_raised_by_drain_or_close(
+    tmp_path: Path, kind: str = "posix"
+) -> None:
     io = Io(kind)
     for end in (io.drain, io.close):
         io.engine.set_faults(fail_write_at=0)
@@ -341,7 +409,9 @@ def test_files_that_cannot_be_opened(io: Io, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_came_before_a_missing_file_is_over_when_the_error_comes(io: Io, tmp_path: Path) -> None:
+def test_what_came_before_a_missing_file_is_over_when_the_error_comes(
+    io: Io, tmp_path: Path
+) -> None:
     io.write(noise(16 * BLOCK), tmp_path / "data")
     io.engine.set_faults(bytes_per_second=SLOW)
     tensor = torch.zeros(16 * BLOCK, dtype=torch.uint8)
@@ -354,7 +424,12 @@ def test_what_came_before_a_missing_file_is_over_when_the_error_comes(io: Io, tm
 def small_file_system(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0:
         pytest.skip("needs root")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)], capture_output=True).returncode != 0:
+    if (
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(tmp_path)], capture_output=True
+        ).returncode
+        != 0
+    ):
         pytest.skip("mount is not allowed here")
     yield tmp_path
     subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
@@ -400,9 +475,15 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "meta": (lambda: torch.zeros(3, device="meta"), "a tensor on meta has no bytes"),
     "fake": (fake, "a FakeTensor has no memory of its own"),
     "sparse": (lambda: torch.zeros(3, 3).to_sparse(), "sparse.* is more than its bytes"),
-    "quantized": (lambda: torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.qint8), "quantized tensor is more"),
+    "quantized": (
+        lambda: torch.quantize_per_tensor(torch.zeros(3), 1.0, 0, torch.qint8),
+        "quantized tensor is more",
+    ),
     "conjugated": (lambda: torch.zeros(3, dtype=torch.complex64).conj(), r"resolve_conj\(\)"),
-    "negated": (lambda: torch.zeros(3, dtype=torch.complex64).conj().imag.contiguous().clone()._neg_view(), r"resolve_neg\(\)"),
+    "negated": (
+        lambda: torch.zeros(3, dtype=torch.complex64).conj().imag.contiguous().clone()._neg_view(),
+        r"resolve_neg\(\)",
+    ),
     "freed": (freed, "has been freed or shrunk"),
 }
 
@@ -410,7 +491,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.filterwarnings("ignore")  # of torch, about quantization
 @pytest.mark.parametrize("operation", ["write", "read", "write_async", "read_many", "save"])
 @pytest.mark.parametrize("name", WRONG)
-def test_tensors_that_are_not_their_bytes(io: Io, tmp_path: Path, name: str, operation: str) -> None:
+def test_tensors_that_are_not_their_bytes(
+    io: Io, tmp_path: Path, name: str, operation: str
+) -> None:
     make, message = WRONG[name]
     fine, tensor = torch.zeros(3), make()
     with pytest.raises((TypeError, ValueError), match=message):
@@ -459,12 +542,16 @@ def test_autograd_is_not_fooled(io: Io, tmp_path: Path) -> None:
 
 
 def test_a_parameter_that_lives_on_another_tier_is_refused_by_name(io: Io, tmp_path: Path) -> None:
-    config = infinity.Config(nvme=tmp_path / "states", gpu_memory="1MiB", cpu_memory="4MiB", precision="fp32")
+    config = infinity.Config(
+        nvme=tmp_path / "states", gpu_memory="1MiB", cpu_memory="4MiB", precision="fp32"
+    )
     (tmp_path / "states").mkdir()
     model = infinity.wrap(nn.Sequential(nn.Linear(8, 8)), config)
     with infinity.engine(model):
         for use in (io.write, io.read):
-            with pytest.raises(infinity.ShardedParameterError, match=r"0\.weight .*infinity.gathered"):
+            with pytest.raises(
+                infinity.ShardedParameterError, match=r"0\.weight .*infinity.gathered"
+            ):
                 use(model[0].weight, tmp_path / "data")
         with infinity.gathered(model):
             io.write(model[0].weight, tmp_path / "data")
@@ -529,7 +616,9 @@ def test_a_file_may_go_while_it_is_written(io: Io, tmp_path: Path) -> None:
     assert path.read_bytes() == raw(second), "a name means the file that it names now"
 
 
-def test_descriptors_are_bounded_and_none_is_left(tmp_path: Path, footprint: Callable[[], Any]) -> None:
+def test_descriptors_are_bounded_and_none_is_left(
+    tmp_path: Path, footprint: Callable[[], Any]
+) -> None:
     io = Io("posix", depth=4)
     tensors = [noise(100, i) for i in range(300)]
     left, most = footprint(), 0
@@ -549,7 +638,11 @@ def test_descriptors_are_bounded_and_none_is_left(tmp_path: Path, footprint: Cal
         patch.setattr(io_module, "Files", Counting)
         io.write_many(watched())
     assert footprint() == left
-    assert open_files.OPEN_FILES / 2 < most <= open_files.OPEN_FILES + 2 * 4 + len(left.descriptors) + 2
+    assert (
+        open_files.OPEN_FILES / 2
+        < most
+        <= open_files.OPEN_FILES + 2 * 4 + len(left.descriptors) + 2
+    )
     assert all((tmp_path / str(i)).read_bytes() == raw(tensor) for i, tensor in enumerate(tensors))
     io.close()
 
@@ -559,7 +652,10 @@ def test_close_waits_for_what_is_in_flight(tmp_path: Path, kind: str = "posix") 
         io = Io(kind, depth=2, request_bytes=BLOCK)
         io.engine.set_faults(bytes_per_second=SLOW)
         tensors = [noise(4 * BLOCK, i) for i in range(8)]
-        tickets = [io.write_async(tensor, tmp_path / end, i * 4 * BLOCK) for i, tensor in enumerate(tensors)]
+        tickets = [
+            io.write_async(tensor, tmp_path / end, i * 4 * BLOCK)
+            for i, tensor in enumerate(tensors)
+        ]
         assert not tickets[-1].done()
         if end == "close":
             io.close()
@@ -586,7 +682,11 @@ def test_a_dropped_io_says_what_failed(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_a_closed_io_says_so(io: Io, tmp_path: Path) -> None:
     io.close()
-    for use in (lambda: io.write(noise(3), tmp_path / "a"), lambda: io.load(tmp_path / "a"), lambda: io.engine):
+    for use in (
+        lambda: io.write(noise(3), tmp_path / "a"),
+        lambda: io.load(tmp_path / "a"),
+        lambda: io.engine,
+    ):
         with pytest.raises(ValueError, match=r"this infinity.nvme.Io is closed"):
             use()
     with pytest.raises(ValueError, match="closed"):
@@ -594,7 +694,9 @@ def test_a_closed_io_says_so(io: Io, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [{"engine": "aio"}, {"depth": 0}, {"request_bytes": 1000}, {"threads": 0}])
+@pytest.mark.parametrize(
+    "options", [{"engine": "aio"}, {"depth": 0}, {"request_bytes": 1000}, {"threads": 0}]
+)
 def test_wrong_options(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         Io(**options)
@@ -608,7 +710,9 @@ def test_many_threads_share_the_module(tmp_path: Path) -> None:
         for ticket in reversed(tickets):
             ticket.wait()
         back = [torch.zeros_like(tensor) for tensor in tensors]
-        for i, ticket in enumerate([nvme.read_async(target, path, 30_000 * i) for i, target in enumerate(back)]):
+        for i, ticket in enumerate(
+            [nvme.read_async(target, path, 30_000 * i) for i, target in enumerate(back)]
+        ):
             ticket.wait()
             assert torch.equal(back[i], tensors[i])
         nvme.save({"a": tensors[9], "b": tensors[7]}, tmp_path / f"{thread}.safetensors")
@@ -653,7 +757,10 @@ def test_the_module_functions_are_those_of_io(tmp_path: Path) -> None:
 
 def run(script: str, *arguments: object) -> str:
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)], capture_output=True, check=True, **CHILD
+        [sys.executable, "-W", "ignore", "-c", script, *map(str, arguments)],
+        capture_output=True,
+        check=True,
+        **CHILD,
     )
     return result.stdout.strip()
 
@@ -692,7 +799,8 @@ child = os.fork()
 if child == 0:
     assert torch.equal(nvme.read(torch.zeros(5000), path), tensor), "the module works on"
     refused = 0
-    for use in (lambda: own.write(tensor, path), ticket.wait, ticket.done, own.drain, lambda: own.engine):
+    calls = [lambda: own.write(tensor, path), lambda: own.engine]
+    for use in (*calls, ticket.wait, ticket.done, own.drain):
         try:
             use()
         except ValueError as error:
@@ -733,9 +841,15 @@ def test_the_end_of_the_process_waits(tmp_path: Path, which: str) -> None:
 
 # One file with many tensors.
 
-names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda name: name != "__metadata__")
-tensors_by_name = st.dictionaries(names, st.tuples(st.sampled_from(DTYPES), shapes), max_size=8).map(
-    lambda table: {name: filled(shape, dtype, i) for i, (name, (dtype, shape)) in enumerate(table.items())}
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(
+    lambda name: name != "__metadata__"
+)
+tensors_by_name = st.dictionaries(
+    names, st.tuples(st.sampled_from(DTYPES), shapes), max_size=8
+).map(
+    lambda table: {
+        name: filled(shape, dtype, i) for i, (name, (dtype, shape)) in enumerate(table.items())
+    }
 )
 
 
@@ -745,7 +859,11 @@ tensors_by_name = st.dictionaries(names, st.tuples(st.sampled_from(DTYPES), shap
 def test_what_we_save_safetensors_loads_and_the_other_way_round(
     kind: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None
 ) -> None:
-    with tempfile.TemporaryDirectory() as folder, Io(kind) as io, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Io(kind) as io,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(submit, "SLOT_BYTES", 4 * BLOCK)
         patch.setattr(tensor_file, "DIRECT_BYTES", 2 * BLOCK)
         ours, theirs = Path(folder, "ours"), Path(folder, "theirs")
@@ -754,7 +872,8 @@ def test_what_we_save_safetensors_loads_and_the_other_way_round(
         assert same(io.load(ours), tensors)
         with safe_open(ours, "pt") as opened:
             assert (opened.metadata() or {}) == (metadata or {})
-        save_file(tensors, theirs, metadata or None)  # without a tensor, it writes broken JSON for {}
+        # without a tensor, it writes broken JSON for {}
+        save_file(tensors, theirs, metadata or None)
         assert same(io.load(theirs), tensors)
         for chosen in list(tensors)[::2], []:
             assert same(io.load(theirs, chosen), {name: tensors[name] for name in chosen})
@@ -768,7 +887,9 @@ def test_large_tensors_are_saved_and_loaded_without_a_copy(io: Io, tmp_path: Pat
     bounced = io.engine.counters()["bounced_bytes"]
     assert bounced <= BLOCK
     loaded = io.load(tmp_path / "model")
-    assert io.engine.counters()["bounced_bytes"] - bounced <= (64 << 10) + (2 << 20), "but for the header and what ends a page"
+    assert io.engine.counters()["bounced_bytes"] - bounced <= (64 << 10) + (2 << 20), (
+        "but for the header and what ends a page"
+    )
     assert same(loaded, tensors)
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in loaded.values())
     loaded["0"][0] = 5.0
@@ -784,18 +905,27 @@ def test_a_file_whose_tensors_are_not_aligned(io: Io, tmp_path: Path) -> None:
             "a": {"dtype": "F64", "shape": [BLOCK], "data_offsets": [3, 3 + 8 * BLOCK]},
         }
         header = json.dumps(table).encode() + b" " * pad
-        (tmp_path / "model").write_bytes(len(header).to_bytes(8, "little") + header + raw(b) + raw(a))
+        (tmp_path / "model").write_bytes(
+            len(header).to_bytes(8, "little") + header + raw(b) + raw(a)
+        )
         loaded = io.load(tmp_path / "model")
         assert same(loaded, {"a": a, "b": b})
         assert loaded["a"].data_ptr() % 8 == 0
 
 
 @settings(max_examples=40, deadline=None)
-@given(pieces=st.lists(st.tuples(st.integers(0, 3 * BLOCK), st.integers(0, 5 * BLOCK)), max_size=8), gap=st.integers(0, 9000))
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 3 * BLOCK), st.integers(0, 5 * BLOCK)), max_size=8),
+    gap=st.integers(0, 9000),
+)
 def test_staging_scatters_what_it_reads(pieces: list[tuple[int, int]], gap: int) -> None:
     """As for tensors on a GPU, here into host memory."""
     file, position = noise(70 * BLOCK), 0
-    with tempfile.TemporaryDirectory() as folder, Io("posix") as io, pytest.MonkeyPatch.context() as patch:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Io("posix") as io,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setattr(submit, "SLOT_BYTES", 2 * BLOCK)
         path = Path(folder, "data")
         path.write_bytes(raw(file))
@@ -812,7 +942,8 @@ def test_staging_scatters_what_it_reads(pieces: list[tuple[int, int]], gap: int)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_on_a_gpu(io: Io, tmp_path: Path) -> None:
-    """In several runs of the slots, after what is queued on the caller's stream, and in one file with others."""
+    """In several runs of the slots, after what is queued on the caller's stream, and in one file
+    with others."""
     path, count = tmp_path / "data", 5 * submit.SLOT_BYTES // 4 + 3
     with torch.cuda.stream(torch.cuda.Stream()):
         tensor = torch.zeros(count, device="cuda")
@@ -824,12 +955,19 @@ def test_tensors_on_a_gpu(io: Io, tmp_path: Path) -> None:
         ticket = io.read_async(target, path, 77)
         ticket.wait()
         assert torch.equal(target, tensor)
-        mixed = {"gpu": tensor, "cpu": torch.randn(7), "small": torch.ones(3, dtype=torch.bool, device="cuda")}
+        mixed = {
+            "gpu": tensor,
+            "cpu": torch.randn(7),
+            "small": torch.ones(3, dtype=torch.bool, device="cuda"),
+        }
         io.save(mixed, tmp_path / "model")
         for device in ("cpu", "cuda"):
             loaded = io.load(tmp_path / "model", device=device)
             assert all(value.device.type == device for value in loaded.values())
-            assert same({name: value.cpu() for name, value in loaded.items()}, {name: v.cpu() for name, v in mixed.items()})
+            assert same(
+                {name: value.cpu() for name, value in loaded.items()},
+                {name: v.cpu() for name, v in mixed.items()},
+            )
         with pytest.raises(infinity.NvmeError) as failure:
             io.read(torch.zeros(count + 1, device="cuda"), path, 77)
         assert details(failure.value) == ("read", str(path), 77, 0, 4 * count + 4, 4 * count)
@@ -906,14 +1044,24 @@ def test_save_follows_links_and_keeps_modes(io: Io, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "metadata", "message"),
     [
-        ({"a": torch.zeros(2, dtype=torch.complex128)}, None, "'a' is torch.complex128, which a safetensors file cannot hold"),
-        ({"__metadata__": torch.zeros(2)}, None, "a tensor's name must be a string other than '__metadata__'"),
+        (
+            {"a": torch.zeros(2, dtype=torch.complex128)},
+            None,
+            "'a' is torch.complex128, which a safetensors file cannot hold",
+        ),
+        (
+            {"__metadata__": torch.zeros(2)},
+            None,
+            "a tensor's name must be a string other than '__metadata__'",
+        ),
         ({5: torch.zeros(2)}, None, "a tensor's name must be a string"),
         ({"a": torch.zeros(2)}, {"a": 5}, "metadata must map strings to strings; 'a': 5"),
         ({"\ud800": torch.zeros(2)}, None, "surrogates"),
     ],
 )
-def test_what_the_format_cannot_hold(io: Io, tmp_path: Path, tensors: Any, metadata: Any, message: str) -> None:
+def test_what_the_format_cannot_hold(
+    io: Io, tmp_path: Path, tensors: Any, metadata: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         io.save(tensors, tmp_path / "model", metadata)
     assert list(tmp_path.iterdir()) == []
@@ -921,7 +1069,10 @@ def test_what_the_format_cannot_hold(io: Io, tmp_path: Path, tensors: Any, metad
 
 def test_names_that_are_not_there(io: Io, tmp_path: Path) -> None:
     io.save({str(i): torch.zeros(2) for i in range(9)}, tmp_path / "model")
-    with pytest.raises(infinity.WeightsError, match="has no tensor 'x', 'y'; it has '0', '1', '2', '3', '4' and 4 more"):
+    with pytest.raises(
+        infinity.WeightsError,
+        match="has no tensor 'x', 'y'; it has '0', '1', '2', '3', '4' and 4 more",
+    ):
         io.load(tmp_path / "model", ["1", "x", "y"])
     with pytest.raises(ValueError, match="device must be cpu or cuda, not meta"):
         io.load(tmp_path / "model", device="meta")
@@ -948,20 +1099,36 @@ DAMAGED: list[tuple[Any, bytes, str]] = [
     ({"a": entry(shape=[True, 4])}, b"abcd", "'a' has shape"),
     ({"a": entry(shape=[4.0])}, b"abcd", "'a' has shape"),
     ({"a": entry(shape=[1 << 70, 0])}, b"abcd", "'a' has shape"),
-    ({"a": entry(data_offsets=[4, 0])}, b"abcd", r"'a' of shape \[4\] and dtype U8 is given -4 bytes"),
+    (
+        {"a": entry(data_offsets=[4, 0])},
+        b"abcd",
+        r"'a' of shape \[4\] and dtype U8 is given -4 bytes",
+    ),
     ({"a": entry(data_offsets=[0])}, b"abcd", "'a' has data_offsets"),
     ({"a": entry(data_offsets=[0, 5])}, b"abcde", "is given 5 bytes"),
     ({"a": entry(shape=[1 << 40, 1 << 40])}, b"abcd", "is given 4 bytes"),
     ({"a": entry(data_offsets=[1, 5])}, b"abcde", "'a' leaves a gap before it"),
-    ({"a": entry(), "b": entry(data_offsets=[3, 7])}, b"abcdefg", "'b' overlaps with the one before it"),
-    ({"a": entry(), "b": entry(data_offsets=[4, 8])}, b"abcdef", "is cut off: tensor 'b' ends at byte"),
+    (
+        {"a": entry(), "b": entry(data_offsets=[3, 7])},
+        b"abcdefg",
+        "'b' overlaps with the one before it",
+    ),
+    (
+        {"a": entry(), "b": entry(data_offsets=[4, 8])},
+        b"abcdef",
+        "is cut off: tensor 'b' ends at byte",
+    ),
     ({"a": entry()}, b"abcdef", "its tensors end at byte"),
     ({}, b"a", "its tensors end at byte"),
 ]
 
 
-@pytest.mark.parametrize(("header", "data", "message"), DAMAGED, ids=[message for _, _, message in DAMAGED])
-def test_a_damaged_file_is_one_clear_error(tmp_path: Path, header: Any, data: bytes, message: str) -> None:
+@pytest.mark.parametrize(
+    ("header", "data", "message"), DAMAGED, ids=[message for _, _, message in DAMAGED]
+)
+def test_a_damaged_file_is_one_clear_error(
+    tmp_path: Path, header: Any, data: bytes, message: str
+) -> None:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path = tmp_path / "model"
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
@@ -973,21 +1140,31 @@ def test_a_damaged_file_is_one_clear_error(tmp_path: Path, header: Any, data: by
 @pytest.mark.parametrize("size", [0, 7])
 def test_a_file_without_a_header(tmp_path: Path, size: int) -> None:
     (tmp_path / "model").write_bytes(bytes(size))
-    with pytest.raises(infinity.WeightsError, match=f"it ends after {size} bytes, inside the header's length"):
+    with pytest.raises(
+        infinity.WeightsError, match=f"it ends after {size} bytes, inside the header's length"
+    ):
         nvme.load(tmp_path / "model")
-    for length, message in ((1000, "inside its header of 1000"), (1 << 62, "100000000 are allowed")):
+    for length, message in (
+        (1000, "inside its header of 1000"),
+        (1 << 62, "100000000 are allowed"),
+    ):
         (tmp_path / "model").write_bytes(length.to_bytes(8, "little") + b"{}")
         with pytest.raises(infinity.WeightsError, match=message):
             nvme.load(tmp_path / "model")
 
 
-GOOD = {"a": filled((7, 3), torch.float32), "b": filled((BLOCK,), torch.bfloat16), "c": filled((0, 2), torch.int8)}
+GOOD = {
+    "a": filled((7, 3), torch.float32),
+    "b": filled((BLOCK,), torch.bfloat16),
+    "c": filled((0, 2), torch.int8),
+}
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_damage_is_either_seen_or_harmless(data: st.DataObject) -> None:
-    """Cut, grown or with some bytes of the header changed: an error, or tensors that are views of what the file holds."""
+    """Cut, grown or with some bytes of the header changed: an error, or tensors that are views of
+    what the file holds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model")
         if data.draw(st.booleans(), label="ours"):
@@ -1003,7 +1180,9 @@ def test_any_damage_is_either_seen_or_harmless(data: st.DataObject) -> None:
             content += bytes(data.draw(st.integers(1, 2 * BLOCK)))
         else:
             for _ in range(data.draw(st.integers(1, 4))):
-                content[data.draw(st.integers(0, min(header, 300) - 1))] = data.draw(st.integers(0, 255))
+                content[data.draw(st.integers(0, min(header, 300) - 1))] = data.draw(
+                    st.integers(0, 255)
+                )
         path.write_bytes(content)
         try:
             loaded = nvme.load(path)
@@ -1011,7 +1190,9 @@ def test_any_damage_is_either_seen_or_harmless(data: st.DataObject) -> None:
             assert str(path) in str(error)
         else:
             assert kind == "change"
-            assert b"".join(sorted(map(raw, loaded.values()))) == b"".join(sorted(map(raw, load_file(path).values())))
+            assert b"".join(sorted(map(raw, loaded.values()))) == b"".join(
+                sorted(map(raw, load_file(path).values()))
+            )
 
 
 def test_a_file_that_shrinks_under_the_reader(io: Io, tmp_path: Path) -> None:
@@ -1023,6 +1204,10 @@ def test_a_file_that_shrinks_under_the_reader(io: Io, tmp_path: Path) -> None:
         os.truncate(tmp_path / "model", 1 << 19)
         return found
 
-    with contextlib.closing(io), pytest.MonkeyPatch.context() as patch, pytest.raises(infinity.NvmeError, match="the file ends"):
+    with (
+        contextlib.closing(io),
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(infinity.NvmeError, match="the file ends"),
+    ):
         patch.setattr(tensor_file, "_entries", shrinking)
         io.load(tmp_path / "model")

@@ -1,4 +1,5 @@
-"""The CPU optimizer kernels: one result, bit for bit, whatever the instruction set, threads, chunking and address."""
+"""The CPU optimizer kernels: one result, bit for bit, whatever the instruction set, threads,
+chunking and address."""
 
 from __future__ import annotations
 
@@ -45,14 +46,19 @@ ISAS = [isa for isa in ("scalar", "avx2", "avx512", "neon") if kernels.has_isa(i
 
 FORMATS = [
     Case(grad=grad, param=param, master=master, moments=moments)
-    for (param, master), grad, moments in itertools.product(MASTERS, DTYPES, ("fp32", "bf16", "int8"))
+    for (param, master), grad, moments in itertools.product(
+        MASTERS, DTYPES, ("fp32", "bf16", "int8")
+    )
 ]
-CASES = [replace(FORMATS[i % len(FORMATS)], rule=rule, hyper=hyper)
-         for i, (rule, hyper, _) in enumerate(itertools.product(RULES, HYPERS, range(4)))]  # fmt: skip
+CASES = [
+    replace(FORMATS[i % len(FORMATS)], rule=rule, hyper=hyper)
+    for i, (rule, hyper, _) in enumerate(itertools.product(RULES, HYPERS, range(4)))
+]
 
 
 def describe(case: Case) -> str:
-    return f"{case.rule}-{case.grad}-{case.param}-{case.master}-{case.moments}-{HYPERS.index(case.hyper)}"
+    parts = case.rule, case.grad, case.param, case.master, case.moments, HYPERS.index(case.hyper)
+    return "-".join(map(str, parts))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,13 +81,21 @@ def test_simd_equals_scalar(case: Case) -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), n=st.integers(1, 3000), threads=st.integers(1, 5), seed=st.integers(0, 2**32))
-def test_threads_chunks_and_addresses_do_not_change_bits(data: st.DataObject, n: int, threads: int, seed: int) -> None:
+@given(
+    data=st.data(), n=st.integers(1, 3000), threads=st.integers(1, 5), seed=st.integers(0, 2**32)
+)
+def test_threads_chunks_and_addresses_do_not_change_bits(
+    data: st.DataObject, n: int, threads: int, seed: int
+) -> None:
     case = data.draw(st.sampled_from(CASES))
     chunk = random_chunk(case, n, seed)
     chunk.position = data.draw(st.sampled_from([0, 4096, 2**32 - 1024, 2**45]))
     expected = chunk.clone().update().bits()
-    cuts = [0, *sorted(64 * cut for cut in data.draw(st.lists(st.integers(0, n // 64), max_size=4))), n]
+    cuts = [
+        0,
+        *sorted(64 * cut for cut in data.draw(st.lists(st.integers(0, n // 64), max_size=4))),
+        n,
+    ]
     actual = chunk.moved(data.draw(st.integers(0, 16)))
     for begin, end in pairwise(cuts):
         actual.update(data.draw(st.sampled_from(ISAS)), threads, begin, end)
@@ -89,10 +103,18 @@ def test_threads_chunks_and_addresses_do_not_change_bits(data: st.DataObject, n:
 
 
 @settings(max_examples=300, deadline=None)
-@given(data=st.data(), n=st.integers(1, 5000), threads=st.integers(1, 3), seed=st.integers(0, 2**32))
-def test_what_goes_to_another_place_is_what_would_be_here(data: st.DataObject, n: int, threads: int, seed: int) -> None:
-    """Any blocks, at any addresses: there is what an update in place makes, here what was here, and nothing around it changes."""
-    case = data.draw(st.sampled_from([replace(case, rule=rule) for case in FORMATS for rule in RULES]), label="case")
+@given(
+    data=st.data(), n=st.integers(1, 5000), threads=st.integers(1, 3), seed=st.integers(0, 2**32)
+)
+def test_what_goes_to_another_place_is_what_would_be_here(
+    data: st.DataObject, n: int, threads: int, seed: int
+) -> None:
+    """Any blocks, at any addresses: there is what an update in place makes, here what was here, and
+    nothing around it changes."""
+    case = data.draw(
+        st.sampled_from([replace(case, rule=rule) for case in FORMATS for rule in RULES]),
+        label="case",
+    )
     begin = data.draw(st.integers(0, n // 32)) * 32
     end = data.draw(st.integers(begin, n)) if case.moments == "fp32" else n
     old = random_chunk(case, n, seed)
@@ -113,15 +135,18 @@ def test_what_goes_to_another_place_is_what_would_be_here(data: st.DataObject, n
         if end == begin or not used.get(name, True):
             assert not changed.any(), name
         elif case.moments == "int8" and name in used:
-            ours, theirs = (decoded(chunk.view(name), "int8", name, n)[begin:end] for chunk in (to, expected))
+            ours, theirs = (
+                decoded(chunk.view(name), "int8", name, n)[begin:end] for chunk in (to, expected)
+            )
             assert torch.equal(bits(ours), bits(theirs)), name
         else:
             width = len(to.view(name)) // n
             inside = slice(begin * width, end * width)
             assert torch.equal(to.view(name)[inside], expected.view(name)[inside]), name
-            assert not changed[: to.offset(name) + inside.start].any() and not changed[to.offset(name) + inside.stop :].any(), (
-                name
-            )
+            assert (
+                not changed[: to.offset(name) + inside.start].any()
+                and not changed[to.offset(name) + inside.stop :].any()
+            ), name
 
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
@@ -131,7 +156,9 @@ def test_noise_belongs_to_the_element_and_not_to_the_chunk(isa: str, moments: st
     n, cut = 2 * SUPERBLOCK, SUPERBLOCK
     case = Case(moments=moments)
     generator = torch.Generator().manual_seed(1)
-    values = [torch.randn(n, generator=generator) for _ in range(3)] + [torch.rand(n, generator=generator)]
+    values = [torch.randn(n, generator=generator) for _ in range(3)] + [
+        torch.rand(n, generator=generator)
+    ]
 
     def part(begin: int, end: int) -> Chunk:
         weights, grad, first, second = (tensor[begin:end].clone() for tensor in values)
@@ -169,19 +196,28 @@ def test_writes_nothing_outside_the_range(isa: str, param: str, master: str, mom
             if moments == "int8" and name in ("first", "second"):
                 scales = changed[changed >= SUPERBLOCK] - SUPERBLOCK
                 changed = changed[changed < SUPERBLOCK]
-                assert all(begin // 32 <= byte // 4 < math.ceil(end / 32) for byte in scales.tolist()), (name, end)
+                assert all(
+                    begin // 32 <= byte // 4 < math.ceil(end / 32) for byte in scales.tolist()
+                ), (name, end)
                 low, high = begin, end
             else:
-                width = chunk.width(name) if name in ("grad", "param", "master") else WIDTHS[moments]
+                width = (
+                    chunk.width(name) if name in ("grad", "param", "master") else WIDTHS[moments]
+                )
                 low, high = begin * width, end * width
             assert all(low <= byte < high for byte in changed.tolist()), (name, end)
             assert name == "grad" or end < 700 or len(changed) > 0
 
 
 def reference(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """AdamW of rules.h in torch operations that are each rounded once, on constants rounded once from double."""
+    """AdamW of rules.h in torch operations that are each rounded once, on constants rounded once
+    from double."""
     hyper, fp32 = chunk.case.hyper, torch.tensor
-    grad = chunk.view("grad", DTYPES[chunk.case.grad]).float() if "grad" in chunk.blocks else torch.zeros(chunk.n)
+    grad = (
+        chunk.view("grad", DTYPES[chunk.case.grad]).float()
+        if "grad" in chunk.blocks
+        else torch.zeros(chunk.n)
+    )
     g, w = grad * fp32(hyper.grad_scale), chunk.masters().clone()
     if hyper.weight_decay and hyper.decoupled:
         w = w * fp32(1 - hyper.lr * hyper.weight_decay)
@@ -189,8 +225,8 @@ def reference(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         g = g + fp32(hyper.weight_decay) * w
     m = fp32(hyper.beta1) * chunk.moment("first") + fp32(1 - hyper.beta1) * g
     v = fp32(hyper.beta2) * chunk.moment("second") + (fp32(1 - hyper.beta2) * g) * g
-    # torch.sqrt of fp32 may be off by one place (it calls MKL). From double, which has more than twice the bits, the
-    # rounding to fp32 is right.
+    # torch.sqrt of fp32 may be off by one place (it calls MKL). From double, which has more than
+    # twice the bits, the rounding to fp32 is right.
     d = torch.sqrt(v.double()).float() / fp32(hyper.bias_correction2_sqrt) + fp32(hyper.eps)
     return w - fp32(hyper.lr / hyper.bias_correction1) * (m / d), m, v
 
@@ -200,21 +236,31 @@ def reference(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("hyper", HYPERS)
 def test_adam_equals_the_formula_in_torch(hyper: Hyper, isa: str, grad: str | None) -> None:
     for param, master in MASTERS:
-        chunk = random_chunk(Case(grad=grad or "fp32", param=param, master=master, hyper=hyper), 10007, seed=7)
+        chunk = random_chunk(
+            Case(grad=grad or "fp32", param=param, master=master, hyper=hyper), 10007, seed=7
+        )
         if grad is None:
             del chunk.blocks["grad"]
         w, m, v = reference(chunk)
         chunk.update(isa, 2)
-        for want, got in ((w, chunk.masters()), (m, chunk.moment("first")), (v, chunk.moment("second"))):
+        for want, got in (
+            (w, chunk.masters()),
+            (m, chunk.moment("first")),
+            (v, chunk.moment("second")),
+        ):
             assert torch.equal(one_nan(want), one_nan(got))
-        assert torch.equal(one_nan(chunk.view("param", DTYPES[param])), one_nan(rounded(w, DTYPES[param])))
+        assert torch.equal(
+            one_nan(chunk.view("param", DTYPES[param])), one_nan(rounded(w, DTYPES[param]))
+        )
 
 
 def test_stored_nans_have_one_bit_pattern() -> None:
     for master, moments in itertools.product(("fp32", "split"), ("fp32", "bf16")):
         chunk = random_chunk(Case(param="bf16", master=master, moments=moments), 50_000).update()
         stored = [(chunk.masters(), 0x7FC00000), (chunk.view("param", torch.bfloat16), 0x7FC0)]
-        dtype, pattern = {"fp32": (torch.float32, 0x7FC00000), "bf16": (torch.bfloat16, 0x7FC0)}[moments]
+        dtype, pattern = {"fp32": (torch.float32, 0x7FC00000), "bf16": (torch.bfloat16, 0x7FC0)}[
+            moments
+        ]
         stored += [(chunk.view(kind, dtype), pattern) for kind in ("first", "second")]
         for tensor, pattern in stored:
             assert bits(tensor)[tensor.isnan()].unique().tolist() == [pattern]
@@ -223,30 +269,55 @@ def test_stored_nans_have_one_bit_pattern() -> None:
 TORCH_RULES: list[tuple[str, Any, dict[str, Any], dict[str, Any]]] = [
     ("adam", torch.optim.AdamW, {"weight_decay": 0.01}, {"weight_decay": 0.01}),
     ("adam", torch.optim.Adam, {"weight_decay": 0.01}, {"weight_decay": 0.01, "decoupled": False}),
-    ("adagrad", torch.optim.Adagrad, {"weight_decay": 0.01, "lr_decay": 0.1, "eps": 1e-10}, {"weight_decay": 0.01, "eps": 1e-10}),
+    (
+        "adagrad",
+        torch.optim.Adagrad,
+        {"weight_decay": 0.01, "lr_decay": 0.1, "eps": 1e-10},
+        {"weight_decay": 0.01, "eps": 1e-10},
+    ),
     ("sgd", torch.optim.SGD, {"weight_decay": 0.01}, {"weight_decay": 0.01, "momentum": 0.0}),
-    ("sgd", torch.optim.SGD, {"momentum": 0.9, "dampening": 0.2}, {"momentum": 0.9, "dampening": 0.2}),
-    ("sgd", torch.optim.SGD, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
-     {"momentum": 0.8, "nesterov": True, "weight_decay": 0.01}),
-]  # fmt: skip
+    (
+        "sgd",
+        torch.optim.SGD,
+        {"momentum": 0.9, "dampening": 0.2},
+        {"momentum": 0.9, "dampening": 0.2},
+    ),
+    (
+        "sgd",
+        torch.optim.SGD,
+        {"momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
+        {"momentum": 0.8, "nesterov": True, "weight_decay": 0.01},
+    ),
+]
 
 
 @pytest.mark.parametrize(("rule", "optimizer", "theirs", "ours"), TORCH_RULES)
 @pytest.mark.parametrize("isa", ISAS)
-def test_close_to_torch_optimizers(isa: str, rule: str, optimizer: Any, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def test_close_to_torch_optimizers(
+    isa: str, rule: str, optimizer: Any, theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
     generator = torch.Generator().manual_seed(3)
     sign = torch.randint(0, 2, (4096,), generator=generator) * 2 - 1
-    start = sign * (torch.rand(4096, generator=generator) + 0.5)  # away from zero, where a relative bound means nothing
+    # away from zero, where a relative bound means nothing
+    start = sign * (torch.rand(4096, generator=generator) + 0.5)
     parameter = torch.nn.Parameter(start.clone())
     optimizer = optimizer([parameter], foreach=False, lr=1e-3, **theirs)
-    chunk = make_chunk(Case(rule, hyper=Hyper(**ours)), start, start, torch.zeros(4096), torch.zeros(4096))
+    chunk = make_chunk(
+        Case(rule, hyper=Hyper(**ours)), start, start, torch.zeros(4096), torch.zeros(4096)
+    )
     for t in range(1, 21):
         grad = torch.randn(4096, generator=generator)
         parameter.grad = grad
         chunk.view("grad", torch.float32).copy_(grad)
         optimizer.step()
-        hyper = Hyper(**{"weight_decay": 0.0, **ours}, lr=1e-3 / (1 + (t - 1) * theirs.get("lr_decay", 0)), grad_scale=1.0,
-                      bias_correction1=1 - 0.9**t, bias_correction2_sqrt=math.sqrt(1 - 0.999**t), first_step=t == 1)  # fmt: skip
+        hyper = Hyper(
+            **{"weight_decay": 0.0, **ours},
+            lr=1e-3 / (1 + (t - 1) * theirs.get("lr_decay", 0)),
+            grad_scale=1.0,
+            bias_correction1=1 - 0.9**t,
+            bias_correction2_sqrt=math.sqrt(1 - 0.999**t),
+            first_step=t == 1,
+        )
         chunk.case = replace(chunk.case, hyper=hyper)
         chunk.update(isa, threads=3)
     torch.testing.assert_close(chunk.masters(), parameter.detach(), rtol=1e-6, atol=0)
@@ -261,36 +332,55 @@ def test_lion_is_its_paper(isa: str) -> None:
         grad = torch.randn(1000, generator=generator)
         grad[:10] = 0
         chunk.view("grad", torch.float32).copy_(grad)
-        chunk.case = replace(chunk.case, hyper=Hyper(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=1.0))
+        chunk.case = replace(
+            chunk.case,
+            hyper=Hyper(lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1, grad_scale=1.0),
+        )
         chunk.update(isa)
         w = w * (1 - 1e-2 * 0.1) - 1e-2 * torch.sign(0.9 * m + 0.1 * grad)
         m = 0.99 * m + 0.01 * grad
     torch.testing.assert_close(chunk.masters().double(), w, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(chunk.moment("first").double(), m, rtol=1e-5, atol=1e-6)
     still = make_chunk(
-        Case("lion", hyper=Hyper(weight_decay=0.0)), torch.ones(64), torch.zeros(64), torch.zeros(64), torch.zeros(0)
+        Case("lion", hyper=Hyper(weight_decay=0.0)),
+        torch.ones(64),
+        torch.zeros(64),
+        torch.zeros(64),
+        torch.zeros(0),
     )
     assert torch.equal(still.update(isa).masters(), torch.ones(64))  # the sign of zero is zero
     still.view("grad", torch.float32)[5] = math.nan
-    assert still.update(isa).masters().isnan().nonzero().flatten().tolist() == [5]  # and a NaN is seen
+    # and a NaN is seen
+    assert still.update(isa).masters().isnan().nonzero().flatten().tolist() == [5]
 
 
 def interesting_values() -> torch.Tensor:
-    """All 16-bit values and the ties between them, of every exponent and sign, and one place either side of each."""
+    """All 16-bit values and the ties between them, of every exponent and sign, and one place either
+    side of each."""
     patterns = torch.arange(2**16).to(torch.int16)
     widened = [patterns.view(torch.bfloat16).float(), patterns.view(torch.float16).float()]
     # One place either side of each representable value and of each halfway point between two.
     halfway = [bits(widened[0]) + 0x8000, bits(widened[1]) + 0x1000]
-    near = [t + delta for t in (bits(widened[0]), bits(widened[1]), *halfway) for delta in (-1, 0, 1)]
+    near = [
+        t + delta for t in (bits(widened[0]), bits(widened[1]), *halfway) for delta in (-1, 0, 1)
+    ]
     subnormal_ties = (torch.arange(2**12) * 2.0**-25).float()
     random = random_bits(200_001, torch.Generator().manual_seed(5))
-    return torch.cat([*widened, *(t.view(torch.float32) for t in near), subnormal_ties, -subnormal_ties, random])
+    return torch.cat(
+        [*widened, *(t.view(torch.float32) for t in near), subnormal_ties, -subnormal_ties, random]
+    )
 
 
 def still(master: str, param: str, values: torch.Tensor) -> Chunk:
     """An update with these masters that changes none of them."""
     hyper = Hyper(lr=0.0, weight_decay=0.0, momentum=0.0)
-    return make_chunk(Case("sgd", param=param, master=master, hyper=hyper), values, None, torch.zeros(0), torch.zeros(0))
+    return make_chunk(
+        Case("sgd", param=param, master=master, hyper=hyper),
+        values,
+        None,
+        torch.zeros(0),
+        torch.zeros(0),
+    )
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -299,7 +389,9 @@ def test_parameters_are_rounded_masters(isa: str) -> None:
     for master, param in (("fp32", "fp16"), ("fp32", "bf16"), ("split", "bf16")):
         chunk = still(master, param, values).update(isa)
         assert torch.equal(one_nan(chunk.masters()), one_nan(values))
-        assert torch.equal(one_nan(chunk.view("param", DTYPES[param])), one_nan(rounded(values, DTYPES[param])))
+        assert torch.equal(
+            one_nan(chunk.view("param", DTYPES[param])), one_nan(rounded(values, DTYPES[param]))
+        )
 
 
 def test_bf16_is_to_nearest_with_ties_away_from_zero() -> None:
@@ -328,7 +420,13 @@ def test_formats_of_the_master_give_the_same_parameters(moments: str) -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(5000, generator=generator)
     chunks = [
-        make_chunk(Case(param=param, master=master, grad="bf16", moments=moments), start.clone(), start, start * 0, start * 0)
+        make_chunk(
+            Case(param=param, master=master, grad="bf16", moments=moments),
+            start.clone(),
+            start,
+            start * 0,
+            start * 0,
+        )
         for param, master in (("fp32", "none"), ("bf16", "fp32"), ("bf16", "split"))
     ]
     for step in range(5):
@@ -338,9 +436,14 @@ def test_formats_of_the_master_give_the_same_parameters(moments: str) -> None:
             chunk.key = step
             chunk.update(ISAS[-1], 2)
     plain, wide, split = chunks
-    assert torch.equal(plain.masters(), wide.masters()) and torch.equal(plain.masters(), split.masters())
+    assert torch.equal(plain.masters(), wide.masters()) and torch.equal(
+        plain.masters(), split.masters()
+    )
     assert wide.bits()["param"] == split.bits()["param"]
-    assert all(wide.bits()[kind] == split.bits()[kind] == plain.bits()[kind] for kind in ("first", "second"))
+    assert all(
+        wide.bits()[kind] == split.bits()[kind] == plain.bits()[kind]
+        for kind in ("first", "second")
+    )
 
 
 @pytest.mark.parametrize("grad", ["bf16", "fp16"])
@@ -357,14 +460,20 @@ def test_gradient_conversion_equals_torch(isa: str, grad: str) -> None:
 MANY = 4096
 
 
-def stored_many_times(values: torch.Tensor, moments: str, kind: str, isa: str = ISAS[-1]) -> torch.Tensor:
-    """`values` (a multiple of 32) as they come back after one stochastic rounding each, MANY times: [MANY, values]."""
+def stored_many_times(
+    values: torch.Tensor, moments: str, kind: str, isa: str = ISAS[-1]
+) -> torch.Tensor:
+    """`values` (a multiple of 32) as they come back after one stochastic rounding each, MANY times:
+    [MANY, values]."""
     repeated = values.repeat(MANY)
     rule = "lion" if kind == "first" else "adagrad"
-    hyper = Hyper(lr=0.0, beta1=0.0, beta2=0.0, weight_decay=0.0, grad_scale=1.0)  # the new moment is g, or 0 + g * g
+    # the new moment is g, or 0 + g * g
+    hyper = Hyper(lr=0.0, beta1=0.0, beta2=0.0, weight_decay=0.0, grad_scale=1.0)
     grad = repeated if kind == "first" else repeated.sqrt()
     zeros = torch.zeros_like(repeated)
-    chunk = make_chunk(Case(rule, moments=moments, hyper=hyper), zeros, grad, zeros, zeros).update(isa, 4)
+    chunk = make_chunk(Case(rule, moments=moments, hyper=hyper), zeros, grad, zeros, zeros).update(
+        isa, 4
+    )
     return chunk.moment(kind).view(MANY, len(values))
 
 
@@ -373,22 +482,32 @@ def stored_many_times(values: torch.Tensor, moments: str, kind: str, isa: str = 
 def test_stochastic_rounding_is_right_on_average(moments: str, kind: str) -> None:
     generator = torch.Generator().manual_seed(8)
     values = torch.randn(64, generator=generator) * torch.tensor([1.0, 1e-3]).repeat_interleave(32)
-    values = (values if kind == "first" else values.square().clamp(min=values.square().max() * 1e-7)).float()
+    values = (
+        values if kind == "first" else values.square().clamp(min=values.square().max() * 1e-7)
+    ).float()
     stored = stored_many_times(values, moments, kind).double()
     exact = values.double() if kind == "first" else (values.sqrt() * values.sqrt()).double()
     steps = torch.stack([stored.amin(0), stored.amax(0)])
-    assert ((steps[0] <= exact * (1 + 1e-6 * exact.sign())) & (exact * (1 - 1e-6 * exact.sign()) <= steps[1])).all()
+    assert (
+        (steps[0] <= exact * (1 + 1e-6 * exact.sign()))
+        & (exact * (1 - 1e-6 * exact.sign()) <= steps[1])
+    ).all()
     assert all(len(column.unique()) <= 2 for column in stored.T)  # one of its two neighbours
     spread = (steps[1] - steps[0]) / 2 / math.sqrt(MANY)  # at most this standard deviation
     group = exact.abs().view(-1, 32).amax(1).repeat_interleave(32)
-    above_code_one = torch.ones(64, dtype=torch.bool) if (moments, kind) != ("int8", "second") else exact > group * 255.0**-4
+    above_code_one = (
+        torch.ones(64, dtype=torch.bool)
+        if (moments, kind) != ("int8", "second")
+        else exact > group * 255.0**-4
+    )
     error = (stored.mean(0) - exact).abs()
     assert (error <= 5 * spread + 1e-5 * exact.abs())[above_code_one].all()
 
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])
 def test_a_second_moment_does_not_freeze(moments: str) -> None:
-    """A thousand steps with gradients of half the size: the moment must follow, though one step is less than half a code."""
+    """A thousand steps with gradients of half the size: the moment must follow, though one step is
+    less than half a code."""
     n = 3200
     generator = torch.Generator().manual_seed(8)
     size = torch.exp(0.5 * torch.randn(n, generator=generator))
@@ -397,7 +516,9 @@ def test_a_second_moment_does_not_freeze(moments: str) -> None:
     chunk = make_chunk(case, torch.zeros(n), torch.zeros(n), torch.zeros(n), second)
     for step in range(1000):
         # The first of each group keeps its size, and with it the group its scale.
-        grad = torch.where(torch.arange(n) % 32 == 0, size.view(-1, 32).amax(1).repeat_interleave(32), size / 2)
+        grad = torch.where(
+            torch.arange(n) % 32 == 0, size.view(-1, 32).amax(1).repeat_interleave(32), size / 2
+        )
         chunk.view("grad", torch.float32).copy_(grad)
         second = 0.999 * second + 0.001 * grad.square()
         chunk.key = step
@@ -409,18 +530,30 @@ def test_a_second_moment_does_not_freeze(moments: str) -> None:
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 def test_small_states_find_the_same_minimum(moments: str) -> None:
-    """400 AdamW steps down a noisy quadratic bowl with curvatures over two orders of magnitude, against fp32 throughout."""
+    """400 AdamW steps down a noisy quadratic bowl with curvatures over two orders of magnitude,
+    against fp32 throughout."""
     n, steps, losses = 8192, 400, []
     for case in (Case(), Case(grad="bf16", param="bf16", master="split", moments=moments)):
         generator = torch.Generator().manual_seed(1)
-        curvature, target = torch.randn(n, generator=generator).exp(), torch.randn(n, generator=generator)
+        curvature, target = (
+            torch.randn(n, generator=generator).exp(),
+            torch.randn(n, generator=generator),
+        )
         chunk = make_chunk(case, *(torch.zeros(n) for _ in range(4)))
         for t in range(1, steps + 1):
             off = chunk.view("param", DTYPES[case.param]).float() - target
             grad = chunk.view("grad", DTYPES[case.grad])
             grad.copy_(curvature * (off + 0.1 * torch.randn(n, generator=generator)))
-            correction = {"bias_correction1": 1 - 0.9**t, "bias_correction2_sqrt": math.sqrt(1 - 0.999**t)}
-            chunk.case = replace(case, hyper=Hyper(lr=0.02 * (1 - t / steps), weight_decay=0.0, grad_scale=1.0, **correction))
+            correction = {
+                "bias_correction1": 1 - 0.9**t,
+                "bias_correction2_sqrt": math.sqrt(1 - 0.999**t),
+            }
+            chunk.case = replace(
+                case,
+                hyper=Hyper(
+                    lr=0.02 * (1 - t / steps), weight_decay=0.0, grad_scale=1.0, **correction
+                ),
+            )
             chunk.key = t
             chunk.update(ISAS[-1], 2)
         losses.append((curvature * (chunk.masters() - target).square()).mean().item())
@@ -436,7 +569,9 @@ def test_int8_keeps_its_bounds(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 400))
     scale = 10.0 ** data.draw(st.integers(-44, 37))
     values = (
-        torch.randn(n, generator=generator) * torch.exp(data.draw(st.floats(0, 6)) * torch.randn(n, generator=generator)) * scale
+        torch.randn(n, generator=generator)
+        * torch.exp(data.draw(st.floats(0, 6)) * torch.randn(n, generator=generator))
+        * scale
     )
     values = values.clamp(-3e38, 3e38) * (torch.rand(n, generator=generator) < 0.9)
     if kind == "second":
@@ -444,7 +579,8 @@ def test_int8_keeps_its_bounds(data: st.DataObject) -> None:
     block = encoded(values, "int8", kind)
     back = decoded(block, "int8", kind, n)
     groups = torch.nn.functional.pad(values, (0, -n % 32)).view(-1, 32)
-    # In the domain of the codes, where all steps are 1, nearest to the decoded value; the least scales are of moments.h.
+    # In the domain of the codes, where all steps are 1, nearest to the decoded value; the least
+    # scales are of moments.h.
     if kind == "first":
         most = groups.abs().amax(1).clamp(min=2.0**-112).repeat_interleave(32)[:n].double()
         x, y = values.double().abs() / most, back.double().abs() / most
@@ -454,9 +590,12 @@ def test_int8_keeps_its_bounds(data: st.DataObject) -> None:
         most = groups.amax(1).double().clamp(min=2.0**-116).repeat_interleave(32)[:n]
         x, y = values.double() / most, back.double() / most
         off = (255 * x**0.25 - 255 * y**0.25).abs()
-        assert (off[values > 2.0**-126] <= torch.where(x < 255.0**-4, 1.0, 0.75)[values > 2.0**-126]).all()
+        assert (
+            off[values > 2.0**-126] <= torch.where(x < 255.0**-4, 1.0, 0.75)[values > 2.0**-126]
+        ).all()
         assert ((back > 0) == (values > 0)).all()
-    assert torch.equal(decoded(encoded(back, "int8", kind), "int8", kind, n), back)  # what was saved is what is loaded
+    # what was saved is what is loaded
+    assert torch.equal(decoded(encoded(back, "int8", kind), "int8", kind, n), back)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -466,7 +605,9 @@ def test_a_positive_second_moment_never_becomes_zero(isa: str) -> None:
     values[:, 5] = 1e-45
     values[:, 9] = values[:, 0] * 1e-12
     values = values.flatten()
-    assert torch.equal(decoded(encoded(values, "int8", "second"), "int8", "second", len(values)) > 0, values > 0)
+    assert torch.equal(
+        decoded(encoded(values, "int8", "second"), "int8", "second", len(values)) > 0, values > 0
+    )
     # The same by the way of an update, which rounds stochastically.
     case = Case("adagrad", moments="int8", hyper=Hyper(lr=0.0, weight_decay=0.0, grad_scale=1.0))
     zeros = torch.zeros_like(values)
@@ -484,8 +625,17 @@ def test_zero_bytes_are_zeros(moments: str, kind: str) -> None:
 
 
 def test_sizes_of_blocks() -> None:
-    assert [kernels.block_bytes(moments, 100) for moments in ("fp32", "bf16", "int8")] == [400, 200, 36864]
-    assert [kernels.block_bytes("int8", n) for n in (0, 1, 32768, 32769)] == [0, 36864, 36864, 2 * 36864]
+    assert [kernels.block_bytes(moments, 100) for moments in ("fp32", "bf16", "int8")] == [
+        400,
+        200,
+        36864,
+    ]
+    assert [kernels.block_bytes("int8", n) for n in (0, 1, 32768, 32769)] == [
+        0,
+        36864,
+        36864,
+        2 * 36864,
+    ]
     assert (kernels.GROUP, kernels.SUPERBLOCK) == (32, 32768)
 
 
@@ -496,14 +646,17 @@ def test_parts_of_a_block_are_read_and_written_alone(data: st.DataObject, seed: 
     kind = data.draw(st.sampled_from(["first", "second"]))
     block = encoded(torch.rand(n, generator=torch.Generator().manual_seed(seed)), moments, kind)
     whole = decoded(block, moments, kind, n)
-    begin = data.draw(st.one_of(st.integers(0, n - 1), st.integers(SUPERBLOCK - 70, SUPERBLOCK + 10)))
+    begin = data.draw(
+        st.one_of(st.integers(0, n - 1), st.integers(SUPERBLOCK - 70, SUPERBLOCK + 10))
+    )
     count = data.draw(st.integers(0, n - begin))
     assert torch.equal(decoded(block, moments, kind, count, begin), whole[begin : begin + count])
     begin, count = begin // 32 * 32, data.draw(st.integers(0, n - begin))
     encode(block, torch.full((count,), 4.0), moments, kind, begin)
     whole[begin : begin + count] = 4
     if moments == "int8":
-        whole[begin + count : (begin + count + 31) // 32 * 32] = 0  # the rest of the last group is padding
+        # the rest of the last group is padding
+        whole[begin + count : (begin + count + 31) // 32 * 32] = 0
     assert torch.equal(decoded(block, moments, kind, n), whole)
 
 
@@ -516,9 +669,13 @@ def test_a_group_that_is_not_finite_shows_it_and_keeps_it_to_itself(isa: str) ->
             continue
         grad = values if kind == "first" else values.sqrt()
         case = Case(
-            "lion" if kind == "first" else "adagrad", moments="int8", hyper=Hyper(beta2=0.0, weight_decay=0.0, grad_scale=1.0)
+            "lion" if kind == "first" else "adagrad",
+            moments="int8",
+            hyper=Hyper(beta2=0.0, weight_decay=0.0, grad_scale=1.0),
         )
-        chunk = make_chunk(case, torch.zeros(128), grad, torch.zeros(128), torch.zeros(128)).update(isa)
+        chunk = make_chunk(case, torch.zeros(128), grad, torch.zeros(128), torch.zeros(128)).update(
+            isa
+        )
         assert chunk.moment(kind).isnan().nonzero().flatten().tolist() == list(range(32, 64))
         assert torch.equal(chunk.moment(kind)[64:], torch.ones(64))
     negative = encoded(torch.tensor([1.0, -1.0]), "int8", "second")
@@ -538,7 +695,9 @@ def test_subnormals_survive_a_caller_that_flushes_them(isa: str) -> None:
     assert norm > 0
     torch.set_flush_denormal(True)
     try:
-        actual = [chunk.clone().update(isa, threads).bits() for threads in (1, 3) for chunk in chunks]
+        actual = [
+            chunk.clone().update(isa, threads).bits() for threads in (1, 3) for chunk in chunks
+        ]
         norms = [squared_norm(tiny, isa=isa, threads=threads) for threads in (1, 3)]
         still_flushing = (torch.full((1,), 1e-38) * 0.1).item() == 0.0
     finally:
@@ -548,8 +707,12 @@ def test_subnormals_survive_a_caller_that_flushes_them(isa: str) -> None:
     assert still_flushing
 
 
-def squared_norm(values: torch.Tensor, carry: float = 0.0, isa: str = "scalar", threads: int = 1) -> float:
-    return kernels.squared_norm(values.data_ptr(), NAMES[values.dtype], values.numel(), carry, isa, POOLS[threads])
+def squared_norm(
+    values: torch.Tensor, carry: float = 0.0, isa: str = "scalar", threads: int = 1
+) -> float:
+    return kernels.squared_norm(
+        values.data_ptr(), NAMES[values.dtype], values.numel(), carry, isa, POOLS[threads]
+    )
 
 
 def norm_specification(values: torch.Tensor, carry: float) -> float:
@@ -579,8 +742,15 @@ def test_squared_norm_value(isa: str, dtype: str) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data(), n=st.integers(0, 90_000), threads=st.integers(1, 5), dtype=st.sampled_from([*DTYPES]))
-def test_squared_norm_does_not_depend_on_cuts(data: st.DataObject, n: int, threads: int, dtype: str) -> None:
+@given(
+    data=st.data(),
+    n=st.integers(0, 90_000),
+    threads=st.integers(1, 5),
+    dtype=st.sampled_from([*DTYPES]),
+)
+def test_squared_norm_does_not_depend_on_cuts(
+    data: st.DataObject, n: int, threads: int, dtype: str
+) -> None:
     values = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(DTYPES[dtype])
     expected = squared_norm(values, 0.1)
     isa = data.draw(st.sampled_from(ISAS))
@@ -588,7 +758,9 @@ def test_squared_norm_does_not_depend_on_cuts(data: st.DataObject, n: int, threa
     cuts = [0, *sorted(data.draw(st.lists(st.integers(0, blocks), max_size=3))), blocks]
     carry = 0.1
     for begin, end in pairwise(cuts):
-        carry = squared_norm(values[begin * kernels.NORM_BLOCK : end * kernels.NORM_BLOCK], carry, isa, threads)
+        carry = squared_norm(
+            values[begin * kernels.NORM_BLOCK : end * kernels.NORM_BLOCK], carry, isa, threads
+        )
     assert carry.hex() == expected.hex()
 
 
@@ -607,9 +779,14 @@ def test_squared_norm_propagates_inf_and_nan(isa: str, dtype: str) -> None:
 
 
 def test_several_threads_share_a_pool() -> None:
-    chunks = [random_chunk(Case(moments=moments), 30_011, seed) for seed, moments in enumerate(("fp32", "bf16", "int8", "fp32"))]
+    chunks = [
+        random_chunk(Case(moments=moments), 30_011, seed)
+        for seed, moments in enumerate(("fp32", "bf16", "int8", "fp32"))
+    ]
     expected = [chunk.clone().update().bits() for chunk in chunks]
-    callers = [threading.Thread(target=chunk.update, args=(kernels.best_isa(), 3)) for chunk in chunks]
+    callers = [
+        threading.Thread(target=chunk.update, args=(kernels.best_isa(), 3)) for chunk in chunks
+    ]
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -626,7 +803,9 @@ def test_the_plain_loop_is_what_it_says() -> None:
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 1_000_003])
 def test_a_copy_by_several_threads_copies_every_byte_and_no_more(nbytes: int) -> None:
-    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    source = torch.randint(
+        0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     target = torch.full((nbytes + 2,), 7, dtype=torch.uint8)
     kernels.copy(target.data_ptr() + 1, source.data_ptr(), nbytes, POOLS[3])
     assert torch.equal(target[1:-1], source)
@@ -634,12 +813,28 @@ def test_a_copy_by_several_threads_copies_every_byte_and_no_more(nbytes: int) ->
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
-def test_wrong_arguments_are_refused_and_change_nothing(wrong: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused_and_change_nothing(
+    wrong: dict[str, Any], message: str
+) -> None:
     chunk = random_chunk(Case(param="bf16", master="fp32"), 32)
     before = chunk.bits()
     good = {name: chunk.address(name) for name in ("grad", "param", "master", "first", "second")}
-    good |= {"rule": "adam", "grad_dtype": "fp32", "param_dtype": "bf16", "master_format": "fp32", "moment_format": "fp32"}
-    good |= {"begin": 0, "end": 32, "position": 0, "key": 0, "isa": "scalar", "pool": POOLS[1], **asdict(Hyper())}
+    good |= {
+        "rule": "adam",
+        "grad_dtype": "fp32",
+        "param_dtype": "bf16",
+        "master_format": "fp32",
+        "moment_format": "fp32",
+    }
+    good |= {
+        "begin": 0,
+        "end": 32,
+        "position": 0,
+        "key": 0,
+        "isa": "scalar",
+        "pool": POOLS[1],
+        **asdict(Hyper()),
+    }
     with pytest.raises(ValueError, match=message):
         kernels.update(**(good | wrong))
     assert chunk.bits() == before

@@ -1,4 +1,5 @@
-"""Updates that are seen one step late: against plain PyTorch, bitwise over placements (I8), and exact for whoever looks."""
+"""Updates that are seen one step late: against plain PyTorch, bitwise over placements (I8), and
+exact for whoever looks."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ from support.probe import Probe
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS, MAX_NORM, ADAM = 8, 0.5, {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-6}
-SMALL: dict[str, Any] = {"gpu_memory": "192KiB", "cpu_memory": "8MiB", "cache": 0, "poison": True, "precision": "fp32"}
+SMALL: dict[str, Any] = {
+    "gpu_memory": "192KiB",
+    "cpu_memory": "8MiB",
+    "cache": 0,
+    "poison": True,
+    "precision": "fp32",
+}
 Wrap = Callable[..., infinity.Engine]
 
 
@@ -36,7 +43,9 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
     def make(update: str = "delayed", after: int = 0, **options: Any) -> infinity.Engine:
         folder = tmp_path / str(len(models))
         folder.mkdir()
-        config = config_of(**(SMALL | {"nvme": folder, "update": update, "delayed_after": after} | options))
+        config = config_of(
+            **(SMALL | {"nvme": folder, "update": update, "delayed_after": after} | options)
+        )
         models.append(infinity.wrap(transformer(), config))
         return infinity.engine(models[-1])
 
@@ -64,17 +73,25 @@ def train(engine: infinity.Engine, steps: int = STEPS) -> dict[str, Any]:
         losses.append(take_step(engine, optimizer, number))
         norms.append(optimizer.grad_norm)
     assert any(norm > MAX_NORM for norm in norms if norm is not None), "some step is to be clipped"
-    return {"losses": losses, "norms": norms, "weights": engine.state_dict(), "states": optimizer.state_dict()["state"]}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "weights": engine.state_dict(),
+        "states": optimizer.state_dict()["state"],
+    }
 
 
 def same(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
-        return first.keys() == second.keys() and all(same(value, second[key]) for key, value in first.items())
+        return first.keys() == second.keys() and all(
+            same(value, second[key]) for key, value in first.items()
+        )
     return torch.equal(first, second) if isinstance(first, torch.Tensor) else bool(first == second)
 
 
 def delayed_by_hand(after: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """What plain PyTorch computes when, from step number `after` on, a forward uses the parameters of before the last step."""
+    """What plain PyTorch computes when, from step number `after` on, a forward uses the parameters
+    of before the last step."""
     used, newest = transformer(), transformer()
     optimizer = torch.optim.AdamW(newest.parameters(), **ADAM)
     losses = []
@@ -103,11 +120,19 @@ def test_like_plain_pytorch_with_a_forward_that_is_one_step_behind(after: int, w
         torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-6)
     exact = train(wrap("exact"))
     assert exact["losses"][: after + 1] == found["losses"][: after + 1]
-    assert all(a != b for a, b in zip(exact["losses"][after + 1 :], found["losses"][after + 1 :], strict=True))
+    assert all(
+        a != b
+        for a, b in zip(exact["losses"][after + 1 :], found["losses"][after + 1 :], strict=True)
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"precision": "bf16"}, {"precision": "bf16", "split_master": False, "moment_precision": "int8"}]
+    "options",
+    [
+        {},
+        {"precision": "bf16"},
+        {"precision": "bf16", "split_master": False, "moment_precision": "int8"},
+    ],
 )
 def test_placement_does_not_change_a_number(options: dict[str, Any], wrap: Wrap) -> None:
     places = [
@@ -139,7 +164,9 @@ def write(engine: infinity.Engine) -> None:
 
 @pytest.mark.parametrize("look", [evaluate, write, infinity.Engine.state_dict])
 @pytest.mark.parametrize("placement", [{}, {"parameters": "cpu", "optimizer": "cpu"}])
-def test_whoever_looks_sees_the_last_step(look: Callable[[infinity.Engine], Any], placement: dict[str, Any], wrap: Wrap) -> None:
+def test_whoever_looks_sees_the_last_step(
+    look: Callable[[infinity.Engine], Any], placement: dict[str, Any], wrap: Wrap
+) -> None:
     """And training goes on from what was seen: with a look after each step nothing is late."""
     results = []
     for update in ("exact", "delayed"):
@@ -154,8 +181,11 @@ def test_whoever_looks_sees_the_last_step(look: Callable[[infinity.Engine], Any]
     assert same(dict(enumerate(results[0])), dict(enumerate(results[1])))
 
 
-def test_a_backward_waits_for_the_update_that_reads_its_gradients(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No update goes on before the backward asks for it: so the forward does not wait, and no gradient is lost."""
+def test_a_backward_waits_for_the_update_that_reads_its_gradients(
+    wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No update goes on before the backward asks for it: so the forward does not wait, and no
+    gradient is lost."""
     expected = train(wrap())
     go_on, waited = threading.Event(), []
     update, await_readers = Pipeline._update, Updater.await_readers
@@ -178,7 +208,9 @@ def test_a_backward_waits_for_the_update_that_reads_its_gradients(wrap: Wrap, mo
 
     monkeypatch.setattr(infinity.AdamW, "step", gated)
     monkeypatch.setattr(
-        infinity.Engine, "state_dict", lambda engine, read=infinity.Engine.state_dict: (go_on.set(), read(engine))[1]
+        infinity.Engine,
+        "state_dict",
+        lambda engine, read=infinity.Engine.state_dict: (go_on.set(), read(engine))[1],
     )
     assert same(train(engine), expected)
     assert waited.count(False) >= STEPS - 1
@@ -187,9 +219,14 @@ def test_a_backward_waits_for_the_update_that_reads_its_gradients(wrap: Wrap, mo
 ACTIONS: dict[str, Callable[[infinity.Engine, infinity.AdamW], Any]] = {
     "nothing": lambda engine, optimizer: None,
     "more gradients": lambda engine, optimizer: engine.model(**text_batch(50)).loss.backward(),
-    "other gradients": lambda engine, optimizer: (optimizer.zero_grad(), engine.model(**text_batch(51)).loss.backward()),
+    "other gradients": lambda engine, optimizer: (
+        optimizer.zero_grad(),
+        engine.model(**text_batch(51)).loss.backward(),
+    ),
     "clip": lambda engine, optimizer: engine.clip_grad_norm_(0.1),
-    "rate": lambda engine, optimizer: optimizer.param_groups[0].update(lr=optimizer.param_groups[0]["lr"] * 0.5),
+    "rate": lambda engine, optimizer: optimizer.param_groups[0].update(
+        lr=optimizer.param_groups[0]["lr"] * 0.5
+    ),
     "evaluate": lambda engine, optimizer: evaluate(engine),
     "write": lambda engine, optimizer: write(engine),
     "states": lambda engine, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
@@ -198,15 +235,27 @@ ACTIONS: dict[str, Callable[[infinity.Engine, infinity.AdamW], Any]] = {
 }
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    schedule=st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.sampled_from(sorted(ACTIONS))), min_size=3, max_size=6),
+    schedule=st.lists(
+        st.tuples(st.sampled_from(sorted(ACTIONS)), st.sampled_from(sorted(ACTIONS))),
+        min_size=3,
+        max_size=6,
+    ),
     after=st.integers(0, 3),
 )
-def test_whatever_happens_between_steps(schedule: list[tuple[str, str]], after: int, wrap: Wrap) -> None:
-    """Something between backward and step, something after it: the same numbers wherever the states are."""
+def test_whatever_happens_between_steps(
+    schedule: list[tuple[str, str]], after: int, wrap: Wrap
+) -> None:
+    """Something between backward and step, something after it: the same numbers wherever the states
+    are."""
     results = []
-    for place in ({"gpu_memory": "4MiB"}, {"parameters": "cpu", "cache": "auto", "cpu_memory": "16MiB"}):
+    for place in (
+        {"gpu_memory": "4MiB"},
+        {"parameters": "cpu", "cache": "auto", "cpu_memory": "16MiB"},
+    ):
         engine = wrap(after=after, **place)
         optimizer, losses = adam(engine), []
         for number, (between, afterwards) in enumerate(schedule):
@@ -218,18 +267,27 @@ def test_whatever_happens_between_steps(schedule: list[tuple[str, str]], after: 
             losses.append(loss.item())
             if "gradients" not in afterwards and afterwards != "clip":
                 ACTIONS[afterwards](engine, optimizer)
-        results.append({"losses": losses, "weights": engine.state_dict(), "states": optimizer.state_dict()["state"]})
+        results.append(
+            {
+                "losses": losses,
+                "weights": engine.state_dict(),
+                "states": optimizer.state_dict()["state"],
+            }
+        )
     assert same(*results)
 
 
 def test_who_looks_inside_of_a_forward_sees_what_it_uses(wrap: Wrap) -> None:
-    """And between a forward and its backward, too; it does not disturb the updates that are there already."""
+    """And between a forward and its backward, too; it does not disturb the updates that are there
+    already."""
     expected = train(wrap(), steps=4)
     for place in ({}, {"parameters": "cpu"}):
         engine, seen = wrap(**place), []
         optimizer = adam(engine)
 
-        def look(module: nn.Module, args: Any, engine: infinity.Engine = engine, seen: list[Any] = seen) -> None:
+        def look(
+            module: nn.Module, args: Any, engine: infinity.Engine = engine, seen: list[Any] = seen
+        ) -> None:
             Probe(engine).come_to_rest()
             used = module.up.weight.detach().clone()
             seen.append(torch.equal(engine.state_dict()["blocks.1.up.weight"], used))
@@ -250,7 +308,9 @@ def test_who_looks_inside_of_a_forward_sees_what_it_uses(wrap: Wrap) -> None:
         assert same(optimizer.state_dict()["state"], expected["states"])
 
 
-def test_updates_come_in_the_order_of_the_backward(wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_come_in_the_order_of_the_backward(
+    wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[int] = []
     update = Pipeline._update
 
@@ -277,17 +337,27 @@ def test_bytes_that_move(wrap: Wrap) -> None:
         report = engine.report()
         assert report.written_per_parameter == report.planned_written_per_parameter
         padded = sum(unit.layout.numel for unit in engine.units) / report.parameters
-        parameter, states = 2 * padded * ("parameters" not in placement), 10 * padded * ("optimizer" not in placement)
+        parameter, states = (
+            2 * padded * ("parameters" not in placement),
+            10 * padded * ("optimizer" not in placement),
+        )
         # Read for forward, for backward, and by the update where no copy is left.
         most = report.planned_read_per_parameter
         assert most - parameter <= report.read_per_parameter <= most <= 3 * parameter + states
         assert report.written_per_parameter == pytest.approx(parameter + states)
 
 
-def test_old_parameters_in_memory_take_part_in_the_budget(tmp_path: Path, smallest: Callable[..., dict[str, int]]) -> None:
+def test_old_parameters_in_memory_take_part_in_the_budget(
+    tmp_path: Path, smallest: Callable[..., dict[str, int]]
+) -> None:
     config = {"nvme": tmp_path, "parameters": "cpu", "precision": "bf16"}
-    least = {update: smallest(transformer(), update=update, **config)["cpu_memory"] for update in ("exact", "delayed")}
-    with infinity.engine(infinity.wrap(transformer(), config_of(gpu_memory="4MiB", cpu_memory="8MiB", **config))) as engine:
+    least = {
+        update: smallest(transformer(), update=update, **config)["cpu_memory"]
+        for update in ("exact", "delayed")
+    }
+    with infinity.engine(
+        infinity.wrap(transformer(), config_of(gpu_memory="4MiB", cpu_memory="8MiB", **config))
+    ) as engine:
         homes = sum(-(-unit.blocks[Kind.PARAM].nbytes // 4096) * 4096 for unit in engine.units)
     assert least["delayed"] - least["exact"] == homes
 
@@ -308,7 +378,8 @@ def test_a_failed_update_is_told_by_the_next_step_and_nothing_hangs(wrap: Wrap) 
 def test_where_the_old_parameters_cannot_be_kept(wrong: dict[str, Any], tmp_path: Path) -> None:
     name = "parameters on gpu" if "parameters" in wrong else "copy_on_write=False"
     with pytest.raises(
-        infinity.ConfigError, match=rf"update='delayed' keeps the old parameters .* with {name}; put the parameters"
+        infinity.ConfigError,
+        match=rf"update='delayed' keeps the old parameters .* with {name}; put the parameters",
     ):
         config_of(update="delayed", nvme=tmp_path, gpu_memory="1GiB", cpu_memory="1GiB", **wrong)
 

@@ -37,7 +37,12 @@ def wrap(tmp_path: Path) -> Iterator[Callable[..., infinity.Engine]]:
     def make(model: nn.Module, **options: Any) -> infinity.Engine:
         folder = tmp_path / str(len(models))
         folder.mkdir()
-        settings = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "poison": True, "algorithm": "other"} | options
+        settings = {
+            "gpu_memory": "4MiB",
+            "cpu_memory": "8MiB",
+            "poison": True,
+            "algorithm": "other",
+        } | options
         models.append(infinity.wrap(model, config_of(nvme=folder, **settings)))
         return infinity.engine(model)
 
@@ -49,26 +54,39 @@ def wrap(tmp_path: Path) -> Iterator[Callable[..., infinity.Engine]]:
 def train(model: nn.Module, optimizer: Any, steps: range) -> None:
     for number in steps:
         loss = model(**text_batch(number)).loss
-        (optimizer.scale(loss) if isinstance(optimizer, infinity.optim.optimizer.Optimizer) else loss).backward()
+        (
+            optimizer.scale(loss)
+            if isinstance(optimizer, infinity.optim.optimizer.Optimizer)
+            else loss
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
 def equal(engine: infinity.Engine, plain: nn.Module) -> bool:
     actual, expected = engine.state_dict(), plain.state_dict()
-    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)
+    return actual.keys() == expected.keys() and all(
+        torch.equal(actual[name], expected[name]) for name in expected
+    )
 
 
 @pytest.mark.parametrize("tier", ["nvme", "cpu"])
 @pytest.mark.parametrize("name", KINDS)
-def test_each_does_what_it_does_in_torch(name: str, tier: str, wrap: Callable[..., infinity.Engine]) -> None:
+def test_each_does_what_it_does_in_torch(
+    name: str, tier: str, wrap: Callable[..., infinity.Engine]
+) -> None:
     kind, settings = KINDS[name]
     model, plain = transformer(), transformer()
     engine = wrap(model, optimizer=tier, update="speculative")
     assert all(set(unit.blocks) == {Kind.PARAM, Kind.GRAD} for unit in engine.units)
-    groups = [[{"params": m.blocks.parameters()}, {"params": [m.tokens.weight], "lr": 2e-3}] for m in (model, plain)]
+    groups = [
+        [{"params": m.blocks.parameters()}, {"params": [m.tokens.weight], "lr": 2e-3}]
+        for m in (model, plain)
+    ]
     optimizers = [infinity.adapt(kind, groups[0], **settings), kind(groups[1], **settings)]
-    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers]
+    schedulers = [
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for optimizer in optimizers
+    ]
     for step in range(6):
         if step == 3:
             for m, optimizer in zip((model, plain), optimizers, strict=True):
@@ -83,7 +101,9 @@ def test_each_does_what_it_does_in_torch(name: str, tier: str, wrap: Callable[..
     assert ours["state"].keys() == theirs["state"].keys()
     for number, state in theirs["state"].items():
         for key, value in state.items():
-            assert torch.equal(torch.as_tensor(ours["state"][number][key]), torch.as_tensor(value)), (number, key)
+            assert torch.equal(
+                torch.as_tensor(ours["state"][number][key]), torch.as_tensor(value)
+            ), (number, key)
     report = engine.report()
     assert (report.steps, report.updates_kept, report.updates_rolled_back) == (6, 0, 0)
 
@@ -93,7 +113,10 @@ def test_states_are_taken_over(name: str, wrap: Callable[..., infinity.Engine]) 
     kind, settings = KINDS[name]
     model, plain = transformer(), transformer()
     engine = wrap(model)
-    optimizers = [infinity.adapt(kind, model.parameters(), **settings), kind(plain.parameters(), **settings)]
+    optimizers = [
+        infinity.adapt(kind, model.parameters(), **settings),
+        kind(plain.parameters(), **settings),
+    ]
     for m, optimizer in zip((model, plain), optimizers, strict=True):
         train(m, optimizer, range(3))
     continued = []
@@ -115,7 +138,9 @@ def test_low_precision_parameters_have_masters(wrap: Callable[..., infinity.Engi
     model = transformer()
     engine = wrap(model, precision="bf16")
     optimizer = infinity.adapt(torch.optim.RMSprop, model.parameters(), lr=1e-6)
-    masters = {name: nn.Parameter(value.detach()) for name, value in transformer().named_parameters()}
+    masters = {
+        name: nn.Parameter(value.detach()) for name, value in transformer().named_parameters()
+    }
     reference = torch.optim.RMSprop(masters.values(), lr=1e-6)
     for number in range(5):
         model(**text_batch(number)).loss.backward()
@@ -130,12 +155,16 @@ def test_low_precision_parameters_have_masters(wrap: Callable[..., infinity.Engi
         assert torch.equal(engine.state_dict()[name], rounded(masters[name], torch.bfloat16)), name
 
 
-def test_clipping_and_skipping_are_those_of_the_family(wrap: Callable[..., infinity.Engine]) -> None:
+def test_clipping_and_skipping_are_those_of_the_family(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     model, plain = transformer(), transformer()
     engine = wrap(model)
     settings: dict[str, Any] = {"lr": 1e-3, "eps": 1e-3}
     scaler = infinity.LossScaler(2.0**8, hysteresis=1)
-    optimizer = infinity.adapt(torch.optim.RMSprop, model.parameters(), max_grad_norm=0.1, loss_scaler=scaler, **settings)
+    optimizer = infinity.adapt(
+        torch.optim.RMSprop, model.parameters(), max_grad_norm=0.1, loss_scaler=scaler, **settings
+    )
     reference = torch.optim.RMSprop(plain.parameters(), **settings)
     for number in range(6):
         bad = math.inf if number == 2 else 1.0
@@ -156,8 +185,11 @@ def test_clipping_and_skipping_are_those_of_the_family(wrap: Callable[..., infin
         torch.testing.assert_close(engine.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_states_leave_no_trace_on_the_drive(wrap: Callable[..., infinity.Engine], tmp_path: Path) -> None:
-    """Unnamed files: nothing has to be removed after a kill. Between steps no state is in memory."""
+def test_states_leave_no_trace_on_the_drive(
+    wrap: Callable[..., infinity.Engine], tmp_path: Path
+) -> None:
+    """Unnamed files: nothing has to be removed after a kill. Between steps no state is in
+    memory."""
     model = transformer()
     wrap(model)
     names = set((tmp_path / "0").iterdir())
@@ -168,27 +200,48 @@ def test_states_leave_no_trace_on_the_drive(wrap: Callable[..., infinity.Engine]
         assert bench.optimizer is not None
         assert all(stand.numel() == 0 and stand.grad is None for stand in bench.stands)
         for state in bench.optimizer.state.values():
-            assert all(not isinstance(value, torch.Tensor) or value.numel() <= 1 for value in state.values())
+            assert all(
+                not isinstance(value, torch.Tensor) or value.numel() <= 1
+                for value in state.values()
+            )
 
 
-def test_there_is_one_notice(wrap: Callable[..., infinity.Engine], caplog: pytest.LogCaptureFixture) -> None:
+def test_there_is_one_notice(
+    wrap: Callable[..., infinity.Engine], caplog: pytest.LogCaptureFixture
+) -> None:
     model = transformer()
     wrap(model)
     train(model, infinity.adapt(torch.optim.RMSprop, model.parameters()), range(3))
     assert caplog.messages == [
-        "infinity has no kernels for RMSprop: it updates one unit after the other on the host while step() waits; "
-        "one unit needs memory beside the budgets; its states are on nvme, beside the budgets"
+        "infinity has no kernels for RMSprop: it updates one unit after the other on the host "
+        "while step() waits; one unit needs memory beside the budgets; its states are on nvme, "
+        "beside the budgets"
     ]
 
 
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (infinity.AdamW, "infinity.adapt takes a class of torch.optim optimizers that is not infinity's own, not <class"),
-        (nn.Linear, "infinity.adapt takes a class of torch.optim optimizers that is not infinity's own, not <class"),
+        (
+            infinity.AdamW,
+            (
+                "infinity.adapt takes a class of torch.optim optimizers that is not "
+                "infinity's own, not <class"
+            ),
+        ),
+        (
+            nn.Linear,
+            (
+                "infinity.adapt takes a class of torch.optim optimizers that is not "
+                "infinity's own, not <class"
+            ),
+        ),
         (
             torch.optim.LBFGS,
-            "LBFGS evaluates the loss inside its step, for all parameters at once, but infinity updates unit by unit",
+            (
+                "LBFGS evaluates the loss inside its step, for all parameters at once, but "
+                "infinity updates unit by unit"
+            ),
         ),
     ],
 )
@@ -202,15 +255,22 @@ def test_what_cannot_be_adapted(kind: Any, text: str, wrap: Callable[..., infini
     train(model, infinity.adapt(torch.optim.RMSprop, model.parameters()), range(1))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor])
-def test_an_optimizer_of_torch_alone_says_the_way_out(kind: Any, wrap: Callable[..., infinity.Engine]) -> None:
+@pytest.mark.parametrize(
+    "kind", [torch.optim.RMSprop, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor]
+)
+def test_an_optimizer_of_torch_alone_says_the_way_out(
+    kind: Any, wrap: Callable[..., infinity.Engine]
+) -> None:
     model = transformer()
     early = kind(model.parameters(), lr=1e-3)  # made before the model was wrapped
     engine = wrap(model)
     before = engine.state_dict()
     model(**text_batch(0)).loss.backward()
     for optimizer in (early, kind(model.parameters(), lr=1e-3)):
-        with pytest.raises(infinity.ShardedParameterError, match=r"or any other by infinity\.adapt\(torch\.optim\.RMSprop, "):
+        with pytest.raises(
+            infinity.ShardedParameterError,
+            match=r"or any other by infinity\.adapt\(torch\.optim\.RMSprop, ",
+        ):
             optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
 
@@ -227,10 +287,15 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_failure_before_anything_was_changed_may_be_tried_again(wrap: Callable[..., infinity.Engine]) -> None:
+def test_a_failure_before_anything_was_changed_may_be_tried_again(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     model, plain = transformer(), transformer()
     engine = wrap(model)
-    optimizers = [infinity.adapt(Failing, model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)]
+    optimizers = [
+        infinity.adapt(Failing, model.parameters(), lr=0.1),
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+    ]
     for m in (model, plain):
         m(**text_batch(0)).loss.backward()
     Failing.fails = 0
@@ -258,26 +323,43 @@ def test_a_failure_in_the_middle_ends_the_engine(wrap: Callable[..., infinity.En
 def test_a_step_inside_of_gathered_is_refused(wrap: Callable[..., infinity.Engine]) -> None:
     model, plain = transformer(), transformer()
     engine = wrap(model)
-    optimizers = [infinity.adapt(torch.optim.RMSprop, model.parameters()), torch.optim.RMSprop(plain.parameters())]
+    optimizers = [
+        infinity.adapt(torch.optim.RMSprop, model.parameters()),
+        torch.optim.RMSprop(plain.parameters()),
+    ]
     for m in (model, plain):
         m(**text_batch(0)).loss.backward()
-    with infinity.gathered(model.norm), pytest.raises(RuntimeError, match=r"cannot be updated inside of a forward or of"):
+    with (
+        infinity.gathered(model.norm),
+        pytest.raises(RuntimeError, match=r"cannot be updated inside of a forward or of"),
+    ):
         optimizers[0].step()
     for optimizer in optimizers:
         optimizer.step()
     assert equal(engine, plain)
 
 
-def test_a_state_dict_of_other_shapes_is_refused_before_anything_is_changed(wrap: Callable[..., infinity.Engine]) -> None:
+def test_a_state_dict_of_other_shapes_is_refused_before_anything_is_changed(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     engine = wrap(transformer())
     optimizer = infinity.adapt(torch.optim.RMSprop, engine.model.parameters(), lr=1e-3)
     engine.model(**text_batch(0)).loss.backward()
     optimizer.step()
     before = optimizer.state_dict()
-    bad = {"state": {k: dict(v) for k, v in before["state"].items()}, "param_groups": before["param_groups"]}
+    bad = {
+        "state": {k: dict(v) for k, v in before["state"].items()},
+        "param_groups": before["param_groups"],
+    }
     bad["state"][3]["square_avg"] = torch.zeros(3, 3)
-    with pytest.raises(infinity.ConfigError, match=r"square_avg of \S+ has shape \[3, 3\], and should have"):
+    with pytest.raises(
+        infinity.ConfigError, match=r"square_avg of \S+ has shape \[3, 3\], and should have"
+    ):
         optimizer.load_state_dict(bad)
     after = optimizer.state_dict()["state"]
     for number, state in before["state"].items():
-        assert all(torch.equal(after[number][name], value) for name, value in state.items() if isinstance(value, torch.Tensor))
+        assert all(
+            torch.equal(after[number][name], value)
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor)
+        )

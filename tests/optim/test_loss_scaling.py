@@ -1,4 +1,5 @@
-"""Gradients that are infinite or NaN: fp16 skips the step and rescales, bf16 if asked; nothing else changes by a bit."""
+"""Gradients that are infinite or NaN: fp16 skips the step and rescales, bf16 if asked; nothing else
+changes by a bit."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def contents(engine: infinity.Engine) -> dict[str, torch.Tensor]:
 
 
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def backward(model: nn.Module, optimizer: Any, number: int) -> None:
@@ -67,7 +70,8 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
 
 
 class Spoiler:
-    """Makes the gradient of one parameter `value` in every backward while it is armed; the other gradients stay."""
+    """Makes the gradient of one parameter `value` in every backward while it is armed; the other
+    gradients stay."""
 
     def __init__(self, model: nn.Module, name: str, value: float) -> None:
         self.armed, self.value = False, value
@@ -89,7 +93,12 @@ class Plain:
     """The rules of the scale, as a table of what happens after each step."""
 
     def __init__(self, initial: float, window: int | None, hysteresis: int, minimum: float) -> None:
-        self.scale, self.window, self.hysteresis, self.minimum = initial, window, hysteresis, minimum
+        self.scale, self.window, self.hysteresis, self.minimum = (
+            initial,
+            window,
+            hysteresis,
+            minimum,
+        )
         self.steps: list[bool] = []
         self.borne = 0
 
@@ -103,7 +112,9 @@ class Plain:
                 return False
             self.scale /= 2
             return True
-        run = len(self.steps) - max((i + 1 for i, good in enumerate(self.steps) if not good), default=0)
+        run = len(self.steps) - max(
+            (i + 1 for i, good in enumerate(self.steps) if not good), default=0
+        )
         if self.window is not None and run % self.window == 0:
             self.scale, self.borne = min(self.scale * 2, max(self.scale, 2.0**24)), 0
         return True
@@ -120,7 +131,11 @@ class Plain:
 def test_any_sequence_of_steps(
     initial: int, below: int, window: int | None, hysteresis: int, steps: list[bool], saved: int
 ) -> None:
-    options: dict[str, Any] = {"window": window, "hysteresis": hysteresis, "minimum": 2.0 ** (initial - below)}
+    options: dict[str, Any] = {
+        "window": window,
+        "hysteresis": hysteresis,
+        "minimum": 2.0 ** (initial - below),
+    }
     scaler, plain = infinity.LossScaler(2.0**initial, **options), Plain(2.0**initial, **options)
     for number, finite in enumerate(steps):
         if number == saved:
@@ -139,7 +154,8 @@ def test_without_hysteresis_it_is_the_scale_of_torch(window: int, steps: list[bo
     scale, tracker = torch.tensor(1.0), torch.tensor(0, dtype=torch.int32)
     for finite in steps:
         assert scaler.update(finite)
-        torch._amp_update_scale_(scale, tracker, torch.tensor(float(not finite)), 2.0, 0.5, window)  # what GradScaler.update does
+        # what GradScaler.update does
+        torch._amp_update_scale_(scale, tracker, torch.tensor(float(not finite)), 2.0, 0.5, window)
         assert scaler.scale == min(float(scale), 2.0**24)
         scale = torch.tensor(scaler.scale)
 
@@ -147,11 +163,23 @@ def test_without_hysteresis_it_is_the_scale_of_torch(window: int, steps: list[bo
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"initial": 1000.0}, "LossScaler: initial=1000.0 must be a power of two, and minimum or more"),
-        ({"initial": 1.0, "minimum": 2.0}, "LossScaler: initial=1.0 must be a power of two, and minimum or more"),
+        (
+            {"initial": 1000.0},
+            "LossScaler: initial=1000.0 must be a power of two, and minimum or more",
+        ),
+        (
+            {"initial": 1.0, "minimum": 2.0},
+            "LossScaler: initial=1.0 must be a power of two, and minimum or more",
+        ),
         ({"minimum": 0.0}, "LossScaler: minimum=0.0 must be a power of two"),
-        ({"initial": math.inf}, "LossScaler: initial=inf must be a power of two, and minimum or more"),
-        ({"window": 0}, "LossScaler: window=0 must be 1 or more, or None for a scale that never grows"),
+        (
+            {"initial": math.inf},
+            "LossScaler: initial=inf must be a power of two, and minimum or more",
+        ),
+        (
+            {"window": 0},
+            "LossScaler: window=0 must be 1 or more, or None for a scale that never grows",
+        ),
         ({"hysteresis": 0}, "LossScaler: hysteresis=0 must be 1 or more"),
     ],
 )
@@ -173,15 +201,23 @@ def test_a_scale_that_is_divided_out_changes_no_bit(
     for scaler in (None, infinity.LossScaler(2.0**20, window=2)):
         engines.append(wrap(transformer(), precision=precision))
         model = engines[-1].model
-        optimizer = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=max_grad_norm, loss_scaler=scaler)
-        assert torch.equal(optimizer.scale(torch.tensor(1.5)), torch.tensor(1.5 if scaler is None else 1.5 * 2**20))
+        optimizer = infinity.AdamW(
+            model.parameters(), lr=1e-3, max_grad_norm=max_grad_norm, loss_scaler=scaler
+        )
+        assert torch.equal(
+            optimizer.scale(torch.tensor(1.5)), torch.tensor(1.5 if scaler is None else 1.5 * 2**20)
+        )
         train(model, optimizer, range(6))
-        norms.append(engines[-1].clip_grad_norm_(1.0) if max_grad_norm is None else optimizer.grad_norm)
+        norms.append(
+            engines[-1].clip_grad_norm_(1.0) if max_grad_norm is None else optimizer.grad_norm
+        )
     assert norms[0] == norms[1]
     assert equal(contents(engines[0]), contents(engines[1]))
 
 
-def test_fp16_is_scaled_by_default_and_trains_as_fp32_does(wrap: Callable[..., infinity.Engine]) -> None:
+def test_fp16_is_scaled_by_default_and_trains_as_fp32_does(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     """Gradients of a loss of 1e-4 vanish in fp16 unless it is scaled."""
     outcomes = []
     for precision, scaled in (("fp32", True), ("fp16", True), ("fp16", False)):
@@ -214,7 +250,10 @@ def test_a_loss_that_is_not_scaled_in_fp16_is_told_once(
             optimizer.zero_grad()
         said.append(len(caplog.messages))
     assert said == [1, 1]
-    assert "the loss was not scaled, so fp16 gradients below 6e-8 are lost: call optimizer.scale(loss)" in caplog.messages[0]
+    assert (
+        "the loss was not scaled, so fp16 gradients below 6e-8 are lost: call optimizer.scale(loss)"
+        in caplog.messages[0]
+    )
 
 
 @pytest.mark.parametrize("update", ["plain", "exact", "speculative"])
@@ -226,10 +265,14 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_scale(
     model = transformer()
     spoiler = Spoiler(model, name, value)
     engine = wrap(model, precision="fp16", update=update)
-    optimizer = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0, loss_scaler=infinity.LossScaler(2.0**10))
+    optimizer = infinity.AdamW(
+        model.parameters(), lr=1e-2, max_grad_norm=1.0, loss_scaler=infinity.LossScaler(2.0**10)
+    )
     twin = transformer()
     reference = wrap(twin, precision="fp16", update="plain")
-    expected = infinity.AdamW(twin.parameters(), lr=1e-2, max_grad_norm=1.0, loss_scaler=infinity.LossScaler(2.0**10))
+    expected = infinity.AdamW(
+        twin.parameters(), lr=1e-2, max_grad_norm=1.0, loss_scaler=infinity.LossScaler(2.0**10)
+    )
     scales = []
     for number in range(8):
         spoiler.armed = number in (0, 2, 3, 6)
@@ -239,7 +282,9 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_scale(
         optimizer.step()
         optimizer.zero_grad()
         scales.append(optimizer.loss_scaler.scale)
-        assert (optimizer.grad_norm is not None and math.isfinite(optimizer.grad_norm)) is not spoiler.armed
+        assert (
+            optimizer.grad_norm is not None and math.isfinite(optimizer.grad_norm)
+        ) is not spoiler.armed
         engine.drain()
         assert equal(before, contents(engine)) == spoiler.armed
         assert (counts == optimizer._steps) == spoiler.armed
@@ -250,21 +295,37 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_scale(
             expected.zero_grad()
             assert optimizer.grad_norm == expected.grad_norm
             assert equal(contents(engine), contents(reference))
-    assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**8, 2.0**8, 2.0**8, 2.0**7, 2.0**7]  # the first is borne
-    assert optimizer.skipped_steps == optimizer.loss_scaler.skipped == engine.report().skipped_steps == 4
+    # the first is borne
+    assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**8, 2.0**8, 2.0**8, 2.0**7, 2.0**7]
+    assert (
+        optimizer.skipped_steps
+        == optimizer.loss_scaler.skipped
+        == engine.report().skipped_steps
+        == 4
+    )
     assert engine.report().steps == 4
 
 
 PARAMETERS = [name for name, _ in transformer().named_parameters()]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
-def test_any_parameter_in_any_micro_batch_of_any_step(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What is left is what training without the bad steps gives. bf16 loses nothing to a scale, so the scales need not agree."""
+def test_any_parameter_in_any_micro_batch_of_any_step(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What is left is what training without the bad steps gives. bf16 loses nothing to a scale, so
+    the scales need not agree."""
     accumulation = data.draw(st.integers(1, 2))
-    bad = data.draw(st.dictionaries(st.integers(0, 4), st.integers(0, accumulation - 1), min_size=1, max_size=4))
-    value, name = data.draw(st.sampled_from([math.inf, math.nan])), data.draw(st.sampled_from(PARAMETERS))
+    bad = data.draw(
+        st.dictionaries(st.integers(0, 4), st.integers(0, accumulation - 1), min_size=1, max_size=4)
+    )
+    value, name = (
+        data.draw(st.sampled_from([math.inf, math.nan])),
+        data.draw(st.sampled_from(PARAMETERS)),
+    )
     max_grad_norm = data.draw(st.sampled_from([None, 0.5, 1e6]))
     options = {
         "gradients": data.draw(st.sampled_from(["cpu", "nvme", "gpu"])),
@@ -280,24 +341,38 @@ def test_any_parameter_in_any_micro_batch_of_any_step(data: st.DataObject, tmp_p
         spoiler = Spoiler(model, name, value)
         mine = options if spoils else {"update": "plain"}
         config = config_of(
-            nvme=tmp_path_factory.mktemp("nvme"), gpu_memory="4MiB", cpu_memory="8MiB", precision="bf16", poison=True, **mine
+            nvme=tmp_path_factory.mktemp("nvme"),
+            gpu_memory="4MiB",
+            cpu_memory="8MiB",
+            precision="bf16",
+            poison=True,
+            **mine,
         )
         with infinity.engine(infinity.wrap(model, config)) as engine:
             scaler = infinity.LossScaler(2.0**30, window=2, hysteresis=1) if spoils else None
-            optimizer = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=max_grad_norm, loss_scaler=scaler)
+            optimizer = infinity.AdamW(
+                model.parameters(), lr=1e-2, max_grad_norm=max_grad_norm, loss_scaler=scaler
+            )
             for step in (number for number in range(5) if spoils or number not in bad):
                 for part in range(accumulation):
                     spoiler.armed = spoils and bad.get(step) == part
                     backward(model, optimizer, 10 * step + part)
                 optimizer.step()
                 optimizer.zero_grad()
-            outcomes.append((contents(engine), {int(state["step"]) for state in optimizer.state_dict()["state"].values()}))
+            outcomes.append(
+                (
+                    contents(engine),
+                    {int(state["step"]) for state in optimizer.state_dict()["state"].values()},
+                )
+            )
             assert optimizer.skipped_steps == (len(bad) if spoils else 0)
     assert equal(outcomes[0][0], outcomes[1][0])
     assert outcomes[0][1] == outcomes[1][1]
 
 
-def test_the_scale_falls_until_fp16_can_hold_the_gradients(wrap: Callable[..., infinity.Engine]) -> None:
+def test_the_scale_falls_until_fp16_can_hold_the_gradients(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     engine = wrap(transformer(), precision="fp16")
     optimizer = infinity.AdamW(engine.model.parameters(), loss_scaler=infinity.LossScaler(2.0**24))
     train(engine.model, optimizer, range(20))
@@ -308,7 +383,9 @@ def test_the_scale_falls_until_fp16_can_hold_the_gradients(wrap: Callable[..., i
 
 def test_the_smallest_scale_names_the_first_parameter(wrap: Callable[..., infinity.Engine]) -> None:
     model = transformer()
-    spoilers = [Spoiler(model, name, math.nan) for name in ("blocks.3.down.weight", "blocks.1.norm2.bias")]
+    spoilers = [
+        Spoiler(model, name, math.nan) for name in ("blocks.3.down.weight", "blocks.1.norm2.bias")
+    ]
     engine = wrap(model, precision="fp16")
     scaler = infinity.LossScaler(2.0**5, hysteresis=1, minimum=2.0**3)
     optimizer = infinity.AdamW(model.parameters(), loss_scaler=scaler)
@@ -318,7 +395,10 @@ def test_the_smallest_scale_names_the_first_parameter(wrap: Callable[..., infini
         spoiler.armed = True
     train(model, optimizer, range(2))
     assert scaler.scale == 2.0**3
-    text = "the gradient of blocks.1.norm2.bias is not finite at the smallest loss scale, 8 (skipped step 5); the model"
+    text = (
+        "the gradient of blocks.1.norm2.bias is not finite at the smallest loss scale, "
+        "8 (skipped step 5); the model"
+    )
     with pytest.raises(infinity.NonFiniteError, match=f"^{re.escape(text)}") as caught:
         train(model, optimizer, range(1))
     assert caught.value.parameter == "blocks.1.norm2.bias"
@@ -331,7 +411,8 @@ def test_the_smallest_scale_names_the_first_parameter(wrap: Callable[..., infini
 
 
 def test_a_scale_that_changes_between_micro_batches(wrap: Callable[..., infinity.Engine]) -> None:
-    """A gradient knows by what its loss was scaled, so a micro-batch may be scaled differently or not at all."""
+    """A gradient knows by what its loss was scaled, so a micro-batch may be scaled differently or
+    not at all."""
     norms = []
     for scales in ((1.0, 1.0, 1.0), (1.0, 2.0**8, 2.0**8), (2.0**8, 1.0, 2.0**9)):
         engine = wrap(transformer(), precision="bf16")
@@ -339,12 +420,17 @@ def test_a_scale_that_changes_between_micro_batches(wrap: Callable[..., infinity
         for number, scale in enumerate(scales):
             optimizer.loss_scaler = None if scale == 1.0 else infinity.LossScaler(scale)
             backward(engine.model, optimizer, number)
-        norms.append((engine.clip_grad_norm_(1e9), engine.gradient(engine.model.norm.weight).float()))
-    assert all(norm == norms[0][0] and torch.equal(gradient, norms[0][1]) for norm, gradient in norms)
+        norms.append(
+            (engine.clip_grad_norm_(1e9), engine.gradient(engine.model.norm.weight).float())
+        )
+    assert all(
+        norm == norms[0][0] and torch.equal(gradient, norms[0][1]) for norm, gradient in norms
+    )
 
 
 class Checkpointed(nn.Module):
-    """Nothing but checkpointed blocks, so that in a re-entrant backward nothing of ours happens outside of the inner ones."""
+    """Nothing but checkpointed blocks, so that in a re-entrant backward nothing of ours happens
+    outside of the inner ones."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -359,16 +445,23 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_scale_reaches_through_recomputation(use_reentrant: bool, wrap: Callable[..., infinity.Engine]) -> None:
-    """A re-entrant checkpoint runs a backward inside of the backward, whose end is not that of the scaled one."""
+def test_a_scale_reaches_through_recomputation(
+    use_reentrant: bool, wrap: Callable[..., infinity.Engine]
+) -> None:
+    """A re-entrant checkpoint runs a backward inside of the backward, whose end is not that of the
+    scaled one."""
     outcomes = []
     for scaler in (None, infinity.LossScaler(2.0**20)):
         engine = wrap(Checkpointed(use_reentrant))
-        optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-3, max_grad_norm=0.5, loss_scaler=scaler)
+        optimizer = infinity.AdamW(
+            engine.model.parameters(), lr=1e-3, max_grad_norm=0.5, loss_scaler=scaler
+        )
         for number in range(3):
             x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number)).requires_grad_()
             optimizer.scale(engine.model(x).pow(2).mean()).backward()
-            assert {unit.gradients.loss_scale for unit in engine.units} == {1.0 if scaler is None else scaler.scale}
+            assert {unit.gradients.loss_scale for unit in engine.units} == {
+                1.0 if scaler is None else scaler.scale
+            }
             optimizer.step()
             optimizer.zero_grad()
         outcomes.append(contents(engine))
@@ -386,7 +479,9 @@ def test_a_scaled_backward_that_was_cut_off(wrap: Callable[..., infinity.Engine]
         seen.append(True)
         raise ArithmeticError("made to fail")
 
-    handle = model.blocks[0].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    handle = model.blocks[0].register_forward_hook(
+        lambda module, args, output: output.register_hook(fail) and None
+    )
     loss = model(**text_batch(0)).loss
     with pytest.raises(ArithmeticError):
         plain.scale(loss).backward()
@@ -397,7 +492,9 @@ def test_a_scaled_backward_that_was_cut_off(wrap: Callable[..., infinity.Engine]
     assert {unit.gradients.loss_scale for unit in engine.units} == {1.0}
 
 
-def test_what_is_read_of_scaled_gradients_is_not_scaled(wrap: Callable[..., infinity.Engine]) -> None:
+def test_what_is_read_of_scaled_gradients_is_not_scaled(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     model, plain = transformer(), transformer()
     engine = wrap(model)
     optimizer = infinity.AdamW(model.parameters(), loss_scaler=infinity.LossScaler())
@@ -407,11 +504,15 @@ def test_what_is_read_of_scaled_gradients_is_not_scaled(wrap: Callable[..., infi
         assert torch.equal(engine.gradient(parameter), dict(plain.named_parameters())[name].grad)
 
 
-def test_the_state_of_the_scale_is_saved_with_the_optimizer(wrap: Callable[..., infinity.Engine]) -> None:
+def test_the_state_of_the_scale_is_saved_with_the_optimizer(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     model = transformer()
     spoiler = Spoiler(model, "norm.weight", math.inf)
     engine = wrap(model, precision="fp16")
-    optimizer = infinity.AdamW(model.parameters(), loss_scaler=infinity.LossScaler(2.0**12, window=7))
+    optimizer = infinity.AdamW(
+        model.parameters(), loss_scaler=infinity.LossScaler(2.0**12, window=7)
+    )
     spoiler.armed = True
     train(model, optimizer, range(3))
     spoiler.armed = False
@@ -429,7 +530,9 @@ def test_the_state_of_the_scale_is_saved_with_the_optimizer(wrap: Callable[..., 
 
 
 @pytest.mark.parametrize("update", ["exact", "speculative"])
-def test_bf16_skips_if_asked(update: str, wrap: Callable[..., infinity.Engine], caplog: pytest.LogCaptureFixture) -> None:
+def test_bf16_skips_if_asked(
+    update: str, wrap: Callable[..., infinity.Engine], caplog: pytest.LogCaptureFixture
+) -> None:
     model = transformer()
     spoiler = Spoiler(model, "blocks.1.up.weight", math.nan)
     engine = wrap(model, precision="bf16", update=update)
@@ -441,14 +544,18 @@ def test_bf16_skips_if_asked(update: str, wrap: Callable[..., infinity.Engine], 
     train(model, optimizer, range(2))
     assert equal(before, contents(engine))
     assert optimizer.skipped_steps == engine.report().skipped_steps == 2
-    assert caplog.messages == [f"step {n} is skipped: the gradient of blocks.1.up.weight is not finite" for n in (4, 5)]
+    assert caplog.messages == [
+        f"step {n} is skipped: the gradient of blocks.1.up.weight is not finite" for n in (4, 5)
+    ]
     spoiler.armed = False
     train(model, optimizer, range(3, 5))
     assert not equal(before, contents(engine))
     assert all(bool(value.isfinite().all()) for value in engine.state_dict().values())
 
 
-def test_bf16_takes_the_step_and_says_so_if_not(wrap: Callable[..., infinity.Engine], caplog: pytest.LogCaptureFixture) -> None:
+def test_bf16_takes_the_step_and_says_so_if_not(
+    wrap: Callable[..., infinity.Engine], caplog: pytest.LogCaptureFixture
+) -> None:
     model = transformer()
     spoiler = Spoiler(model, "blocks.1.up.weight", math.inf)
     engine = wrap(model, precision="bf16")
@@ -472,7 +579,8 @@ def test_bf16_takes_the_step_and_says_so_if_not(wrap: Callable[..., infinity.Eng
 
 @pytest.mark.parametrize("update", ["exact", "speculative"])
 def test_grad_scaler_of_torch(update: str, wrap: Callable[..., infinity.Engine]) -> None:
-    """Skips what it skips with a torch optimizer, and rescales as it does; with a scheduler that patches `step`."""
+    """Skips what it skips with a torch optimizer, and rescales as it does; with a scheduler that
+    patches `step`."""
     models = [transformer(), transformer()]
     spoilers = [Spoiler(model, "norm.weight", math.inf) for model in models]
     engine = wrap(models[0], update=update)
@@ -484,7 +592,9 @@ def test_grad_scaler_of_torch(update: str, wrap: Callable[..., infinity.Engine])
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2) for _ in models]
     for number in range(7):
         norms = []
-        for model, spoiler, optimizer, scheduler, scaler in zip(models, spoilers, optimizers, schedulers, scalers, strict=True):
+        for model, spoiler, optimizer, scheduler, scaler in zip(
+            models, spoilers, optimizers, schedulers, scalers, strict=True
+        ):
             spoiler.armed = number in (1, 2)
             scaler.scale(model(**text_batch(number)).loss).backward()
             if model is models[1]:
@@ -492,7 +602,9 @@ def test_grad_scaler_of_torch(update: str, wrap: Callable[..., infinity.Engine])
                 norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
                 scaler.step(optimizer)
             else:
-                with pytest.warns(FutureWarning, match="GradScaler is going to stop passing itself"):
+                with pytest.warns(
+                    FutureWarning, match="GradScaler is going to stop passing itself"
+                ):
                     scaler.step(optimizer)
                 norms.append(optimizer.grad_norm)
             scaler.update()
@@ -511,12 +623,15 @@ def test_unscaling_by_torch_names_the_way_out(wrap: Callable[..., infinity.Engin
     optimizer = infinity.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(**text_batch(0)).loss).backward()
-    with pytest.raises(infinity.ShardedParameterError, match=r"kept by the engine and not in \.grad; clip with"):
+    with pytest.raises(
+        infinity.ShardedParameterError, match=r"kept by the engine and not in \.grad; clip with"
+    ):
         scaler.unscale_(optimizer)
 
 
 class Stage(torch.autograd.Function):
-    """Keeps the graph of what it runs, whose backward is run by this one's: as between stages of a pipeline."""
+    """Keeps the graph of what it runs, whose backward is run by this one's: as between stages of a
+    pipeline."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: nn.Module) -> torch.Tensor:
@@ -535,7 +650,9 @@ class Staged(nn.Module):
     def __init__(self, nested: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = (nn.Sequential(*(nn.Linear(16, 16) for _ in range(2))) for _ in range(2))
+        self.first, self.second = (
+            nn.Sequential(*(nn.Linear(16, 16) for _ in range(2))) for _ in range(2)
+        )
         self.nested = nested
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -543,11 +660,15 @@ class Staged(nn.Module):
         return Stage.apply(x, self.second) if self.nested else self.second(x)
 
 
-def test_a_backward_inside_of_a_scaled_one_inherits_its_scale(wrap: Callable[..., infinity.Engine]) -> None:
+def test_a_backward_inside_of_a_scaled_one_inherits_its_scale(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     gradients = []
     for nested in (False, True):
         engine = wrap(Staged(nested))
-        optimizer = infinity.AdamW(engine.model.parameters(), loss_scaler=infinity.LossScaler(2.0**16))
+        optimizer = infinity.AdamW(
+            engine.model.parameters(), loss_scaler=infinity.LossScaler(2.0**16)
+        )
         optimizer.scale(engine.model(torch.ones(2, 16)).square().mean()).backward()
         assert {unit.gradients.loss_scale for unit in engine.units} == {2.0**16}
         gradients.append([engine.gradient(parameter) for parameter in engine.model.parameters()])

@@ -1,4 +1,5 @@
-"""Masters begin with all bits that the weights came with, wherever these came from and wherever they go.
+"""Masters begin with all bits that the weights came with, wherever these came from and wherever
+they go.
 
 Two processes over gloo call `work` of this file, too (see `support/rank_group.py`).
 """
@@ -36,7 +37,13 @@ HOMES: dict[str, dict[str, Any]] = {
     "gpu": {"parameters": "gpu", "gradients": "gpu", "optimizer": "gpu"},
     "delayed": {"update": "delayed", "optimizer": "cpu", "parameters": "cpu"},
 }
-ROOMY: dict[str, Any] = {"gpu_memory": 8 << 20, "cpu_memory": 32 << 20, "device": "cpu", "threads": 1, "poison": True}
+ROOMY: dict[str, Any] = {
+    "gpu_memory": 8 << 20,
+    "cpu_memory": 32 << 20,
+    "device": "cpu",
+    "threads": 1,
+    "poison": True,
+}
 each_form = pytest.mark.parametrize("form", FORMS)
 
 
@@ -66,7 +73,8 @@ def masters_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def check(model: nn.Module, precision: str, expected: dict[str, torch.Tensor]) -> None:
-    """`expected`, in fp32, are the masters of `model`, and rounded its parameters, before a step and after."""
+    """`expected`, in fp32, are the masters of `model`, and rounded its parameters, before a step
+    and after."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     engine = infinity.engine(model)
     for _ in range(2):
@@ -88,18 +96,27 @@ def check(model: nn.Module, precision: str, expected: dict[str, torch.Tensor]) -
 @each_form
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("source", ["model", "weights"])
-def test_a_master_is_the_value_that_was_wrapped(form: str, home: str, source: str, tmp_path: Path) -> None:
+def test_a_master_is_the_value_that_was_wrapped(
+    form: str, home: str, source: str, tmp_path: Path
+) -> None:
     model = build()
     expected = values_of(model)
     weights = None
     if source == "weights":
         weights = tmp_path / "model.safetensors"
-        save_file({name: value for name, value in model.state_dict().items() if name != "head.weight"}, weights)
+        save_file(
+            {name: value for name, value in model.state_dict().items() if name != "head.weight"},
+            weights,
+        )
         with infinity.init():
             model = Transformer(width=88, depth=2)
         model.norm.requires_grad_(False)
     (tmp_path / "nvme").mkdir()
-    model = infinity.wrap(model, config_of(nvme=[tmp_path / "nvme"], **ROOMY, **FORMS[form], **HOMES[home]), weights=weights)
+    model = infinity.wrap(
+        model,
+        config_of(nvme=[tmp_path / "nvme"], **ROOMY, **FORMS[form], **HOMES[home]),
+        weights=weights,
+    )
     with infinity.engine(model):
         check(model, FORMS[form]["precision"], expected)
 
@@ -111,24 +128,39 @@ def narrow(dtype: torch.dtype) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("source", "precision"),
-    [(torch.float64, "bf16"), (torch.float16, "bf16"), (torch.bfloat16, "fp16"), (torch.float64, "fp16")],
+    [
+        (torch.float64, "bf16"),
+        (torch.float16, "bf16"),
+        (torch.bfloat16, "fp16"),
+        (torch.float64, "fp16"),
+    ],
     ids=str,
 )
-def test_any_type_that_the_stored_one_cannot_hold(source: torch.dtype, precision: str, tmp_path: Path) -> None:
+def test_any_type_that_the_stored_one_cannot_hold(
+    source: torch.dtype, precision: str, tmp_path: Path
+) -> None:
     model = narrow(source)
     with torch.no_grad():
         model[1].weight *= 2.0**-20  # where fp16 has fewer bits than bf16
     expected = {name: value.float() for name, value in values_of(model).items()}
-    with infinity.engine(infinity.wrap(model, config_of(nvme=[tmp_path], precision=precision, **ROOMY))) as engine:
+    with infinity.engine(
+        infinity.wrap(model, config_of(nvme=[tmp_path], precision=precision, **ROOMY))
+    ) as engine:
         for unit in engine.units:
             flat = unit.states.gather(Kind.MASTER)
             for name, place in zip(unit.names, unit.layout.places, strict=True):
-                assert torch.equal(flat[place.offset : place.end].view(place.shape), expected[name]), name
-    assert any(not torch.equal(value.to(FLOATS[precision]).float(), value) for value in expected.values())
+                assert torch.equal(
+                    flat[place.offset : place.end].view(place.shape), expected[name]
+                ), name
+    assert any(
+        not torch.equal(value.to(FLOATS[precision]).float(), value) for value in expected.values()
+    )
 
 
 @each_form
-def test_parameters_are_initialised_in_their_own_dtype_and_then_rounded(form: str, tmp_path: Path) -> None:
+def test_parameters_are_initialised_in_their_own_dtype_and_then_rounded(
+    form: str, tmp_path: Path
+) -> None:
     """One seed draws the same numbers whatever they are stored in."""
     precision = FORMS[form]["precision"]
     found = {}
@@ -140,7 +172,9 @@ def test_parameters_are_initialised_in_their_own_dtype_and_then_rounded(form: st
         with infinity.engine(infinity.wrap(model, config_of(**config), seed=3)) as engine:
             found[stored] = engine.state_dict()
             if stored != "fp32":
-                optimizer = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0)
+                optimizer = infinity.AdamW(
+                    [p for p in model.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0
+                )
                 model(torch.ones(2, 60, dtype=FLOATS[precision])).sum().backward()
                 optimizer.step()
                 masters = [state["master"] for state in optimizer.state_dict()["state"].values()]
@@ -170,7 +204,9 @@ def test_wrap_writes_the_parameters_and_the_low_bits_and_nothing_else(
     source: torch.dtype, config: dict[str, Any], frozen: bool, extra: int, tmp_path: Path
 ) -> None:
     model = narrow(source).requires_grad_(not frozen)
-    with infinity.engine(infinity.wrap(model, config_of(nvme=[tmp_path], **ROOMY, **HOMES["nvme"], **config))) as engine:
+    with infinity.engine(
+        infinity.wrap(model, config_of(nvme=[tmp_path], **ROOMY, **HOMES["nvme"], **config))
+    ) as engine:
         elements = sum(unit.layout.numel for unit in engine.units)
         itemsize = engine.units[0].dtype.itemsize
         assert engine.io.counters()["bytes_written"] == (itemsize + extra) * elements
@@ -188,8 +224,12 @@ def test_a_checkpoint_of_what_was_never_updated_has_all_bits(form: str, tmp_path
     other.norm.requires_grad_(False)
     with infinity.engine(infinity.wrap(other, config)) as engine:
         engine.load_checkpoint(tmp_path / "checkpoint")
-        frozen = {name for name, parameter in other.named_parameters() if not parameter.requires_grad}
-        expected |= {name: expected[name].to(FLOATS[FORMS[form]["precision"]]).float() for name in frozen}
+        frozen = {
+            name for name, parameter in other.named_parameters() if not parameter.requires_grad
+        }
+        expected |= {
+            name: expected[name].to(FLOATS[FORMS[form]["precision"]]).float() for name in frozen
+        }
         check(other, FORMS[form]["precision"], expected)
 
 
@@ -197,21 +237,28 @@ def test_states_of_torch_leave_masters_as_they_are(tmp_path: Path) -> None:
     """They have no masters: there the parameter has all bits."""
     model, plain = build(), build()
     expected = values_of(model)
-    theirs = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0)
+    theirs = torch.optim.AdamW(
+        [p for p in plain.parameters() if p.requires_grad], lr=0.0, weight_decay=0.0
+    )
     plain(**text_batch(0)).loss.backward()
     theirs.step()
-    with infinity.engine(infinity.wrap(model, config_of(nvme=[tmp_path], **ROOMY, precision="bf16"))):
+    with infinity.engine(
+        infinity.wrap(model, config_of(nvme=[tmp_path], **ROOMY, precision="bf16"))
+    ):
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         optimizer = infinity.AdamW([p for _, p in trained], lr=0.0, weight_decay=0.0)
         optimizer.load_state_dict(theirs.state_dict())
         states = optimizer.state_dict()["state"]
         for number, (name, _) in enumerate(trained):
             assert torch.equal(states[number]["master"], expected[name]), name
-            assert torch.equal(states[number]["exp_avg"], theirs.state_dict()["state"][number]["exp_avg"]), name
+            assert torch.equal(
+                states[number]["exp_avg"], theirs.state_dict()["state"][number]["exp_avg"]
+            ), name
 
 
 def test_a_state_dict_of_what_was_never_updated_has_all_bits(tmp_path: Path) -> None:
-    """And none of them among the states, where an optimizer of torch would look for moments beside them."""
+    """And none of them among the states, where an optimizer of torch would look for moments beside
+    them."""
     config = config_of(nvme=[tmp_path], **ROOMY, precision="bf16")
     model = build()
     expected = values_of(model)
@@ -225,11 +272,17 @@ def test_a_state_dict_of_what_was_never_updated_has_all_bits(tmp_path: Path) -> 
         optimizer = infinity.AdamW(other.parameters())
         optimizer.load_state_dict(saved)
         del optimizer
-        norm = {name: value.bfloat16().float() for name, value in expected.items() if name.startswith("norm")}
+        norm = {
+            name: value.bfloat16().float()
+            for name, value in expected.items()
+            if name.startswith("norm")
+        }
         check(other, "bf16", expected | norm)
 
 
-def test_a_wrap_that_fails_gives_all_bits_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrap_that_fails_gives_all_bits_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build()
     expected = values_of(model)
     before, calls = States.write, []
@@ -258,12 +311,16 @@ def work(task: dict[str, Any], where: Path, rank: int) -> None:
     for form in FORMS.values():
         model = build()
         expected = values_of(model)
-        config = config_of(**ROOMY | {"nvme": [nvme], "stage": task["stage"]} | form | HOMES[task["home"]])
+        config = config_of(
+            **ROOMY | {"nvme": [nvme], "stage": task["stage"]} | form | HOMES[task["home"]]
+        )
         model = infinity.wrap(model, config, group=dist.group.WORLD)
         with infinity.engine(model):
             check(model, form["precision"], expected)
 
 
-@pytest.mark.parametrize(("stage", "home"), [(3, "nvme"), (3, "cpu"), (2, "gpu"), (1, "gpu"), (0, "nvme, cached")])
+@pytest.mark.parametrize(
+    ("stage", "home"), [(3, "nvme"), (3, "cpu"), (2, "gpu"), (1, "gpu"), (0, "nvme, cached")]
+)
 def test_ranks_share_them(stage: int, home: str, on_ranks: OnRanks) -> None:
     assert on_ranks({"stage": stage, "home": home}) == ["done"] * RANKS

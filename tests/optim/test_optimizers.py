@@ -1,4 +1,5 @@
-"""The optimizer family: the formulas, state dicts and refusals of torch, with states that the engine keeps."""
+"""The optimizer family: the formulas, state dicts and refusals of torch, with states that the
+engine keeps."""
 
 from __future__ import annotations
 
@@ -49,14 +50,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 def close_to(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            actual[name], value, rtol=2e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 NAMES = [
     pytest.param(
         name,
         marks=pytest.mark.skipif(
-            member.algorithm != "adam" and not hasattr(native.cpu_adam(), "update"), reason="this build has kernels for Adam only"
+            member.algorithm != "adam" and not hasattr(native.cpu_adam(), "update"),
+            reason="this build has kernels for Adam only",
         ),
     )
     for name, member in FAMILY.items()
@@ -69,7 +73,10 @@ def test_each_follows_torch(name: str, wrap: Callable[..., infinity.Engine]) -> 
     model, plain = transformer(), transformer()
     engine = wrap(model, algorithm=algorithm)
     groups = [
-        [{"params": list(m.blocks.parameters())}, {"params": [m.tokens.weight], "lr": 3e-3, "weight_decay": 0.02}]
+        [
+            {"params": list(m.blocks.parameters())},
+            {"params": [m.tokens.weight], "lr": 3e-3, "weight_decay": 0.02},
+        ]
         for m in (model, plain)
     ]
     optimizer, expected = mine(groups[0], **settings), theirs(groups[1], **settings)
@@ -79,11 +86,16 @@ def test_each_follows_torch(name: str, wrap: Callable[..., infinity.Engine]) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_states_go_to_torch_and_come_from_torch(name: str, wrap: Callable[..., infinity.Engine]) -> None:
+def test_states_go_to_torch_and_come_from_torch(
+    name: str, wrap: Callable[..., infinity.Engine]
+) -> None:
     mine, theirs, settings, algorithm = FAMILY[name]
     model, plain = transformer(), transformer()
     engine = wrap(model, algorithm=algorithm)
-    optimizer, expected = mine(model.parameters(), **settings), theirs(plain.parameters(), **settings)
+    optimizer, expected = (
+        mine(model.parameters(), **settings),
+        theirs(plain.parameters(), **settings),
+    )
     train(model, optimizer, range(3))
     train(plain, expected, range(3))
     kinds = {kind for unit in engine.units for kind in unit.blocks}
@@ -107,7 +119,9 @@ def test_states_go_to_torch_and_come_from_torch(name: str, wrap: Callable[..., i
 
 
 @pytest.mark.parametrize("name", ["lr", "eps", "weight_decay", "betas"])
-def test_a_value_out_of_range_in_a_group_is_refused(name: str, wrap: Callable[..., infinity.Engine]) -> None:
+def test_a_value_out_of_range_in_a_group_is_refused(
+    name: str, wrap: Callable[..., infinity.Engine]
+) -> None:
     model = transformer()
     wrap(model)
     value: Any = (0.9, 1.0) if name == "betas" else -1.0
@@ -121,20 +135,32 @@ def test_a_value_out_of_range_in_a_group_is_refused(name: str, wrap: Callable[..
         (infinity.Lion, {"betas": (1.0, 0.9)}, "Lion: betas=(1.0, 0.9) is out of range"),
         (infinity.Adagrad, {"lr_decay": -1.0}, "Adagrad: lr_decay=-1.0 is out of range"),
         (infinity.SGD, {"momentum": -0.1}, "SGD: momentum=-0.1 is out of range"),
-        (infinity.SGD, {"nesterov": True}, "SGD: nesterov=True without momentum, or with dampening, is out of range"),
         (
-            infinity.SGD, {"momentum": 0.9},
+            infinity.SGD,
+            {"nesterov": True},
+            "SGD: nesterov=True without momentum, or with dampening, is out of range",
+        ),
+        (
+            infinity.SGD,
+            {"momentum": 0.9},
             "SGD needs other states than the model was wrapped with (algorithm='adam'); "
             "use infinity.Config(algorithm='momentum')",
         ),
         (
-            infinity.Lion, {},
-            "Lion needs other states than the model was wrapped with (algorithm='adam'); use infinity.Config(algorithm='lion')",
+            infinity.Lion,
+            {},
+            (
+                "Lion needs other states than the model was wrapped with (algorithm='adam'); "
+                "use infinity.Config(algorithm='lion')"
+            ),
         ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_work_is_refused(
-    make: type[torch.optim.Optimizer], settings: dict[str, Any], text: str, wrap: Callable[..., infinity.Engine]
+    make: type[torch.optim.Optimizer],
+    settings: dict[str, Any],
+    text: str,
+    wrap: Callable[..., infinity.Engine],
 ) -> None:
     model = transformer()
     wrap(model)
@@ -143,13 +169,18 @@ def test_what_cannot_work_is_refused(
     train(model, infinity.Adam(model.parameters()), range(1))
 
 
-def test_a_loaded_state_that_cannot_work_changes_nothing(wrap: Callable[..., infinity.Engine]) -> None:
+def test_a_loaded_state_that_cannot_work_changes_nothing(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     model = transformer()
     engine = wrap(model)
     optimizer = infinity.Adam(model.parameters(), lr=1e-3)
     train(model, optimizer, range(2))
     theirs = torch.optim.Adam(transformer().parameters(), lr=0.5, amsgrad=True)
-    text = "^Adam: amsgrad=True is not supported; infinity.adapt runs the optimizer of torch that has it$"
+    text = (
+        "^Adam: amsgrad=True is not supported; infinity.adapt runs the optimizer of "
+        "torch that has it$"
+    )
     with pytest.raises(infinity.ConfigError, match=text):
         optimizer.load_state_dict(theirs.state_dict())
     assert optimizer.param_groups[0]["lr"] == 1e-3
@@ -176,7 +207,11 @@ def test_norms_before_and_after_clipping_are_those_of_torch(
                 m(**text_batch(10 * step + number)).loss.backward()
         gradients = [p.grad for p in plain.parameters()]
         before = float(nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
-        after = float(torch.linalg.vector_norm(torch.cat([g.flatten().double() for g in gradients if g is not None])))
+        after = float(
+            torch.linalg.vector_norm(
+                torch.cat([g.flatten().double() for g in gradients if g is not None])
+            )
+        )
         optimizer.step()
         expected.step()
         assert optimizer.grad_norm == pytest.approx(before, rel=1e-6)
@@ -188,7 +223,9 @@ def test_norms_before_and_after_clipping_are_those_of_torch(
 
 @pytest.mark.parametrize("update", ["exact", "speculative"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parameters_that_are_frozen_for_a_while(precision: str, update: str, wrap: Callable[..., infinity.Engine]) -> None:
+def test_parameters_that_are_frozen_for_a_while(
+    precision: str, update: str, wrap: Callable[..., infinity.Engine]
+) -> None:
     """Block after block is thawed, a part of one first, and the first one is frozen again."""
     outcomes = []
     for mode, gpu_memory in ((update, "512KiB"), ("plain", "4MiB")):
@@ -209,9 +246,16 @@ def test_parameters_that_are_frozen_for_a_while(precision: str, update: str, wra
             block.requires_grad_(True)
         model.blocks[3].requires_grad_(False)
         train(model, optimizer, range(6, 10))
-        assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {4, 6, 7, 10}
+        assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {
+            4,
+            6,
+            7,
+            10,
+        }
         report = engine.report()
-        assert report.read_per_parameter == report.planned_read_per_parameter or mode == "speculative"
+        assert (
+            report.read_per_parameter == report.planned_read_per_parameter or mode == "speculative"
+        )
         outcomes.append(engine.state_dict())
     assert all(torch.equal(outcomes[0][name], value) for name, value in outcomes[1].items())
 
@@ -220,7 +264,10 @@ def test_frozen_for_a_while_follows_torch(wrap: Callable[..., infinity.Engine]) 
     model, plain = transformer(), transformer()
     engine = wrap(model)
     settings: dict[str, Any] = {"lr": 1e-3, "eps": 1e-6}
-    optimizers = [infinity.AdamW(model.parameters(), **settings), torch.optim.AdamW(plain.parameters(), **settings)]
+    optimizers = [
+        infinity.AdamW(model.parameters(), **settings),
+        torch.optim.AdamW(plain.parameters(), **settings),
+    ]
     for m, optimizer in zip((model, plain), optimizers, strict=True):
         m.blocks[:2].requires_grad_(False)
         train(m, optimizer, range(3))
@@ -229,7 +276,9 @@ def test_frozen_for_a_while_follows_torch(wrap: Callable[..., infinity.Engine]) 
     close_to(engine.state_dict(), plain.state_dict())
 
 
-def test_what_was_frozen_at_wrap_may_be_given_to_an_optimizer(wrap: Callable[..., infinity.Engine]) -> None:
+def test_what_was_frozen_at_wrap_may_be_given_to_an_optimizer(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     """As in torch: it is left alone, costs nothing, and counts in the numbers of the state dict."""
     model, plain = transformer(), transformer()
     for m in (model, plain):
@@ -237,7 +286,10 @@ def test_what_was_frozen_at_wrap_may_be_given_to_an_optimizer(wrap: Callable[...
         m.blocks[:2].requires_grad_(False)
     engine = wrap(model)
     settings: dict[str, Any] = {"lr": 1e-3, "eps": 1e-6}
-    optimizers = [infinity.AdamW(model.parameters(), **settings), torch.optim.AdamW(plain.parameters(), **settings)]
+    optimizers = [
+        infinity.AdamW(model.parameters(), **settings),
+        torch.optim.AdamW(plain.parameters(), **settings),
+    ]
     for m, optimizer in zip((model, plain), optimizers, strict=True):
         train(m, optimizer, range(4))
     close_to(engine.state_dict(), plain.state_dict())
@@ -250,11 +302,17 @@ def test_what_was_frozen_at_wrap_may_be_given_to_an_optimizer(wrap: Callable[...
 
 
 @pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
-def test_two_optimizers_share_units(optimizer: str, tmp_path: Path, wrap: Callable[..., infinity.Engine]) -> None:
-    """Each clips, forgets, saves, loads and begins anew what is its own; the other's states stay as they are."""
+def test_two_optimizers_share_units(
+    optimizer: str, tmp_path: Path, wrap: Callable[..., infinity.Engine]
+) -> None:
+    """Each clips, forgets, saves, loads and begins anew what is its own; the other's states stay as
+    they are."""
     model, plain = transformer(), transformer()
     engine = wrap(model, optimizer=optimizer)
-    names = [[n for n, _ in plain.named_parameters() if n.endswith("weight") == heavy] for heavy in (True, False)]
+    names = [
+        [n for n, _ in plain.named_parameters() if n.endswith("weight") == heavy]
+        for heavy in (True, False)
+    ]
 
     def groups(owner: Any) -> list[list[torch.Tensor]]:
         found = dict(owner.named_parameters())
@@ -262,7 +320,10 @@ def test_two_optimizers_share_units(optimizer: str, tmp_path: Path, wrap: Callab
 
     settings: dict[str, Any] = {"lr": 1e-3, "eps": 1e-6}
     first, second = groups(model)
-    mine = [infinity.AdamW(first, max_grad_norm=0.1, **settings), infinity.AdamW(second, **settings)]
+    mine = [
+        infinity.AdamW(first, max_grad_norm=0.1, **settings),
+        infinity.AdamW(second, **settings),
+    ]
     theirs = [torch.optim.AdamW(part, **settings) for part in groups(plain)]
     for number in range(4):
         model(**text_batch(number)).loss.backward()
@@ -291,19 +352,29 @@ def test_two_optimizers_share_units(optimizer: str, tmp_path: Path, wrap: Callab
     again = infinity.AdamW(groups(model)[0], **settings)
     assert again.state_dict()["state"] == {}
     left = mine[0].state_dict()["state"]
-    assert all(torch.equal(kept[number][name], value) for number in kept for name, value in left[number].items())
+    assert all(
+        torch.equal(kept[number][name], value)
+        for number in kept
+        for name, value in left[number].items()
+    )
     text = r"already has an optimizer, AdamW; a parameter has states for one"
     with pytest.raises(infinity.ConfigError, match=text):
         infinity.AdamW([groups(model)[0][0]])
 
 
-def test_a_checkpoint_of_one_of_two_optimizers_that_share_units(tmp_path: Path, wrap: Callable[..., infinity.Engine]) -> None:
-    """It is loaded only where the other one has nothing that it would replace, and brings nothing of it."""
+def test_a_checkpoint_of_one_of_two_optimizers_that_share_units(
+    tmp_path: Path, wrap: Callable[..., infinity.Engine]
+) -> None:
+    """It is loaded only where the other one has nothing that it would replace, and brings nothing
+    of it."""
 
     def build() -> tuple[infinity.Engine, nn.Module, list[list[torch.Tensor]]]:
         model = transformer()
         engine = wrap(model)
-        parts = [[p for n, p in model.named_parameters() if n.endswith("weight") == heavy] for heavy in (True, False)]
+        parts = [
+            [p for n, p in model.named_parameters() if n.endswith("weight") == heavy]
+            for heavy in (True, False)
+        ]
         return engine, model, parts
 
     engine, model, parts = build()
@@ -316,7 +387,10 @@ def test_a_checkpoint_of_one_of_two_optimizers_that_share_units(tmp_path: Path, 
     engine.save_checkpoint(tmp_path / "one", both[0])
     train(model, both[0], range(2, 3))
     before = [each.state_dict()["state"] for each in both]
-    text = r"^another optimizer than those given updates .*bias \(and \d+ more\).*load_checkpoint\(directory, \[first, second\]\)"
+    text = (
+        r"^another optimizer than those given updates .*bias \(and \d+ "
+        r"more\).*load_checkpoint\(directory, \[first, second\]\)"
+    )
     with pytest.raises(infinity.ConfigError, match=text):
         engine.load_checkpoint(tmp_path / "one", both[0])
     for each, states in zip(both, before, strict=True):
@@ -337,7 +411,9 @@ def test_a_checkpoint_of_one_of_two_optimizers_that_share_units(tmp_path: Path, 
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "shape": lambda s: s["state"][5].update(exp_avg=torch.zeros(3, 3)),
     "type": lambda s: s["state"][5].update(exp_avg=[1.0]),
-    "integers": lambda s: s["state"][5].update(exp_avg_sq=torch.zeros_like(s["state"][5]["exp_avg_sq"], dtype=torch.int64)),
+    "integers": lambda s: s["state"][5].update(
+        exp_avg_sq=torch.zeros_like(s["state"][5]["exp_avg_sq"], dtype=torch.int64)
+    ),
     "step": lambda s: s["state"][5].update(step=torch.tensor(-1.0)),
     "no step": lambda s: s["state"][5].update(step="3"),
     "a state of nobody": lambda s: s["state"].update({99: {}}),
@@ -352,19 +428,31 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_state_dict_that_does_not_fit_changes_nothing(damage: str, wrap: Callable[..., infinity.Engine]) -> None:
+def test_a_state_dict_that_does_not_fit_changes_nothing(
+    damage: str, wrap: Callable[..., infinity.Engine]
+) -> None:
     model = transformer()
     wrap(model)
     optimizer = infinity.AdamW(model.parameters(), lr=1e-3, loss_scaler=infinity.LossScaler(1.0))
     train(model, optimizer, range(2))
     before = optimizer.state_dict()
-    bad = {"state": {k: dict(v) for k, v in before["state"].items()}, "loss_scaler": before["loss_scaler"]}
-    bad["param_groups"] = [group | {"params": list(group["params"]), "lr": 5.0} for group in before["param_groups"]]
+    bad = {
+        "state": {k: dict(v) for k, v in before["state"].items()},
+        "loss_scaler": before["loss_scaler"],
+    }
+    bad["param_groups"] = [
+        group | {"params": list(group["params"]), "lr": 5.0} for group in before["param_groups"]
+    ]
     DAMAGE[damage](bad)
     with pytest.raises(infinity.ConfigError):
         optimizer.load_state_dict(bad)
     after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"] and after["loss_scaler"] == before["loss_scaler"]
+    assert (
+        after["param_groups"] == before["param_groups"]
+        and after["loss_scaler"] == before["loss_scaler"]
+    )
     assert after["state"].keys() == before["state"].keys()
     for number, state in before["state"].items():
-        assert all(torch.equal(after["state"][number][name], value) for name, value in state.items())
+        assert all(
+            torch.equal(after["state"][number][name], value) for name, value in state.items()
+        )

@@ -39,7 +39,9 @@ BUDGETS: dict[str, Any] = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "cache": 
 def wrap(tmp_path: Path) -> Iterator[Callable[..., infinity.Engine]]:
     models: list[nn.Module] = []  # an engine does not keep its model alive
 
-    def make(update: str, build: Callable[[], nn.Module] = transformer, **options: Any) -> infinity.Engine:
+    def make(
+        update: str, build: Callable[[], nn.Module] = transformer, **options: Any
+    ) -> infinity.Engine:
         folder = tmp_path / str(len(models))
         folder.mkdir()
         config = config_of(**(BUDGETS | {"nvme": folder, "update": update} | options))
@@ -62,24 +64,34 @@ def counts(engine: infinity.Engine) -> tuple[int, int]:
 
 
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def states(optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
     found = optimizer.state_dict()["state"]
-    return {f"{number}.{name}": value for number, state in found.items() for name, value in state.items()}
+    return {
+        f"{number}.{name}": value
+        for number, state in found.items()
+        for name, value in state.items()
+    }
 
 
 @each_place
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_fifty_steps_of_which_some_are_clipped(where: str, precision: str, wrap: Callable[..., infinity.Engine]) -> None:
+def test_fifty_steps_of_which_some_are_clipped(
+    where: str, precision: str, wrap: Callable[..., infinity.Engine]
+) -> None:
     outcomes = []
     for mode in MODES:
         engine = wrap(mode, precision=precision, **WHERE[where])
         optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-3, max_grad_norm=100)
         norms = []
         for number in range(50):
-            (engine.model(**text_batch(number)).loss * (1e4 if number % 5 in (1, 3) else 1)).backward()
+            (
+                engine.model(**text_batch(number)).loss * (1e4 if number % 5 in (1, 3) else 1)
+            ).backward()
             optimizer.step()
             optimizer.zero_grad()
             norms.append(optimizer.grad_norm)
@@ -88,7 +100,8 @@ def test_fifty_steps_of_which_some_are_clipped(where: str, precision: str, wrap:
         outcomes.append((norms, engine.state_dict(), states(optimizer)))
         if mode == "speculative":
             units = len(engine.units)
-            assert counts(engine) == (29 * units, 20 * units)  # the first step has nothing to guess by
+            # the first step has nothing to guess by
+            assert counts(engine) == (29 * units, 20 * units)
         elif mode != "auto":
             assert counts(engine) == (0, 0)
     for norms, weights, optimizer_states in outcomes[1:]:
@@ -100,9 +113,13 @@ def test_fifty_steps_of_which_some_are_clipped(where: str, precision: str, wrap:
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("split", [True, False])
 def test_only_what_is_not_updated_is_copied_to_the_second_home(
-    precision: str, split: bool, wrap: Callable[..., infinity.Engine], monkeypatch: pytest.MonkeyPatch
+    precision: str,
+    split: bool,
+    wrap: Callable[..., infinity.Engine],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An update reads one home and writes the other; a parameter that is frozen for a while goes along with its unit."""
+    """An update reads one home and writes the other; a parameter that is frozen for a while goes
+    along with its unit."""
     copied: list[int] = []
     real = Kernels.copy
 
@@ -188,13 +205,24 @@ def nothing(engine: infinity.Engine, optimizer: infinity.AdamW) -> None:
 
 
 BETWEEN = (
-    nothing, evaluate, change_rate, clip_by_hand, one_more_backward, throw_away, throw_away_by_the_model, read_states,
-    load_states, write_weights, backward_inside_of_a_write,
-)  # fmt: skip
+    nothing,
+    evaluate,
+    change_rate,
+    clip_by_hand,
+    one_more_backward,
+    throw_away,
+    throw_away_by_the_model,
+    read_states,
+    load_states,
+    write_weights,
+    backward_inside_of_a_write,
+)
 
 
 def run(
-    engine: infinity.Engine, schedule: list[tuple[int, Callable[[infinity.Engine, infinity.AdamW], None]]], max_grad_norm: float
+    engine: infinity.Engine,
+    schedule: list[tuple[int, Callable[[infinity.Engine, infinity.AdamW], None]]],
+    max_grad_norm: float,
 ) -> list[float | None]:
     optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=max_grad_norm)
     norms = []
@@ -211,7 +239,9 @@ def run(
 @each_place
 @pytest.mark.parametrize("between", BETWEEN)
 def test_what_comes_between_backward_and_step(
-    between: Callable[[infinity.Engine, infinity.AdamW], None], where: str, wrap: Callable[..., infinity.Engine]
+    between: Callable[[infinity.Engine, infinity.AdamW], None],
+    where: str,
+    wrap: Callable[..., infinity.Engine],
 ) -> None:
     schedule = [(1, nothing), (1, between), (1, nothing), (1, between), (1, nothing), (1, nothing)]
     engines = [wrap(mode, precision="bf16", **WHERE[where]) for mode in ("plain", "speculative")]
@@ -223,9 +253,13 @@ def test_what_comes_between_backward_and_step(
     assert (rolled_back > 0) == (between not in (nothing, evaluate))
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    schedule=st.lists(st.tuples(st.integers(1, 3), st.sampled_from(BETWEEN)), min_size=3, max_size=8),
+    schedule=st.lists(
+        st.tuples(st.integers(1, 3), st.sampled_from(BETWEEN)), min_size=3, max_size=8
+    ),
     max_grad_norm=st.sampled_from([0.5, 2.0, 1e6]),
     precision=st.sampled_from(["bf16", "fp32"]),
     gradients=st.sampled_from(["cpu", "nvme"]),
@@ -241,7 +275,12 @@ def test_any_schedule(
 ) -> None:
     outcomes = []
     for mode in ("plain", "speculative", "auto"):
-        options = {"nvme": tmp_path_factory.mktemp("nvme"), "precision": precision, "gradients": gradients, "update": mode}
+        options = {
+            "nvme": tmp_path_factory.mktemp("nvme"),
+            "precision": precision,
+            "gradients": gradients,
+            "update": mode,
+        }
         model = infinity.wrap(transformer(), config_of(**(BUDGETS | options | WHERE[where])))
         with infinity.engine(model) as engine:
             outcomes.append((run(engine, schedule, max_grad_norm), engine.state_dict()))
@@ -256,7 +295,9 @@ def until(engine: infinity.Engine, condition: Callable[[], bool]) -> None:
 
 
 @each_place
-def test_nothing_is_seen_of_an_update_before_its_step(where: str, wrap: Callable[..., infinity.Engine]) -> None:
+def test_nothing_is_seen_of_an_update_before_its_step(
+    where: str, wrap: Callable[..., infinity.Engine]
+) -> None:
     engine = wrap("speculative", precision="bf16", **WHERE[where])
     optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-1)
     for number in range(2):
@@ -273,7 +314,8 @@ def test_nothing_is_seen_of_an_update_before_its_step(where: str, wrap: Callable
     with torch.no_grad():
         assert torch.equal(engine.model(**text_batch(50)).loss, loss)
     for unit in engine.units:
-        nearest = (unit.states.read(Kind.MASTER).view(torch.int32) + 0x8000 >> 16).to(torch.int16)  # ties away from zero
+        # ties away from zero
+        nearest = (unit.states.read(Kind.MASTER).view(torch.int32) + 0x8000 >> 16).to(torch.int16)
         assert torch.equal(unit.states.read(Kind.PARAM).view(torch.int16), nearest)
     optimizer.step()
     assert counts(engine) == (2 * len(engine.units), 0)
@@ -281,7 +323,9 @@ def test_nothing_is_seen_of_an_update_before_its_step(where: str, wrap: Callable
     assert not any(torch.equal(before[name], after[name]) for name in before if name != "scale")
 
 
-def test_what_the_next_forward_needs_first_is_updated_first(wrap: Callable[..., infinity.Engine]) -> None:
+def test_what_the_next_forward_needs_first_is_updated_first(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     """Although its gradients come last. All staging is taken until they are all there."""
     engine = wrap("speculative", lambda: transformer(width=96), precision="fp32", gpu_memory="8MiB")
     optimizer = infinity.AdamW(engine.model.parameters())
@@ -292,7 +336,9 @@ def test_what_the_next_forward_needs_first_is_updated_first(wrap: Callable[..., 
     engine.drain()
     taken = []
     block = engine.units[0].blocks[Kind.EXP_AVG]
-    while (chunk := Probe(engine).store.staging.try_check_out(ChunkRequest([block], 0))) is not None:
+    while (
+        chunk := Probe(engine).store.staging.try_check_out(ChunkRequest([block], 0))
+    ) is not None:
         taken += chunk
     seen = len(engine.recorder.spans())
     backward(engine.model, 2)
@@ -303,11 +349,14 @@ def test_what_the_next_forward_needs_first_is_updated_first(wrap: Callable[..., 
     updated = [span.name for span in engine.recorder.spans()[seen:] if span.lane == "adam"]
     first_uses = [engine.units[index].name for index in Probe(engine).trace.first_uses()]
     assert len(updated) > len(engine.units)  # several chunks each
-    came_first, *others = dict.fromkeys(updated)  # the pipeline was waiting with a chunk of it, chosen before all were there
+    # the pipeline was waiting with a chunk of it, chosen before all were there
+    came_first, *others = dict.fromkeys(updated)
     assert others == [name for name in first_uses if name != came_first]
 
 
-def test_a_unit_whose_states_have_no_second_place_waits_for_its_step(wrap: Callable[..., infinity.Engine]) -> None:
+def test_a_unit_whose_states_have_no_second_place_waits_for_its_step(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     for options in ({"copy_on_write": False}, {"parameters": "cpu"}, {"optimizer": "cpu"}):
         engine = wrap("speculative", **options)
         optimizer = infinity.AdamW(engine.model.parameters())
@@ -318,7 +367,9 @@ def test_a_unit_whose_states_have_no_second_place_waits_for_its_step(wrap: Calla
         assert counts(engine) == (0, 0)
 
 
-def test_second_homes_take_what_host_memory_is_left_for_the_last_units(wrap: Callable[..., infinity.Engine]) -> None:
+def test_second_homes_take_what_host_memory_is_left_for_the_last_units(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     def shadowed(engine: infinity.Engine) -> list[int]:
         found = [unit.index for unit in engine.units if unit.states.has_shadow]
         assert engine.memory()["cpu"] <= engine.config.cpu_memory
@@ -352,7 +403,9 @@ def test_an_early_update_that_fails_leaves_the_last_step_whole(
     before = engine.state_dict()
     loss = engine.model(**text_batch(2)).loss
     engine.io.set_faults(**fault)
-    with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: ") as caught:
+    with pytest.raises(
+        infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: "
+    ) as caught:
         loss.backward()
         until(engine, lambda: Probe(engine).failed)
         optimizer.step()
@@ -365,17 +418,26 @@ def test_an_early_update_that_fails_leaves_the_last_step_whole(
     assert Probe(engine).staging_left() == 0
 
 
-def test_kept_updates_write_once_and_read_a_parameter_twice_more_at_most(wrap: Callable[..., infinity.Engine]) -> None:
-    engine = wrap("speculative", lambda: transformer(width=48, depth=5), gpu_memory="300KiB", precision="bf16")
+def test_kept_updates_write_once_and_read_a_parameter_twice_more_at_most(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
+    engine = wrap(
+        "speculative", lambda: transformer(width=48, depth=5), gpu_memory="300KiB", precision="bf16"
+    )
     optimizer = infinity.AdamW(engine.model.parameters())
     for number in range(8):
         backward(engine.model, number)
         optimizer.step()
         optimizer.zero_grad()
         if number > 3:
-            # An update that runs ahead may find no copy of the old parameter, and has no place for the new one.
-            plan, parameters = engine.plan(), sum(unit.blocks[Kind.PARAM].nbytes for unit in engine.units)
-            read, written = Probe(engine).last_traffic  # of the step before the last, which was not drained
+            # An update that runs ahead may find no copy of the old parameter, and has no place for
+            # the new one.
+            plan, parameters = (
+                engine.plan(),
+                sum(unit.blocks[Kind.PARAM].nbytes for unit in engine.units),
+            )
+            # of the step before the last, which was not drained
+            read, written = Probe(engine).last_traffic
             assert written == plan.update_written
             assert plan.update_read <= read <= plan.read + 2 * parameters
     assert counts(engine)[0] > 0
@@ -404,7 +466,8 @@ def test_what_is_ahead_goes_to_the_copy_that_the_next_forward_uses(
     backward_ended.set()
 
     def renew(store: Residency, block: Block, *rest: Any) -> Any:
-        assert backward_ended.wait(600)  # a unit that backward still uses has no place for what is new
+        # a unit that backward still uses has no place for what is new
+        assert backward_ended.wait(600)
         placing = plain(store, block, *rest)
         if placing is not None:
             placed[-1].add(block)
@@ -429,8 +492,16 @@ def test_what_is_ahead_goes_to_the_copy_that_the_next_forward_uses(
     assert counts(engine) == (3 * len(engine.units), 0)
 
 
-def test_states_are_read_ahead_for_what_backward_comes_to_first(wrap: Callable[..., infinity.Engine]) -> None:
-    engine = wrap("speculative", lambda: transformer(width=96), precision="fp32", gpu_memory="8MiB", cpu_memory="32MiB")
+def test_states_are_read_ahead_for_what_backward_comes_to_first(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
+    engine = wrap(
+        "speculative",
+        lambda: transformer(width=96),
+        precision="fp32",
+        gpu_memory="8MiB",
+        cpu_memory="32MiB",
+    )
     optimizer = infinity.AdamW(engine.model.parameters())
     for number in range(2):
         backward(engine.model, number)
@@ -469,12 +540,15 @@ def test_writes_that_the_next_forward_does_not_wait_for_let_reads_go_first(
         optimizer.step()
         optimizer.zero_grad()
         engine.drain()
-    # The first step has nothing to guess by: of what it has no copy, the forward waits for the writes, and reads it again.
+    # The first step has nothing to guess by: of what it has no copy, the forward waits for the
+    # writes, and reads it again.
     assert all(priorities[0]) is copies
     assert all(priorities[1])
 
 
-def test_the_updater_of_a_collected_optimizer_guesses_nothing(wrap: Callable[..., infinity.Engine]) -> None:
+def test_the_updater_of_a_collected_optimizer_guesses_nothing(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     engine = wrap("speculative")
     optimizer = infinity.AdamW(engine.model.parameters())
     for number in range(2):
@@ -489,7 +563,8 @@ def test_the_updater_of_a_collected_optimizer_guesses_nothing(wrap: Callable[...
 @settings(max_examples=200, deadline=None)
 @given(steps=st.lists(st.booleans(), min_size=1, max_size=400))
 def test_a_guess_is_rarely_wrong_for_long(steps: list[bool]) -> None:
-    """Whatever is clipped: what is begun in vain stays a small part, unless guesses pay in between."""
+    """Whatever is clipped: what is begun in vain stays a small part, unless guesses pay in
+    between."""
     policy = Policy("auto")
     right = wrong = 0
     for unclipped in steps:
@@ -512,19 +587,27 @@ def test_when_speculative_updates_pay() -> None:
     assert not policy.speculates
     policy.learn(2.0, 1.0, held=True)
     assert policy.speculates
-    for mode, early, waits in (("exact", False, False), ("speculative", True, False), ("plain", False, True)):
+    for mode, early, waits in (
+        ("exact", False, False),
+        ("speculative", True, False),
+        ("plain", False, True),
+    ):
         forced = Policy(mode)
         for held in (False, True, False):
             forced.learn(2.0, 1.0, held)
             assert (forced.speculates, forced.waits) == (early, waits)
 
 
-def test_how_long_updates_took_is_told_as_of_the_step(wrap: Callable[..., infinity.Engine], monkeypatch: Any) -> None:
+def test_how_long_updates_took_is_told_as_of_the_step(
+    wrap: Callable[..., infinity.Engine], monkeypatch: Any
+) -> None:
     """Also where the updater goes on from one step to the next without a pause."""
     engine = wrap("speculative")
     told: list[tuple[float, float]] = []
     monkeypatch.setattr(
-        Probe(engine).updater.speculation.policy, "learn", lambda busy, *_, **__: told.append((busy, time.perf_counter()))
+        Probe(engine).updater.speculation.policy,
+        "learn",
+        lambda busy, *_, **__: told.append((busy, time.perf_counter())),
     )
     optimizer = infinity.AdamW(engine.model.parameters())
     begun = time.perf_counter()

@@ -1,4 +1,5 @@
-"""A step is a value: what the optimizer asks for is fixed when it asks, and the updater reports what became of it."""
+"""A step is a value: what the optimizer asks for is fixed when it asks, and the updater reports
+what became of it."""
 
 from __future__ import annotations
 
@@ -28,12 +29,22 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     engines: list[infinity.Engine] = []
     models: list[nn.Module] = []  # an engine does not keep its model alive
 
-    def make(update: str = "exact", **options: Any) -> tuple[infinity.Engine, infinity.SGD, list[Step]]:
+    def make(
+        update: str = "exact", **options: Any
+    ) -> tuple[infinity.Engine, infinity.SGD, list[Step]]:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
         models.append(model)
         budgets = {"gpu_memory": "1MiB", "cpu_memory": "64MiB", "cache": 0}
-        config = config_of(nvme=[tmp_path], algorithm="sgd", device="cpu", threads=1, update=update, delayed_after=0, **budgets)
+        config = config_of(
+            nvme=[tmp_path],
+            algorithm="sgd",
+            device="cpu",
+            threads=1,
+            update=update,
+            delayed_after=0,
+            **budgets,
+        )
         engines.append(infinity.engine(infinity.wrap(model, config, units=[nn.Linear])))
         optimizer = infinity.SGD(model.parameters(), lr=LR, **options)
         steps: list[Step] = []
@@ -106,7 +117,9 @@ def test_a_delayed_step_is_not_finished_before_it_is_seen(start: Start) -> None:
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1e-3])
-def test_what_a_clipped_step_asks_for_is_not_what_was_begun(max_grad_norm: float | None, start: Start) -> None:
+def test_what_a_clipped_step_asks_for_is_not_what_was_begun(
+    max_grad_norm: float | None, start: Start
+) -> None:
     engine, optimizer, _ = start("speculative", max_grad_norm=max_grad_norm)
     for _ in range(3):
         train(engine, optimizer)

@@ -54,7 +54,12 @@ def wrap(tmp_path: Path) -> Iterator[Callable[..., infinity.Engine]]:
     def make(model: nn.Module, **options: Any) -> infinity.Engine:
         folder = tmp_path / str(len(engines))
         folder.mkdir()
-        settings = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "cache": 0, "poison": True} | options
+        settings = {
+            "gpu_memory": "4MiB",
+            "cpu_memory": "8MiB",
+            "cache": 0,
+            "poison": True,
+        } | options
         engines.append(infinity.engine(infinity.wrap(model, config_of(nvme=folder, **settings))))
         return engines[-1]
 
@@ -70,14 +75,21 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> N
         optimizer.zero_grad()
 
 
-def test_a_step_inside_of_gathered_is_refused_and_may_be_tried_again(wrap: Callable[..., infinity.Engine]) -> None:
+def test_a_step_inside_of_gathered_is_refused_and_may_be_tried_again(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     model, other = Model(), Model()
     refused, plain = wrap(model), wrap(other)
-    optimizers = [infinity.AdamW(m.parameters(), lr=1e-2, max_grad_norm=0.1) for m in (model, other)]
+    optimizers = [
+        infinity.AdamW(m.parameters(), lr=1e-2, max_grad_norm=0.1) for m in (model, other)
+    ]
     loss_of(model, 0).backward()
     with (
         infinity.gathered(model.body),
-        pytest.raises(RuntimeError, match=r"^body cannot be updated inside of a forward or of infinity\.gathered"),
+        pytest.raises(
+            RuntimeError,
+            match=r"^body cannot be updated inside of a forward or of infinity\.gathered",
+        ),
     ):
         optimizers[0].step()
     optimizers[0].step()
@@ -88,7 +100,9 @@ def test_a_step_inside_of_gathered_is_refused_and_may_be_tried_again(wrap: Calla
     assert all(torch.equal(value, expected[name]) for name, value in refused.state_dict().items())
 
 
-def test_a_clip_factor_belongs_to_the_gradients_it_was_computed_from(wrap: Callable[..., infinity.Engine]) -> None:
+def test_a_clip_factor_belongs_to_the_gradients_it_was_computed_from(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     model, other = Model(), Model()
     clipped, plain = wrap(model), wrap(other)
     optimizers = [infinity.AdamW(m.parameters(), lr=1e-2) for m in (model, other)]
@@ -101,16 +115,24 @@ def test_a_clip_factor_belongs_to_the_gradients_it_was_computed_from(wrap: Calla
     assert all(torch.equal(value, expected[name]) for name, value in clipped.state_dict().items())
 
 
-def test_one_clip_counts_for_every_optimizer_of_the_engine(wrap: Callable[..., infinity.Engine]) -> None:
+def test_one_clip_counts_for_every_optimizer_of_the_engine(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     model, plain = Model(), Model()
     engine = wrap(model)
-    mine = [infinity.AdamW(part.parameters(), lr=1e-2, eps=1e-2) for part in (model.body, model.head)]
-    theirs = [torch.optim.AdamW(part.parameters(), lr=1e-2, eps=1e-2) for part in (plain.body, plain.head)]
+    mine = [
+        infinity.AdamW(part.parameters(), lr=1e-2, eps=1e-2) for part in (model.body, model.head)
+    ]
+    theirs = [
+        torch.optim.AdamW(part.parameters(), lr=1e-2, eps=1e-2) for part in (plain.body, plain.head)
+    ]
     for seed in range(3):
         loss_of(model, seed).backward()
         loss_of(plain, seed).backward()
         norm = engine.clip_grad_norm_(1e-2)
-        assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(plain.parameters(), 1e-2)), rel=1e-6)
+        assert norm == pytest.approx(
+            float(nn.utils.clip_grad_norm_(plain.parameters(), 1e-2)), rel=1e-6
+        )
         for optimizer in (*mine, *theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -118,7 +140,9 @@ def test_one_clip_counts_for_every_optimizer_of_the_engine(wrap: Callable[..., i
         torch.testing.assert_close(engine.state_dict()[name], value, rtol=1e-5, atol=1e-7)
 
 
-def test_the_norm_of_an_optimizer_is_that_of_its_units(wrap: Callable[..., infinity.Engine]) -> None:
+def test_the_norm_of_an_optimizer_is_that_of_its_units(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     model, plain = Model(), Model()
     wrap(model)
     optimizer = infinity.AdamW(model.head.parameters(), lr=1e-2, max_grad_norm=1e-2)
@@ -135,11 +159,17 @@ def test_the_norm_of_an_optimizer_is_that_of_its_units(wrap: Callable[..., infin
 
 
 @pytest.mark.parametrize("gradients", ["cpu", "nvme"])
-def test_a_backward_that_was_cut_off_leaves_what_it_brought(gradients: str, wrap: Callable[..., infinity.Engine]) -> None:
-    """As in torch: the head's gradient is there, the body has none, and nothing of the step before comes back."""
+def test_a_backward_that_was_cut_off_leaves_what_it_brought(
+    gradients: str, wrap: Callable[..., infinity.Engine]
+) -> None:
+    """As in torch: the head's gradient is there, the body has none, and nothing of the step before
+    comes back."""
     model, plain = Model(), Model()
     engine = wrap(model, gradients=gradients)
-    mine, theirs = infinity.AdamW(model.parameters(), lr=1e-2, eps=1e-2), torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-2)
+    mine, theirs = (
+        infinity.AdamW(model.parameters(), lr=1e-2, eps=1e-2),
+        torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-2),
+    )
     steps(model, mine, range(1))
     steps(plain, theirs, range(1))
     Raise.armed = True
@@ -160,7 +190,9 @@ def test_a_backward_that_was_cut_off_leaves_what_it_brought(gradients: str, wrap
         torch.testing.assert_close(engine.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_gathered_write_keeps_the_masters_of_what_did_not_change(wrap: Callable[..., infinity.Engine]) -> None:
+def test_gathered_write_keeps_the_masters_of_what_did_not_change(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     engines, models = [], [Model(), Model()]
     for number, model in enumerate(models):
         engines.append(wrap(model, precision="bf16"))
@@ -176,10 +208,16 @@ def test_gathered_write_keeps_the_masters_of_what_did_not_change(wrap: Callable[
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_a_gathered_write_that_fails_is_said_and_never_hangs(wrap: Callable[..., infinity.Engine]) -> None:
+def test_a_gathered_write_that_fails_is_said_and_never_hangs(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     model = Model()
     engine = wrap(model)
-    with pytest.raises(infinity.NvmeError), torch.no_grad(), infinity.gathered(model.body, write=True):
+    with (
+        pytest.raises(infinity.NvmeError),
+        torch.no_grad(),
+        infinity.gathered(model.body, write=True),
+    ):
         model.body.weight.add_(1)
         engine.io.set_faults(fail_write_at=0)
     engine.io.set_faults()
@@ -187,7 +225,9 @@ def test_a_gathered_write_that_fails_is_said_and_never_hangs(wrap: Callable[...,
         loss_of(model, 0)
 
 
-def test_loading_a_state_forgets_what_it_does_not_have(wrap: Callable[..., infinity.Engine]) -> None:
+def test_loading_a_state_forgets_what_it_does_not_have(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     models = [Model(), Model()]
     engines = [wrap(model, precision="bf16") for model in models]
     optimizers = [infinity.AdamW(model.parameters(), lr=1e-3) for model in models]
@@ -213,8 +253,11 @@ def test_a_refused_group_is_not_kept(wrap: Callable[..., infinity.Engine]) -> No
     assert len(optimizer.param_groups) == 1
 
 
-def test_gradients_wait_for_the_update_that_still_reads_the_last_ones(wrap: Callable[..., infinity.Engine]) -> None:
-    """An embedding saves no parameter: the backward of a graph made before the step would overwrite what the update reads."""
+def test_gradients_wait_for_the_update_that_still_reads_the_last_ones(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
+    """An embedding saves no parameter: the backward of a graph made before the step would overwrite
+    what the update reads."""
     results = []
     for slow in (0.0, 4e6):
         torch.manual_seed(0)
@@ -247,7 +290,9 @@ def test_sparse_gradients_are_taken(wrap: Callable[..., infinity.Engine]) -> Non
     assert torch.equal(*results)
 
 
-def test_a_loss_built_inside_of_gathered_may_go_backward_outside(wrap: Callable[..., infinity.Engine]) -> None:
+def test_a_loss_built_inside_of_gathered_may_go_backward_outside(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     model, plain = Model(), Model()
     engine = wrap(model)
     with infinity.gathered(model):
@@ -258,7 +303,9 @@ def test_a_loss_built_inside_of_gathered_may_go_backward_outside(wrap: Callable[
     assert torch.equal(engine.gradient(model.head.weight), plain.head.weight.grad)
 
 
-def test_a_model_that_is_only_called_in_parts_is_traced_step_by_step(wrap: Callable[..., infinity.Engine]) -> None:
+def test_a_model_that_is_only_called_in_parts_is_traced_step_by_step(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     model = Model()
     engine = wrap(model, update="exact")
     optimizer = infinity.AdamW(model.parameters())

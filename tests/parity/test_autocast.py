@@ -1,4 +1,5 @@
-"""fp32 parameters under torch.autocast: the numbers of plain PyTorch, and casts that leave with their unit."""
+"""fp32 parameters under torch.autocast: the numbers of plain PyTorch, and casts that leave with
+their unit."""
 
 from __future__ import annotations
 
@@ -19,11 +20,21 @@ from support.models import Transformer, text_batch, transformer
 from support.specified_adamw import SETTINGS, SpecifiedAdamW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-PLACEMENTS = [{"parameters": "nvme", "gpu_memory": 190_000}, {"parameters": "cpu"}, {"parameters": "gpu"}]
+PLACEMENTS = [
+    {"parameters": "nvme", "gpu_memory": 190_000},
+    {"parameters": "cpu"},
+    {"parameters": "gpu"},
+]
 
 
 def wrapped(model: nn.Module, directory: Path, **settings: Any) -> nn.Module:
-    settings = {"gpu_memory": 1 << 20, "cpu_memory": 1 << 26, "cache": 0, "precision": "fp32", "poison": True} | settings
+    settings = {
+        "gpu_memory": 1 << 20,
+        "cpu_memory": 1 << 26,
+        "cache": 0,
+        "precision": "fp32",
+        "poison": True,
+    } | settings
     return infinity.wrap(model, config_of(nvme=directory, **settings))
 
 
@@ -58,7 +69,9 @@ def around_steps(model: nn.Module, optimizer: Any) -> list[float]:
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement["parameters"])
 @pytest.mark.parametrize("loop", [around_forwards, around_steps])
-def test_the_numbers_of_plain_pytorch(loop: Callable[..., list[float]], placement: dict[str, Any], tmp_path: Path) -> None:
+def test_the_numbers_of_plain_pytorch(
+    loop: Callable[..., list[float]], placement: dict[str, Any], tmp_path: Path
+) -> None:
     plain = transformer(depth=3)
     expected = loop(plain, SpecifiedAdamW(plain.parameters()))
     model = wrapped(transformer(depth=3), tmp_path, **placement)
@@ -93,7 +106,8 @@ def test_a_block_used_twice_is_cast_twice(tmp_path: Path) -> None:
 
 
 def test_no_cast_is_stale_after_an_update(tmp_path: Path) -> None:
-    """Under one autocast around all of training, where plain PyTorch goes on with the casts of the first forward."""
+    """Under one autocast around all of training, where plain PyTorch goes on with the casts of the
+    first forward."""
 
     def train(model: nn.Module, optimizer: Any, cache: bool) -> list[float]:
         losses = []
@@ -119,9 +133,15 @@ class Casts(TorchDispatchMode):
         self._found: list[tuple[StorageWeakRef, int]] = []
         self.most = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16 and args[0].ndim == 2:
+        if (
+            function is torch.ops.aten._to_copy.default
+            and result.dtype == torch.bfloat16
+            and args[0].ndim == 2
+        ):
             self._found.append((StorageWeakRef(result.untyped_storage()), result.nbytes))
             self.most = max(self.most, self.alive)
         return result
@@ -134,7 +154,8 @@ class Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_casts_leave_with_their_unit(training: bool, tmp_path: Path) -> None:
-    """At most those of one block are alive, also while other forwards follow in the same context."""
+    """At most those of one block are alive, also while other forwards follow in the same
+    context."""
     model = wrapped(transformer(depth=4), tmp_path)
     model.run_block = lambda number, block, x: checkpoint(block, x, use_reentrant=False)
     block = sum(p.numel() * 2 for p in model.blocks[0].parameters() if p.ndim == 2)
@@ -145,6 +166,8 @@ def test_casts_leave_with_their_unit(training: bool, tmp_path: Path) -> None:
                 if training:
                     loss.backward()
             assert 0 < casts.most <= block + model.head.weight.numel() * 2
-            assert casts.alive <= model.head.weight.numel() * 2 * training, "of the head, which nobody recomputes"
+            assert casts.alive <= model.head.weight.numel() * 2 * training, (
+                "of the head, which nobody recomputes"
+            )
             del loss
         assert not casts.alive

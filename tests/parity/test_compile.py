@@ -1,6 +1,8 @@
-"""torch.compile beside the engine: the numbers of plain PyTorch with the same graphs, nothing compiled twice, a clear refusal.
+"""torch.compile beside the engine: the numbers of plain PyTorch with the same graphs, nothing
+compiled twice, a clear refusal.
 
-The backend is "aot_eager", which traces and partitions as inductor does and runs the very kernels of eager: bitwise the same.
+The backend is "aot_eager", which traces and partitions as inductor does and runs the very kernels
+of eager: bitwise the same.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from support.specified_adamw import SETTINGS, SpecifiedAdamW
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # of torch, looking at its inputs
+    # of torch, looking at its inputs
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 AOT: dict[str, Any] = {"backend": "aot_eager"}
 LITTLE = 190_000  # bytes: room for some of the units, so that all of them move
@@ -35,9 +38,15 @@ def _fresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def wrapped(model: nn.Module, directory: Path, precision: str = "fp32", **options: Any) -> nn.Module:
+def wrapped(
+    model: nn.Module, directory: Path, precision: str = "fp32", **options: Any
+) -> nn.Module:
     config = infinity.Config(
-        nvme=directory, gpu_memory=LITTLE, cpu_memory=1 << 26, precision=precision, tuning=infinity.Tuning(cache=0, poison=True)
+        nvme=directory,
+        gpu_memory=LITTLE,
+        cpu_memory=1 << 26,
+        precision=precision,
+        tuning=infinity.Tuning(cache=0, poison=True),
     )
     return infinity.wrap(model, config, **options)
 
@@ -68,13 +77,25 @@ def whole(model: Transformer, **options: Any) -> None:
     model.compile(**AOT, **options)
 
 
-CASES = [(compiled, first, None, "fp32") for compiled in (methods, modules, whole) for first in (True, False)]
-CASES += [(compiled, False, reentrant, "bf16") for compiled in (methods, whole) for reentrant in (False, True)]
+CASES = [
+    (compiled, first, None, "fp32")
+    for compiled in (methods, modules, whole)
+    for first in (True, False)
+]
+CASES += [
+    (compiled, False, reentrant, "bf16")
+    for compiled in (methods, whole)
+    for reentrant in (False, True)
+]
 
 
 @pytest.mark.parametrize(("compiled", "first", "reentrant", "precision"), CASES)
 def test_compiled_models_train_as_plain_ones(
-    compiled: Callable[..., None], first: bool, reentrant: bool | None, precision: str, tmp_path: Path
+    compiled: Callable[..., None],
+    first: bool,
+    reentrant: bool | None,
+    precision: str,
+    tmp_path: Path,
 ) -> None:
     def make() -> Transformer:
         model = transformer(depth=3).to(torch.bfloat16 if precision == "bf16" else torch.float32)
@@ -109,7 +130,13 @@ def test_a_block_may_be_one_graph(compiled: Callable[..., None], tmp_path: Path)
 def test_a_model_of_several_units_cannot_be_one_graph(tmp_path: Path) -> None:
     model = wrapped(transformer(depth=3), tmp_path)
     whole(model, fullgraph=True)
-    with pytest.raises(Exception, match=r"infinity brings the parameters of each unit.*compile block after block, or leave out"):
+    with pytest.raises(
+        Exception,
+        match=(
+            r"infinity brings the parameters of each unit.*compile block after block, "
+            r"or leave out"
+        ),
+    ):
         model(**text_batch(0))
     torch._dynamo.reset()
     model._compiled_call_impl = None
@@ -157,8 +184,12 @@ def test_micro_batches_together(tmp_path: Path) -> None:
         optimizer = infinity.AdamW(model.parameters())
         losses[order] = []
         for step in range(2):
-            losses[order] += infinity.accumulate(model, [text_batch(10 * step + i) for i in range(3)], order=order)
+            losses[order] += infinity.accumulate(
+                model, [text_batch(10 * step + i) for i in range(3)], order=order
+            )
             optimizer.step()
             optimizer.zero_grad()
         infinity.engine(model).close()
-    assert [float(loss) for loss in losses["vertical"]] == [float(loss) for loss in losses["horizontal"]]
+    assert [float(loss) for loss in losses["vertical"]] == [
+        float(loss) for loss in losses["horizontal"]
+    ]

@@ -1,7 +1,8 @@
-"""State formats: a split master is an fp32 master bit for bit, and no format lets placement change a bit.
+"""State formats: a split master is an fp32 master bit for bit, and no format lets placement change
+a bit.
 
-Every run clips every second step and accumulates two micro-batches, in units of three chunks of the optimizer, whose norms and
-biases end in the middle of an int8 group; released memory is poisoned.
+Every run clips every second step and accumulates two micro-batches, in units of three chunks of the
+optimizer, whose norms and biases end in the middle of an int8 group; released memory is poisoned.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ class Training:
         config = {"precision": "bf16", "poison": True} | ROOMY | config
         self.model: Transformer = infinity.wrap(model, config_of(**config))
         self.engine = infinity.engine(self.model)
-        decayed, others = ([p for p in self.model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False))
+        decayed, others = (
+            [p for p in self.model.parameters() if (p.ndim > 1) == matrix]
+            for matrix in (True, False)
+        )
         groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 2e-3}]
         hyper = {"lr": 5e-3, "weight_decay": 0.1} | (hyper or {})
         self.optimizer = make(groups, **hyper, max_grad_norm=MAX_GRAD_NORM)
@@ -85,7 +89,9 @@ class Training:
     def steps(self, numbers: range) -> Training:
         for number in numbers:
             for micro_batch in range(2):
-                loss = self.model(**text_batch(2 * number + micro_batch)).loss / (50 if number % 2 else 2)
+                loss = self.model(**text_batch(2 * number + micro_batch)).loss / (
+                    50 if number % 2 else 2
+                )
                 loss.backward()
                 self.losses.append(loss.item())
             self.optimizer.step()
@@ -96,13 +102,21 @@ class Training:
     def states(self, *names: str) -> dict[str, torch.Tensor]:
         """The optimizer's states, or those called `names`."""
         states = self.optimizer.state_dict()["state"].items()
-        return {f"{n}.{key}": value for n, state in states for key, value in state.items() if not names or key in names}
+        return {
+            f"{n}.{key}": value
+            for n, state in states
+            for key, value in state.items()
+            if not names or key in names
+        }
 
     def blocks(self) -> dict[tuple[str, str], torch.Tensor]:
         """Every block of parameters and states, as it reads now."""
         units = self.engine.units
         return {
-            (unit.name, kind.value): unit.states.read(kind) for unit in units for kind in unit.blocks if kind is not Kind.GRAD
+            (unit.name, kind.value): unit.states.read(kind)
+            for unit in units
+            for kind in unit.blocks
+            if kind is not Kind.GRAD
         }
 
     def outcome(self) -> Outcome:
@@ -142,12 +156,22 @@ def run(steps: int, *arguments: Any, **config: Any) -> Outcome:
 
 WHERE_SPLIT = [
     *((member, {"gradient_precision": "fp32"}) for member in FAMILY),
-    *(("adamw", config) for config in ({}, {"moment_precision": "bf16"}, {"moment_precision": "int8"}, {"update": "plain"})),
+    *(
+        ("adamw", config)
+        for config in (
+            {},
+            {"moment_precision": "bf16"},
+            {"moment_precision": "int8"},
+            {"update": "plain"},
+        )
+    ),
 ]
 
 
 @pytest.mark.parametrize(("member", "config"), WHERE_SPLIT, ids=repr)
-def test_a_split_master_is_an_fp32_master_bit_for_bit(member: str, config: dict[str, str], tmp_path: Path) -> None:
+def test_a_split_master_is_an_fp32_master_bit_for_bit(
+    member: str, config: dict[str, str], tmp_path: Path
+) -> None:
     make, _, hyper, algorithm = FAMILY[member]
     whole, split = (
         run(8, make, hyper, algorithm=algorithm, nvme=tmp_path, split_master=split_master, **config)
@@ -157,13 +181,19 @@ def test_a_split_master_is_an_fp32_master_bit_for_bit(member: str, config: dict[
     clipped = [norm > MAX_GRAD_NORM for norm in whole.norms if norm is not None]
     assert clipped == [True, False] * 4
     masters = {key: value for key, value in split.states.items() if key.endswith(".master")}
-    assert len(differing(masters, {key: value.bfloat16().float() for key, value in masters.items()})) == len(masters)
+    assert len(
+        differing(masters, {key: value.bfloat16().float() for key, value in masters.items()})
+    ) == len(masters)
 
 
 @pytest.mark.parametrize("config", [{"precision": "fp32"}, {"precision": "fp16"}])
 def test_only_a_bf16_parameter_has_a_split_master(config: dict[str, str]) -> None:
     with Training(**IN_MEMORY | config) as training:
-        forms = {unit.blocks[Kind.MASTER].format for unit in training.engine.units if Kind.MASTER in unit.blocks}
+        forms = {
+            unit.blocks[Kind.MASTER].format
+            for unit in training.engine.units
+            if Kind.MASTER in unit.blocks
+        }
         assert forms == (set() if config["precision"] == "fp32" else {FP32})
     with Training(**IN_MEMORY) as training:
         assert {unit.blocks[Kind.MASTER].format for unit in training.engine.units} == {SPLIT}
@@ -187,7 +217,10 @@ def test_formats_of_moments_are_in_use() -> None:
     for name in ("bf16", "int8"):
         other = reference(name)
         assert other.losses[:2] == first.losses[:2], "the first step begins from the same weights"
-        assert all(key.endswith(".step") or key in differing(other.states, first.states) for key in first.states)
+        assert all(
+            key.endswith(".step") or key in differing(other.states, first.states)
+            for key in first.states
+        )
     check_equal(reference("int8"), reference("int8-unsplit"))
 
 
@@ -199,7 +232,9 @@ def test_noise_is_another_in_every_step_unit_and_place(form: Format) -> None:
 
     def moments(unit: int, step: int, position: int) -> torch.Tensor:
         states = {Kind.PARAM: values[0].clone(), Kind.GRAD: values[1]}
-        states |= {kind: torch.zeros(form.bytes_of(2048), dtype=torch.uint8) for kind in MOMENTS.values()}
+        states |= {
+            kind: torch.zeros(form.bytes_of(2048), dtype=torch.uint8) for kind in MOMENTS.values()
+        }
         formats = dict.fromkeys(MOMENTS.values(), form)
         hyper = adam(1e-3, (0.9, 0.999), 1e-8, 0.0, step, decoupled=True)
         kernels.update(StateTensors(states, formats, unit, position), 0, 2048, hyper, 1.0)
@@ -215,14 +250,25 @@ def test_noise_is_another_in_every_step_unit_and_place(form: Format) -> None:
 @low_bits
 @pytest.mark.parametrize(("parameters", "optimizer"), list(itertools.product(TIERS, repeat=2)))
 def test_every_tier_with_the_smallest_budgets(
-    name: str, parameters: str, optimizer: str, tmp_path: Path, smallest: Callable[..., dict[str, int]]
+    name: str,
+    parameters: str,
+    optimizer: str,
+    tmp_path: Path,
+    smallest: Callable[..., dict[str, int]],
 ) -> None:
-    config = {"precision": "bf16", "nvme": tmp_path, "parameters": parameters, "optimizer": optimizer} | FORMATS[name]
+    config = {
+        "precision": "bf16",
+        "nvme": tmp_path,
+        "parameters": parameters,
+        "optimizer": optimizer,
+    } | FORMATS[name]
     check_equal(run(3, **config | smallest(build(), **config)), reference(name))
 
 
 @low_bits
-def test_pieces_of_any_length(name: str, tmp_path: Path, smallest: Callable[..., dict[str, int]]) -> None:
+def test_pieces_of_any_length(
+    name: str, tmp_path: Path, smallest: Callable[..., dict[str, int]]
+) -> None:
     config = {"precision": "bf16", "nvme": tmp_path, "gradients": "nvme"} | FORMATS[name]
     least = smallest(build(), **config)
     lengths = set()
@@ -235,10 +281,14 @@ def test_pieces_of_any_length(name: str, tmp_path: Path, smallest: Callable[...,
     assert name == "bf16" or all(length % INT8.elements == 0 for length in lengths)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     name=st.sampled_from(["bf16", "int8", "int8-unsplit"]),
-    where=st.fixed_dictionaries({key: st.sampled_from(TIERS) for key in ("parameters", "gradients", "optimizer")}),
+    where=st.fixed_dictionaries(
+        {key: st.sampled_from(TIERS) for key in ("parameters", "gradients", "optimizer")}
+    ),
     extra_gpu=st.integers(0, 200),
     extra_cpu=st.integers(0, 2000),
     how=st.fixed_dictionaries(
@@ -263,7 +313,9 @@ def test_any_combination(
     smallest: Callable[..., dict[str, int]],
 ) -> None:
     paths = [tmp_path_factory.mktemp("nvme") for _ in range(directories)]
-    if how["update"] == "speculative" and not (how["copy_on_write"] and where["parameters"] == where["optimizer"] == "nvme"):
+    if how["update"] == "speculative" and not (
+        how["copy_on_write"] and where["parameters"] == where["optimizer"] == "nvme"
+    ):
         how = how | {"update": "auto"}
     config = {"precision": "bf16", "nvme": paths} | where | how | FORMATS[name]
     budgets = smallest(build(), **config)
@@ -276,8 +328,11 @@ def test_any_combination(
 
 
 @each_format
-def test_training_goes_on_from_a_state_dict_as_if_nothing_had_happened(name: str, tmp_path: Path) -> None:
-    """For every format: what was decoded is encoded to the bytes that it came from, and noise depends on the step alone."""
+def test_training_goes_on_from_a_state_dict_as_if_nothing_had_happened(
+    name: str, tmp_path: Path
+) -> None:
+    """For every format: what was decoded is encoded to the bytes that it came from, and noise
+    depends on the step alone."""
     with Training(nvme=tmp_path, **FORMATS[name]) as training:
         training.steps(range(4))
         weights, states = training.engine.state_dict(), training.optimizer.state_dict()
@@ -299,11 +354,21 @@ def within_rounding(name: str, kind: Kind, got: torch.Tensor, given: torch.Tenso
         assert (got[given > 0] > 0).all(), "a step would divide by eps"
         got, given = got.sqrt(), given.sqrt()
         error = (got - given).abs()
-    groups = torch.nn.functional.pad(given.flatten(), (0, -given.numel() % 32)).view(-1, 32).abs().amax(1)
+    groups = (
+        torch.nn.functional.pad(given.flatten(), (0, -given.numel() % 32))
+        .view(-1, 32)
+        .abs()
+        .amax(1)
+    )
     scale = groups.repeat_interleave(32)[: given.numel()].view(given.shape)
     top = 127 if kind is Kind.EXP_AVG else 255
-    # Codes c and c + 1 stand for c^2 and (c + 1)^2 of top^2: the nearest is at most half of (2 c + 1) / top^2 away.
-    return bool((error <= scale * ((given.abs() / scale.clamp(min=1e-30)).sqrt() + 1 / top) * 1.01 / top).all())
+    # Codes c and c + 1 stand for c^2 and (c + 1)^2 of top^2: the nearest is at most half of (2 c +
+    # 1) / top^2 away.
+    return bool(
+        (
+            error <= scale * ((given.abs() / scale.clamp(min=1e-30)).sqrt() + 1 / top) * 1.01 / top
+        ).all()
+    )
 
 
 @each_format
@@ -313,13 +378,17 @@ def test_states_of_another_format_are_taken_over(name: str, source: str, tmp_pat
     with Training(**IN_MEMORY, **FORMATS[source]) as training:
         training.steps(range(4))
         weights, given = training.engine.state_dict(), training.optimizer.state_dict()
-    with Training(nvme=tmp_path, **FORMATS[name]) as training:  # whose parameters are those of the start
+    # whose parameters are those of the start
+    with Training(nvme=tmp_path, **FORMATS[name]) as training:
         training.optimizer.load_state_dict(given)
         assert differing(training.engine.state_dict(), weights) == []
         for number, state in training.optimizer.state_dict()["state"].items():
             assert torch.equal(state["master"], given["state"][number]["master"])
             for key, kind in MOMENTS.items():
-                assert within_rounding(name, kind, state[key], given["state"][number][key]), (number, key)
+                assert within_rounding(name, kind, state[key], given["state"][number][key]), (
+                    number,
+                    key,
+                )
 
 
 def moments_of_all_sizes(kind: Kind, seed: int, spread: float) -> torch.Tensor:
@@ -341,10 +410,14 @@ def moments_of_all_sizes(kind: Kind, seed: int, spread: float) -> torch.Tensor:
 @pytest.mark.parametrize("form", [BF16, INT8], ids=lambda form: form.name)
 @pytest.mark.parametrize("kind", MOMENTS.values())
 @pytest.mark.parametrize("spread", [0.0, 1.0, 4.0, 12.0])
-def test_decoded_moments_are_encoded_to_the_same_bytes(form: Format, kind: Kind, spread: float) -> None:
+def test_decoded_moments_are_encoded_to_the_same_bytes(
+    form: Format, kind: Kind, spread: float
+) -> None:
     for seed in range(4):
         values = moments_of_all_sizes(kind, seed, spread)
-        once, twice = (torch.zeros(form.bytes_of(values.numel()), dtype=torch.uint8) for _ in range(2))
+        once, twice = (
+            torch.zeros(form.bytes_of(values.numel()), dtype=torch.uint8) for _ in range(2)
+        )
         decoded = torch.empty_like(values)
         codec.encode_moment(form, kind, values, once)
         codec.decode_moment(form, kind, once, decoded)
@@ -359,11 +432,16 @@ def test_decoded_moments_are_encoded_to_the_same_bytes(form: Format, kind: Kind,
 
 @each_format
 @pytest.mark.parametrize("before", [0, 3], ids=["at-once", "after-steps"])
-def test_a_master_follows_what_is_written_and_keeps_its_low_bits_elsewhere(name: str, before: int, tmp_path: Path) -> None:
+def test_a_master_follows_what_is_written_and_keeps_its_low_bits_elsewhere(
+    name: str, before: int, tmp_path: Path
+) -> None:
     with Training(nvme=tmp_path, **FORMATS[name]) as training:
         training.steps(range(before))
         was = training.states()
-        numbers = {id(p): n for n, p in enumerate(p for g in training.optimizer.param_groups for p in g["params"])}
+        numbers = {
+            id(p): n
+            for n, p in enumerate(p for g in training.optimizer.param_groups for p in g["params"])
+        }
         parameter = training.model.blocks[1].up.weight
         number = numbers[id(parameter)]
         with infinity.gathered(parameter), torch.no_grad():
@@ -380,8 +458,12 @@ def test_a_master_follows_what_is_written_and_keeps_its_low_bits_elsewhere(name:
         if before:
             assert differing(now, was) == [f"{number}.master"]
             master = was[f"{number}.master"]
-            assert torch.equal(now[f"{number}.master"], torch.where(old == new, master, new.float()))
-            assert not torch.equal(master[9], new[9].float()), "low bits that were kept are bits that count"
+            assert torch.equal(
+                now[f"{number}.master"], torch.where(old == new, master, new.float())
+            )
+            assert not torch.equal(master[9], new[9].float()), (
+                "low bits that were kept are bits that count"
+            )
             return
         assert now == was == {}
         start = build()
@@ -397,11 +479,13 @@ def test_a_master_follows_what_is_written_and_keeps_its_low_bits_elsewhere(name:
 # Bytes
 
 BYTES = {"split": (26, 12), "bf16": (18, 8), "int8": (14.5, 6.3)}
-"""At most so many bytes per parameter cross to NVMe in a step, and lie there at rest without copy-on-write."""
+"""At most so many bytes per parameter cross to NVMe in a step, and lie there at rest without
+copy-on-write."""
 
 
 def wide() -> Transformer:
-    return transformer(width=512, depth=4)  # blocks of 3.15 million parameters: 97 superblocks of int8
+    # blocks of 3.15 million parameters: 97 superblocks of int8
+    return transformer(width=512, depth=4)
 
 
 def padded_states(engine: infinity.Engine, name: str) -> tuple[int, int]:
@@ -417,8 +501,15 @@ def padded_states(engine: infinity.Engine, name: str) -> tuple[int, int]:
 def test_bytes_per_parameter_and_step_by_the_kernels_count(
     name: str, tmp_path: Path, smallest: Callable[..., dict[str, int]]
 ) -> None:
-    """Everything but gradients on NVMe. Read: states, the parameter for backward and for the update; written: all of them."""
-    config: dict[str, Any] = {"nvme": [tmp_path], "precision": "bf16", "update": "exact", "cache": 0, **FORMATS[name]}
+    """Everything but gradients on NVMe. Read: states, the parameter for backward and for the
+    update; written: all of them."""
+    config: dict[str, Any] = {
+        "nvme": [tmp_path],
+        "precision": "bf16",
+        "update": "exact",
+        "cache": 0,
+        **FORMATS[name],
+    }
     config |= smallest(wide(), **config)
     config["cpu_memory"] += 8 << 20
     model = infinity.wrap(wide(), config_of(**config))
@@ -435,7 +526,10 @@ def test_bytes_per_parameter_and_step_by_the_kernels_count(
         steps(range(STEADY))
         ours, kernels = engine.recorder.counters(), counted(("read_bytes", "write_bytes"))
         steps(range(STEADY, STEADY + 2))
-        kernels = [after - before for before, after in zip(kernels, counted(("read_bytes", "write_bytes")), strict=True)]
+        kernels = [
+            after - before
+            for before, after in zip(kernels, counted(("read_bytes", "write_bytes")), strict=True)
+        ]
         plan, after = engine.plan(), engine.recorder.counters()
         moved = [after[key] - ours[key] for key in ("nvme bytes read", "nvme bytes written")]
         assert moved == [2 * plan.read, 2 * plan.update_written]
@@ -451,20 +545,26 @@ def test_bytes_per_parameter_and_step_by_the_kernels_count(
 
 @pytest.mark.parametrize("name", BYTES)
 def test_bytes_per_parameter_at_rest(name: str, tmp_path: Path) -> None:
-    config = config_of(nvme=tmp_path, precision="bf16", copy_on_write=False, **FORMATS[name], **ROOMY)
+    config = config_of(
+        nvme=tmp_path, precision="bf16", copy_on_write=False, **FORMATS[name], **ROOMY
+    )
     model = infinity.wrap(wide(), config)
     with infinity.engine(model) as engine:
         elements, states = padded_states(engine, name)
         assert engine.memory()["nvme"] == states + 2 * elements
         parameters = sum(p.numel() for p in model.parameters())
-        assert engine.memory()["nvme"] / parameters <= BYTES[name][1] * (1 if name == "int8" else 1.002)
+        assert engine.memory()["nvme"] / parameters <= BYTES[name][1] * (
+            1 if name == "int8" else 1.002
+        )
 
 
 # Faults
 
 
 @pytest.fixture
-def failing(tmp_path: Path, smallest: Callable[..., dict[str, int]]) -> Iterator[Callable[[str], Training]]:
+def failing(
+    tmp_path: Path, smallest: Callable[..., dict[str, int]]
+) -> Iterator[Callable[[str], Training]]:
     opened: list[Training] = []
 
     def make(name: str) -> Training:
@@ -480,9 +580,16 @@ def failing(tmp_path: Path, smallest: Callable[..., dict[str, int]]) -> Iterator
 
 
 @each_format
-@pytest.mark.parametrize("fault", [{"fail_write_at": 4}, {"fail_write_at": 13}, {"fail_read_at": 2}], ids=lambda f: f"{f}")
-def test_a_failed_update_leaves_the_last_values(name: str, fault: dict[str, int], failing: Callable[[str], Training]) -> None:
-    """Every unit reads as of this step or the one before: parameter, low half and moments flip together."""
+@pytest.mark.parametrize(
+    "fault",
+    [{"fail_write_at": 4}, {"fail_write_at": 13}, {"fail_read_at": 2}],
+    ids=lambda f: f"{f}",
+)
+def test_a_failed_update_leaves_the_last_values(
+    name: str, fault: dict[str, int], failing: Callable[[str], Training]
+) -> None:
+    """Every unit reads as of this step or the one before: parameter, low half and moments flip
+    together."""
     good = failing(name).steps(range(3))
     good.engine.drain()
     after = good.blocks()
@@ -490,13 +597,18 @@ def test_a_failed_update_leaves_the_last_values(name: str, fault: dict[str, int]
     training.engine.drain()
     before = training.blocks()
     fail_from_the_update_on(training, **fault)  # type: ignore[arg-type]
-    with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: "):
+    with pytest.raises(
+        infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: "
+    ):
         training.steps(range(2, 3)).engine.drain()
     now, old, new = training.blocks(), 0, 0
     for unit in training.engine.units:
         kinds = [kind for unit_name, kind in now if unit_name == unit.name]
         assert set(kinds) == {"param", "master", *MOMENTS}
-        is_old, is_new = (all(torch.equal(now[unit.name, k], then[unit.name, k]) for k in kinds) for then in (before, after))
+        is_old, is_new = (
+            all(torch.equal(now[unit.name, k], then[unit.name, k]) for k in kinds)
+            for then in (before, after)
+        )
         assert is_old != is_new, unit.name
         old, new = old + is_old, new + is_new
     assert old > 0

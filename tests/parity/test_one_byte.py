@@ -1,4 +1,5 @@
-"""Frozen parameters of any width, above all of one byte: their bits survive every home, and quantized fine-tuning is exact.
+"""Frozen parameters of any width, above all of one byte: their bits survive every home, and
+quantized fine-tuning is exact.
 
 Two processes over gloo call `work` of this file, too (see `support/rank_group.py`).
 """
@@ -35,11 +36,18 @@ HOMES: dict[str, dict[str, Any]] = {
     "cpu": {"parameters": "cpu"},
     "gpu": {"parameters": "gpu"},
 }
-ROOMY: dict[str, Any] = {"gpu_memory": 8 << 20, "cpu_memory": 32 << 20, "device": "cpu", "threads": 1, "poison": True}
+ROOMY: dict[str, Any] = {
+    "gpu_memory": 8 << 20,
+    "cpu_memory": 32 << 20,
+    "device": "cpu",
+    "threads": 1,
+    "poison": True,
+}
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Any bit pattern of `dtype`, NaN with payloads included; of bool only the two that there are."""
+    """Any bit pattern of `dtype`, NaN with payloads included; of bool only the two that there
+    are."""
     generator = torch.Generator().manual_seed(seed)
     most = 2 if dtype is torch.bool else 256
     codes = torch.randint(0, most, (*shape, dtype.itemsize), generator=generator, dtype=torch.uint8)
@@ -72,14 +80,18 @@ class Frozen(nn.Module):
     st.sampled_from([*ONE_BYTE, *WIDER, torch.bfloat16]),
 )
 @settings(deadline=None)
-def test_every_shard_is_whole_pages_and_every_parameter_begins_aligned(sizes: list[int], ranks: int, dtype: torch.dtype) -> None:
+def test_every_shard_is_whole_pages_and_every_parameter_begins_aligned(
+    sizes: list[int], ranks: int, dtype: torch.dtype
+) -> None:
     layout = FlatLayout([(size,) for size in sizes], ranks, itemsize=dtype.itemsize)
     assert layout.shard_numel * dtype.itemsize % PAGE == 0
     assert layout.shard_numel * 2 % PAGE == 0 or dtype.itemsize == 1, "also of states of two bytes"
     for place in layout.places:
         assert place.offset * dtype.itemsize % 64 == 0, "a cache line, and a view of any dtype"
     padding = layout.numel - layout.places[-1].end
-    assert padding * dtype.itemsize < ranks * PAGE * max(dtype.itemsize // 2, 1) + 64 * dtype.itemsize
+    assert (
+        padding * dtype.itemsize < ranks * PAGE * max(dtype.itemsize // 2, 1) + 64 * dtype.itemsize
+    )
 
 
 # One rank
@@ -100,21 +112,36 @@ def test_bits_in_are_bits_out(sizes: list[int], dtype: torch.dtype, home: str, s
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("dtype", [*ONE_BYTE, *WIDER], ids=str)
 def test_bits_of_many_chunks_survive(dtype: torch.dtype, home: str, tmp_path: Path) -> None:
-    """A chunk on its way to the host has one size in elements, so wide ones must take more chunks."""
-    check_bits([(3, 30_001), (5,)], dtype, {"nvme": [tmp_path], "cpu_memory": 2 << 20} | HOMES[home], seed=1)
+    """A chunk on its way to the host has one size in elements, so wide ones must take more
+    chunks."""
+    check_bits(
+        [(3, 30_001), (5,)],
+        dtype,
+        {"nvme": [tmp_path], "cpu_memory": 2 << 20} | HOMES[home],
+        seed=1,
+    )
 
 
-def check_bits(shapes: list[tuple[int, ...]], dtype: torch.dtype, config: dict[str, Any], seed: int) -> None:
+def check_bits(
+    shapes: list[tuple[int, ...]], dtype: torch.dtype, config: dict[str, Any], seed: int
+) -> None:
     expected = [bits(code) for code in Frozen(shapes, dtype, seed).codes]
     model = infinity.wrap(Frozen(shapes, dtype, seed), config_of(**ROOMY | config))
     with infinity.engine(model) as engine:
         for unit in engine.units:
             for block in unit.blocks.values():
-                assert block.nbytes % PAGE == 0 and block.placed.cached_bytes % PAGE == 0 and block.spec.span % PAGE == 0
+                assert (
+                    block.nbytes % PAGE == 0
+                    and block.placed.cached_bytes % PAGE == 0
+                    and block.spec.span % PAGE == 0
+                )
         for _ in range(2):
             assert all(map(torch.equal, model(), expected))
         with infinity.gathered(model):
-            assert all(torch.equal(bits(code), value) for code, value in zip(model.codes, expected, strict=True))
+            assert all(
+                torch.equal(bits(code), value)
+                for code, value in zip(model.codes, expected, strict=True)
+            )
         states = engine.state_dict()
         weights = dict(engine.weights())
         for number, value in enumerate(expected):
@@ -125,19 +152,25 @@ def check_bits(shapes: list[tuple[int, ...]], dtype: torch.dtype, config: dict[s
 
 @pytest.mark.parametrize("dtype", ONE_BYTE, ids=str)
 def test_a_write_inside_of_gathered_stays(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = infinity.wrap(Frozen([(100,), (70, 70)], dtype), config_of(nvme=[tmp_path], **ROOMY | HOMES["nvme"]))
+    model = infinity.wrap(
+        Frozen([(100,), (70, 70)], dtype), config_of(nvme=[tmp_path], **ROOMY | HOMES["nvme"])
+    )
     value = random_bits((70, 70), dtype, seed=7)
     with infinity.engine(model) as engine:
         with infinity.gathered(model, write=True):
             model.codes[1].copy_(value)
         assert torch.equal(model()[1], bits(value))
         assert torch.equal(bits(engine.state_dict()["codes.1"]), bits(value))
-        assert torch.equal(bits(engine.state_dict()["codes.0"]), bits(Frozen([(100,)], dtype).codes[0]))
+        assert torch.equal(
+            bits(engine.state_dict()["codes.0"]), bits(Frozen([(100,)], dtype).codes[0])
+        )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("dtype", ONE_BYTE[3:], ids=str)
-def test_precision_does_not_widen_a_frozen_float8(dtype: torch.dtype, precision: str, tmp_path: Path) -> None:
+def test_precision_does_not_widen_a_frozen_float8(
+    dtype: torch.dtype, precision: str, tmp_path: Path
+) -> None:
     """It is the code of something quantized; a frozen fp32 parameter does take the precision."""
     model = Frozen([(100,)], dtype)
     model.gain.requires_grad_(False)
@@ -145,7 +178,8 @@ def test_precision_does_not_widen_a_frozen_float8(dtype: torch.dtype, precision:
     with infinity.engine(model) as engine:
         assert engine.state_dict()["codes.0"].dtype is dtype
         assert (
-            engine.state_dict()["gain"].dtype is {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+            engine.state_dict()["gain"].dtype
+            is {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
         )
 
 
@@ -172,14 +206,17 @@ def test_a_checkpoint_has_them_in_their_own_dtype(dtype: torch.dtype, tmp_path: 
 
 
 class Quantized(nn.Module):
-    """A linear layer of one-byte codes with a scale, a mask that autograd saves, and a low-rank adapter."""
+    """A linear layer of one-byte codes with a scale, a mask that autograd saves, and a low-rank
+    adapter."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         codes = torch.randint(-100, 100, (width, width)).to(dtype)
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.mask = nn.Parameter(torch.rand(width) < 0.9, requires_grad=False)
-        self.signs = nn.Parameter(torch.randint(-1, 2, (width,), dtype=torch.int8), requires_grad=False)
+        self.signs = nn.Parameter(
+            torch.randint(-1, 2, (width,), dtype=torch.int8), requires_grad=False
+        )
         self.register_buffer("scale", torch.rand(width) / 500)
         self.down = nn.Linear(width, 4, bias=False)
         self.up = nn.Linear(4, width, bias=False)
@@ -199,7 +236,8 @@ def batch(step: int, dtype: torch.dtype, part: slice = slice(None)) -> torch.Ten
     return torch.randn(4, 72, generator=torch.Generator().manual_seed(step))[part].to(dtype)
 
 
-STEPS, RATE = 3, 0.125  # a rate whose product with a gradient is exact, so that SGD has one way to round
+# a rate whose product with a gradient is exact, so that SGD has one way to round
+STEPS, RATE = 3, 0.125
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 
@@ -220,11 +258,16 @@ def plain(dtype: torch.dtype, precision: str) -> Trained:
         for name, parameter in trained.items():
             assert parameter.grad is not None
             masters[name] -= RATE * parameter.grad.float()
-    return losses, {name: rounded(masters[name], floats) if name in masters else p for name, p in model.named_parameters()}
+    return losses, {
+        name: rounded(masters[name], floats) if name in masters else p
+        for name, p in model.named_parameters()
+    }
 
 
 def managed(dtype: torch.dtype, precision: str, config: dict[str, Any]) -> Trained:
-    model = infinity.wrap(quantized(dtype), config_of(precision=precision, algorithm="sgd", **ROOMY | config))
+    model = infinity.wrap(
+        quantized(dtype), config_of(precision=precision, algorithm="sgd", **ROOMY | config)
+    )
     with infinity.engine(model) as engine:
         optimizer = infinity.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
         losses = []
@@ -234,14 +277,18 @@ def managed(dtype: torch.dtype, precision: str, config: dict[str, Any]) -> Train
             losses.append(loss.item())
             optimizer.step()
             optimizer.zero_grad()
-        return losses, {name: value for name, value in engine.state_dict().items() if not name.endswith("scale")}
+        return losses, {
+            name: value for name, value in engine.state_dict().items() if not name.endswith("scale")
+        }
 
 
 def check_same(mine: Trained, theirs: Trained) -> None:
     assert mine[0] == theirs[0]
     assert mine[1].keys() == theirs[1].keys()
     for name, value in theirs[1].items():
-        assert mine[1][name].dtype is value.dtype and torch.equal(bits(mine[1][name]), bits(value)), name
+        assert mine[1][name].dtype is value.dtype and torch.equal(
+            bits(mine[1][name]), bits(value)
+        ), name
 
 
 @pytest.mark.parametrize("precision", FLOATS)
@@ -250,10 +297,20 @@ def test_fine_tuning_a_quantized_base_is_plain_pytorch(
     dtype: torch.dtype, precision: str, tmp_path: Path, smallest: Callable[..., dict[str, int]]
 ) -> None:
     expected = plain(dtype, precision)
-    placements = [*HOMES.values(), {"optimizer": "cpu", "gradients": "nvme"}, {"parameters": "cpu", "optimizer": "cpu"}]
+    placements = [
+        *HOMES.values(),
+        {"optimizer": "cpu", "gradients": "nvme"},
+        {"parameters": "cpu", "optimizer": "cpu"},
+    ]
     for config in placements:
         check_same(managed(dtype, precision, {"nvme": [tmp_path]} | config), expected)
-    config = {"nvme": [tmp_path], "precision": precision, "algorithm": "sgd", "device": "cpu", "threads": 1}
+    config = {
+        "nvme": [tmp_path],
+        "precision": precision,
+        "algorithm": "sgd",
+        "device": "cpu",
+        "threads": 1,
+    }
     least = smallest(quantized(dtype), **config)
     check_same(managed(dtype, precision, {"nvme": [tmp_path], "cache": 0} | least), expected)
 
@@ -262,7 +319,8 @@ def test_fine_tuning_a_quantized_base_is_plain_pytorch(
 
 
 def work(task: dict[str, Any], where: Path, rank: int) -> None:
-    """On a rank: bits of every dtype, read and loaded from a checkpoint, then steps of the quantized model."""
+    """On a rank: bits of every dtype, read and loaded from a checkpoint, then steps of the
+    quantized model."""
     nvme = where / f"nvme{rank}"
     nvme.mkdir()
     config = ROOMY | {"nvme": [nvme], "stage": task["stage"]} | HOMES[task["home"]]
@@ -271,32 +329,47 @@ def work(task: dict[str, Any], where: Path, rank: int) -> None:
     for dtype in ONE_BYTE:
         shapes: list[tuple[int, ...]] = [(3001,), (50, 99)]
         expected = [bits(code) for code in Frozen(shapes, dtype, seed=1).codes]
-        model = infinity.wrap(Frozen(shapes, dtype, seed=1), config_of(**config), group=dist.group.WORLD)
+        model = infinity.wrap(
+            Frozen(shapes, dtype, seed=1), config_of(**config), group=dist.group.WORLD
+        )
         checkpoint = where / f"checkpoint {dtype}"
         with infinity.engine(model) as engine:
             assert all(map(torch.equal, model(), expected)), dtype
-            assert all(torch.equal(bits(engine.state_dict()[f"codes.{n}"]), value) for n, value in enumerate(expected)), dtype
+            assert all(
+                torch.equal(bits(engine.state_dict()[f"codes.{n}"]), value)
+                for n, value in enumerate(expected)
+            ), dtype
             for unit in engine.units:
                 assert unit.blocks[Kind.PARAM].nbytes % PAGE == 0
             engine.save_checkpoint(checkpoint)
-        model = infinity.wrap(Frozen(shapes, dtype, seed=2), config_of(**config), group=dist.group.WORLD)
+        model = infinity.wrap(
+            Frozen(shapes, dtype, seed=2), config_of(**config), group=dist.group.WORLD
+        )
         with infinity.engine(model) as engine:
             engine.load_checkpoint(checkpoint)
             assert all(map(torch.equal, model(), expected)), dtype
-    model = infinity.wrap(quantized(torch.int8), config_of(algorithm="sgd", **config), group=dist.group.WORLD)
+    model = infinity.wrap(
+        quantized(torch.int8), config_of(algorithm="sgd", **config), group=dist.group.WORLD
+    )
     with infinity.engine(model) as engine:
         optimizer = infinity.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
         for step in range(STEPS):
-            model(batch(step, torch.float32, slice(2 * rank, 2 * rank + 2))).square().mean().backward()
+            model(
+                batch(step, torch.float32, slice(2 * rank, 2 * rank + 2))
+            ).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         torch.save(engine.state_dict(), where / f"result{rank}.pt")
 
 
-@pytest.mark.parametrize(("stage", "home"), [(3, "nvme"), (3, "cpu"), (2, "gpu"), (1, "gpu"), (0, "nvme, cached")])
+@pytest.mark.parametrize(
+    ("stage", "home"), [(3, "nvme"), (3, "cpu"), (2, "gpu"), (1, "gpu"), (0, "nvme, cached")]
+)
 def test_two_ranks_share_them(stage: int, home: str, on_ranks: OnRanks, tmp_path: Path) -> None:
     assert on_ranks({"stage": stage, "home": home}) == ["done"] * RANKS
-    results = [torch.load(tmp_path / f"result{rank}.pt", weights_only=True) for rank in range(RANKS)]
+    results = [
+        torch.load(tmp_path / f"result{rank}.pt", weights_only=True) for rank in range(RANKS)
+    ]
     model = quantized(torch.int8)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
     for step in range(STEPS):

@@ -1,4 +1,5 @@
-"""What people use beside the engine: it works as with a plain model, or is refused in a sentence that says the way out."""
+"""What people use beside the engine: it works as with a plain model, or is refused in a sentence
+that says the way out."""
 
 from __future__ import annotations
 
@@ -25,7 +26,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def wrap(model: nn.Module, directory: Path, **settings: Any) -> nn.Module:
-    settings = {"gpu_memory": 1 << 20, "cpu_memory": 1 << 26, "cache": 0, "precision": "fp32", "poison": True} | settings
+    settings = {
+        "gpu_memory": 1 << 20,
+        "cpu_memory": 1 << 26,
+        "cache": 0,
+        "precision": "fp32",
+        "poison": True,
+    } | settings
     return infinity.wrap(model, config_of(nvme=directory, **settings))
 
 
@@ -36,7 +43,10 @@ def goes_on(model: nn.Module) -> bool:
     expected.backward()
     found.backward()
     engine = infinity.engine(model)
-    return all(torch.equal(engine.gradient(p), plain.get_parameter(name).grad) for name, p in model.named_parameters())
+    return all(
+        torch.equal(engine.gradient(p), plain.get_parameter(name).grad)
+        for name, p in model.named_parameters()
+    )
 
 
 @pytest.fixture
@@ -61,7 +71,12 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel(self.backend):
             return functional.scaled_dot_product_attention(
-                x, self.keys, self.values, attn_mask=self.mask, dropout_p=self.dropout, is_causal=self.mask is None
+                x,
+                self.keys,
+                self.values,
+                attn_mask=self.mask,
+                dropout_p=self.dropout,
+                is_causal=self.mask is None,
             )
 
 
@@ -151,7 +166,11 @@ def test_gradients_by_torch_func_are_refused(wrapped: Transformer) -> None:
         return functional_call(wrapped, parameters, (), text_batch(0)).loss
 
     with pytest.raises(
-        RuntimeError, match=r"torch\.func\.grad, vjp and their kind cannot pass a wrapped model.*use loss\.backward\(\)"
+        RuntimeError,
+        match=(
+            r"torch\.func\.grad, vjp and their kind cannot pass a wrapped model.*use "
+            r"loss\.backward\(\)"
+        ),
     ):
         torch.func.grad(loss)(dict(wrapped.named_parameters()))
     assert goes_on(wrapped)
@@ -161,7 +180,9 @@ def test_gradients_by_torch_func_are_refused(wrapped: Transformer) -> None:
 def test_vmap_of_a_forward(wrapped: Transformer) -> None:
     ids, plain = text_batch(0)["input_ids"], transformer()
     with torch.no_grad():
-        found, expected = (torch.func.vmap(lambda row, m=m: m(row[None]).logits)(ids) for m in (wrapped, plain))
+        found, expected = (
+            torch.func.vmap(lambda row, m=m: m(row[None]).logits)(ids) for m in (wrapped, plain)
+        )
     assert torch.equal(found, expected)
 
 
@@ -179,7 +200,10 @@ def test_parametrized_before_wrap(kind: str, tmp_path: Path) -> None:
         loss.backward()
     assert torch.equal(*losses)
     engine = infinity.engine(model)
-    assert all(torch.equal(engine.gradient(p), plain.get_parameter(name).grad) for name, p in model.named_parameters())
+    assert all(
+        torch.equal(engine.gradient(p), plain.get_parameter(name).grad)
+        for name, p in model.named_parameters()
+    )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
@@ -189,7 +213,9 @@ def test_generation_with_a_cache_of_keys(family: str, tmp_path: Path) -> None:
     ids, found = text_batch(0)["input_ids"][:, :4], []
     for each in (plain, model):
         torch.manual_seed(0)
-        found.append(each.generate(ids, max_new_tokens=6, do_sample=True, use_cache=True, pad_token_id=0))
+        found.append(
+            each.generate(ids, max_new_tokens=6, do_sample=True, use_cache=True, pad_token_id=0)
+        )
     assert torch.equal(*found)
 
 
@@ -198,16 +224,22 @@ def test_generation_with_a_cache_of_keys(family: str, tmp_path: Path) -> None:
 
 def test_replicas_are_refused(wrapped: Transformer) -> None:
     """`nn.DataParallel` calls one for each device."""
-    with pytest.raises(infinity.ShardedParameterError, match=r"Transformer is a copy of .* as torch\.nn\.DataParallel .* group="):
+    with pytest.raises(
+        infinity.ShardedParameterError,
+        match=r"Transformer is a copy of .* as torch\.nn\.DataParallel .* group=",
+    ):
         wrapped._replicate_for_data_parallel()(**text_batch(0))
     assert goes_on(wrapped)
 
 
 def test_distributed_data_parallel_is_refused(wrapped: Transformer, tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
     try:
         with pytest.raises(
-            infinity.ShardedParameterError, match=r"leave that out: infinity\.wrap\(model, config\) averages gradients"
+            infinity.ShardedParameterError,
+            match=r"leave that out: infinity\.wrap\(model, config\) averages gradients",
         ):
             nn.parallel.DistributedDataParallel(wrapped)
     finally:
@@ -237,7 +269,9 @@ def test_a_forked_child_is_refused(use: str, wrapped: Transformer) -> None:
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     process.join()
-    assert said.poll() and "this process was forked from the one that wrapped the model" in said.recv()
+    assert (
+        said.poll() and "this process was forked from the one that wrapped the model" in said.recv()
+    )
     assert goes_on(wrapped)
 
 
@@ -266,7 +300,8 @@ def test_a_captured_graph_is_refused(wrapped: Transformer, monkeypatch: pytest.M
 
 
 def test_graphed_callables_are_refused(tmp_path: Path) -> None:
-    """Their graphs read parameters where they were: what `make_graphed_callables` leaves on a module is put there by hand."""
+    """Their graphs read parameters where they were: what `make_graphed_callables` leaves on a
+    module is put there by hand."""
     model = transformer()
 
     def forward(*inputs: Any) -> Any:
@@ -274,7 +309,10 @@ def test_graphed_callables_are_refused(tmp_path: Path) -> None:
 
     forward.__module__ = "torch.cuda.graphs"
     model.blocks[1].forward = forward
-    with pytest.raises(infinity.ConfigError, match=r"the forward of blocks\.1 was replaced by make_graphed_callables"):
+    with pytest.raises(
+        infinity.ConfigError,
+        match=r"the forward of blocks\.1 was replaced by make_graphed_callables",
+    ):
         wrap(model, tmp_path)
     del model.blocks[1].forward
     assert goes_on(wrap(model, tmp_path))

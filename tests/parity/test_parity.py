@@ -1,8 +1,10 @@
-"""A wrapped model trains exactly as the plain one: losses, gradient norms and weights, for many models and ways to train.
+"""A wrapped model trains exactly as the plain one: losses, gradient norms and weights, for many
+models and ways to train.
 
-Nearly everything here lives on NVMe, with the smallest budgets that the engine accepts and with every freed slot poisoned,
-so a unit that is not where it should be gives NaN. Two references: `torch.optim.AdamW`, to relative 1e-6, and
-`SpecifiedAdamW`, which is the update of `native/cpu_adam/cpu_adam.h` in plain torch operations, bit for bit.
+Nearly everything here lives on NVMe, with the smallest budgets that the engine accepts and with
+every freed slot poisoned, so a unit that is not where it should be gives NaN. Two references:
+`torch.optim.AdamW`, to relative 1e-6, and `SpecifiedAdamW`, which is the update of
+`native/cpu_adam/cpu_adam.h` in plain torch operations, bit for bit.
 """
 
 from __future__ import annotations
@@ -53,12 +55,20 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
         directory.mkdir()
         budgets = {"gpu_memory": 1, "cpu_memory": 1}
         while True:
-            wanted: dict[str, Any] = {"nvme": [directory], "precision": precision, "poison": True, "device": "cpu", "threads": 2}
+            wanted: dict[str, Any] = {
+                "nvme": [directory],
+                "precision": precision,
+                "poison": True,
+                "device": "cpu",
+                "threads": 2,
+            }
             try:
                 infinity.wrap(model, config_of(**wanted | budgets), **options)
                 break
             except infinity.BudgetError as error:
-                name, smallest = re.search(r"smallest (\w+) that works is (\d+)", str(error)).groups()  # type: ignore[union-attr]
+                name, smallest = re.search(
+                    r"smallest (\w+) that works is (\d+)", str(error)
+                ).groups()  # type: ignore[union-attr]
                 assert int(smallest) > budgets[name]
                 budgets[name] = int(smallest) * (room if name == "gpu_memory" else 1)
         made.append(model)
@@ -70,12 +80,16 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
         engine.drain()
         for unit in engine.units:
             assert unit.data.state.name == "SHARDED", unit.name
-            assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), unit.name
+            assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), (
+                unit.name
+            )
         engine.close()
 
 
 def is_wrapped(model: nn.Module) -> bool:
-    return any(isinstance(p, infinity.sharding.parameter.ShardedParameter) for p in model.parameters())
+    return any(
+        isinstance(p, infinity.sharding.parameter.ShardedParameter) for p in model.parameters()
+    )
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -95,9 +109,14 @@ Batches = Callable[[int], dict[str, torch.Tensor]]
 
 
 def run_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, batches: Batches = text_batch, parts: int = 1
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    batches: Batches = text_batch,
+    parts: int = 1,
 ) -> list[torch.Tensor]:
-    """One optimizer step of `parts` micro-batches, with the same random numbers for every model; returns the losses."""
+    """One optimizer step of `parts` micro-batches, with the same random numbers for every model;
+    returns the losses."""
     losses = []
     for part in range(parts):
         torch.manual_seed(10 * step + part)
@@ -134,11 +153,14 @@ class Pair:
         self.optimizer = infinity.AdamW(groups(self.model), **settings)
 
     def train(self, steps: int | range, parts: int = 1) -> None:
-        """Train both and compare every loss, and every gradient norm when the gradients are clipped."""
+        """Train both and compare every loss, and every gradient norm when the gradients are
+        clipped."""
         for step in range(steps) if isinstance(steps, int) else steps:
             expected = run_step(self.plain, self.expected, step, self.batches, parts)
             actual = run_step(self.model, self.optimizer, step, self.batches, parts)
-            assert all(map(torch.equal, actual, expected)), f"step {step}: {actual} is not {expected}"
+            assert all(map(torch.equal, actual, expected)), (
+                f"step {step}: {actual} is not {expected}"
+            )
             assert all(loss.isfinite() for loss in expected)
             if self.optimizer.max_grad_norm is not None:
                 assert self.optimizer.grad_norm == pytest.approx(self.expected.grad_norm, rel=1e-12)
@@ -179,7 +201,9 @@ def test_fp32_follows_torch_adamw(family: str, wrap: Wrap) -> None:
     actual = weights_of(model)
     for name, value in plain.state_dict().items():
         if re.search(r"key\.bias|k_proj\.bias|c_attn\.bias", name):
-            continue  # attention does not depend on a bias of the keys: its gradient is rounding, and Adam makes steps of it
+            # attention does not depend on a bias of the keys: its gradient is rounding, and Adam
+            # makes steps of it
+            continue
         moved = (value - start[name]).norm()
         assert (actual[name] - value).norm() <= 1e-3 * moved + 1e-7 * value.norm(), name
     assert travelled(infinity.engine(model)) > 1
@@ -188,11 +212,15 @@ def test_fp32_follows_torch_adamw(family: str, wrap: Wrap) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_bitwise_with_clipping_and_accumulation(family: str, precision: str, wrap: Wrap) -> None:
-    pair = Pair(wrap, FAMILIES[family].build(), precision, FAMILIES[family].batch, max_grad_norm=1.0)
+    pair = Pair(
+        wrap, FAMILIES[family].build(), precision, FAMILIES[family].batch, max_grad_norm=1.0
+    )
     start = weights_of(pair.plain)
     pair.train(20, parts=2)
     pair.check()
-    assert any(not torch.equal(value, start[name]) for name, value in pair.plain.state_dict().items())
+    assert any(
+        not torch.equal(value, start[name]) for name, value in pair.plain.state_dict().items()
+    )
     assert travelled(pair.engine) > 1
 
 
@@ -213,7 +241,11 @@ class Twice(Transformer):
         for number, block in enumerate((*self.blocks, *self.blocks, self.blocks[-1])):
             x = self.run_block(number, block, x)
         logits = self.head(self.norm(x))
-        loss = logits.sum() * 0 if labels is None else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = (
+            logits.sum() * 0
+            if labels is None
+            else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        )
         return Output(loss, logits)
 
 
@@ -238,7 +270,9 @@ class Nested(Transformer):
 
     def __init__(self, width: int = 32) -> None:
         super().__init__(width, depth=0)
-        self.gains = nn.ParameterList(nn.Parameter(torch.ones(width) * (i + 1) / 2) for i in range(3))
+        self.gains = nn.ParameterList(
+            nn.Parameter(torch.ones(width) * (i + 1) / 2) for i in range(3)
+        )
         self.stages = nn.ModuleDict({"down": Stage(width, 2), "up": Stage(width, 3)})
 
     def run_stages(self, x: torch.Tensor) -> torch.Tensor:
@@ -247,8 +281,16 @@ class Nested(Transformer):
         return x * self.gains[2]
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Output:
-        logits = self.head(self.norm(self.run_stages(self.tokens(input_ids) + self.places[:, : input_ids.shape[1]])))
-        loss = logits.sum() * 0 if labels is None else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        logits = self.head(
+            self.norm(
+                self.run_stages(self.tokens(input_ids) + self.places[:, : input_ids.shape[1]])
+            )
+        )
+        loss = (
+            logits.sum() * 0
+            if labels is None
+            else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        )
         return Output(loss, logits)
 
 
@@ -275,7 +317,9 @@ def test_frozen_blocks_and_frozen_parameters(wrap: Wrap) -> None:
     plain.blocks[2].requires_grad_(False)
     plain.blocks[1].up.weight.requires_grad_(False)
     plain.tokens.weight.requires_grad_(False)
-    frozen = {name: p.detach().clone() for name, p in plain.named_parameters() if not p.requires_grad}
+    frozen = {
+        name: p.detach().clone() for name, p in plain.named_parameters() if not p.requires_grad
+    }
     assert len(frozen) > 10
     pair = Pair(wrap, plain, max_grad_norm=1.0)
     pair.train(5, parts=2)
@@ -394,11 +438,14 @@ def test_two_forwards_before_one_backward_and_two_backwards_of_one(wrap: Wrap) -
 
 
 def test_backward_that_is_recorded_itself(wrap: Wrap) -> None:
-    """A penalty on the gradient of the input, which needs the weights once more after the first backward."""
+    """A penalty on the gradient of the input, which needs the weights once more after the first
+    backward."""
     pair = Pair(wrap, transformer(depth=8))
     for step in range(3):
         for model, optimizer in ((pair.plain, pair.expected), (pair.model, pair.optimizer)):
-            x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            x = torch.randn(
+                2, 8, 32, generator=torch.Generator().manual_seed(step)
+            ).requires_grad_()
             with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
                 y = functools.reduce(lambda y, block: block(y), model.blocks, x)
                 (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -412,7 +459,9 @@ def test_submodules_called_on_their_own(wrap: Wrap) -> None:
     pair = Pair(wrap, transformer())
     for step in range(3):
         for model, optimizer in ((pair.plain, pair.expected), (pair.model, pair.optimizer)):
-            x = functools.reduce(lambda x, block: block(x), model.blocks, model.tokens(text_batch(step)["input_ids"]))
+            x = functools.reduce(
+                lambda x, block: block(x), model.blocks, model.tokens(text_batch(step)["input_ids"])
+            )
             model.head(model.norm(x)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -426,7 +475,9 @@ def test_backward_with_weights_that_were_updated_raises(wrap: Wrap) -> None:
         first.backward()
         optimizer.step()
         optimizer.zero_grad()
-        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|updated after the forward"):
+        with pytest.raises(
+            RuntimeError, match=r"modified by an inplace operation|updated after the forward"
+        ):
             second.backward()
         optimizer.zero_grad()
     pair.train(range(2, 4))
@@ -476,7 +527,9 @@ def interrupt_backward(number: int, block: nn.Module, x: torch.Tensor) -> torch.
 
 @pytest.mark.parametrize("zeroed", [True, False])
 @pytest.mark.parametrize("interrupt", [interrupt_forward, interrupt_inside, interrupt_backward])
-def test_exception_and_then_a_good_step(interrupt: Callable[..., torch.Tensor], zeroed: bool, wrap: Wrap) -> None:
+def test_exception_and_then_a_good_step(
+    interrupt: Callable[..., torch.Tensor], zeroed: bool, wrap: Wrap
+) -> None:
     pair = Pair(wrap, transformer(), max_grad_norm=1.0)
     for step in range(3):
         pair.train(range(2 * step, 2 * step + 1))
@@ -496,11 +549,15 @@ def test_exception_and_then_a_good_step(interrupt: Callable[..., torch.Tensor], 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert", "t5", "mixtral"])
-def test_gradient_checkpointing_of_transformers(family: str, use_reentrant: bool, wrap: Wrap) -> None:
+def test_gradient_checkpointing_of_transformers(
+    family: str, use_reentrant: bool, wrap: Wrap
+) -> None:
     plain = FAMILIES[family].build()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 prefers another name
-        plain.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        plain.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+        )
     pair = Pair(wrap, plain, "bf16", FAMILIES[family].batch, max_grad_norm=1.0)
     pair.train(4, parts=2)
     pair.check()
@@ -520,10 +577,13 @@ def pairwise(blocks: nn.ModuleList, **options: Any) -> Callable[..., torch.Tenso
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("span", [1, 2])
 def test_activation_checkpointing(span: int, use_reentrant: bool, wrap: Wrap) -> None:
-    pair = Pair(wrap, transformer(dropout=0.2), room=span, max_grad_norm=1.0)  # a checkpoint needs all its blocks at once
+    # a checkpoint needs all its blocks at once
+    pair = Pair(wrap, transformer(dropout=0.2), room=span, max_grad_norm=1.0)
     for model in (pair.plain, pair.model):
         if span == 1:
-            model.run_block = lambda number, block, x: checkpoint(block, x, use_reentrant=use_reentrant)
+            model.run_block = lambda number, block, x: checkpoint(
+                block, x, use_reentrant=use_reentrant
+            )
         else:
             model.run_block = pairwise(model.blocks, use_reentrant=use_reentrant)
     pair.train(5, parts=2)
@@ -541,13 +601,19 @@ def test_activation_checkpointing_of_a_module_used_twice(use_reentrant: bool, wr
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_inside_of_the_call(use_reentrant: bool, wrap: Wrap) -> None:
-    """The recomputation runs `forward` of stages that use parameters of their own, and no hook of theirs."""
+    """The recomputation runs `forward` of stages that use parameters of their own, and no hook of
+    theirs."""
     pair = Pair(wrap, seeded(Nested), room=2, max_grad_norm=1.0)
     for model in (pair.plain, pair.model):
         for stage in model.stages.values():
-            stage.forward = functools.partial(checkpoint, stage.forward, use_reentrant=use_reentrant)
-        for block in () if use_reentrant else model.stages["up"].blocks:  # the reentrant kind does not nest without a warning
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+            stage.forward = functools.partial(
+                checkpoint, stage.forward, use_reentrant=use_reentrant
+            )
+        # the reentrant kind does not nest without a warning
+        for block in () if use_reentrant else model.stages["up"].blocks:
+            block.forward = functools.partial(
+                checkpoint, block.forward, use_reentrant=use_reentrant
+            )
     pair.train(4, parts=2)
     pair.check()
 
@@ -582,7 +648,9 @@ def test_exception_in_a_recomputation_and_then_a_good_step(use_reentrant: bool, 
     for model, optimizer in ((pair.plain, pair.expected), (pair.model, pair.optimizer)):
         once = Once()
 
-        def run(number: int, block: nn.Module, x: torch.Tensor, once: nn.Module = once) -> torch.Tensor:
+        def run(
+            number: int, block: nn.Module, x: torch.Tensor, once: nn.Module = once
+        ) -> torch.Tensor:
             inside = (lambda y: block(once(block(y)))) if number == 2 else block
             return checkpoint(inside, x, use_reentrant=use_reentrant)
 
@@ -619,7 +687,9 @@ def split(model: nn.Module) -> list[dict[str, Any]]:
 def test_parameter_groups_and_scheduler(precision: str, wrap: Wrap) -> None:
     pair = Pair(wrap, transformer(), precision, groups=split, max_grad_norm=1.0)
     schedulers = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4) * 0.9**step)
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / 4) * 0.9**step
+        )
         for optimizer in (pair.expected, pair.optimizer)
     ]
     for step in range(8):
@@ -638,7 +708,11 @@ def test_add_param_group(wrap: Wrap) -> None:
         return [p for name, p in model.named_parameters() if name not in later]
 
     def second(model: nn.Module) -> dict[str, Any]:
-        return {"params": [p for name, p in model.named_parameters() if name in later], "lr": 1e-4, "betas": (0.8, 0.9)}
+        return {
+            "params": [p for name, p in model.named_parameters() if name in later],
+            "lr": 1e-4,
+            "betas": (0.8, 0.9),
+        }
 
     pair = Pair(wrap, plain, groups=first)
     before = weights_of(pair.plain)
@@ -655,10 +729,15 @@ def test_add_param_group(wrap: Wrap) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_state_dict_round_trip_continues_bitwise(precision: str, wrap: Wrap, tmp_path: Path) -> None:
+def test_state_dict_round_trip_continues_bitwise(
+    precision: str, wrap: Wrap, tmp_path: Path
+) -> None:
     pair = Pair(wrap, transformer(), precision, max_grad_norm=1.0)
     pair.train(4)
-    torch.save({"model": pair.engine.state_dict(), "optimizer": pair.optimizer.state_dict()}, tmp_path / "saved.pt")
+    torch.save(
+        {"model": pair.engine.state_dict(), "optimizer": pair.optimizer.state_dict()},
+        tmp_path / "saved.pt",
+    )
     saved = torch.load(tmp_path / "saved.pt", weights_only=True)
     fresh = transformer(seed=1)
     fresh.load_state_dict(saved["model"])
@@ -673,7 +752,10 @@ def test_state_dict_round_trip_continues_bitwise(precision: str, wrap: Wrap, tmp
 def test_state_dict_has_the_form_of_torch(wrap: Wrap) -> None:
     plain = transformer()
     model = wrap(copy.deepcopy(plain))
-    expected, optimizer = torch.optim.AdamW(plain.parameters(), **SETTINGS), infinity.AdamW(model.parameters(), **SETTINGS)
+    expected, optimizer = (
+        torch.optim.AdamW(plain.parameters(), **SETTINGS),
+        infinity.AdamW(model.parameters(), **SETTINGS),
+    )
     for step in range(3):
         run_step(plain, expected, step)
         run_step(model, optimizer, step)
@@ -737,7 +819,9 @@ def test_gradients_can_be_read(wrap: Wrap) -> None:
     for model in (pair.plain, pair.model):
         for part in range(2):
             model(**text_batch(part)).loss.backward()
-    for (name, plain), parameter in zip(pair.plain.named_parameters(), pair.model.parameters(), strict=True):
+    for (name, plain), parameter in zip(
+        pair.plain.named_parameters(), pair.model.parameters(), strict=True
+    ):
         gradient = pair.engine.gradient(parameter)
         assert gradient is not None
         assert torch.equal(gradient, plain.grad), name
@@ -787,9 +871,13 @@ def test_gathered_writes_are_seen(precision: str, wrap: Wrap) -> None:
     change(pair.plain)
     for p in pair.plain.blocks[1].parameters():  # the master follows the values that changed
         kept = pair.expected.state[p].get("master", p.detach().float())
-        pair.expected.state[p]["master"] = torch.where(rounded(kept, p.dtype) == p.detach(), kept, p.detach().float())
+        pair.expected.state[p]["master"] = torch.where(
+            rounded(kept, p.dtype) == p.detach(), kept, p.detach().float()
+        )
     pair.check()
-    assert not torch.equal(before["blocks.1.up.weight"], weights_of(pair.model)["blocks.1.up.weight"])
+    assert not torch.equal(
+        before["blocks.1.up.weight"], weights_of(pair.model)["blocks.1.up.weight"]
+    )
     pair.train(range(2, 5))
     pair.check()
 
@@ -803,7 +891,9 @@ def test_engine_state_dict_is_that_of_the_plain_model(family: str, wrap: Wrap) -
     for name, value in expected.items():
         assert actual[name].dtype == value.dtype
         assert torch.equal(actual[name], value), name
-    assert len({p.data_ptr() for p in actual.values()}) == len({p.data_ptr() for p in expected.values()})
+    assert len({p.data_ptr() for p in actual.values()}) == len(
+        {p.data_ptr() for p in expected.values()}
+    )
     plain.load_state_dict(actual)
 
 
@@ -858,10 +948,15 @@ def test_mixed_dtypes(wrap: Wrap) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_of_save_pretrained(family: str, dtype: torch.dtype, wrap: Wrap, tmp_path: Path) -> None:
+def test_weights_of_save_pretrained(
+    family: str, dtype: torch.dtype, wrap: Wrap, tmp_path: Path
+) -> None:
     built = FAMILIES[family].build()
-    # Some families have other names in the files of the hub than in the model; wrap reads the names of the model.
-    built.to(dtype).save_pretrained(tmp_path / "saved", max_shard_size="50KB", save_original_format=False)
+    # Some families have other names in the files of the hub than in the model; wrap reads the names
+    # of the model.
+    built.to(dtype).save_pretrained(
+        tmp_path / "saved", max_shard_size="50KB", save_original_format=False
+    )
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
     plain = type(built).from_pretrained(tmp_path / "saved", dtype=dtype).train()
     with infinity.init():

@@ -1,7 +1,9 @@
-"""Placement never changes numerics (I8): losses, gradient norms, weights and states are bitwise equal wherever they live.
+"""Placement never changes numerics (I8): losses, gradient norms, weights and states are bitwise
+equal wherever they live.
 
-Every run clips, accumulates two micro-batches, has two parameter groups, and poisons freed slots, so that a value read from
-the wrong place or at the wrong time is NaN. The reference keeps everything in memory and updates with one scalar thread.
+Every run clips, accumulates two micro-batches, has two parameter groups, and poisons freed slots,
+so that a value read from the wrong place or at the wrong time is NaN. The reference keeps
+everything in memory and updates with one scalar thread.
 """
 
 from __future__ import annotations
@@ -40,17 +42,23 @@ class Outcome(NamedTuple):
 
 
 def build() -> Transformer:
-    return transformer(width=48, depth=3)  # a block has two chunks of the optimizer, the second one in part
+    # a block has two chunks of the optimizer, the second one in part
+    return transformer(width=48, depth=3)
 
 
 def train(
-    after_step: Callable[[Transformer], object] = lambda model: None, build: Callable[[], Transformer] = build, **config: Any
+    after_step: Callable[[Transformer], object] = lambda model: None,
+    build: Callable[[], Transformer] = build,
+    **config: Any,
 ) -> Outcome:
     model = infinity.wrap(build(), config_of(**({"poison": True} | ROOMY | config)))
     with infinity.engine(model) as engine:
         decayed = [p for p in model.parameters() if p.ndim > 1]
         others = [p for p in model.parameters() if p.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 5e-3}]
+        groups = [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": others, "weight_decay": 0.0, "lr": 5e-3},
+        ]
         optimizer = infinity.AdamW(groups, lr=1e-2, max_grad_norm=MAX_GRAD_NORM)
         losses, norms = [], []
         for step in range(STEPS):
@@ -65,17 +73,32 @@ def train(
         states = optimizer.state_dict()["state"]
         peaks, budgets = engine.report().peaks, engine.report().budgets
         assert all(peaks[tier] <= budgets[tier] for tier in ("gpu", "cpu"))
-        flat = {f"{number}.{name}": value for number, state in states.items() for name, value in state.items()}
+        flat = {
+            f"{number}.{name}": value
+            for number, state in states.items()
+            for name, value in state.items()
+        }
         return Outcome(losses, norms, engine.state_dict(), flat)
 
 
 @cache
 def reference(precision: str) -> Outcome:
-    outcome = train(precision=precision, parameters="gpu", gradients="gpu", optimizer="cpu", instruction_set="scalar", threads=1)
+    outcome = train(
+        precision=precision,
+        parameters="gpu",
+        gradients="gpu",
+        optimizer="cpu",
+        instruction_set="scalar",
+        threads=1,
+    )
     assert len(set(outcome.losses)) == STEPS * ACCUMULATION
     assert max(outcome.norms) > MAX_GRAD_NORM  # clipping had work to do
     plain = build().state_dict()
-    changed = [name for name, value in outcome.weights.items() if not torch.equal(value.float(), plain[name].float())]
+    changed = [
+        name
+        for name, value in outcome.weights.items()
+        if not torch.equal(value.float(), plain[name].float())
+    ]
     assert set(changed) == set(plain) - {"scale"}
     names = {"step", "exp_avg", "exp_avg_sq"} | ({"master"} if precision == "bf16" else set())
     assert {key.partition(".")[2] for key in outcome.states} == names
@@ -95,9 +118,16 @@ def check_equal(outcome: Outcome, expected: Outcome) -> None:
 
 
 @each_precision
-@pytest.mark.parametrize(("parameters", "gradients", "optimizer"), list(itertools.product(TIERS, repeat=3)))
+@pytest.mark.parametrize(
+    ("parameters", "gradients", "optimizer"), list(itertools.product(TIERS, repeat=3))
+)
 def test_every_tier_of_every_state_with_the_smallest_budgets(
-    precision: str, parameters: str, gradients: str, optimizer: str, tmp_path: Path, smallest: Callable[..., dict[str, int]]
+    precision: str,
+    parameters: str,
+    gradients: str,
+    optimizer: str,
+    tmp_path: Path,
+    smallest: Callable[..., dict[str, int]],
 ) -> None:
     where = {"parameters": parameters, "gradients": gradients, "optimizer": optimizer}
     where |= {"nvme": [tmp_path] if "nvme" in where.values() else []}
@@ -109,7 +139,11 @@ def test_every_tier_of_every_state_with_the_smallest_budgets(
 @pytest.mark.parametrize("extra_gpu", [0, 1, 4, 9, 17, 40])
 @pytest.mark.parametrize("extra_cpu", [0, 500])
 def test_budgets_from_the_smallest_up(
-    precision: str, extra_gpu: int, extra_cpu: int, tmp_path: Path, smallest: Callable[..., dict[str, int]]
+    precision: str,
+    extra_gpu: int,
+    extra_cpu: int,
+    tmp_path: Path,
+    smallest: Callable[..., dict[str, int]],
 ) -> None:
     budgets = smallest(build(), precision=precision, nvme=[tmp_path])
     budgets["gpu_memory"] += extra_gpu * PAGE
@@ -120,13 +154,21 @@ def test_budgets_from_the_smallest_up(
 @each_precision
 @pytest.mark.parametrize("gradients", ["cpu", "nvme"])
 @pytest.mark.parametrize("gpu_cache", ["300KiB", "700KiB", "auto"])
-def test_units_that_stay_on_the_device(gpu_cache: str, gradients: str, precision: str, tmp_path: Path) -> None:
-    check(train(precision=precision, nvme=[tmp_path], gradients=gradients, gpu_cache=gpu_cache), precision)
+def test_units_that_stay_on_the_device(
+    gpu_cache: str, gradients: str, precision: str, tmp_path: Path
+) -> None:
+    check(
+        train(precision=precision, nvme=[tmp_path], gradients=gradients, gpu_cache=gpu_cache),
+        precision,
+    )
 
 
 @each_precision
-def test_pieces_of_any_length(precision: str, tmp_path: Path, smallest: Callable[..., dict[str, int]]) -> None:
-    """More cpu_memory means longer pieces in the optimizer: here of one to six blocks of the gradient norm, in units of six."""
+def test_pieces_of_any_length(
+    precision: str, tmp_path: Path, smallest: Callable[..., dict[str, int]]
+) -> None:
+    """More cpu_memory means longer pieces in the optimizer: here of one to six blocks of the
+    gradient norm, in units of six."""
 
     def wide() -> Transformer:
         return transformer(width=88, depth=4)
@@ -134,7 +176,9 @@ def test_pieces_of_any_length(precision: str, tmp_path: Path, smallest: Callable
     least = smallest(wide(), precision=precision, nvme=[tmp_path])["cpu_memory"]
     staging = len(["param", "grad", "exp_avg", "exp_avg_sq", "master"]) * 6 * 64 << 10
     config = {"build": wide, "precision": precision, "nvme": [tmp_path], "gradients": "nvme"}
-    first, *others = [train(**config, cpu_memory=least + blocks * staging) for blocks in (1, 2, 4, 6)]
+    first, *others = [
+        train(**config, cpu_memory=least + blocks * staging) for blocks in (1, 2, 4, 6)
+    ]
     for other in others:
         check_equal(other, first)
 
@@ -151,11 +195,17 @@ def test_io_engine_copy_on_write_and_stripes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("infinity.tiers.drives.STRIPE_BYTES", 5 * PAGE)  # so that blocks this small cross stripes
+    # so that blocks this small cross stripes
+    monkeypatch.setattr("infinity.tiers.drives.STRIPE_BYTES", 5 * PAGE)
     paths = [tmp_path / str(number) for number in range(len(shares))]
     for path in paths:
         path.mkdir()
-    config = {"precision": precision, "nvme": paths, "io_engine": io_engine, "copy_on_write": copy_on_write}
+    config = {
+        "precision": precision,
+        "nvme": paths,
+        "io_engine": io_engine,
+        "copy_on_write": copy_on_write,
+    }
     check(train(**config, nvme_shares=shares, gradients="nvme"), precision)
     assert [list(path.iterdir()) for path in paths] == [[]] * len(shares)
 
@@ -163,14 +213,25 @@ def test_io_engine_copy_on_write_and_stripes(
 @each_precision
 @pytest.mark.parametrize("instruction_set", [*ISAS, "auto"])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_instruction_sets_and_threads(precision: str, instruction_set: str, threads: int, tmp_path: Path) -> None:
-    check(train(precision=precision, nvme=[tmp_path], instruction_set=instruction_set, threads=threads), precision)
+def test_instruction_sets_and_threads(
+    precision: str, instruction_set: str, threads: int, tmp_path: Path
+) -> None:
+    check(
+        train(
+            precision=precision, nvme=[tmp_path], instruction_set=instruction_set, threads=threads
+        ),
+        precision,
+    )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     precision=st.sampled_from(PRECISIONS),
-    where=st.fixed_dictionaries({key: st.sampled_from(TIERS) for key in ("parameters", "gradients", "optimizer")}),
+    where=st.fixed_dictionaries(
+        {key: st.sampled_from(TIERS) for key in ("parameters", "gradients", "optimizer")}
+    ),
     extra_gpu=st.integers(0, 80),
     extra_cpu=st.integers(0, 400),
     how=st.fixed_dictionaries(
@@ -210,9 +271,13 @@ def evaluate(model: Transformer) -> None:
 
 @pytest.mark.parametrize("parameters", TIERS)
 def test_what_is_predicted_changes_nothing(
-    parameters: str, tmp_path: Path, smallest: Callable[..., dict[str, int]], monkeypatch: pytest.MonkeyPatch
+    parameters: str,
+    tmp_path: Path,
+    smallest: Callable[..., dict[str, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With an evaluation between steps the prediction is wrong at first; without look-ahead every unit is fetched on use."""
+    """With an evaluation between steps the prediction is wrong at first; without look-ahead every
+    unit is fetched on use."""
     config = {"nvme": [tmp_path], "precision": "fp32", "parameters": parameters}
     config |= smallest(build(), **config)
     check(train(evaluate, **config), "fp32")

@@ -1,6 +1,7 @@
 """Random programs see the same bits on every placement and in plain PyTorch.
 
-`tests/random_programs` says what a program is. A failure prints one that is as small as it can be; paste it into a test.
+`tests/random_programs` says what a program is. A failure prints one that is as small as it can be;
+paste it into a test.
 """
 
 from __future__ import annotations
@@ -20,14 +21,26 @@ EACH = 10
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_programs_see_the_same_on_every_placement_and_in_plain_pytorch(seed: int, one_thread: None) -> None:
+def test_random_programs_see_the_same_on_every_placement_and_in_plain_pytorch(
+    seed: int, one_thread: None
+) -> None:
     ran, found = run(seed, EACH)
     assert found is None, found
     assert ran == EACH
 
 
 def test_the_command_runs_programs_in_processes_of_its_own() -> None:
-    command = [sys.executable, "-m", "random_programs", "--programs", "2", "--first", "7", "--processes", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "random_programs",
+        "--programs",
+        "2",
+        "--first",
+        "7",
+        "--processes",
+        "2",
+    ]
     done = subprocess.run(command, capture_output=True, **CHILD)
     assert done.returncode == 0, done.stderr
     assert "2 programs of seeds from 7 on: 0 seeds differ" in done.stdout
@@ -61,8 +74,23 @@ def test_a_program_that_differs_is_shrunk_to_what_it_differs_by(one_thread: None
     assert len(smallest.placements) == 1
 
 
-def test_micro_batches_are_computed_by_as_many_threads_as_a_loop_of_the_callers(one_thread: None) -> None:
-    """Another number of threads divides a product into other sums. It shows where OMP_NUM_THREADS does not say 1."""
-    blocks = (recipes.Block("linear"), recipes.Block("buffer"), recipes.Block("buffer"), recipes.Block("dropout"))
+def test_micro_batches_are_computed_by_as_many_threads_as_a_loop_of_the_callers(
+    one_thread: None,
+) -> None:
+    """Another number of threads divides a product into other sums. It shows where OMP_NUM_THREADS
+    does not say 1."""
+    blocks = (
+        recipes.Block("linear"),
+        recipes.Block("buffer"),
+        recipes.Block("buffer"),
+        recipes.Block("dropout"),
+    )
     model = recipes.Model(blocks, (0, 0, 1, 0, 2, 3), width=24)
-    assert difference(recipes.Recipe(model, (("accumulate", (0, 3, 2), "vertical", "sum"),), placements=("cpu",))) is None
+    assert (
+        difference(
+            recipes.Recipe(
+                model, (("accumulate", (0, 3, 2), "vertical", "sum"),), placements=("cpu",)
+            )
+        )
+        is None
+    )

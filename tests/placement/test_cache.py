@@ -1,4 +1,5 @@
-"""The part of the states on NVMe that stays in host memory: it changes no number (I8), moves no byte, and is in the budget."""
+"""The part of the states on NVMe that stays in host memory: it changes no number (I8), moves no
+byte, and is in the budget."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ LIMIT = 100.0  # of the norm; every fourth step is over it
 
 
 def build(depth: int = 4) -> nn.Module:
-    return transformer(width=72, depth=depth)  # a block has four chunks of the optimizer, the last one in part
+    # a block has four chunks of the optimizer, the last one in part
+    return transformer(width=72, depth=depth)
 
 
 Wrap = Callable[..., infinity.Engine]
@@ -45,7 +47,12 @@ def wrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wrap]:
     made: list[tuple[nn.Module, infinity.Engine]] = []  # an engine does not keep its model alive
 
     def make(cache: Any = "auto", depth: int = 4, **options: Any) -> infinity.Engine:
-        known = {"gpu_memory": "4MiB", "cpu_memory": "64MiB", "poison": True, "nvme": tmp_path_factory.mktemp("nvme")}
+        known = {
+            "gpu_memory": "4MiB",
+            "cpu_memory": "64MiB",
+            "poison": True,
+            "nvme": tmp_path_factory.mktemp("nvme"),
+        }
         model = infinity.wrap(build(depth), config_of(**(known | {"cache": cache} | options)))
         made.append((model, infinity.engine(model)))
         return made[-1][1]
@@ -55,7 +62,9 @@ def wrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wrap]:
         engine.close()
 
 
-def step(engine: infinity.Engine, optimizer: infinity.AdamW, number: int, accumulation: int = 1) -> None:
+def step(
+    engine: infinity.Engine, optimizer: infinity.AdamW, number: int, accumulation: int = 1
+) -> None:
     for micro_batch in range(accumulation):
         loss = engine.model(**text_batch(number * accumulation + micro_batch)).loss
         (loss * (1e4 if number % 4 == 3 else 1)).backward()
@@ -65,7 +74,9 @@ def step(engine: infinity.Engine, optimizer: infinity.AdamW, number: int, accumu
 
 def everything(engine: infinity.Engine, optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
     states = optimizer.state_dict()["state"]
-    return engine.state_dict() | {f"{n}.{name}": value for n, state in states.items() for name, value in state.items()}
+    return engine.state_dict() | {
+        f"{n}.{name}": value for n, state in states.items() for name, value in state.items()
+    }
 
 
 def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
@@ -88,7 +99,12 @@ def test_what_moves_is_what_the_planner_states_and_less_with_every_byte_kept(
     precision: str, gradients: str, accumulation: int, wrap: Wrap
 ) -> None:
     moved, kept = [], []
-    options = {"update": "exact", "precision": precision, "gradients": gradients, "gpu_memory": "1MiB"}
+    options = {
+        "update": "exact",
+        "precision": precision,
+        "gradients": gradients,
+        "gpu_memory": "1MiB",
+    }
     for share in SHARES:
         cache = int(share * on_nvme(wrap(0, **options)))
         engine = wrap(cache, **options)
@@ -100,14 +116,21 @@ def test_what_moves_is_what_the_planner_states_and_less_with_every_byte_kept(
         step(engine, optimizer, STEADY, accumulation)
         Probe(engine).come_to_rest()
         after, plan = engine.recorder.counters(), engine.plan()
-        read, written = (after.get(f"nvme bytes {w}", 0) - before.get(f"nvme bytes {w}", 0) for w in ("read", "written"))
+        read, written = (
+            after.get(f"nvme bytes {w}", 0) - before.get(f"nvme bytes {w}", 0)
+            for w in ("read", "written")
+        )
         assert (read, written) == (plan.read, plan.update_written)
         report = engine.report()
         assert round(report.read_per_parameter * report.parameters) == plan.read
         assert round(report.written_per_parameter * report.parameters) == plan.update_written
         assert cache - 12 * CHUNK_ELEMENTS * 2 < report.cached <= cache
         assert report.on_nvme == on_nvme(engine)
-        copies = sum(len(b.home.extents) * b.moved_bytes for unit in engine.units for b in unit.blocks.values())
+        copies = sum(
+            len(b.home.extents) * b.moved_bytes
+            for unit in engine.units
+            for b in unit.blocks.values()
+        )
         assert engine.memory()["nvme"] == copies <= 2 * (report.on_nvme - report.cached)
         moved.append(read + written)
         kept.append(report.cached)
@@ -116,10 +139,14 @@ def test_what_moves_is_what_the_planner_states_and_less_with_every_byte_kept(
     assert (moved[-1], kept[-1], engine.io) == (0, on_nvme(engine), None)
 
 
-def test_parameters_are_kept_first_unless_that_would_let_no_update_be_speculative(wrap: Wrap) -> None:
+def test_parameters_are_kept_first_unless_that_would_let_no_update_be_speculative(
+    wrap: Wrap,
+) -> None:
     moved = {}
     for update in ("exact", "speculative"):
-        engine = wrap(100 * CHUNK_ELEMENTS * 2, depth=16, update=update, precision="bf16", gpu_memory="400KiB")
+        engine = wrap(
+            100 * CHUNK_ELEMENTS * 2, depth=16, update=update, precision="bf16", gpu_memory="400KiB"
+        )
         optimizer = infinity.AdamW(engine.model.parameters())
         for number in range(2):
             step(engine, optimizer, number)
@@ -127,9 +154,13 @@ def test_parameters_are_kept_first_unless_that_would_let_no_update_be_speculativ
         moved[update] = plan.read + plan.update_written
         assert report.cached > 90 * CHUNK_ELEMENTS * 2
         for unit in engine.units:
-            parameter, *states = (block for kind, block in unit.blocks.items() if kind is not Kind.GRAD)
+            parameter, *states = (
+                block for kind, block in unit.blocks.items() if kind is not Kind.GRAD
+            )
             assert len({block.cached_elements for block in states}) == 1
-            assert parameter.cached_elements == (parameter.elements if update == "exact" else states[0].cached_elements)
+            assert parameter.cached_elements == (
+                parameter.elements if update == "exact" else states[0].cached_elements
+            )
     assert moved["exact"] < moved["speculative"]
 
 
@@ -138,12 +169,16 @@ def test_parameters_are_kept_first_unless_that_would_let_no_update_be_speculativ
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("mode", MODES)
-def test_numbers_are_the_same_whatever_is_kept_with_some_steps_clipped(precision: str, mode: str, wrap: Wrap) -> None:
+def test_numbers_are_the_same_whatever_is_kept_with_some_steps_clipped(
+    precision: str, mode: str, wrap: Wrap
+) -> None:
     outcomes = []
     for share in (None, *SHARES):
         options = {"precision": precision, "update": mode}
         if share is None:
-            engine = wrap(0, **options | {"update": "plain", "parameters": "cpu", "optimizer": "cpu"})
+            engine = wrap(
+                0, **options | {"update": "plain", "parameters": "cpu", "optimizer": "cpu"}
+            )
         else:
             engine = wrap(int(share * on_nvme(wrap(0, **options))), **options)
         optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=LIMIT)
@@ -161,7 +196,9 @@ def test_numbers_are_the_same_whatever_is_kept_with_some_steps_clipped(precision
         assert_equal(values, outcomes[0][1])
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     cpu_memory=st.integers(1 << 20, 8 << 20),
     cache=st.one_of(st.just("auto"), st.integers(0, 8 << 20)),
@@ -177,10 +214,14 @@ def test_numbers_are_the_same_whatever_is_kept_with_some_steps_clipped(precision
         }
     ),
 )
-def test_any_budget_and_placement(cpu_memory: int, cache: Any, gpu_memory: int, how: dict[str, Any], wrap: Wrap) -> None:
+def test_any_budget_and_placement(
+    cpu_memory: int, cache: Any, gpu_memory: int, how: dict[str, Any], wrap: Wrap
+) -> None:
     budgets = {"cpu_memory": cpu_memory + (6 << 20), "gpu_memory": gpu_memory + (1 << 20)}
     engine = wrap(cache, **budgets, **how)
-    reference = wrap(0, precision=how["precision"], update="plain", parameters="cpu", optimizer="cpu")
+    reference = wrap(
+        0, precision=how["precision"], update="plain", parameters="cpu", optimizer="cpu"
+    )
     found = []
     for one in (engine, reference):
         optimizer = infinity.AdamW(one.model.parameters(), lr=1e-2, max_grad_norm=LIMIT)
@@ -198,15 +239,25 @@ def test_any_budget_and_placement(cpu_memory: int, cache: Any, gpu_memory: int, 
 def partly(wrap: Wrap, **options: Any) -> infinity.Engine:
     """An engine of which half of every kind of state is kept, and at least one unit in part."""
     engine = wrap(int(0.42 * on_nvme(wrap(0, **options))), **options)
-    shares = {b.cached_elements / b.elements for unit in engine.units for b in unit.blocks.values() if b.tier == "nvme"}
+    shares = {
+        b.cached_elements / b.elements
+        for unit in engine.units
+        for b in unit.blocks.values()
+        if b.tier == "nvme"
+    }
     assert {0.0, 1.0} < shares
     return engine
 
 
 @pytest.mark.parametrize("mode", ["exact", "speculative"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_states_and_weights_are_read_and_written_across_the_border(precision: str, mode: str, wrap: Wrap) -> None:
-    engines = [partly(wrap, precision=precision, update=mode), wrap(0, precision=precision, update="plain", parameters="cpu")]
+def test_states_and_weights_are_read_and_written_across_the_border(
+    precision: str, mode: str, wrap: Wrap
+) -> None:
+    engines = [
+        partly(wrap, precision=precision, update=mode),
+        wrap(0, precision=precision, update="plain", parameters="cpu"),
+    ]
     outcomes = []
     for engine in engines:
         optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2)
@@ -238,7 +289,9 @@ def test_what_was_forgotten_is_zero_in_memory_and_on_the_drive_without_io(wrap: 
     for number in range(2):
         step(engine, optimizer, number)
     engine.drain()
-    unit = next(u for u in engine.units if 0 < u.blocks[Kind.EXP_AVG].cached_elements < u.layout.shard_numel)
+    unit = next(
+        u for u in engine.units if 0 < u.blocks[Kind.EXP_AVG].cached_elements < u.layout.shard_numel
+    )
     block, border = unit.blocks[Kind.EXP_AVG], unit.blocks[Kind.EXP_AVG].cached_elements
     values = unit.states.read(Kind.EXP_AVG)
     assert border % CHUNK_ELEMENTS == 0 and values[:border].any() and values[border:].any()
@@ -271,13 +324,16 @@ def test_a_rolled_back_update_leaves_what_is_kept_untouched(wrap: Wrap) -> None:
     assert {job.unit.name for job in started.values() if job.update is not None} == begun
     assert 0 < len(begun) < len(engine.units)
     Probe(engine).await_jobs(waiting)
-    assert any(job.in_memory for job in started.values()) and any(job.meter.written for job in started.values())
+    assert any(job.in_memory for job in started.values()) and any(
+        job.meter.written for job in started.values()
+    )
     optimizer.zero_grad()  # rolls them back
     assert_equal(everything(engine, optimizer), before)
 
 
 def test_once_confirmed_what_is_kept_costs_no_io(wrap: Wrap) -> None:
-    """A step whose backward has written all that may be written ahead has only memory left to update."""
+    """A step whose backward has written all that may be written ahead has only memory left to
+    update."""
     engine = partly(wrap, precision="bf16", update="speculative")
     optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-1)
     for number in range(2):
@@ -285,7 +341,9 @@ def test_once_confirmed_what_is_kept_costs_no_io(wrap: Wrap) -> None:
     engine.drain()
     started = Probe(engine).speculative_jobs
     engine.model(**text_batch(2)).loss.backward()
-    Probe(engine).await_jobs(lambda: all(not job.chunks and job.in_flight == 0 for job in started.values()))
+    Probe(engine).await_jobs(
+        lambda: all(not job.chunks and job.in_flight == 0 for job in started.values())
+    )
     kept_whole = [u for u in engine.units if not u.states.has_shadow]
     before = everything_kept(engine)
     written = engine.recorder.counters()["nvme bytes written"]
@@ -306,7 +364,9 @@ def everything_kept(engine: infinity.Engine) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("fault", [{"fail_write_at": 0}, {"fail_write_at": 5}, {"fail_read_at": 2}])
-def test_a_speculative_update_that_fails_leaves_the_last_step_whole_in_both_places(fault: dict[str, int], wrap: Wrap) -> None:
+def test_a_speculative_update_that_fails_leaves_the_last_step_whole_in_both_places(
+    fault: dict[str, int], wrap: Wrap
+) -> None:
     engine = partly(wrap, precision="bf16", update="speculative")
     optimizer = infinity.AdamW(engine.model.parameters())
     for number in range(2):
@@ -314,7 +374,9 @@ def test_a_speculative_update_that_fails_leaves_the_last_step_whole_in_both_plac
     before = engine.state_dict()
     loss = engine.model(**text_batch(2)).loss
     engine.io.set_faults(**fault)
-    with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: ") as caught:
+    with pytest.raises(
+        infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: "
+    ) as caught:
         loss.backward()
         Probe(engine).await_failure()
         optimizer.step()
@@ -328,7 +390,9 @@ def test_a_speculative_update_that_fails_leaves_the_last_step_whole_in_both_plac
 
 
 @pytest.mark.parametrize("where", ["fail_read_at", "fail_write_at"])
-def test_a_drive_that_fails_in_the_rest_of_a_kept_block_ends_the_engine(where: str, wrap: Wrap) -> None:
+def test_a_drive_that_fails_in_the_rest_of_a_kept_block_ends_the_engine(
+    where: str, wrap: Wrap
+) -> None:
     engine = partly(wrap, precision="fp32", update="exact")
     optimizer = infinity.AdamW(engine.model.parameters())
     for number in range(2):
@@ -337,7 +401,9 @@ def test_a_drive_that_fails_in_the_rest_of_a_kept_block_ends_the_engine(where: s
     engine.drain()
     engine.io.set_faults(**{where: 0})
     optimizer.step()
-    with pytest.raises(infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: "):
+    with pytest.raises(
+        infinity.EngineClosedError, match=r"^an update failed and the engine cannot go on: "
+    ):
         engine.drain()
     engine.io.set_faults()
     assert Probe(engine).staging_left() == 0
@@ -345,9 +411,13 @@ def test_a_drive_that_fails_in_the_rest_of_a_kept_block_ends_the_engine(where: s
         engine.state_dict()
 
 
-def test_a_fetch_that_fails_in_the_rest_of_a_kept_parameter_is_an_error_and_the_next_one_works(wrap: Wrap) -> None:
+def test_a_fetch_that_fails_in_the_rest_of_a_kept_parameter_is_an_error_and_the_next_one_works(
+    wrap: Wrap,
+) -> None:
     engine = partly(wrap, precision="bf16", update="speculative")
-    unit = next(u for u in engine.units if 0 < u.blocks[Kind.PARAM].cached_elements < u.layout.shard_numel)
+    unit = next(
+        u for u in engine.units if 0 < u.blocks[Kind.PARAM].cached_elements < u.layout.shard_numel
+    )
     with infinity.gathered(unit.parameters):
         expected = unit.wait().clone()
     unit.store.resident.begin_update(unit.blocks[Kind.PARAM])  # drops the copy
@@ -367,7 +437,9 @@ def test_a_fetch_that_fails_in_the_rest_of_a_kept_parameter_is_an_error_and_the_
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("room", [0, 1, 2, 3, 4, 5, 8, 16])
-def test_the_cache_takes_what_is_left_and_no_more(precision: str, room: int, smallest: Any, tmp_path: Path) -> None:
+def test_the_cache_takes_what_is_left_and_no_more(
+    precision: str, room: int, smallest: Any, tmp_path: Path
+) -> None:
     options: dict[str, Any] = {"nvme": tmp_path, "precision": precision}
     budgets = smallest(build(), **options)
     budgets["cpu_memory"] += room * MIB
@@ -380,7 +452,9 @@ def test_the_cache_takes_what_is_left_and_no_more(precision: str, room: int, sma
         assert report.peaks["cpu"] <= budgets["cpu_memory"]
         assert Probe(engine).used("cpu") + Probe(engine).staging_bytes <= budgets["cpu_memory"]
         least = smallest(build(), **options)["cpu_memory"]
-        assert least == budgets["cpu_memory"] - room * MIB, "the smallest budget is what it was without a cache"
+        assert least == budgets["cpu_memory"] - room * MIB, (
+            "the smallest budget is what it was without a cache"
+        )
         if report.cached < report.on_nvme:
             assert Probe(engine).staged_sets >= min(STAGED_SETS, room)
             unused = budgets["cpu_memory"] - Probe(engine).used("cpu") - Probe(engine).staging_bytes
@@ -400,7 +474,12 @@ def test_staging_grows_with_what_is_left_for_it(wrap: Wrap) -> None:
 def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_path: Path) -> None:
     elements = 2 * CHUNK_ELEMENTS + 2048
     cache = 1 << 30 if kept == 3 else kept * CHUNK_ELEMENTS * 2
-    config = infinity.Config(nvme=tmp_path, gpu_memory=MIB, cpu_memory=2 * MIB, tuning=infinity.Tuning(cache=cache, poison=True))
+    config = infinity.Config(
+        nvme=tmp_path,
+        gpu_memory=MIB,
+        cpu_memory=2 * MIB,
+        tuning=infinity.Tuning(cache=cache, poison=True),
+    )
     device = DiscreteDevice()
     store = Store(config, device, Recorder())
     block = store.add(BlockSpec(0, Kind.PARAM, elements, BF16, "nvme", 2 * elements, 0, "param"))
@@ -422,7 +501,9 @@ def test_a_device_that_the_drive_cannot_reach_gets_both_parts(kept: int, tmp_pat
         store.resident.release(block)
         assert store.meter.read == block.moved_bytes == 2 * (elements - block.cached_elements)
         if kept == 0:
-            assert read[0] == block.moved_bytes, "the next chunks are read while the first is copied"
+            assert read[0] == block.moved_bytes, (
+                "the next chunks are read while the first is copied"
+            )
         assert store._arenas["staging"].used == 0
     finally:
         store.close()

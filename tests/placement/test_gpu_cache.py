@@ -1,4 +1,5 @@
-"""Units all of whose states stay on the compute device: which ones, what that saves, and that no number changes."""
+"""Units all of whose states stay on the compute device: which ones, what that saves, and that no
+number changes."""
 
 from __future__ import annotations
 
@@ -40,14 +41,25 @@ each_device = pytest.mark.parametrize("device", DEVICES)
 
 @pytest.fixture(autouse=True)
 def on_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    device = DEVICES[request.node.callspec.params.get("device", "unified") if hasattr(request.node, "callspec") else "unified"]
+    device = DEVICES[
+        request.node.callspec.params.get("device", "unified")
+        if hasattr(request.node, "callspec")
+        else "unified"
+    ]
     monkeypatch.setattr(sys.modules["infinity.build"], "ComputeDevice", device)
     yield
     MODELS.clear()
 
 
 def wrap(directory: Path, **options: Any) -> infinity.Engine:
-    values = {"gpu_memory": "64MiB", "cpu_memory": "64MiB", "cache": 0, "gpu_cache": 0, "precision": "bf16", "poison": True}
+    values = {
+        "gpu_memory": "64MiB",
+        "cpu_memory": "64MiB",
+        "cache": 0,
+        "gpu_cache": 0,
+        "precision": "bf16",
+        "poison": True,
+    }
     config = config_of(**(values | {"nvme": directory, "device": "cpu"} | options))
     MODELS.append(infinity.wrap(transformer(), config))
     return infinity.engine(MODELS[-1])
@@ -66,19 +78,31 @@ def train(engine: infinity.Engine) -> dict[str, Any]:
             norms.append(optimizer.grad_norm)
         report = engine.report()
         states = optimizer.state_dict()["state"]
-        tensors = {f"{number}.{name}": value for number, state in states.items() for name, value in state.items()}
+        tensors = {
+            f"{number}.{name}": value
+            for number, state in states.items()
+            for name, value in state.items()
+        }
         assert all(report.peaks[tier] <= report.budgets[tier] for tier in ("gpu", "cpu"))
-        return {"report": report, "numbers": {"losses": losses, "norms": norms, **engine.state_dict(), **tensors}}
+        return {
+            "report": report,
+            "numbers": {"losses": losses, "norms": norms, **engine.state_dict(), **tensors},
+        }
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
+        assert (
+            torch.equal(found[name], value)
+            if isinstance(value, torch.Tensor)
+            else found[name] == value
+        ), name
 
 
 def kept(engine: infinity.Engine) -> list[int]:
-    """The units that stay; of the others no state but what the configuration says is on the device."""
+    """The units that stay; of the others no state but what the configuration says is on the
+    device."""
     config = engine.config
     tiers = {Kind.PARAM: config.parameters, Kind.GRAD: config.gradients}
     found = []
@@ -86,17 +110,26 @@ def kept(engine: infinity.Engine) -> list[int]:
         if all(block.tier == "gpu" for block in unit.blocks.values()):
             found.append(unit.index)
         else:
-            assert all(block.tier == tiers.get(kind, config.optimizer) for kind, block in unit.blocks.items())
+            assert all(
+                block.tier == tiers.get(kind, config.optimizer)
+                for kind, block in unit.blocks.items()
+            )
     return found
 
 
 def nbytes(engine: infinity.Engine, units: list[int]) -> int:
-    return sum(round_up(block.nbytes, 4096) for index in units for block in engine.units[index].blocks.values())
+    return sum(
+        round_up(block.nbytes, 4096)
+        for index in units
+        for block in engine.units[index].blocks.values()
+    )
 
 
 @each_device
 @pytest.mark.parametrize("tiers", TIERS)
-def test_no_number_changes_and_what_stays_does_not_move(tiers: str, device: str, tmp_path: Path) -> None:
+def test_no_number_changes_and_what_stays_does_not_move(
+    tiers: str, device: str, tmp_path: Path
+) -> None:
     engine = wrap(tmp_path, **TIERS[tiers])
     sizes = [nbytes(engine, [unit.index]) for unit in engine.units]
     without = train(engine)
@@ -104,25 +137,39 @@ def test_no_number_changes_and_what_stays_does_not_move(tiers: str, device: str,
     for count in (1, len(sizes) - 1, len(sizes)):
         # To the byte what these units take; parameters may be there already.
         on_device = engine.config.parameters == "gpu"
-        there = sum(round_up(unit.nbytes, 4096) for unit in engine.units[:count]) if on_device else 0
+        there = (
+            sum(round_up(unit.nbytes, 4096) for unit in engine.units[:count]) if on_device else 0
+        )
         with_cache = wrap(tmp_path, **TIERS[tiers], gpu_cache=sum(sizes[:count]) - there)
         assert kept(with_cache) == list(range(count))
         found = train(with_cache)
         assert_equal(found["numbers"], without["numbers"])
         report = found["report"]
-        assert report.gpu_resident == sum(unit.blocks[k].nbytes for unit in with_cache.units[:count] for k in unit.blocks) - there
+        assert (
+            report.gpu_resident
+            == sum(unit.blocks[k].nbytes for unit in with_cache.units[:count] for k in unit.blocks)
+            - there
+        )
         moved = report.read_per_parameter, report.written_per_parameter
         if tiers != "speculative":  # which moves more or less, as it comes
-            assert moved == (report.planned_read_per_parameter, report.planned_written_per_parameter)
+            assert moved == (
+                report.planned_read_per_parameter,
+                report.planned_written_per_parameter,
+            )
         if count == len(sizes):
             assert moved == (0, 0)
         elif before.read_per_parameter and tiers != "speculative":
             assert moved[0] < before.read_per_parameter and moved[1] < before.written_per_parameter
         if device == "discrete" and tiers != "speculative":
-            assert (report.copied_to_device, report.copied_from_device) < (before.copied_to_device, before.copied_from_device)
+            assert (report.copied_to_device, report.copied_from_device) < (
+                before.copied_to_device,
+                before.copied_from_device,
+            )
 
 
-def test_cpu_and_device_update_different_units_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_and_device_update_different_units_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody waits for an update on the device before those on the CPU are done."""
     engines: list[infinity.Engine] = []
     waited: list[set[str]] = []
@@ -134,7 +181,9 @@ def test_cpu_and_device_update_different_units_at_once(tmp_path: Path, monkeypat
         def wait(self) -> None:
             if self not in ended:
                 ended.add(self)
-                waited.append({span.name for span in engines[0].recorder.spans() if span.lane == "adam"})
+                waited.append(
+                    {span.name for span in engines[0].recorder.spans() if span.lane == "adam"}
+                )
 
     class Device(DiscreteDevice):
         def updating(self, after: Mark | None) -> Any:
@@ -161,7 +210,9 @@ def test_cpu_and_device_update_different_units_at_once(tmp_path: Path, monkeypat
 
 
 @each_device
-def test_auto_takes_what_is_left_on_a_device_with_memory_of_its_own(device: str, tmp_path: Path) -> None:
+def test_auto_takes_what_is_left_on_a_device_with_memory_of_its_own(
+    device: str, tmp_path: Path
+) -> None:
     with wrap(tmp_path, gpu_cache="auto") as engine:
         assert kept(engine) == ([] if device == "unified" else list(range(len(engine.units))))
         everything = nbytes(engine, [unit.index for unit in engine.units])
@@ -181,7 +232,10 @@ def test_auto_takes_what_is_left_on_a_device_with_memory_of_its_own(device: str,
 def test_what_leaves_the_others_no_room_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         infinity.BudgetError,
-        match=r"the smallest gpu_memory that works is (\d+) \(.*\), or set a smaller gpu_cache \(invariant I10\)",
+        match=(
+            r"the smallest gpu_memory that works is (\d+) \(.*\), or set a smaller "
+            r"gpu_cache \(invariant I10\)"
+        ),
     ) as refusal:
         wrap(tmp_path, gpu_memory="256KiB", gpu_cache="256KiB")
     found = re.search(r"that works is (\d+)", str(refusal.value))
@@ -210,7 +264,9 @@ def test_another_optimizer_and_a_checkpoint_of_another_placement(tmp_path: Path)
         engine.save_checkpoint(tmp_path / "saved", optimizer)
         expected = engine.state_dict()
     with wrap(tmp_path) as engine:
-        engine.load_checkpoint(tmp_path / "saved", infinity.AdamW(engine.model.parameters(), lr=1e-2))
+        engine.load_checkpoint(
+            tmp_path / "saved", infinity.AdamW(engine.model.parameters(), lr=1e-2)
+        )
         assert_equal(engine.state_dict(), expected)
 
 

@@ -1,4 +1,5 @@
-"""How many units stay on the compute device, by what this machine gives: what a step moves, and what is chosen from that."""
+"""How many units stay on the compute device, by what this machine gives: what a step moves, and
+what is chosen from that."""
 
 from __future__ import annotations
 
@@ -30,7 +31,13 @@ from support.probe import Probe
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE = 4096
-STATES: dict[Kind, Format] = {Kind.PARAM: BF16, Kind.GRAD: BF16, Kind.MASTER: SPLIT, Kind.EXP_AVG: FP32, Kind.EXP_AVG_SQ: FP32}
+STATES: dict[Kind, Format] = {
+    Kind.PARAM: BF16,
+    Kind.GRAD: BF16,
+    Kind.MASTER: SPLIT,
+    Kind.EXP_AVG: FP32,
+    Kind.EXP_AVG_SQ: FP32,
+}
 TIERS: dict[str, dict[str, Any]] = {
     "nvme": {},
     "gradients on nvme": {"gradients": "nvme"},
@@ -41,8 +48,11 @@ TIERS: dict[str, dict[str, Any]] = {
 FAST = 1e15
 
 
-def placed(sizes: list[int], memory: int, tier: Any, master: Format = SPLIT, **options: Any) -> Placement:
-    """A model of units of `sizes` thousand parameters in bf16, with `memory` bytes on a device that has kernels."""
+def placed(
+    sizes: list[int], memory: int, tier: Any, master: Format = SPLIT, **options: Any
+) -> Placement:
+    """A model of units of `sizes` thousand parameters in bf16, with `memory` bytes on a device that
+    has kernels."""
     values = {"parameters": tier, "optimizer": tier, "cpu_memory": 1 << 40, "cache": 0} | options
     config = config_of(nvme="/", gpu_memory=memory, **values)
     specs: list[BlockSpec] = []
@@ -50,7 +60,9 @@ def placed(sizes: list[int], memory: int, tier: Any, master: Format = SPLIT, **o
         for kind, form in (STATES | {Kind.MASTER: master}).items():
             home = "cpu" if kind is Kind.GRAD else tier
             elements, name = size * PAGE, f"{kind.value} of {unit}"
-            specs.append(BlockSpec(unit, kind, elements, form, home, form.bytes_of(elements), 0, name))
+            specs.append(
+                BlockSpec(unit, kind, elements, form, home, form.bytes_of(elements), 0, name)
+            )
     return Placement(config, Machine(unified_memory=False, has_kernels=True), tuple(specs))
 
 
@@ -74,7 +86,9 @@ MEMORY = 5 * WHOLE + 2 * room_for_two(SIZES)
 def chosen(rates: Rates, memory: int = MEMORY, **options: Any) -> list[int]:
     before = placed(SIZES, memory, **options)
     placement = before.with_gpu_cache(room_for_two(SIZES), 0, rates)
-    assert placement.gpu_cache_bytes == sum(spec.nbytes for spec in placement.specs if spec.tier == "gpu")
+    assert placement.gpu_cache_bytes == sum(
+        spec.nbytes for spec in placement.specs if spec.tier == "gpu"
+    )
     assert gpu_resident(before) == [], "nothing is changed"
     return gpu_resident(placement)
 
@@ -86,15 +100,19 @@ def slow(*what: str) -> Rates:
 def test_what_is_slow_says_what_stays() -> None:
     assert chosen(slow("updates"), tier="cpu") == list(range(5))
     assert chosen(slow("download"), tier="cpu") == list(range(5))
-    # A unit that stays takes the room of seven others' parameters, which then come twice in a step instead of once.
+    # A unit that stays takes the room of seven others' parameters, which then come twice in a step
+    # instead of once.
     assert chosen(slow("upload"), tier="cpu") == []
 
 
 def test_from_nvme_the_format_says_what_stays() -> None:
-    """Bytes per parameter: a unit that stays saves 22 of the drive for its 14, or with an fp32 master 26 for its 16. What has no
-    room on the device is read by backward; with a split master by the update, too, which is 4 bytes for 2."""
+    """Bytes per parameter: a unit that stays saves 22 of the drive for its 14, or with an fp32
+    master 26 for its 16. What has no room on the device is read by backward; with a split master by
+    the update, too, which is 4 bytes for 2."""
     assert chosen(slow("nvme"), tier="nvme") == []
-    assert chosen(slow("nvme"), 5 * WHOLE // 14 * 16 + 2 * room_for_two(SIZES), tier="nvme", master=FP32) == list(range(5))
+    assert chosen(
+        slow("nvme"), 5 * WHOLE // 14 * 16 + 2 * room_for_two(SIZES), tier="nvme", master=FP32
+    ) == list(range(5))
     # What host memory keeps does not move, and here it keeps everything.
     rates = slow("nvme", "updates")
     assert chosen(rates, tier="nvme", cache=0) == []
@@ -108,7 +126,9 @@ def test_from_nvme_the_format_says_what_stays() -> None:
     st.sampled_from(["cpu", "nvme"]),
     st.tuples(*[st.floats(10.0, 1000.0)] * 4),
 )
-def test_no_other_number_of_units_takes_less_time(sizes: list[int], part: float, tier: str, rates: Any) -> None:
+def test_no_other_number_of_units_takes_less_time(
+    sizes: list[int], part: float, tier: str, rates: Any
+) -> None:
     """Against every number of them, given as `Tuning.gpu_cache`."""
     whole = [14 * size * PAGE for size in sizes]
     concurrent = room_for_two(sizes)
@@ -116,7 +136,10 @@ def test_no_other_number_of_units_takes_less_time(sizes: list[int], part: float,
 
     def longest(blocks: tuple[BlockSpec, ...]) -> float:
         travelling = [block for block in blocks if block.kind is Kind.PARAM and block.tier != "gpu"]
-        spans, homes = sum(b.span for b in travelling), sum(b.nbytes for b in blocks if b.tier == "gpu")
+        spans, homes = (
+            sum(b.span for b in travelling),
+            sum(b.nbytes for b in blocks if b.tier == "gpu"),
+        )
         room = memory - homes
         if room < (max(concurrent, min(spans, 2 * concurrent)) if travelling else 0):
             return math.inf
@@ -134,10 +157,17 @@ def test_rates_are_asked_for_where_there_is_a_choice_alone() -> None:
     assert placed(SIZES, everything // 2, "cpu").needs_rates(concurrent, 0)
     assert not placed(SIZES, everything, "cpu").needs_rates(concurrent, 0), "all of it fits"
     assert placed(SIZES, everything, "cpu").needs_rates(concurrent, PAGE)
-    for options in ({"gpu_cache": 0}, {"gpu_cache": WHOLE}, {"update": "delayed"}, {"algorithm": "other"}):
+    for options in (
+        {"gpu_cache": 0},
+        {"gpu_cache": WHOLE},
+        {"update": "delayed"},
+        {"algorithm": "other"},
+    ):
         placement = placed(SIZES, everything // 2, "cpu", **options)
         assert not placement.needs_rates(concurrent, 0)
-        assert gpu_resident(placement.with_gpu_cache(concurrent, 0)) == list(range(options.get("gpu_cache") == WHOLE))
+        assert gpu_resident(placement.with_gpu_cache(concurrent, 0)) == list(
+            range(options.get("gpu_cache") == WHOLE)
+        )
     placement = placed(SIZES, everything, "cpu")
     assert gpu_resident(placement.with_gpu_cache(concurrent, 0)) == list(range(len(SIZES)))
 
@@ -147,7 +177,9 @@ def test_a_model_of_many_units_is_weighed_quickly(monkeypatch: pytest.MonkeyPatc
     placement = placed(sizes, 1000 * 14 * PAGE + 2 * room_for_two(sizes), "nvme")
     asked = []
     inner = Placement.moved
-    monkeypatch.setattr(Placement, "moved", lambda self, *values: asked.append(values) or inner(self, *values))
+    monkeypatch.setattr(
+        Placement, "moved", lambda self, *values: asked.append(values) or inner(self, *values)
+    )
     placement = placement.with_gpu_cache(room_for_two(sizes), 0, slow("updates"))
     assert 32 <= len(asked) <= 34
     assert len(gpu_resident(placement)) >= 1000 - 2000 // 32
@@ -159,7 +191,14 @@ def discrete(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def configured(directory: Path, **options: Any) -> infinity.Config:
-    values = {"gpu_memory": "64MiB", "cpu_memory": "64MiB", "cache": 0, "gpu_cache": 0, "precision": "bf16", "update": "exact"}
+    values = {
+        "gpu_memory": "64MiB",
+        "cpu_memory": "64MiB",
+        "cache": 0,
+        "gpu_cache": 0,
+        "precision": "bf16",
+        "update": "exact",
+    }
     return config_of(**(values | {"nvme": directory, "device": "cpu"} | options))
 
 
@@ -167,11 +206,15 @@ def configured(directory: Path, **options: Any) -> infinity.Config:
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("options", [{}, {"gpu_cache": "300KiB"}, {"gpu_memory": "150KiB"}])
-def test_what_is_stated_is_what_moves(tiers: str, split: bool, options: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_stated_is_what_moves(
+    tiers: str, split: bool, options: dict[str, Any], tmp_path: Path
+) -> None:
     """To the byte where the device has room for all parameters; else to the two largest units."""
     if "on the device" in tiers and "gpu_memory" in options:
         options = {}
-    model = infinity.wrap(transformer(), configured(tmp_path, **(TIERS[tiers] | options), split_master=split))
+    model = infinity.wrap(
+        transformer(), configured(tmp_path, **(TIERS[tiers] | options), split_master=split)
+    )
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters(), max_grad_norm=0.5)
         store = Probe(engine).store
@@ -182,7 +225,9 @@ def test_what_is_stated_is_what_moves(tiers: str, split: bool, options: dict[str
         for step in range(6):
             if step == 2:  # from here on all steps are alike
                 engine.drain()
-                marks.append((Probe(engine).device.copied.written, Probe(engine).device.copied.read))
+                marks.append(
+                    (Probe(engine).device.copied.written, Probe(engine).device.copied.read)
+                )
             model(**text_batch(step)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -190,57 +235,93 @@ def test_what_is_stated_is_what_moves(tiers: str, split: bool, options: dict[str
         marks.append((Probe(engine).device.copied.written, Probe(engine).device.copied.read))
         up, down = ((after - before) / 4 for before, after in zip(*marks, strict=True))
         report = engine.report()
-        stated = moves([block.spec for unit in engine.units for block in unit.blocks.values()], resident, {})
+        stated = moves(
+            [block.spec for unit in engine.units for block in unit.blocks.values()], resident, {}
+        )
         on_drives = (report.read_per_parameter + report.written_per_parameter) * report.parameters
         largest = max(unit.nbytes for unit in engine.units)
         slack = 0 if resident == 1 else 2 * largest
         assert up == pytest.approx(stated.upload, abs=slack)
         assert down == pytest.approx(stated.download, abs=slack)
         assert on_drives == pytest.approx(stated.nvme, abs=slack, rel=1e-9)
-        assert stated.updates == sum(u.layout.shard_numel for u in engine.units if not u.states.gpu_resident)
+        assert stated.updates == sum(
+            u.layout.shard_numel for u in engine.units if not u.states.gpu_resident
+        )
 
 
 def test_the_longest_says_how_long_a_step_takes() -> None:
     assert Moves(10.0, 6.0, 0.0, 8).seconds(Rates(5.0, 2.0, math.inf, 4.0)) == (2.0, 3.0, 0.0, 2.0)
-    assert Moves(0.0, 0.0, 9.0, 0).seconds(Rates(5.0, 2.0, 0.0, 4.0)) == (0.0, 0.0, 9.0, 0.0), "a full drive gives nothing"
+    assert Moves(0.0, 0.0, 9.0, 0).seconds(Rates(5.0, 2.0, 0.0, 4.0)) == (0.0, 0.0, 9.0, 0.0), (
+        "a full drive gives nothing"
+    )
 
 
 @pytest.mark.usefixtures("discrete")
 @pytest.mark.parametrize("algorithm", ["adam", "adagrad", "lion", "momentum", "sgd"])
 @pytest.mark.parametrize("formats", [{}, {"moment_precision": "int8", "split_master": False}])
 def test_this_machine_is_measured(
-    algorithm: str, formats: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    algorithm: str,
+    formats: dict[str, Any],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With each algorithm and format the engine measures what it needs, says so, and leaves nothing behind."""
+    """With each algorithm and format the engine measures what it needs, says so, and leaves nothing
+    behind."""
     monkeypatch.setattr(sys.modules["infinity.build"], "PROBE_BYTES", 1 << 20)
     kernels: list[str] = []
     real = native.cpu_adam()
     update = lambda *values, **how: (kernels.append(how["isa"]), real.update(*values, **how))  # noqa: E731
-    spied = SimpleNamespace(update=update, Pool=real.Pool, block_bytes=real.block_bytes, best_isa=real.best_isa)
+    spied = SimpleNamespace(
+        update=update, Pool=real.Pool, block_bytes=real.block_bytes, best_isa=real.best_isa
+    )
     monkeypatch.setattr(rates, "native", SimpleNamespace(cpu_adam=lambda: spied))
-    config = configured(tmp_path, gpu_cache="auto", gpu_memory="400KiB", algorithm=algorithm, instruction_set="scalar", **formats)
+    config = configured(
+        tmp_path,
+        gpu_cache="auto",
+        gpu_memory="400KiB",
+        algorithm=algorithm,
+        instruction_set="scalar",
+        **formats,
+    )
     with caplog.at_level(logging.INFO, "infinity"):
         model = infinity.wrap(transformer(), config)
     with infinity.engine(model) as engine:
-        said = [record.getMessage() for record in caplog.records if "; measured: " in record.getMessage()]
+        said = [
+            record.getMessage()
+            for record in caplog.records
+            if "; measured: " in record.getMessage()
+        ]
         assert len(said) == 1 and "of the drives" in said[0] and " 0.0 " not in said[0]
         assert set(kernels) == {"scalar"}
-        assert 0 < engine.report().gpu_resident < sum(b.nbytes for unit in engine.units for b in unit.blocks.values())
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["infinity-states.bin", "infinity.lock"]
+        assert (
+            0
+            < engine.report().gpu_resident
+            < sum(b.nbytes for unit in engine.units for b in unit.blocks.values())
+        )
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            "infinity-states.bin",
+            "infinity.lock",
+        ]
 
 
 @pytest.mark.usefixtures("discrete")
 def test_what_is_in_memory_needs_no_drive(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     states = {"parameters": "cpu", "optimizer": "cpu"}
     with caplog.at_level(logging.INFO, "infinity"):
-        model = infinity.wrap(transformer(), configured(tmp_path, gpu_cache="auto", gpu_memory="400KiB", **states))
+        model = infinity.wrap(
+            transformer(), configured(tmp_path, gpu_cache="auto", gpu_memory="400KiB", **states)
+        )
     infinity.engine(model).close()
-    (said,) = [record.getMessage() for record in caplog.records if "; measured: " in record.getMessage()]
+    (said,) = [
+        record.getMessage() for record in caplog.records if "; measured: " in record.getMessage()
+    ]
     assert "drive" not in said and "inf" not in said
 
 
 def test_nothing_is_copied_to_what_is_in_use_still() -> None:
-    """The memory that is copied to may have been freed by who still has work on it in the queue of his stream."""
+    """The memory that is copied to may have been freed by who still has work on it in the queue of
+    his stream."""
     seen: list[str] = []
 
     class Device(DiscreteDevice):
@@ -257,24 +338,42 @@ class Weights(torch.nn.Module):
     def __init__(self, *dtypes: torch.dtype) -> None:
         super().__init__()
         for number, dtype in enumerate(dtypes):
-            self.register_parameter(f"weight{number}", torch.nn.Parameter(torch.zeros(16384 // dtype.itemsize, dtype=dtype)))
+            self.register_parameter(
+                f"weight{number}",
+                torch.nn.Parameter(torch.zeros(16384 // dtype.itemsize, dtype=dtype)),
+            )
 
 
 @pytest.mark.usefixtures("discrete")
-@pytest.mark.parametrize("last", [(torch.bfloat16,), (torch.bfloat16, torch.float16, torch.float32)])
-def test_auto_works_where_nothing_stays(last: tuple[torch.dtype, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "last", [(torch.bfloat16,), (torch.bfloat16, torch.float16, torch.float32)]
+)
+def test_auto_works_where_nothing_stays(
+    last: tuple[torch.dtype, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where what does not stay is used together, and with as many gradient buffers."""
     build = sys.modules["infinity.build"]
-    monkeypatch.setattr(build, "copies", lambda *_: {"host_to_device": [1e15], "device_to_host": [1e15]})
+    monkeypatch.setattr(
+        build, "copies", lambda *_: {"host_to_device": [1e15], "device_to_host": [1e15]}
+    )
     monkeypatch.setattr(build, "updates", lambda *_, **__: [1.0])
     most = 0
     for pages in range(20, 260, 4):
         buffers = []
         for cache in (0, "auto"):
-            states = {"parameters": "cpu", "optimizer": "cpu", "precision": "auto", "gpu_cache": cache}
-            model = torch.nn.Sequential(*[Weights(torch.bfloat16) for _ in range(6)], Weights(*last))
+            states = {
+                "parameters": "cpu",
+                "optimizer": "cpu",
+                "precision": "auto",
+                "gpu_cache": cache,
+            }
+            model = torch.nn.Sequential(
+                *[Weights(torch.bfloat16) for _ in range(6)], Weights(*last)
+            )
             try:
-                infinity.wrap(model, configured(tmp_path, gpu_memory=pages * PAGE, **states), units=[Weights])
+                infinity.wrap(
+                    model, configured(tmp_path, gpu_memory=pages * PAGE, **states), units=[Weights]
+                )
             except infinity.BudgetError:
                 assert cache == 0, f"{pages} pages are enough without"
                 break
@@ -287,7 +386,8 @@ def test_auto_works_where_nothing_stays(last: tuple[torch.dtype, ...], tmp_path:
 
 
 def test_moves_of_what_comes_and_goes() -> None:
-    """With room for a quarter of the parameters: of the two uses in a step the first finds what the update has put there."""
+    """With room for a quarter of the parameters: of the two uses in a step the first finds what the
+    update has put there."""
     bf16, states = 2 * 4 * PAGE, 2 * 10 * PAGE  # bytes of a unit of two thousand parameters
 
     def of(tier: str, kept: int = 0, frozen: bool = False, **how: Any) -> tuple[float, ...]:
@@ -297,9 +397,15 @@ def test_moves_of_what_comes_and_goes() -> None:
 
     assert of("cpu") == (bf16 / 2 * 1.75, bf16 / 2, 0, 2 * PAGE)
     assert of("cpu", frozen=True) == (bf16 / 2 * 1.5, 0, 0, 0)
-    # Of a split master the old parameter is read, too: from the device where it is there, else from the drive.
+    # Of a split master the old parameter is read, too: from the device where it is there, else from
+    # the drive.
     assert of("nvme") == (bf16 / 2 * 1.75, bf16 / 2 * 1.25, bf16 / 2 * 2.5 + states * 2, 2 * PAGE)
-    assert of("nvme", master=FP32) == (bf16 / 2 * 1.75, bf16 / 2, bf16 / 2 * 1.75 + (states + bf16 / 2) * 2, 2 * PAGE)
+    assert of("nvme", master=FP32) == (
+        bf16 / 2 * 1.75,
+        bf16 / 2,
+        bf16 / 2 * 1.75 + (states + bf16 / 2) * 2,
+        2 * PAGE,
+    )
     assert of("nvme", kept=PAGE)[2] == (bf16 / 2 * 2.5 + states * 2) / 2
     assert of("nvme", frozen=True) == (bf16 / 2 * 1.5, 0, bf16 / 2 * 1.5, 0)
 

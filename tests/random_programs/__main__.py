@@ -1,4 +1,5 @@
-"""`python -m random_programs`: see `many`, which is a module of its own, for other processes cannot import this one."""
+"""`python -m random_programs`: see `many`, which is a module of its own, for other processes cannot
+import this one."""
 
 import sys
 

@@ -16,10 +16,15 @@ from random_programs.players import Plain, Seen, play, run
 from random_programs.recipes import Recipe
 
 PATIENCE = 120
-"""Seconds after which a player that has not ended is taken for one that never will: a hundred times what it needs."""
+"""Seconds after which a player that has not ended is taken for one that never will: a hundred times
+what it needs."""
 
-REFUSED = 'the sum would have another order than in horizontal order; use infinity.accumulate(..., order="horizontal")'
-"""Says an engine of a model whose gradients come in another order than its layers: the program ends there."""
+REFUSED = (
+    "the sum would have another order than in horizontal order; use "
+    'infinity.accumulate(..., order="horizontal")'
+)
+"""Says an engine of a model whose gradients come in another order than its layers: the program ends
+there."""
 LEAST = 2.0**-100
 """What is smaller may come from subnormal numbers, which begin at 2**-126."""
 
@@ -72,15 +77,24 @@ def difference(recipe: Recipe) -> Difference | None:
             seen = seen[:-1]
             compared = expected[: len(seen)]
         for one, other in itertools.zip_longest(compared, seen):
-            if one is None or other is None or one[:2] != other[:2] or not _equal(one.value, other.value, scaled):
-                what = "error" if other is None or other.what in ("error", "raised") else other.what.partition(" ")[0]
+            if (
+                one is None
+                or other is None
+                or one[:2] != other[:2]
+                or not _equal(one.value, other.value, scaled)
+            ):
+                what = (
+                    "error"
+                    if other is None or other.what in ("error", "raised")
+                    else other.what.partition(" ")[0]
+                )
                 return Difference(placement, what, f"expected {_words(one)}, seen {_words(other)}")
     return None
 
 
 def _equal(one: Any, other: Any, scaled: bool) -> bool:
-    """Bit for bit, but for what a NaN is made of, and where the loss is `scaled` for subnormal numbers: those are rounded to
-    another place than in a backward without a scale."""
+    """Bit for bit, but for what a NaN is made of, and where the loss is `scaled` for subnormal
+    numbers: those are rounded to another place than in a backward without a scale."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return type(one) is type(other) and one == other
     if one.dtype != other.dtype or one.shape != other.shape:

@@ -1,4 +1,5 @@
-"""Many random programs, in some processes, with a summary, and for what differs a recipe that shows it again."""
+"""Many random programs, in some processes, with a summary, and for what differs a recipe that shows
+it again."""
 
 from __future__ import annotations
 
@@ -18,14 +19,17 @@ from random_programs.comparing import Difference, difference
 from random_programs.recipes import Recipe, programs
 
 EACH = 20
-"""Programs of one seed: ten that hypothesis draws anew, then changed ones. It stops at the first that differs, and shrinks it."""
+"""Programs of one seed: ten that hypothesis draws anew, then changed ones. It stops at the first
+that differs, and shrinks it."""
 
 
 def main() -> int:
     """Run the programs that the command line says; returns how many seeds found a difference."""
     parser = argparse.ArgumentParser(prog="random_programs", description=__doc__)
     parser.add_argument("--programs", type=int, default=5000, help="how many")
-    parser.add_argument("--first", type=int, default=1000, help="the first seed; each draws 20 programs")
+    parser.add_argument(
+        "--first", type=int, default=1000, help="the first seed; each draws 20 programs"
+    )
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     begin = time.monotonic()
@@ -42,8 +46,14 @@ def main() -> int:
                 differing += 1
                 print(f"seed {seed}: {found}", flush=True)
             if done % 20 == 0:
-                print(f"{ran} programs, {differing} seeds differ, {time.monotonic() - begin:.0f} s", flush=True)
-    print(f"{ran} programs of seeds from {options.first} on: {differing} seeds differ, {time.monotonic() - begin:.0f} s")
+                print(
+                    f"{ran} programs, {differing} seeds differ, {time.monotonic() - begin:.0f} s",
+                    flush=True,
+                )
+    print(
+        f"{ran} programs of seeds from {options.first} on: {differing} seeds differ, "
+        f"{time.monotonic() - begin:.0f} s"
+    )
     return differing
 
 
@@ -54,14 +64,18 @@ def _job(job: tuple[int, int]) -> tuple[int, int, str | None]:
 
 
 class Differs(Exception):
-    """A program sees something else on a placement than in plain PyTorch. The text has the program, to be pasted."""
+    """A program sees something else on a placement than in plain PyTorch. The text has the program,
+    to be pasted."""
 
     def __init__(self, recipe: Recipe, found: Difference) -> None:
-        super().__init__(f"in {recipe.placements}: {found.text}\nit shows in\n\n    difference({recipe!r})\n")
+        super().__init__(
+            f"in {recipe.placements}: {found.text}\nit shows in\n\n    difference({recipe!r})\n"
+        )
 
 
 def run(seed: int, count: int) -> tuple[int, str | None]:
-    """Run `count` programs. Returns how many were run before one differed, and the smallest one that differs in the same."""
+    """Run `count` programs. Returns how many were run before one differed, and the smallest one
+    that differs in the same."""
     ran = 0
     first: Difference | None = None
     last: Differs | None = None
@@ -70,7 +84,9 @@ def run(seed: int, count: int) -> tuple[int, str | None]:
         nonlocal ran, first, last
         if first is None:
             ran += 1
-        elif recipe.training.moments == "fp32":  # what is compared with plain PyTorch needs no other placement
+        elif (
+            recipe.training.moments == "fp32"
+        ):  # what is compared with plain PyTorch needs no other placement
             recipe = dataclasses.replace(recipe, placements=(first.placement,))
         found = difference(recipe)
         if found is None or (first is not None and found.what != first.what):

@@ -68,7 +68,9 @@ class Mlp(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.layers = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width, bias=False))
+        self.layers = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width, bias=False)
+        )
 
     def forward(self, x: torch.Tensor) -> Any:
         return x + self.layers(self.norm(x))
@@ -228,17 +230,32 @@ class Int8(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.rand(width) * 0.01)
-        self.weight = nn.Parameter(torch.randint(-99, 99, (width, width), dtype=torch.int8), requires_grad=False)
+        self.weight = nn.Parameter(
+            torch.randint(-99, 99, (width, width), dtype=torch.int8), requires_grad=False
+        )
 
     def forward(self, x: torch.Tensor) -> Any:
         return x + (x @ self.weight.to(x.dtype)) * self.scale
 
 
 KINDS: dict[str, Callable[[int], nn.Module]] = {
-    "linear": Residual, "norm": nn.LayerNorm, "mlp": Mlp, "bias": Bias, "gate": Gate, "dropout": Dropout, "view": View,
-    "weight_norm": WeightNorm, "function": Function, "dict": Dict, "dataclass": Dataclass, "tuple": Tuple, "borrow": Borrow,
-    "buffer": Buffer, "scalar": Scalar, "int8": Int8,
-}  # fmt: skip
+    "linear": Residual,
+    "norm": nn.LayerNorm,
+    "mlp": Mlp,
+    "bias": Bias,
+    "gate": Gate,
+    "dropout": Dropout,
+    "view": View,
+    "weight_norm": WeightNorm,
+    "function": Function,
+    "dict": Dict,
+    "dataclass": Dataclass,
+    "tuple": Tuple,
+    "borrow": Borrow,
+    "buffer": Buffer,
+    "scalar": Scalar,
+    "int8": Int8,
+}
 
 
 def hidden(output: Any) -> torch.Tensor:
@@ -278,12 +295,20 @@ class Net(nn.Module):
                 module.requires_grad_(False)
         inside = {number for group in recipe.groups for number in group}
         self.embedding = nn.Embedding(VOCABULARY, width) if recipe.tokens else None
-        self.groups = nn.ModuleList(Group([blocks[number] for number in group]) for group in recipe.groups)
-        self.blocks = nn.ModuleDict({f"block{n}": block for n, block in enumerate(blocks) if n not in inside})
+        self.groups = nn.ModuleList(
+            Group([blocks[number] for number in group]) for group in recipe.groups
+        )
+        self.blocks = nn.ModuleDict(
+            {f"block{n}": block for n, block in enumerate(blocks) if n not in inside}
+        )
         self.head = nn.Linear(width, VOCABULARY if recipe.tokens else width, bias=False)
         if self.embedding is not None:
             self.head.weight = self.embedding.weight
-        places = {number: (g, at) for g, group in enumerate(recipe.groups) for at, number in enumerate(group)}
+        places = {
+            number: (g, at)
+            for g, group in enumerate(recipe.groups)
+            for at, number in enumerate(group)
+        }
         self._places = [places.get(number) for number in range(len(blocks))]
 
     def block(self, number: int) -> nn.Module:
@@ -291,7 +316,11 @@ class Net(nn.Module):
         if number < 0:
             return self.groups[-1 - number]
         place = self._places[number]
-        return self.blocks[f"block{number}"] if place is None else self.groups[place[0]].blocks[place[1]]
+        return (
+            self.blocks[f"block{number}"]
+            if place is None
+            else self.groups[place[0]].blocks[place[1]]
+        )
 
     def forward(self, batch: torch.Tensor, run: Pass) -> torch.Tensor:
         x = batch if self.embedding is None else self.embedding(batch)
@@ -307,7 +336,9 @@ class Net(nn.Module):
                 if run.calls == run.at and run.where == "backward" and x.requires_grad:
                     x = Trip.apply(x, run.fault)
             elif step[0] == "checkpoint":
-                x = checkpoint(functools.partial(self._walk, step[2], run), x, use_reentrant=step[1])
+                x = checkpoint(
+                    functools.partial(self._walk, step[2], run), x, use_reentrant=step[1]
+                )
             elif (run.batch + step[1]) % 2:
                 x = self._walk(step[2], run, x)
         return x
@@ -334,12 +365,16 @@ def batch_of(recipe: Model, number: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 + number)
     if recipe.tokens:
         return torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
-    return torch.randn(ROWS, LENGTH, recipe.width, generator=generator).to(getattr(torch, recipe.dtype))
+    return torch.randn(ROWS, LENGTH, recipe.width, generator=generator).to(
+        getattr(torch, recipe.dtype)
+    )
 
 
 def loss_of(recipe: Model, outputs: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     """The loss in fp32."""
     outputs = outputs.float()
     if recipe.tokens:
-        return functional.cross_entropy(outputs.flatten(0, 1), (batch.flatten() * 3 + 1) % VOCABULARY)
+        return functional.cross_entropy(
+            outputs.flatten(0, 1), (batch.flatten() * 3 + 1) % VOCABULARY
+        )
     return (outputs - 0.5).square().mean()

@@ -20,8 +20,9 @@ from infinity.tiers.resident import Residency
 
 
 class Mutation(NamedTuple):
-    """`owner`'s attribute `name` becomes what `change` makes of it. Of the programs of `test_random_programs`, number `found_by`
-    sees that: always, or most times where it depends on threads."""
+    """`owner`'s attribute `name` becomes what `change` makes of it. Of the programs of
+    `test_random_programs`, number `found_by` sees that: always, or most times where it depends on
+    threads."""
 
     breaks: str
     owner: Any
@@ -55,7 +56,9 @@ def _norm_without_the_first_unit(real: Any) -> Any:
 def _one_moment_does_not_flip(real: Any) -> Any:
     def end_update(self: Any, blocks: Any) -> None:
         blocks = list(blocks)
-        real(self, [block for block in blocks if block.kind is not Kind.EXP_AVG or not block.written])
+        real(
+            self, [block for block in blocks if block.kind is not Kind.EXP_AVG or not block.written]
+        )
 
     return end_update
 
@@ -129,27 +132,109 @@ def _all_uses_end(real: Any) -> Any:
 
 def _pins_are_ignored(real: Any) -> Any:
     def next_use_of(self: Any, owner: Any) -> Any:
-        return self._listeners.next_use(owner.unit) if isinstance(owner, Block) and not owner.copy.copying else None
+        return (
+            self._listeners.next_use(owner.unit)
+            if isinstance(owner, Block) and not owner.copy.copying
+            else None
+        )
 
     return next_use_of
 
 
 MUTATIONS = (
     Mutation("zero_grad forgets nothing", gradients.Gradients, "clear", _nothing, 0),
-    Mutation("the kernels do not see the clip factor, nor the loss scale", kernels.Kernels, "update", _unclipped, 3),
-    Mutation("the first unit is not in the norm", norm, "squared_gradient_norm", _norm_without_the_first_unit, 2),
-    Mutation("the first moment reads its old extent after an update", Residency, "end_update", _one_moment_does_not_flip, 0),
-    Mutation("a speculative update is kept whatever the step asks for", job.UnitUpdate, "__eq__", _always, 5),
-    Mutation("another gradient does not roll a speculative update back", Unit, "rollback", _nothing, 2),
-    Mutation("what a speculative update put in place is not rolled back", Residency, "rollback", _nothing, 3),
-    Mutation("a second gradient replaces the first one", gradients.Gradients, "add", _gradient_replaces, 2),
-    Mutation("parameters without a gradient are updated, too", optimizer, "segments_of", _everything_is_updated, 3),
-    Mutation("a load forgets the number of updates", optimizer.Optimizer, "load_header", _steps_are_forgotten, 6),
-    Mutation("a saved view begins at the first parameter", packing.Packer, "locate", _views_begin_at_the_unit, 3),
-    Mutation("the low bits of a master are lost when it is read", codec, "decode_master", _low_bits_are_lost, 17),
-    Mutation("copies stay as they were before an update", Residency, "begin_update", _old_copies_stay, 0),
-    Mutation("an activation comes back from a neighbour's place", OffloadedTensor, "unpack", _another_activation, 3),
-    Mutation("what a checkpoint recomputes may leave at once", execution.Execution, "sweep", _all_uses_end, 35),
+    Mutation(
+        "the kernels do not see the clip factor, nor the loss scale",
+        kernels.Kernels,
+        "update",
+        _unclipped,
+        3,
+    ),
+    Mutation(
+        "the first unit is not in the norm",
+        norm,
+        "squared_gradient_norm",
+        _norm_without_the_first_unit,
+        2,
+    ),
+    Mutation(
+        "the first moment reads its old extent after an update",
+        Residency,
+        "end_update",
+        _one_moment_does_not_flip,
+        0,
+    ),
+    Mutation(
+        "a speculative update is kept whatever the step asks for",
+        job.UnitUpdate,
+        "__eq__",
+        _always,
+        5,
+    ),
+    Mutation(
+        "another gradient does not roll a speculative update back", Unit, "rollback", _nothing, 2
+    ),
+    Mutation(
+        "what a speculative update put in place is not rolled back",
+        Residency,
+        "rollback",
+        _nothing,
+        3,
+    ),
+    Mutation(
+        "a second gradient replaces the first one",
+        gradients.Gradients,
+        "add",
+        _gradient_replaces,
+        2,
+    ),
+    Mutation(
+        "parameters without a gradient are updated, too",
+        optimizer,
+        "segments_of",
+        _everything_is_updated,
+        3,
+    ),
+    Mutation(
+        "a load forgets the number of updates",
+        optimizer.Optimizer,
+        "load_header",
+        _steps_are_forgotten,
+        6,
+    ),
+    Mutation(
+        "a saved view begins at the first parameter",
+        packing.Packer,
+        "locate",
+        _views_begin_at_the_unit,
+        3,
+    ),
+    Mutation(
+        "the low bits of a master are lost when it is read",
+        codec,
+        "decode_master",
+        _low_bits_are_lost,
+        17,
+    ),
+    Mutation(
+        "copies stay as they were before an update", Residency, "begin_update", _old_copies_stay, 0
+    ),
+    Mutation(
+        "an activation comes back from a neighbour's place",
+        OffloadedTensor,
+        "unpack",
+        _another_activation,
+        3,
+    ),
+    Mutation(
+        "what a checkpoint recomputes may leave at once",
+        execution.Execution,
+        "sweep",
+        _all_uses_end,
+        35,
+    ),
     Mutation("a copy that is in use is evicted", Residency, "_next_use_of", _pins_are_ignored, 1),
-    Mutation("what gathered(write=True) leaves is not written", gathered, "_write_back", _nothing, 2),
+    Mutation(
+        "what gathered(write=True) leaves is not written", gathered, "_write_back", _nothing, 2
+    ),
 )

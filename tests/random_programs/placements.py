@@ -18,7 +18,8 @@ MUCH = 1 << 26
 
 
 class Placement(NamedTuple):
-    """`gpu` and `cpu` are how much memory there is: so many times the smallest that works, or all (0)."""
+    """`gpu` and `cpu` are how much memory there is: so many times the smallest that works, or all
+    (0)."""
 
     gpu: int
     cpu: int
@@ -32,13 +33,19 @@ PLACEMENTS = {
     "nvme two units": Placement(2, 1, {"cache": 0, "update": "exact"}),
     "nvme cached": Placement(0, 2, {"gradients": "nvme"}),
     "cpu": Placement(1, 0, HOST),
-    "gpu": Placement(0, 0, {"parameters": "gpu", "optimizer": "gpu", "gradients": "gpu", "nvme": []}),
+    "gpu": Placement(
+        0, 0, {"parameters": "gpu", "optimizer": "gpu", "gradients": "gpu", "nvme": []}
+    ),
     "mixed": Placement(2, 1, {"parameters": "cpu", "gradients": "nvme", "cache": 0}),
     "speculative": Placement(1, 0, {"update": "speculative"}),
-    "posix": Placement(1, 1, {"io_engine": "posix", "update": "speculative", "cache": 0, "split_master": False}),
+    "posix": Placement(
+        1, 1, {"io_engine": "posix", "update": "speculative", "cache": 0, "split_master": False}
+    ),
     "activations": Placement(1, 0, {"activations": "nvme", "activation_memory": 1 << 14}),
     "gpu cache": Placement(0, 0, {"gpu_cache": 1 << 14}),
-    "discrete": Placement(1, 1, {"cache": 0, "gpu_cache": 0, "update": "speculative"}, discrete=True),
+    "discrete": Placement(
+        1, 1, {"cache": 0, "gpu_cache": 0, "update": "speculative"}, discrete=True
+    ),
     "plain update": Placement(1, 0, HOST | {"update": "plain", "instruction_set": "scalar"}),
 }
 
@@ -56,19 +63,38 @@ def _device(placement: Placement) -> Iterator[None]:
         names["ComputeDevice"] = before
 
 
-def wrap(model: modules.Net, name: str, directory: Path, algorithm: str, moments: str, least: int) -> infinity.Engine:
-    """Wrap the model in the placement of that name, with its states in `directory`, and `least` bytes of gpu_memory or more."""
+def wrap(
+    model: modules.Net, name: str, directory: Path, algorithm: str, moments: str, least: int
+) -> infinity.Engine:
+    """Wrap the model in the placement of that name, with its states in `directory`, and `least`
+    bytes of gpu_memory or more."""
     placement = PLACEMENTS[name]
-    budgets = {"gpu_memory": 1 if placement.gpu else MUCH, "cpu_memory": 1 if placement.cpu else MUCH}
+    budgets = {
+        "gpu_memory": 1 if placement.gpu else MUCH,
+        "cpu_memory": 1 if placement.cpu else MUCH,
+    }
     factors = {"gpu_memory": placement.gpu, "cpu_memory": placement.cpu}
-    always = {"nvme": [directory], "device": "cpu", "threads": 1, "algorithm": algorithm, "moment_precision": moments}
+    always = {
+        "nvme": [directory],
+        "device": "cpu",
+        "threads": 1,
+        "algorithm": algorithm,
+        "moment_precision": moments,
+    }
     with _device(placement):
         while True:
             try:
-                infinity.wrap(model, config_of(**(always | budgets | placement.options)), units=modules.units_of(model))
+                infinity.wrap(
+                    model,
+                    config_of(**(always | budgets | placement.options)),
+                    units=modules.units_of(model),
+                )
                 return infinity.engine(model)
             except infinity.BudgetError as error:
                 found = re.search(r"smallest (\w+) that works is (\d+)", str(error))
                 if found is None or int(found[2]) <= budgets[found[1]]:
                     raise
-                budgets[found[1]] = max(int(found[2]) * max(factors[found[1]], 1), least if found[1] == "gpu_memory" else 0)
+                budgets[found[1]] = max(
+                    int(found[2]) * max(factors[found[1]], 1),
+                    least if found[1] == "gpu_memory" else 0,
+                )

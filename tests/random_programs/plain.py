@@ -1,6 +1,7 @@
 """The update rules in plain torch operations, bit for bit those of `native/cpu_adam/rules.h`.
 
-Each scalar is computed in double precision and rounded once to fp32; each tensor operation is rounded on its own.
+Each scalar is computed in double precision and rounded once to fp32; each tensor operation is
+rounded on its own.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from support.models import rounded
 BETAS = {"adam": (0.9, 0.999), "adamw": (0.9, 0.999), "lion": (0.9, 0.99)}
 EPSILON = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10}
 STATES = {
-    "adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum",), "lion": ("exp_avg",),
-    "momentum": ("momentum_buffer",), "sgd": (),
-}  # fmt: skip
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adagrad": ("sum",),
+    "lion": ("exp_avg",),
+    "momentum": ("momentum_buffer",),
+    "sgd": (),
+}
 MOMENTUM = 0.9
 
 
@@ -28,14 +33,18 @@ def _single(value: float) -> torch.Tensor:
 
 
 def _root(values: torch.Tensor) -> torch.Tensor:
-    """torch takes the fp32 root from MKL, which may be off by one place; this one is correctly rounded."""
+    """torch takes the fp32 root from MKL, which may be off by one place; this one is correctly
+    rounded."""
     return values.double().sqrt().float()
 
 
 class Rule(torch.optim.Optimizer):
-    """An optimizer with fp32 masters. A clip factor reaches a gradient when that is clipped again, or added to: see `apply`."""
+    """An optimizer with fp32 masters. A clip factor reaches a gradient when that is clipped again,
+    or added to: see `apply`."""
 
-    def __init__(self, groups: list[dict[str, Any]], rule: str, max_grad_norm: float | None, watches: bool) -> None:
+    def __init__(
+        self, groups: list[dict[str, Any]], rule: str, max_grad_norm: float | None, watches: bool
+    ) -> None:
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
         self._rule, self._max_grad_norm, self._watches = rule, max_grad_norm, watches
         self._clips: dict[torch.Tensor, float] = {}
@@ -50,7 +59,9 @@ class Rule(torch.optim.Optimizer):
 
     def _norm(self) -> float:
         used = [p for p in self._all() if p.grad is not None]
-        return math.sqrt(sum(self._clips.get(p, 1.0) ** 2 * p.grad.double().square().sum().item() for p in used))
+        return math.sqrt(
+            sum(self._clips.get(p, 1.0) ** 2 * p.grad.double().square().sum().item() for p in used)
+        )
 
     def apply(self) -> None:
         """Multiply the clip factors into the gradients, in their dtype."""
@@ -108,37 +119,50 @@ class Rule(torch.optim.Optimizer):
             state["master"] = w
         p.copy_(rounded(w, p.dtype))
 
-    def _adam(self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float) -> torch.Tensor:
+    def _adam(
+        self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float
+    ) -> torch.Tensor:
         beta1, beta2 = BETAS["adam"]
         step = state["step"]
         state["exp_avg"] = _single(beta1) * state["exp_avg"] + _single(1 - beta1) * g
         state["exp_avg_sq"] = _single(beta2) * state["exp_avg_sq"] + (_single(1 - beta2) * g) * g
-        d = _root(state["exp_avg_sq"]) / _single((1 - beta2**step) ** 0.5) + _single(EPSILON["adam"])
+        d = _root(state["exp_avg_sq"]) / _single((1 - beta2**step) ** 0.5) + _single(
+            EPSILON["adam"]
+        )
         return w - _single(lr / (1 - beta1**step)) * (state["exp_avg"] / d)
 
     _adamw = _adam
 
-    def _adagrad(self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float) -> torch.Tensor:
+    def _adagrad(
+        self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float
+    ) -> torch.Tensor:
         state["sum"] = state["sum"] + g * g
         return w - _single(lr) * (g / (_root(state["sum"]) + _single(EPSILON["adagrad"])))
 
-    def _lion(self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float) -> torch.Tensor:
+    def _lion(
+        self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float
+    ) -> torch.Tensor:
         beta1, beta2 = BETAS["lion"]
         u = _single(beta1) * state["exp_avg"] + _single(1 - beta1) * g
         state["exp_avg"] = _single(beta2) * state["exp_avg"] + _single(1 - beta2) * g
         return w - _single(lr) * u.sign()
 
-    def _sgd(self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float) -> torch.Tensor:
+    def _sgd(
+        self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float
+    ) -> torch.Tensor:
         return w - _single(lr) * g
 
-    def _momentum(self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float) -> torch.Tensor:
+    def _momentum(
+        self, w: torch.Tensor, g: torch.Tensor, state: dict[str, Any], lr: float
+    ) -> torch.Tensor:
         before = state["momentum_buffer"]
         m = g if state["step"] == 1 else _single(MOMENTUM) * before + _single(1.0) * g
         state["momentum_buffer"] = m
         return w - _single(lr) * (g + _single(MOMENTUM) * m)
 
     def follow(self, parameter: torch.Tensor, before: torch.Tensor) -> None:
-        """The parameter was written by hand: the master of each element that changed is its new value."""
+        """The parameter was written by hand: the master of each element that changed is its new
+        value."""
         master = self.state[parameter].get("master") if parameter in self.state else None
         if master is not None:
             now = parameter.detach()
@@ -157,7 +181,9 @@ class Rule(torch.optim.Optimizer):
 
     def saved(self) -> Any:
         """What `take` takes."""
-        return copy.deepcopy([(dict(self.state.get(p, {}))) for p in self._all()]), [g["lr"] for g in self.param_groups]
+        return copy.deepcopy([(dict(self.state.get(p, {}))) for p in self._all()]), [
+            g["lr"] for g in self.param_groups
+        ]
 
     def take(self, saved: Any) -> None:
         """Go on where `saved` was called."""

@@ -1,4 +1,5 @@
-"""Run a program: plainly, or on a placement. What a player saw is a list that can be compared with another's."""
+"""Run a program: plainly, or on a placement. What a player saw is a list that can be compared with
+another's."""
 
 from __future__ import annotations
 
@@ -26,9 +27,13 @@ from random_programs.recipes import Recipe
 ALGORITHMS = {"adamw": "adam"}
 """The values of `Config.algorithm` that are not called like the rule."""
 RULES: dict[str, Callable[..., infinity.Optimizer]] = {
-    "adamw": infinity.AdamW, "adam": infinity.Adam, "adagrad": infinity.Adagrad, "lion": infinity.Lion, "sgd": infinity.SGD,
+    "adamw": infinity.AdamW,
+    "adam": infinity.Adam,
+    "adagrad": infinity.Adagrad,
+    "lion": infinity.Lion,
+    "sgd": infinity.SGD,
     "momentum": infinity.SGD,
-}  # fmt: skip
+}
 
 
 class Seen(NamedTuple):
@@ -48,7 +53,8 @@ class Raised:
 
 
 class Player:
-    """Runs the operations of a program. What differs between plain PyTorch and the engine is left to subclasses."""
+    """Runs the operations of a program. What differs between plain PyTorch and the engine is left
+    to subclasses."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -73,12 +79,18 @@ class Player:
         training = self.recipe.training
         groups = [[p for _, p in self.parameters]]
         if training.groups == 2:
-            flat, rest = [p for p in groups[0] if p.dim() < 2], [p for p in groups[0] if p.dim() >= 2]
+            flat, rest = (
+                [p for p in groups[0] if p.dim() < 2],
+                [p for p in groups[0] if p.dim() >= 2],
+            )
             groups = [group for group in (rest, flat) if group]
         rates = (training.lr, training.lr / 2)
         decays = (training.weight_decay, 0.0)
         self.optimizer = self.make_optimizer(
-            [{"params": g, "lr": lr, "weight_decay": decay} for g, lr, decay in zip(groups, rates, decays, strict=False)]
+            [
+                {"params": g, "lr": lr, "weight_decay": decay}
+                for g, lr, decay in zip(groups, rates, decays, strict=False)
+            ]
         )
 
     def play(self) -> list[Seen]:
@@ -96,7 +108,13 @@ class Player:
         return self.seen
 
     def _failed(self, error: BaseException) -> None:
-        self.see("raised", Raised("RuntimeError" if isinstance(error, RuntimeError) else type(error).__name__, str(error)))
+        self.see(
+            "raised",
+            Raised(
+                "RuntimeError" if isinstance(error, RuntimeError) else type(error).__name__,
+                str(error),
+            ),
+        )
         self.graphs.clear()
         self.fault = None
         if isinstance(error, RuntimeError):  # of torch, which does not say how far a backward came
@@ -104,7 +122,11 @@ class Player:
 
     def see(self, what: str, value: Any) -> None:
         """Note what was seen."""
-        self.seen.append(Seen(self.at, what, value.detach().clone() if isinstance(value, torch.Tensor) else value))
+        self.seen.append(
+            Seen(
+                self.at, what, value.detach().clone() if isinstance(value, torch.Tensor) else value
+            )
+        )
 
     def close(self) -> None:
         """End everything."""
@@ -166,7 +188,8 @@ class Player:
             self.model.train()
 
     def op_fault(self, where: str, at: int, kind: str) -> None:
-        """Let the next forward, or its backward, fail at its block call number `at`, if it has so many."""
+        """Let the next forward, or its backward, fail at its block call number `at`, if it has so
+        many."""
         self.fault = where, at, Interrupt if kind == "interrupt" else Fault
 
     def op_evaluate(self, batch: int, mode: str) -> None:
@@ -190,10 +213,13 @@ class Player:
         self.model.train()
 
     def op_submodule(self, number: int, batch: int, train: bool) -> None:
-        """Call one block alone; not one that uses the parameters of a unit of which it knows nothing."""
+        """Call one block alone; not one that uses the parameters of a unit of which it knows
+        nothing."""
         model = self.recipe.model
         number %= len(model.blocks)
-        if model.blocks[number].kind in ("borrow", "view") or any(number in group for group in model.groups):
+        if model.blocks[number].kind in ("borrow", "view") or any(
+            number in group for group in model.groups
+        ):
             return
         generator = torch.Generator().manual_seed(batch)
         data = torch.randn(2, 3, model.width, generator=generator).to(getattr(torch, model.dtype))
@@ -256,7 +282,8 @@ class Player:
                 self.see(f"read {name}", tensor)
 
     def op_write(self, number: int, factor: float, fails: bool = False) -> None:
-        """Multiply a part of a parameter by a factor; what was written stays also when the block `fails`."""
+        """Multiply a part of a parameter by a factor; what was written stays also when the block
+        `fails`."""
         self.graphs.clear()
         parameter = self.parameters[number % len(self.parameters)][1]
         with self.gathered(parameter, write=True), torch.no_grad():
@@ -414,7 +441,12 @@ class Wrapped(Player):
         directory.mkdir(parents=True)
         rule = self.recipe.training.rule
         self.engine = placements.wrap(
-            self.model, place, directory, ALGORITHMS.get(rule, rule), self.recipe.training.moments, self._least
+            self.model,
+            place,
+            directory,
+            ALGORITHMS.get(rule, rule),
+            self.recipe.training.moments,
+            self._least,
         )
 
     def close(self) -> None:
@@ -425,8 +457,14 @@ class Wrapped(Player):
     def make_optimizer(self, groups: list[dict[str, Any]]) -> infinity.Optimizer:
         training = self.recipe.training
         options = {"momentum": 0.9, "nesterov": True} if training.rule == "momentum" else {}
-        scaler = None if training.loss_scale is None else infinity.LossScaler(training.loss_scale, window=2)
-        return RULES[training.rule](groups, max_grad_norm=training.max_grad_norm, loss_scaler=scaler, **options)
+        scaler = (
+            None
+            if training.loss_scale is None
+            else infinity.LossScaler(training.loss_scale, window=2)
+        )
+        return RULES[training.rule](
+            groups, max_grad_norm=training.max_grad_norm, loss_scaler=scaler, **options
+        )
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return self.optimizer.scale(loss)
@@ -474,8 +512,13 @@ class Wrapped(Player):
         self.engine.load_checkpoint(self._directory / "checkpoint", self.optimizer)
 
     def again(self, offset: int, moves: bool) -> None:
-        weights, states = (None, None) if moves else (self.engine.state_dict(), self.optimizer.state_dict())
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        weights, states = (
+            (None, None) if moves else (self.engine.state_dict(), self.optimizer.state_dict())
+        )
+        options = [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
         self.engine.close()
         names = self.recipe.placements
         self.model = modules.build(self.recipe.model)
@@ -496,12 +539,15 @@ class Wrapped(Player):
 
 
 def run(make: Callable[[], Player]) -> list[Seen]:
-    """What a player sees, from its making to its end. An error that no program may see is the last thing.
+    """What a player sees, from its making to its end. An error that no program may see is the last
+    thing.
 
-    Raises `BudgetError` when a checkpoint spans more units than the budget has room for, which no `wrap` can know.
+    Raises `BudgetError` when a checkpoint spans more units than the budget has room for, which no
+    `wrap` can know.
     """
     torch.set_num_threads(1)
-    with warnings.catch_warnings(), mock.patch.object(saved_tensors, "LEAST_BYTES", 0):  # also what is small is moved
+    # also what is small is moved
+    with warnings.catch_warnings(), mock.patch.object(saved_tensors, "LEAST_BYTES", 0):
         warnings.simplefilter("ignore")
         player = None
         seen: list[Seen] = []
@@ -512,7 +558,9 @@ def run(make: Callable[[], Player]) -> list[Seen]:
         except infinity.BudgetError:
             raise
         except Exception as error:
-            seen.append(Seen(player.at if player else -1, "error", f"{type(error).__name__}: {error}"))
+            seen.append(
+                Seen(player.at if player else -1, "error", f"{type(error).__name__}: {error}")
+            )
         finally:
             if player is not None:
                 player.close()
@@ -529,4 +577,5 @@ def play(recipe: Recipe, placement: str, directory: Path) -> list[Seen]:
             found = re.search(r"gpu_memory=(\d+) \(.* is enough", str(error))
             if found is None:
                 return [Seen(-1, "error", str(error))]
-            least = max(int(found[1]), 2 * least)  # enough for what was in use then; more may be later
+            # enough for what was in use then; more may be later
+            least = max(int(found[1]), 2 * least)

@@ -1,7 +1,9 @@
-"""What a random program is, as plain data that can be pasted into a test, and the hypothesis strategy that draws one.
+"""What a random program is, as plain data that can be pasted into a test, and the hypothesis
+strategy that draws one.
 
-An operation is a tuple: its name and its arguments, see the methods `op_*` of `players.Player`. Every operation can follow
-every other one, and does nothing where it has no object; so any part of a program is a program.
+An operation is a tuple: its name and its arguments, see the methods `op_*` of `players.Player`.
+Every operation can follow every other one, and does nothing where it has no object; so any part of
+a program is a program.
 """
 
 from __future__ import annotations
@@ -15,20 +17,47 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 Operation = tuple[Any, ...]
 
 KINDS = (
-    "linear", "linear", "norm", "mlp", "mlp", "bias", "gate", "dropout", "weight_norm", "function", "dict", "dataclass", "tuple",
-    "view", "borrow", "buffer", "scalar", "int8",
-)  # fmt: skip
+    "linear",
+    "linear",
+    "norm",
+    "mlp",
+    "mlp",
+    "bias",
+    "gate",
+    "dropout",
+    "weight_norm",
+    "function",
+    "dict",
+    "dataclass",
+    "tuple",
+    "view",
+    "borrow",
+    "buffer",
+    "scalar",
+    "int8",
+)
 PLACEMENTS = (
-    "nvme smallest", "nvme two units", "nvme cached", "cpu", "gpu", "mixed", "speculative", "posix", "activations", "gpu cache",
-    "discrete", "plain update",
-)  # fmt: skip
+    "nvme smallest",
+    "nvme two units",
+    "nvme cached",
+    "cpu",
+    "gpu",
+    "mixed",
+    "speculative",
+    "posix",
+    "activations",
+    "gpu cache",
+    "discrete",
+    "plain update",
+)
 EACH = 7
 """How many placements run a program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A module of the model, of a class of `modules.KINDS`; the parameters of a frozen one are never trained."""
+    """A module of the model, of a class of `modules.KINDS`; the parameters of a frozen one are
+    never trained."""
 
     kind: str
     frozen: bool = False
@@ -36,11 +65,13 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A model that takes (2, 3, width) numbers, or (2, 3) tokens, through the blocks in the order of `path`.
+    """A model that takes (2, 3, width) numbers, or (2, 3) tokens, through the blocks in the order
+    of `path`.
 
-    A step of the path is the number of a block; -1 - G for all blocks of group G; ("checkpoint", reentrant, steps); or
-    ("skip", phase, steps), whose steps are left out in every second batch. `groups` are blocks that one module holds, `tied`
-    pairs of linear blocks with one weight. `units` is given to `wrap`: "auto", "blocks", "leaves" or "groups".
+    A step of the path is the number of a block; -1 - G for all blocks of group G; ("checkpoint",
+    reentrant, steps); or ("skip", phase, steps), whose steps are left out in every second batch.
+    `groups` are blocks that one module holds, `tied` pairs of linear blocks with one weight.
+    `units` is given to `wrap`: "auto", "blocks", "leaves" or "groups".
     """
 
     blocks: tuple[Block, ...]
@@ -95,7 +126,9 @@ def programs(draw: DrawFn) -> Recipe:
     phrases = draw(st.lists(_PHRASES, min_size=2, max_size=6))
     program = [operation for phrase in phrases for operation in phrase]
     program.append(("look", draw(st.sampled_from(("weights", "states")))))
-    placements = draw(st.lists(st.sampled_from(PLACEMENTS), min_size=EACH, max_size=EACH, unique=True))
+    placements = draw(
+        st.lists(st.sampled_from(PLACEMENTS), min_size=EACH, max_size=EACH, unique=True)
+    )
     return Recipe(model, tuple(program), training, tuple(sorted(placements)))
 
 
@@ -146,7 +179,8 @@ def models(draw: DrawFn) -> Model:
 
 @st.composite
 def _varied(draw: DrawFn, path: list[Any]) -> list[Any]:
-    """The path with a step more, or with some of its steps in a checkpoint, or left out at times."""
+    """The path with a step more, or with some of its steps in a checkpoint, or left out at
+    times."""
     change = draw(st.sampled_from(("again",) * 3 + ("checkpoint",) * 5 + ("skip",)))
     if change == "again":  # a module that is used twice
         step = draw(st.sampled_from(path))
@@ -212,13 +246,24 @@ def _clip(draw: DrawFn) -> list[Operation]:
 @st.composite
 def _freeze(draw: DrawFn) -> list[Operation]:
     number = draw(PARAMETERS)
-    return [("zero_grad", True), ("freeze", number, True), *draw(_train()), ("freeze", number, False)]
+    return [
+        ("zero_grad", True),
+        ("freeze", number, True),
+        *draw(_train()),
+        ("freeze", number, False),
+    ]
 
 
 @st.composite
 def _forget(draw: DrawFn) -> list[Operation]:
     again = draw(st.sampled_from(([], [("train", draw(BATCHES))])))
-    return [("train", draw(BATCHES)), ("forget", draw(PARAMETERS)), *again, ("look", "gradients"), *_STEP]
+    return [
+        ("train", draw(BATCHES)),
+        ("forget", draw(PARAMETERS)),
+        *again,
+        ("look", "gradients"),
+        *_STEP,
+    ]
 
 
 @st.composite
@@ -247,7 +292,9 @@ _EVALUATE = st.one_of(
     _one("submodule", BATCHES, BATCHES, st.booleans()),
 )
 _TWICE = BATCHES.map(lambda batch: [("train", batch), ("step",), *_STEP])
-_NOT_ZEROED = st.tuples(BATCHES, BATCHES).map(lambda two: [("train", two[0]), ("step",), ("train", two[1]), *_STEP])
+_NOT_ZEROED = st.tuples(BATCHES, BATCHES).map(
+    lambda two: [("train", two[0]), ("step",), ("train", two[1]), *_STEP]
+)
 _SAVE = _train().map(lambda program: [("save",), *program, ("load",)])
 _LOOK = _one("look", st.sampled_from(("gradients", "gradients", "weights", "states")))
 _WEIGHTS: tuple[tuple[int, SearchStrategy[list[Operation]]], ...] = (
@@ -277,4 +324,6 @@ _WEIGHTS: tuple[tuple[int, SearchStrategy[list[Operation]]], ...] = (
     (4, _NOT_ZEROED),
     (4, _over_a_step()),
 )
-_PHRASES = st.sampled_from([phrase for weight, phrase in _WEIGHTS for _ in range(weight)]).flatmap(lambda phrase: phrase)
+_PHRASES = st.sampled_from([phrase for weight, phrase in _WEIGHTS for _ in range(weight)]).flatmap(
+    lambda phrase: phrase
+)

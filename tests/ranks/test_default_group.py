@@ -1,4 +1,5 @@
-"""Without `group=` all ranks of `torch.distributed` train one model, as with DDP and FSDP2; `group=None` is one rank.
+"""Without `group=` all ranks of `torch.distributed` train one model, as with DDP and FSDP2;
+`group=None` is one rank.
 
 Two ranks run over gloo, as in `test_ranks.py`.
 """
@@ -30,10 +31,16 @@ def build() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
 
-def train(directory: Path, batches: list[list[torch.Tensor]], **group: Any) -> dict[str, torch.Tensor]:
+def train(
+    directory: Path, batches: list[list[torch.Tensor]], **group: Any
+) -> dict[str, torch.Tensor]:
     """One step for each of `batches`, on the mean of its parts; the weights after that."""
     config = infinity.Config(
-        nvme=directory, gpu_memory="4MiB", cpu_memory="8MiB", algorithm="sgd", tuning=infinity.Tuning(device="cpu", threads=1)
+        nvme=directory,
+        gpu_memory="4MiB",
+        cpu_memory="8MiB",
+        algorithm="sgd",
+        tuning=infinity.Tuning(device="cpu", threads=1),
     )
     model = infinity.wrap(build(), config, **group)
     with infinity.engine(model) as engine:
@@ -86,13 +93,18 @@ def trained(group: dict[str, None], on_ranks: OnRanks, where: Path) -> list[dict
 def test_without_a_group_all_ranks_train_one_model(on_ranks: OnRanks, tmp_path: Path) -> None:
     first, second = trained({}, on_ranks, tmp_path)
     (tmp_path / "alone").mkdir()
-    whole = train(tmp_path / "alone", [[batch(step, rank) for rank in range(RANKS)] for step in range(STEPS)])
+    whole = train(
+        tmp_path / "alone", [[batch(step, rank) for rank in range(RANKS)] for step in range(STEPS)]
+    )
     for name, value in whole.items():
         assert torch.equal(first["weights"][name], second["weights"][name]), name
         assert torch.allclose(first["weights"][name], value, rtol=1e-5, atol=1e-7), name
     for result in (first, second):
         assert [line for line in result["said"] if "trained by" in line] == [
-            "the model is trained by all 2 ranks of torch.distributed's default group; with group=None each rank trains its own"
+            (
+                "the model is trained by all 2 ranks of torch.distributed's default group; "
+                "with group=None each rank trains its own"
+            )
         ]
 
 
@@ -108,12 +120,19 @@ def test_a_group_that_is_none_is_one_rank(on_ranks: OnRanks, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("given", ["tp", 2, object()])
 def test_what_is_no_group_is_refused(given: Any, tmp_path: Path) -> None:
-    with pytest.raises(infinity.ConfigError, match=r"^group=.* is neither a process group that this process belongs to nor"):
+    with pytest.raises(
+        infinity.ConfigError,
+        match=r"^group=.* is neither a process group that this process belongs to nor",
+    ):
         find_ranks(given, 3)
 
 
-def test_without_torch_distributed_it_is_one_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_torch_distributed_it_is_one_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert not dist.is_initialized()
     with caplog.at_level("INFO", "infinity"):
         assert find_ranks("auto", 3).number == 1
-    assert caplog.messages == ["the model is trained by one rank: torch.distributed is not initialized"]
+    assert caplog.messages == [
+        "the model is trained by one rank: torch.distributed is not initialized"
+    ]

@@ -1,7 +1,8 @@
-"""Collectives run beside the model, in one order on all ranks, and whoever needs one waits for that one only.
+"""Collectives run beside the model, in one order on all ranks, and whoever needs one waits for that
+one only.
 
-Every test runs in two processes over gloo, which are started once and told which function of this file to call
-(see `tests/support/rank_group.py` for the processes).
+Every test runs in two processes over gloo, which are started once and told which function of this
+file to call (see `tests/support/rank_group.py` for the processes).
 """
 
 from __future__ import annotations
@@ -54,7 +55,14 @@ class Block(nn.Module):
 def wrap(directory: Path, rank: int, **config: Any) -> tuple[nn.Module, infinity.AdamW]:
     nvme = directory / f"nvme{rank}"
     nvme.mkdir(exist_ok=True)
-    values: dict[str, Any] = {"nvme": [nvme], "precision": "fp32", "device": "cpu", "threads": 1, "poison": True, "cache": 0}
+    values: dict[str, Any] = {
+        "nvme": [nvme],
+        "precision": "fp32",
+        "device": "cpu",
+        "threads": 1,
+        "poison": True,
+        "cache": 0,
+    }
     values |= {"gpu_memory": 4 << 20, "cpu_memory": 8 << 20} | config
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(number) for number in range(DEPTH)))
@@ -65,7 +73,11 @@ def wrap(directory: Path, rank: int, **config: Any) -> tuple[nn.Module, infinity
 def train(model: nn.Module, optimizer: infinity.AdamW, steps: int = 1) -> list[float]:
     losses = []
     for step in range(steps):
-        loss = model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+        loss = (
+            model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)))
+            .pow(2)
+            .mean()
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -85,7 +97,9 @@ def watched(before: Callable[[str], None] = lambda name: None) -> Iterator[list[
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name in ("all_gather", "reduce_scatter_mean", "all_reduce_sum"):
-            monkeypatch.setattr(collectives, name, functools.partial(watch, name, getattr(collectives, name)))
+            monkeypatch.setattr(
+                collectives, name, functools.partial(watch, name, getattr(collectives, name))
+            )
         yield joined
 
 
@@ -93,7 +107,8 @@ def watched(before: Callable[[str], None] = lambda name: None) -> Iterator[list[
 
 
 def gathers_run_under_the_forward_before(directory: Path, rank: int) -> None:
-    """A block's forward does not end before the next block has been gathered: with the model's thread that could not be."""
+    """A block's forward does not end before the next block has been gathered: with the model's
+    thread that could not be."""
     model, optimizer = wrap(directory, rank)
     with infinity.engine(model) as engine:
         train(model, optimizer, 2)
@@ -115,7 +130,8 @@ def gathers_run_under_the_forward_before(directory: Path, rank: int) -> None:
 
 
 def a_blocked_gather_holds_up_only_its_unit(directory: Path, rank: int) -> None:
-    """The forwards before it run while it is blocked: the second block lets the gather of the fourth one go."""
+    """The forwards before it run while it is blocked: the second block lets the gather of the
+    fourth one go."""
     model, optimizer = wrap(directory, rank)
     with infinity.engine(model) as engine:
         train(model, optimizer, 2)
@@ -125,7 +141,9 @@ def a_blocked_gather_holds_up_only_its_unit(directory: Path, rank: int) -> None:
 
         def block_the_fourth(name: str) -> None:
             if name == "all_gather" and next(gathers) == 3:
-                assert released.wait(PATIENCE / 3), "the model's thread waits for what it does not need"
+                assert released.wait(PATIENCE / 3), (
+                    "the model's thread waits for what it does not need"
+                )
                 passed.append("gathered")
 
         def release_in_the_second(number: int) -> None:
@@ -143,7 +161,8 @@ def a_blocked_gather_holds_up_only_its_unit(directory: Path, rank: int) -> None:
 
 
 def a_reduction_runs_under_the_backward_of_the_block_before(directory: Path, rank: int) -> None:
-    """The first reduction is blocked until the backward of the block after next has collected: two buffers, no waiting."""
+    """The first reduction is blocked until the backward of the block after next has collected: two
+    buffers, no waiting."""
     model, optimizer = wrap(directory, rank)
     with infinity.engine(model) as engine:
         train(model, optimizer, 2)
@@ -151,7 +170,9 @@ def a_reduction_runs_under_the_backward_of_the_block_before(directory: Path, ran
 
         def block_the_first(name: str) -> None:
             if name == "reduce_scatter_mean" and "reduced" not in order:
-                assert released.wait(PATIENCE / 3), "the backward waits for a reduction that it does not need"
+                assert released.wait(PATIENCE / 3), (
+                    "the backward waits for a reduction that it does not need"
+                )
                 order.append("reduced")
 
         second = engine.units[DEPTH - 2]
@@ -215,12 +236,15 @@ def a_reduction_is_posted_before_the_next_use(directory: Path, rank: int) -> Non
         train(model, optimizer)
         backward = events[events.index(f"use {DEPTH - 1}") :]
         for number in range(1, DEPTH - 1):
-            assert backward.index(f"reduce {number + 1}") < backward.index(f"use {number}"), backward
+            assert backward.index(f"reduce {number + 1}") < backward.index(f"use {number}"), (
+                backward
+            )
         assert Counter(backward)["reduce 1"] == 1
 
 
 def a_place_is_not_taken_while_its_gather_is_queued(directory: Path, rank: int) -> None:
-    """In a memory for two units: who evicts one whose gather is blocked waits for it, and nothing is mixed up."""
+    """In a memory for two units: who evicts one whose gather is blocked waits for it, and nothing
+    is mixed up."""
     results = []
     for blocked in (False, True):
         model, optimizer = wrap(directory, rank, gpu_memory="112KiB")
@@ -259,7 +283,8 @@ def evict_one_that_is_being_gathered(victim: Any, taker: Any) -> None:
 
 
 def an_error_reaches_the_next_call(directory: Path, rank: int) -> None:
-    """A collective that fails on all ranks: the forward that needs it says so, and so does what comes later."""
+    """A collective that fails on all ranks: the forward that needs it says so, and so does what
+    comes later."""
     model, optimizer = wrap(directory, rank)
     with infinity.engine(model) as engine:
         train(model, optimizer, 2)
@@ -271,7 +296,10 @@ def an_error_reaches_the_next_call(directory: Path, rank: int) -> None:
         engine.units[1].outdate()
         with watched(fail):
             for _ in range(2):
-                with pytest.raises(infinity.EngineClosedError, match=r"^gather 1 failed and the engine cannot go on: the cable"):
+                with pytest.raises(
+                    infinity.EngineClosedError,
+                    match=r"^gather 1 failed and the engine cannot go on: the cable",
+                ):
                     model(torch.randn(4, WIDTH))
         with pytest.raises(infinity.EngineClosedError, match="the cable was pulled") as caught:
             engine.drain()
@@ -305,7 +333,8 @@ def a_closed_engine_keeps_no_group(directory: Path, rank: int) -> None:
 
 
 def the_users_own_collectives_do_not_mix_with_ours(directory: Path, rank: int) -> None:
-    """On the very group that was given, from the thread of the model, while others are under way."""
+    """On the very group that was given, from the thread of the model, while others are under
+    way."""
     model, optimizer = wrap(directory, rank)
     with infinity.engine(model) as engine:
         sums = []
@@ -317,7 +346,8 @@ def the_users_own_collectives_do_not_mix_with_ours(directory: Path, rank: int) -
 
         for block in model:
             block.during = add_up
-        Probe(engine).exchange.bytes_per_second = 1e6 * (1 + rank)  # so that the ranks differ in what is under way
+        # so that the ranks differ in what is under way
+        Probe(engine).exchange.bytes_per_second = 1e6 * (1 + rank)
         train(model, optimizer, 4)
         assert sums == [True] * 4 * DEPTH
 
@@ -329,7 +359,10 @@ def the_first_rank_dies(directory: Path, rank: int) -> None:
     train(model, optimizer, 2)
     if rank == 0:
         os._exit(9)
-    with pytest.raises(infinity.EngineClosedError, match=r"^(gather|reduce|sum) .* failed and the engine cannot go on: "):
+    with pytest.raises(
+        infinity.EngineClosedError,
+        match=r"^(gather|reduce|sum) .* failed and the engine cannot go on: ",
+    ):
         train(model, optimizer, 3)
     start = time.monotonic()
     engine.close()
@@ -360,7 +393,11 @@ def a_rank_sleeps(directory: Path, rank: int) -> None:
     if rank == 0:
         assert 3.0 <= time.monotonic() - start < 3.0 + PATIENCE / 6, text
         assert re.match(
-            r"(gather|reduce|sum) .* failed and the engine cannot go on: rank 0 waited \d+ s .*collective \d+; ", text
+            (
+                r"(gather|reduce|sum) .* failed and the engine cannot go on: rank 0 waited "
+                r"\d+ s .*collective \d+; "
+            ),
+            text,
         )
         assert "; rank 1 waits for no collective: it computes" in text
         assert "Config(tuning=Tuning(collective_timeout=3))" in text
@@ -385,7 +422,13 @@ def a_rank_skips_a_unit(directory: Path, rank: int) -> None:
             optimizer.zero_grad()
     assert time.monotonic() - start < PATIENCE / 3
     text = str(caught.value)
-    found = re.search(r"collective \d+ is (\w+ \d) on rank (\d) \(after (.*)\), and (\w+ \d) on rank (\d) \(after (.*)\); ", text)
+    found = re.search(
+        (
+            r"collective \d+ is (\w+ \d) on rank (\d) \(after (.*)\), and (\w+ \d) on rank "
+            r"(\d) \(after (.*)\); "
+        ),
+        text,
+    )
     assert found is not None, text
     assert found[1] != found[4]
     assert {found[2], found[5]} == {"0", "1"}
@@ -422,7 +465,9 @@ def test_ranks(work: Callable[[Path, int], None], on_ranks: OnRanks) -> None:
     assert on_ranks(work.__name__) == ["done"] * RANKS
 
 
-def test_ranks_join_the_same_collectives_in_the_same_order(on_ranks: OnRanks, tmp_path: Path) -> None:
+def test_ranks_join_the_same_collectives_in_the_same_order(
+    on_ranks: OnRanks, tmp_path: Path
+) -> None:
     assert on_ranks(each_pass_has_one_gather_and_one_reduction.__name__) == ["done"] * RANKS
     orders = [json.loads((tmp_path / f"order{rank}.json").read_text()) for rank in range(RANKS)]
     assert orders[0] == orders[1]
@@ -433,14 +478,22 @@ def test_a_rank_that_dies(on_ranks: OnRanks) -> None:
 
 
 @pytest.mark.parametrize("work", [a_rank_sleeps, a_rank_skips_a_unit])
-def test_ranks_that_are_stuck_are_told_why(work: Callable[[Path, int], None], on_ranks: OnRanks) -> None:
+def test_ranks_that_are_stuck_are_told_why(
+    work: Callable[[Path, int], None], on_ranks: OnRanks
+) -> None:
     assert on_ranks(work.__name__) == ["done"] * RANKS
 
 
 def test_one_rank_has_no_thread_for_collectives(tmp_path: Path) -> None:
     model = nn.Sequential(*(Block(number) for number in range(2)))
     infinity.wrap(
-        model, infinity.Config(nvme=tmp_path, gpu_memory="4MiB", cpu_memory="8MiB", tuning=infinity.Tuning(cache=0, device="cpu"))
+        model,
+        infinity.Config(
+            nvme=tmp_path,
+            gpu_memory="4MiB",
+            cpu_memory="8MiB",
+            tuning=infinity.Tuning(cache=0, device="cpu"),
+        ),
     )
     with infinity.engine(model) as engine:
         assert Probe(engine).exchange is None

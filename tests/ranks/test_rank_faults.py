@@ -1,8 +1,8 @@
-"""A drive that is full, or fails, on one rank of two: all ranks are told at once who, what and why, nothing is left behind, and a
-new start goes on from the last checkpoint with the same bits.
+"""A drive that is full, or fails, on one rank of two: all ranks are told at once who, what and why,
+nothing is left behind, and a new start goes on from the last checkpoint with the same bits.
 
-Both ranks keep their states below one directory. They are started once and told which function of this file to call (see
-`tests/support/rank_group.py` for the processes).
+Both ranks keep their states below one directory. They are started once and told which function of
+this file to call (see `tests/support/rank_group.py` for the processes).
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from support.configs import config_of
 from support.rank_group import PATIENCE, RANKS, OnRanks
 
 WIDTH, DEPTH, STEPS = 256, 4, 5
-ROOM = 1 << 20  # of a file, where there is too little: less than a rank's states, and than its part of a checkpoint
+# of a file, where there is too little: less than a rank's states, and than its part of a checkpoint
+ROOM = 1 << 20
 SOON = 300.0
-"""Seconds in which all ranks are told on the slowest machine; by `Tuning.collective_timeout` alone they are after 600."""
+"""Seconds in which all ranks are told on the slowest machine; by `Tuning.collective_timeout` alone
+they are after 600."""
 
 
 def build() -> nn.Module:
@@ -41,16 +43,30 @@ def build() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH)))
 
 
-def wrap(directory: Path, plain: nn.Module | None = None, **config: Any) -> tuple[nn.Module, infinity.AdamW]:
+def wrap(
+    directory: Path, plain: nn.Module | None = None, **config: Any
+) -> tuple[nn.Module, infinity.AdamW]:
     nvme = directory / "nvme"
     nvme.mkdir(exist_ok=True)
-    values: dict[str, Any] = {"nvme": nvme, "precision": "fp32", "device": "cpu", "threads": 1, "poison": True, "cache": 0}
+    values: dict[str, Any] = {
+        "nvme": nvme,
+        "precision": "fp32",
+        "device": "cpu",
+        "threads": 1,
+        "poison": True,
+        "cache": 0,
+    }
     values |= {"gpu_memory": "16MiB", "cpu_memory": "16MiB", "update": "exact"} | config
     model = infinity.wrap(plain or build(), config_of(**values), group=dist.group.WORLD)
     return model, infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
 
 
-def step(model: nn.Module, optimizer: infinity.AdamW, number: int, before_update: Callable[[], None] = lambda: None) -> None:
+def step(
+    model: nn.Module,
+    optimizer: infinity.AdamW,
+    number: int,
+    before_update: Callable[[], None] = lambda: None,
+) -> None:
     generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
     model(torch.randn(4, WIDTH, generator=generator)).pow(2).mean().backward()
     before_update()
@@ -122,7 +138,11 @@ def a_write_that_fails_when_the_model_is_wrapped(directory: Path, rank: int) -> 
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         write(self, *values)
 
-    with pytest.MonkeyPatch.context() as monkeypatch, told_soon(), pytest.raises((OSError, infinity.InfinityError)) as caught:
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        told_soon(),
+        pytest.raises((OSError, infinity.InfinityError)) as caught,
+    ):
         monkeypatch.setattr(States, "write", fail)
         wrap(directory)
     expected = "[Errno 28] No space left on device"
@@ -132,9 +152,12 @@ def a_write_that_fails_when_the_model_is_wrapped(directory: Path, rank: int) -> 
 
 
 def a_late_failure_when_the_model_is_wrapped(directory: Path, rank: int) -> None:
-    """When all has been moved: both ranks have their models back, bit for bit, and may wrap them again."""
+    """When all has been moved: both ranks have their models back, bit for bit, and may wrap them
+    again."""
     model, finalize = build(), weakref.finalize
-    parameters = {name: (p, type(p), p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
+    parameters = {
+        name: (p, type(p), p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()
+    }
 
     def fail(*values: Any) -> Any:
         if rank == 1:
@@ -148,12 +171,20 @@ def a_late_failure_when_the_model_is_wrapped(directory: Path, rank: int) -> None
     ):
         monkeypatch.setattr(weakref, "finalize", fail)
         wrap(directory, model)
-    assert str(caught.value) == ("no memory" if rank == 1 else "rank 1 failed: OutOfMemoryError: no memory")
+    assert str(caught.value) == (
+        "no memory" if rank == 1 else "rank 1 failed: OutOfMemoryError: no memory"
+    )
     for name, p in model.named_parameters():
         same, kind, address, value = parameters[name]
         assert p is same and type(p) is kind and p.data_ptr() == address and torch.equal(p, value)
-    assert not [module for module in model.modules() if module._forward_hooks or "_infinity_engine" in vars(module)]
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
+    assert not [
+        module
+        for module in model.modules()
+        if module._forward_hooks or "_infinity_engine" in vars(module)
+    ]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")
+    ]
     meet(directory, "failed")
     assert contents(directory) == []
     meet(directory, "seen")
@@ -171,7 +202,9 @@ def no_room_for_a_checkpoint(directory: Path, rank: int) -> None:
         step(model, optimizer, 1)
         engine.drain()
         with full_on_the_second(rank), told_soon():
-            with pytest.raises(infinity.CheckpointError, match=r"saved cannot be written: .*File too large"):
+            with pytest.raises(
+                infinity.CheckpointError, match=r"saved cannot be written: .*File too large"
+            ):
                 engine.save_checkpoint(directory / "saved", optimizer, {"step": 1})
             meet(directory, "refused")
         assert not (directory / ".saved.partial").exists()
@@ -182,8 +215,8 @@ def no_room_for_a_checkpoint(directory: Path, rank: int) -> None:
 
 
 def an_update_that_fails_is_told_though_nobody_waits_for_it(directory: Path, rank: int) -> None:
-    """With stage 2 what fails is a write of moments, in the background; the rank makes no further call. The other one may wait
-    for anything."""
+    """With stage 2 what fails is a write of moments, in the background; the rank makes no further
+    call. The other one may wait for anything."""
     states = {"stage": 2, "parameters": "gpu", "gradients": "gpu", "optimizer": "nvme"}
     model, optimizer = wrap(directory, **states)
     engine = infinity.engine(model)
@@ -191,7 +224,9 @@ def an_update_that_fails_is_told_though_nobody_waits_for_it(directory: Path, ran
         step(model, optimizer, number)
     engine.drain()
     if rank == 1:
-        step(model, optimizer, 2, lambda: engine.io.set_faults(fail_write_at=1, fail_errno=errno.EIO))
+        step(
+            model, optimizer, 2, lambda: engine.io.set_faults(fail_write_at=1, fail_errno=errno.EIO)
+        )
         meet(directory, "told")
     else:
         with told_soon(), pytest.raises(infinity.EngineClosedError) as caught:
@@ -199,8 +234,9 @@ def an_update_that_fails_is_told_though_nobody_waits_for_it(directory: Path, ran
                 step(model, optimizer, number)
         meet(directory, "told")
         assert re.search(
-            r"rank 0 waits in collective \d+ in vain; rank 1 failed: an update failed and the engine cannot go on: .*"
-            r"write of \d+ bytes .*: Input/output error \(for exp_avg(_sq)? of \d\): .*/nvme/rank1/",
+            r"rank 0 waits in collective \d+ in vain; rank 1 failed: an update failed and the "
+            r"engine cannot go on: .*write of \d+ bytes .*: Input/output error \(for "
+            r"exp_avg(_sq)? of \d\): .*/nvme/rank1/",
             str(caught.value),
         )
     with pytest.raises(infinity.EngineClosedError):
@@ -218,7 +254,11 @@ def a_drive_that_is_full_in_training(directory: Path, rank: int) -> None:
         for number in range(begin, STEPS):
             step(model, optimizer, number)
         states = optimizer.state_dict()["state"]
-        found = {f"{number} {name}": value for number, state in states.items() for name, value in state.items()}
+        found = {
+            f"{number} {name}": value
+            for number, state in states.items()
+            for name, value in state.items()
+        }
         return found | infinity.engine(model).state_dict()
 
     model, optimizer = wrap(directory)
@@ -235,7 +275,12 @@ def a_drive_that_is_full_in_training(directory: Path, rank: int) -> None:
         if rank == 1:
             engine.io.set_faults(fail_write_at=2, fail_errno=errno.ENOSPC)
 
-    with told_soon(), pytest.raises(infinity.EngineClosedError, match=r"No space left on device \(for \w+ of \d\)") as caught:
+    with (
+        told_soon(),
+        pytest.raises(
+            infinity.EngineClosedError, match=r"No space left on device \(for \w+ of \d\)"
+        ) as caught,
+    ):
         for number in range(2, STEPS):
             step(model, optimizer, number, fill)
     assert ("rank 1 failed: " in str(caught.value)) is (rank == 0)
@@ -248,7 +293,9 @@ def a_drive_that_is_full_in_training(directory: Path, rank: int) -> None:
 
     model, optimizer = wrap(directory)
     with infinity.engine(model) as engine:
-        found = finish(model, optimizer, engine.load_checkpoint(directory / "saved", optimizer)["step"])
+        found = finish(
+            model, optimizer, engine.load_checkpoint(directory / "saved", optimizer)["step"]
+        )
     assert found.keys() == expected.keys()
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
@@ -275,5 +322,7 @@ def work(name: str, where: Path, rank: int) -> None:
         a_drive_that_is_full_in_training,
     ],
 )
-def test_one_rank_has_it_and_all_are_told(work: Callable[[Path, int], None], on_ranks: OnRanks) -> None:
+def test_one_rank_has_it_and_all_are_told(
+    work: Callable[[Path, int], None], on_ranks: OnRanks
+) -> None:
     assert on_ranks(work.__name__) == ["done"] * RANKS

@@ -1,6 +1,8 @@
-"""Several ranks train one model: each keeps its shard on its own drive, and together they compute what one rank would.
+"""Several ranks train one model: each keeps its shard on its own drive, and together they compute
+what one rank would.
 
-Every test runs in two processes over gloo. They are started once and told what to do, line by line (see `support/rank_group.py`).
+Every test runs in two processes over gloo. They are started once and told what to do, line by line
+(see `support/rank_group.py`).
 """
 
 from __future__ import annotations
@@ -51,19 +53,24 @@ class Model(nn.Module):
         nn.init.normal_(self.words.weight, std=0.3)
         self.register_buffer("scale", torch.tensor(0.5))
 
-    def forward(self, ids: torch.Tensor, gated: bool, skip: int | None, twice: bool | None) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, gated: bool, skip: int | None, twice: bool | None
+    ) -> torch.Tensor:
         x = self.words(ids)
         for number, block in enumerate(self.blocks):
             x = x if number == skip else block(x, gated)
         if twice is not None:
             for block in self.blocks[0], self.blocks[0], self.blocks[1]:
                 x = checkpoint(block, x, gated, use_reentrant=twice)
-        return functional.cross_entropy(self.head(x * self.scale).flatten(0, 1), ((ids * 3 + 1) % WORDS).flatten())
+        return functional.cross_entropy(
+            self.head(x * self.scale).flatten(0, 1), ((ids * 3 + 1) % WORDS).flatten()
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One training run; `config` adds to `infinity.Config`, and `least` takes the smallest memory that works."""
+    """One training run; `config` adds to `infinity.Config`, and `least` takes the smallest memory
+    that works."""
 
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     steps: int = STEPS
@@ -72,7 +79,8 @@ class Task:
     ungated: int | None = None
     """The rank on which the blocks do not use their gates."""
     reentrant: bool | None = None
-    """Whether further uses of the first blocks are checkpointed re-entrantly; None: there are none."""
+    """Whether further uses of the first blocks are checkpointed re-entrantly; None: there are
+    none."""
     skips: tuple[int | None, ...] = (None,) * RANKS
     """The block that each rank leaves out in the last micro-batch of the first step."""
     dies: int | None = None
@@ -80,7 +88,8 @@ class Task:
     slow: int | None = None
     """The rank whose drive is slow."""
     adapted: bool = False
-    """Whether torch's Adafactor, which looks at parameters as a whole, updates unit by unit on the host."""
+    """Whether torch's Adafactor, which looks at parameters as a whole, updates unit by unit on the
+    host."""
     scaled: bool = False
     """Whether the loss is scaled."""
     spoils: int | None = None
@@ -89,9 +98,11 @@ class Task:
     """Whether all ranks get the first part of the batch."""
     least: bool = False
     peeks: bool = False
-    """Whether the model is evaluated between backward and step, when all that was begun early has been written."""
+    """Whether the model is evaluated between backward and step, when all that was begun early has
+    been written."""
     reload: bool = False
-    """Whether the second half is trained by a new optimizer that takes over the states of the first."""
+    """Whether the second half is trained by a new optimizer that takes over the states of the
+    first."""
 
 
 def build() -> Model:
@@ -116,23 +127,41 @@ def least_memory(config: dict[str, Any], group: dist.ProcessGroup | None) -> dic
     return found
 
 
-def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Run `task` as `rank` of `group`, or alone on all parts of every batch; returns everything it computed."""
+def train(
+    task: Task, directory: Path, rank: int | None, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Run `task` as `rank` of `group`, or alone on all parts of every batch; returns everything it
+    computed."""
     nvme = directory / f"nvme{rank}"
     nvme.mkdir()
-    config: dict[str, Any] = {"nvme": [nvme], "precision": "fp32", "device": "cpu", "threads": 1, "poison": True}
+    config: dict[str, Any] = {
+        "nvme": [nvme],
+        "precision": "fp32",
+        "device": "cpu",
+        "threads": 1,
+        "poison": True,
+    }
     config |= ROOMY | task.config
     if task.least:
         config |= least_memory(config, group)
     model = infinity.wrap(build(), config_of(**config), group=group)
     losses: list[float] = []
     norms: list[float] = []
-    settings: dict[str, Any] = {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": task.max_grad_norm}
-    settings["loss_scaler"] = infinity.LossScaler(2.0**10, window=3, hysteresis=1) if task.scaled else None
+    settings: dict[str, Any] = {
+        "lr": 1e-2,
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "max_grad_norm": task.max_grad_norm,
+    }
+    settings["loss_scaler"] = (
+        infinity.LossScaler(2.0**10, window=3, hysteresis=1) if task.scaled else None
+    )
     with infinity.engine(model) as engine:
         optimizer: Any
         if task.adapted:
-            optimizer = infinity.adapt(torch.optim.Adafactor, model.parameters(), lr=1e-2, max_grad_norm=task.max_grad_norm)
+            optimizer = infinity.adapt(
+                torch.optim.Adafactor, model.parameters(), lr=1e-2, max_grad_norm=task.max_grad_norm
+            )
         else:
             optimizer = infinity.AdamW(model.parameters(), **settings)
         if rank is not None and rank == task.slow:
@@ -150,14 +179,23 @@ def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGrou
                 for part, ids in parts if rank is None else [parts[rank]]:
                     if rank is not None and rank == task.dies and step == 1:
                         os._exit(9)
-                    skip = task.skips[part] if step == 0 and micro_batch == task.accumulation - 1 else None
-                    value = model(ids, part != task.ungated, skip, task.reentrant) / task.accumulation
+                    skip = (
+                        task.skips[part]
+                        if step == 0 and micro_batch == task.accumulation - 1
+                        else None
+                    )
+                    value = (
+                        model(ids, part != task.ungated, skip, task.reentrant) / task.accumulation
+                    )
                     spoilt = math.inf if part == task.spoils and step == 1 else 1.0
                     optimizer.scale(value * spoilt / (len(parts) if rank is None else 1)).backward()
                     loss += value.item() / (len(parts) if rank is None else 1)
             if task.peeks:
                 begun = Probe(engine).speculative_jobs.values()
-                Probe(engine).await_jobs(lambda begun=begun: all(job.written for job in begun if job.update), PATIENCE / 3)
+                Probe(engine).await_jobs(
+                    lambda begun=begun: all(job.written for job in begun if job.update),
+                    PATIENCE / 3,
+                )
                 with torch.no_grad():
                     losses.append(model(shares(step, 0)[rank or 0], True, None, None).item())
             optimizer.step()
@@ -175,12 +213,19 @@ def train(task: Task, directory: Path, rank: int | None, group: dist.ProcessGrou
             "peaks": engine.report().peaks,
         }
         states = optimizer.state_dict()["state"]
-        result["states"] = {f"{number} {name}": value for number, state in states.items() for name, value in state.items()}
+        result["states"] = {
+            f"{number} {name}": value
+            for number, state in states.items()
+            for name, value in state.items()
+        }
         for name, parameter in model.named_parameters():
             with infinity.gathered(parameter):
                 assert torch.equal(parameter, result["weights"][name])
         result["budgets"] = {"gpu": config["gpu_memory"], "cpu": config["cpu_memory"]}
-        result["traffic"] = engine.report().read_per_parameter, engine.report().planned_read_per_parameter
+        result["traffic"] = (
+            engine.report().read_per_parameter,
+            engine.report().planned_read_per_parameter,
+        )
     assert list(nvme.iterdir()) == []
     return result
 
@@ -204,7 +249,9 @@ def run(on_ranks: OnRanks, tmp_path: Path) -> Run:
 
     def both(**values: Any) -> list[dict[str, Any]]:
         assert on_ranks(Task(**values)) == ["done"] * RANKS
-        results = [torch.load(tmp_path / f"result{rank}.pt", weights_only=True) for rank in range(RANKS)]
+        results = [
+            torch.load(tmp_path / f"result{rank}.pt", weights_only=True) for rank in range(RANKS)
+        ]
         for rank in range(RANKS):
             (tmp_path / f"nvme{rank}").rmdir()
         return results
@@ -238,7 +285,10 @@ def assert_like_one_rank(results: list[dict[str, Any]], tmp_path: Path, task: Ta
         alone = train(task, tmp_path / "alone", None, None)
     finally:
         torch.set_num_threads(before)
-    losses = [sum(values) / RANKS for values in zip(*(result["losses"] for result in results), strict=True)]
+    losses = [
+        sum(values) / RANKS
+        for values in zip(*(result["losses"] for result in results), strict=True)
+    ]
     assert losses == pytest.approx(alone["losses"], rel=1e-5)
     assert losses[-1] < losses[0]
     assert results[0]["norms"] == pytest.approx(alone["norms"], rel=1e-5)
@@ -260,13 +310,22 @@ def assert_like_one_rank(results: list[dict[str, Any]], tmp_path: Path, task: Ta
         pytest.param({"ungated": 0, "accumulation": 2}, id="parameters-unused-on-the-first-rank"),
         pytest.param({"config": {"gradients": "nvme"}}, id="gradients-on-nvme"),
         pytest.param({"least": True, "max_grad_norm": 0.5}, id="smallest-budgets"),
-        pytest.param({"reentrant": True, "accumulation": 2}, id="blocks-used-again-in-reentrant-checkpoints"),
+        pytest.param(
+            {"reentrant": True, "accumulation": 2}, id="blocks-used-again-in-reentrant-checkpoints"
+        ),
         pytest.param({"reentrant": False}, id="blocks-used-again-in-checkpoints"),
         pytest.param({"reload": True}, id="state-dict"),
-        pytest.param({"config": {"update": "delayed", "delayed_after": 2}, "max_grad_norm": 0.3}, id="one-step-late"),
-        pytest.param({"adapted": True, "ungated": 1, "max_grad_norm": 0.3}, id="an-optimizer-of-torch"),
+        pytest.param(
+            {"config": {"update": "delayed", "delayed_after": 2}, "max_grad_norm": 0.3},
+            id="one-step-late",
+        ),
+        pytest.param(
+            {"adapted": True, "ungated": 1, "max_grad_norm": 0.3}, id="an-optimizer-of-torch"
+        ),
         pytest.param({"scaled": True, "accumulation": 2, "ungated": 1}, id="scaled-loss"),
-        pytest.param({"scaled": True, "spoils": 1, "max_grad_norm": 0.5}, id="a-step-skipped-by-all-for-one"),
+        pytest.param(
+            {"scaled": True, "spoils": 1, "max_grad_norm": 0.5}, id="a-step-skipped-by-all-for-one"
+        ),
     ],
 )
 def test_ranks_compute_what_one_rank_does(values: dict[str, Any], run: Run, tmp_path: Path) -> None:
@@ -275,7 +334,9 @@ def test_ranks_compute_what_one_rank_does(values: dict[str, Any], run: Run, tmp_
     assert_like_one_rank(results, tmp_path, Task(**values))
     if results[0]["scale"] != (1.0, 0):
         # Doubled after every three good steps of ten; the second step may halve it.
-        assert {result["scale"] for result in results} == {(2.0**11, 1) if "spoils" in values else (2.0**13, 0)}
+        assert {result["scale"] for result in results} == {
+            (2.0**11, 1) if "spoils" in values else (2.0**13, 0)
+        }
     for result in results:
         for tier, budget in result["budgets"].items():
             assert result["peaks"][tier] <= budget
@@ -299,9 +360,23 @@ def test_placement_changes_no_bit(states: dict[str, str], run: Run) -> None:
     assert_same_everywhere(reference)
     for config, least in [
         ({"parameters": "nvme", "optimizer": "nvme", "gradients": "cpu"}, True),
-        ({"parameters": "cpu", "optimizer": "nvme", "gradients": "nvme", "copy_on_write": False}, True),
-        ({"parameters": "gpu", "optimizer": "cpu", "gradients": "cpu", "instruction_set": "scalar"}, False),
-        ({"parameters": "nvme", "optimizer": "cpu", "gradients": "gpu", "io_engine": "posix"}, False),
+        (
+            {"parameters": "cpu", "optimizer": "nvme", "gradients": "nvme", "copy_on_write": False},
+            True,
+        ),
+        (
+            {
+                "parameters": "gpu",
+                "optimizer": "cpu",
+                "gradients": "cpu",
+                "instruction_set": "scalar",
+            },
+            False,
+        ),
+        (
+            {"parameters": "nvme", "optimizer": "cpu", "gradients": "gpu", "io_engine": "posix"},
+            False,
+        ),
         ({"cache": 150_000, "update": "speculative"}, False),
         ({"cache": 100_000, "update": "exact", "gradients": "nvme"}, False),
     ]:
@@ -310,9 +385,16 @@ def test_placement_changes_no_bit(states: dict[str, str], run: Run) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
-def test_ranks_with_equal_gradients_are_one_rank_bit_for_bit(moments: str, run: Run, tmp_path: Path) -> None:
-    """So the noise of stochastic rounding does not depend on who holds an element, and no int8 group lies in two shards."""
-    task: dict[str, Any] = {"config": {"precision": "bf16", "moment_precision": moments}, "steps": 5, "alike": True}
+def test_ranks_with_equal_gradients_are_one_rank_bit_for_bit(
+    moments: str, run: Run, tmp_path: Path
+) -> None:
+    """So the noise of stochastic rounding does not depend on who holds an element, and no int8
+    group lies in two shards."""
+    task: dict[str, Any] = {
+        "config": {"precision": "bf16", "moment_precision": moments},
+        "steps": 5,
+        "alike": True,
+    }
     results = run(**task)
     (tmp_path / "alone").mkdir()
     alone = train(Task(**task), tmp_path / "alone", None, None)
@@ -340,7 +422,9 @@ def test_every_rank_reads_its_share_only(run: Run, tmp_path: Path) -> None:
     alone = train(Task(steps=3), tmp_path, None, None)
     assert results[0]["traffic"] == results[1]["traffic"]
     for mine, whole in zip(results[0]["traffic"], alone["traffic"], strict=True):
-        assert mine == pytest.approx(whole / RANKS, rel=0.15), "shards are padded to 2048 elements each"
+        assert mine == pytest.approx(whole / RANKS, rel=0.15), (
+            "shards are padded to 2048 elements each"
+        )
     assert results[0]["traffic"][0] == pytest.approx(results[0]["traffic"][1])
 
 
@@ -354,7 +438,9 @@ def test_when_a_rank_dies_the_others_fail_and_clean_up(on_ranks: OnRanks, tmp_pa
     said = on_ranks(Task(dies=1))
     assert said[1] == "gone"
     assert said[0].startswith("failed") and "AssertionError" not in said[0]
-    assert list((tmp_path / "nvme0").iterdir()) == [], "the engine of the rank that lives was closed"
+    assert list((tmp_path / "nvme0").iterdir()) == [], (
+        "the engine of the rank that lives was closed"
+    )
 
 
 def test_ranks_see_nothing_of_an_update_before_its_step(run: Run) -> None:

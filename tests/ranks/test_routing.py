@@ -1,4 +1,5 @@
-"""Ranks whose data takes different ways through the model: a module that decides is one unit, and so is gathered whole."""
+"""Ranks whose data takes different ways through the model: a module that decides is one unit, and
+so is gathered whole."""
 
 from __future__ import annotations
 
@@ -18,13 +19,15 @@ WIDTH, EXPERTS, DEPTH, ROWS, STEPS = 32, 4, 3, 6, 8
 
 
 class Experts(nn.Module):
-    """Every row goes to the expert that the router likes best, as in 2101.03961 (without load balancing)."""
+    """Every row goes to the expert that the router likes best, as in 2101.03961 (without load
+    balancing)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(EXPERTS)
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(EXPERTS)
         )
         self.used: set[int] = set()
 
@@ -54,13 +57,25 @@ class Model(nn.Module):
 def parts(step: int) -> list[torch.Tensor]:
     """What each rank gets; far apart, so that the ranks like different experts."""
     generator = torch.Generator().manual_seed(step)
-    return [torch.randn(ROWS, WIDTH, generator=generator) + 2 * torch.randn(WIDTH, generator=generator) for _ in range(RANKS)]
+    return [
+        torch.randn(ROWS, WIDTH, generator=generator) + 2 * torch.randn(WIDTH, generator=generator)
+        for _ in range(RANKS)
+    ]
 
 
-def train(directory: Path, rank: int | None, group: dist.ProcessGroup | None, **config: Any) -> dict[str, Any]:
+def train(
+    directory: Path, rank: int | None, group: dist.ProcessGroup | None, **config: Any
+) -> dict[str, Any]:
     """All parts of every batch alone, or one of them as `rank`."""
     directory.mkdir(exist_ok=True)
-    values = {"nvme": directory, "precision": "fp32", "device": "cpu", "threads": 1, "cache": 0, "poison": True}
+    values = {
+        "nvme": directory,
+        "precision": "fp32",
+        "device": "cpu",
+        "threads": 1,
+        "cache": 0,
+        "poison": True,
+    }
     values |= {"gpu_memory": "256KiB", "cpu_memory": "8MiB"} | config
     model = infinity.wrap(Model(), config_of(**values), group=group, units=[Experts])
     losses, used = [], []
@@ -87,12 +102,26 @@ def work(config: dict[str, Any], where: Path, rank: int) -> None:
 def test_ranks_that_use_different_experts_are_one_rank(on_ranks: OnRanks, tmp_path: Path) -> None:
     alone = train(tmp_path / "alone", None, None)
     near = {"parameters": "gpu", "gpu_memory": "1MiB"}
-    # With stage 1 a rank's home of gradients holds what it had before, where only other ranks have a gradient now.
-    for config in ({}, {"update": "speculative"}, {"stage": 2} | near, {"stage": 1, "gradients": "gpu"} | near):
+    # With stage 1 a rank's home of gradients holds what it had before, where only other ranks have
+    # a gradient now.
+    for config in (
+        {},
+        {"update": "speculative"},
+        {"stage": 2} | near,
+        {"stage": 1, "gradients": "gpu"} | near,
+    ):
         assert on_ranks(config) == ["done"] * RANKS
-        ranks = [torch.load(tmp_path / f"result{rank}.pt", weights_only=True) for rank in range(RANKS)]
-        assert any(mine != others for mine, others in zip(*(result["used"] for result in ranks), strict=True))
-        means = [sum(losses) / RANKS for losses in zip(*(result["losses"] for result in ranks), strict=True)]
+        ranks = [
+            torch.load(tmp_path / f"result{rank}.pt", weights_only=True) for rank in range(RANKS)
+        ]
+        assert any(
+            mine != others
+            for mine, others in zip(*(result["used"] for result in ranks), strict=True)
+        )
+        means = [
+            sum(losses) / RANKS
+            for losses in zip(*(result["losses"] for result in ranks), strict=True)
+        ]
         expected = [sum(alone["losses"][RANKS * step :][:RANKS]) for step in range(STEPS)]
         assert means == pytest.approx(expected, rel=1e-5)
         for name, value in alone["weights"].items():

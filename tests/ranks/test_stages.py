@@ -1,4 +1,5 @@
-"""ZeRO stages 0 to 3 and hybrid sharding at two, three and four ranks: the same numbers, the collectives and memory of the stage.
+"""ZeRO stages 0 to 3 and hybrid sharding at two, three and four ranks: the same numbers, the
+collectives and memory of the stage.
 
 This file is also what each rank runs: all the cases of one number of ranks, one after the other.
 """
@@ -26,10 +27,16 @@ def serve(directory: Path, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{directory}/rendezvous"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-    results = {name: train(case, directory / f"{name} {rank}", rank, dist.group.WORLD) for name, case in CASES.items()}
+    results = {
+        name: train(case, directory / f"{name} {rank}", rank, dist.group.WORLD)
+        for name, case in CASES.items()
+    }
     if ranks == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        results |= {name: train(case, directory / f"{name} {rank}", rank, mesh) for name, case in HYBRID.items()}
+        results |= {
+            name: train(case, directory / f"{name} {rank}", rank, mesh)
+            for name, case in HYBRID.items()
+        }
     torch.save(results, directory / f"results{rank}.pt")
     dist.destroy_process_group()
 
@@ -38,12 +45,17 @@ def serve(directory: Path, rank: int, ranks: int) -> None:
 
 
 @pytest.fixture(scope="module", params=[3, 4])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """By rank, then by case."""
     directory, ranks = tmp_path_factory.mktemp(f"ranks{request.param}"), request.param
     command = [sys.executable, __file__, str(directory)]
     options = CHILD | {"env": CHILD["env"] | {"GLOO_SOCKET_IFNAME": "lo"}}
-    processes = [subprocess.Popen([*command, str(rank), str(ranks)], stderr=subprocess.PIPE, **options) for rank in range(ranks)]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(ranks)], stderr=subprocess.PIPE, **options)
+        for rank in range(ranks)
+    ]
     said = [process.communicate()[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
     return [torch.load(directory / f"results{rank}.pt", weights_only=True) for rank in range(ranks)]
@@ -59,20 +71,30 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         torch.set_num_threads(before)
 
 
-def test_every_stage_computes_what_one_rank_does(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+def test_every_stage_computes_what_one_rank_does(
+    results: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
     for name in results[0]:
-        sums = [sum(values) / len(results) for values in zip(*(result[name]["losses"] for result in results), strict=True)]
+        sums = [
+            sum(values) / len(results)
+            for values in zip(*(result[name]["losses"] for result in results), strict=True)
+        ]
         assert sums == pytest.approx(alone["losses"], rel=1e-5), name
         assert results[0][name]["norms"] == pytest.approx(alone["norms"], rel=1e-5), name
         assert any(norm > 0.5 for norm in alone["norms"]), "some step is clipped"
         for kind in ("weights", "states"):
             for key, value in alone[kind].items():
-                difference = torch.linalg.vector_norm(results[0][name][kind][key].double() - value.double())
-                assert difference <= 1e-5 * torch.linalg.vector_norm(value.double()), f"{name}: {key}"
+                difference = torch.linalg.vector_norm(
+                    results[0][name][kind][key].double() - value.double()
+                )
+                assert difference <= 1e-5 * torch.linalg.vector_norm(value.double()), (
+                    f"{name}: {key}"
+                )
 
 
 def test_ranks_agree_and_stages_and_placements_change_no_bit(results: list[dict[str, Any]]) -> None:
-    """Of those that add gradients in the same order: replicas do not, and stage 1 adds up micro-batches first."""
+    """Of those that add gradients in the same order: replicas do not, and stage 1 adds up
+    micro-batches first."""
     for rank, result in enumerate(results):
         for name, found in result.items():
             assert same(found, results[0][name], "weights", "states"), name
@@ -82,7 +104,9 @@ def test_ranks_agree_and_stages_and_placements_change_no_bit(results: list[dict[
                 assert same(found, results[0][reference], "weights", "states"), name
                 assert found["losses"] == result[reference]["losses"], name
                 assert found["norms"] == results[0][reference]["norms"], name
-        assert rank == 0 or result["ZeRO-3"]["losses"] != results[0]["ZeRO-3"]["losses"], "the ranks have different data"
+        assert rank == 0 or result["ZeRO-3"]["losses"] != results[0]["ZeRO-3"]["losses"], (
+            "the ranks have different data"
+        )
 
 
 def test_collectives_are_those_of_the_stage(results: list[dict[str, Any]]) -> None:
@@ -94,7 +118,9 @@ def test_collectives_are_those_of_the_stage(results: list[dict[str, Any]]) -> No
             reductions = trained if stage == 1 else parts * trained
             averages = trained if stage == 1 else (parts - apart + (apart == parts)) * trained
             assert calls.get("reduce_scatter_mean", 0) == (0 if stage == 0 else reductions), name
-            assert calls.get("all_reduce_mean", 0) == (averages if stage == 0 or "hybrid" in name else 0), name
+            assert calls.get("all_reduce_mean", 0) == (
+                averages if stage == 0 or "hybrid" in name else 0
+            ), name
             gathers = calls.get("all_gather", 0)
             if "little memory" in name:
                 assert units < gathers <= 4 * units, "at most for forward and for backward, twice"
@@ -108,11 +134,18 @@ def test_checkpoints_of_every_stage_are_read_by_one_rank(results: list[dict[str,
     """Replicas save once; every rank waits until all is there."""
     where = Path(results[0]["ZeRO-3"]["saved"]).parent
     for name, found in results[0].items():
-        model = infinity.wrap(Model(), config_of(gpu_memory="8MiB", cpu_memory="8MiB", precision="fp32", **GPU))
+        model = infinity.wrap(
+            Model(), config_of(gpu_memory="8MiB", cpu_memory="8MiB", precision="fp32", **GPU)
+        )
         with infinity.engine(model) as engine:
             optimizer = infinity.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
             engine.load_checkpoint(where / f"saved {name}", optimizer)
-            assert same({"weights": engine.state_dict(), "states": flat(optimizer)}, found, "weights", "states"), name
+            assert same(
+                {"weights": engine.state_dict(), "states": flat(optimizer)},
+                found,
+                "weights",
+                "states",
+            ), name
 
 
 def test_memory_is_that_of_the_formula(results: list[dict[str, Any]]) -> None:
@@ -120,7 +153,9 @@ def test_memory_is_that_of_the_formula(results: list[dict[str, Any]]) -> None:
         for name, found in result.items():
             if "some kept" in name:  # whole units only
                 assert 0 < found["used"]["gpu"] <= found["formula"]["gpu"], name
-                assert sum(found["used"].values()) == pytest.approx(sum(found["formula"].values())), name
+                assert sum(found["used"].values()) == pytest.approx(
+                    sum(found["formula"].values())
+                ), name
             else:
                 assert found["used"] == found["formula"], name
 
@@ -128,12 +163,19 @@ def test_memory_is_that_of_the_formula(results: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_mesh_that_cannot_be(stage: int, tmp_path: Path) -> None:
     try:
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+        )
         mesh = init_device_mesh("cpu", (1, 1) if stage == 0 else (1, 1, 1))
         with pytest.raises(
-            infinity.ConfigError, match=rf"a mesh of shape \(1, 1.*\) with stage={stage}: give one of one dimension"
+            infinity.ConfigError,
+            match=rf"a mesh of shape \(1, 1.*\) with stage={stage}: give one of one dimension",
         ):
-            infinity.wrap(Model(), config_of(nvme=tmp_path, gpu_memory="8MiB", cpu_memory="8MiB", stage=stage, **GPU), group=mesh)
+            infinity.wrap(
+                Model(),
+                config_of(nvme=tmp_path, gpu_memory="8MiB", cpu_memory="8MiB", stage=stage, **GPU),
+                group=mesh,
+            )
     finally:
         dist.destroy_process_group()
 

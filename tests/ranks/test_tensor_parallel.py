@@ -1,4 +1,5 @@
-"""Tensor parallelism of `torch.distributed.tensor` beside sharding: 2 x 2 ranks compute what one does, and agree bit for bit.
+"""Tensor parallelism of `torch.distributed.tensor` beside sharding: 2 x 2 ranks compute what one
+does, and agree bit for bit.
 
 This file is also what each rank runs: all that is asked of it, one after the other.
 """
@@ -47,7 +48,9 @@ from support.probe import Probe
 
 RANKS, WIDTH, HEAD, WORDS, ROWS, LENGTH, STEPS = 4, 32, 8, 41, 8, 8, 10
 SHORT = 4  # steps of those that `LONG` does not name
-GPU, CPU = (dict.fromkeys(("parameters", "gradients", "optimizer"), tier) for tier in ("gpu", "cpu"))
+GPU, CPU = (
+    dict.fromkeys(("parameters", "gradients", "optimizer"), tier) for tier in ("gpu", "cpu")
+)
 NVME = {"gradients": "nvme"}
 CASES: dict[str, dict[str, Any]] = {
     "stage 3": {"stage": 3} | GPU,
@@ -89,8 +92,15 @@ class Attention(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = [part(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for part in (self.query, self.key, self.value)]
-        return self.out(functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        heads = [
+            part(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+            for part in (self.query, self.key, self.value)
+        ]
+        return self.out(
+            functional.scaled_dot_product_attention(*heads, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 class Feed(nn.Module):
@@ -135,7 +145,9 @@ class Model(nn.Module):
         x = self.words(ids) * self.scale + places
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ((ids * 3 + 1) % WORDS).flatten())
+        return functional.cross_entropy(
+            self.head(self.norm(x)).flatten(0, 1), ((ids * 3 + 1) % WORDS).flatten()
+        )
 
 
 def build(**options: Any) -> Model:
@@ -144,7 +156,8 @@ def build(**options: Any) -> Model:
 
 
 def parallelize(model: Model, mesh: DeviceMesh, plan: str = "plain") -> Model:
-    """Attention and MLP in the usual way, embedding and head by words; norms plain, or in parallel over the sequence."""
+    """Attention and MLP in the usual way, embedding and head by words; norms plain, or in parallel
+    over the sequence."""
     sequence = plan == "sequence"
     whole = Shard(1) if sequence else Replicate()
     block = {
@@ -154,8 +167,15 @@ def parallelize(model: Model, mesh: DeviceMesh, plan: str = "plain") -> Model:
         "feed.down": RowwiseParallel(output_layouts=whole),
     }
     if sequence:
-        gathered = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-        block |= {"norm1": SequenceParallel(), "norm2": SequenceParallel(), "attention": gathered, "feed": gathered}
+        gathered = PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        )
+        block |= {
+            "norm1": SequenceParallel(),
+            "norm2": SequenceParallel(),
+            "attention": gathered,
+            "feed": gathered,
+        }
     for each in model.blocks:
         parallelize_module(each, mesh, block)
     top = {
@@ -176,7 +196,14 @@ def batch(step: int) -> torch.Tensor:
 
 
 def configure(directory: Path, case: dict[str, Any]) -> infinity.Config:
-    values = {"nvme": directory, "gpu_memory": "8MiB", "cpu_memory": "8MiB", "cache": 0, "precision": "fp32", "poison": True}
+    values = {
+        "nvme": directory,
+        "gpu_memory": "8MiB",
+        "cpu_memory": "8MiB",
+        "cache": 0,
+        "precision": "fp32",
+        "poison": True,
+    }
     values |= {"device": "cpu", "threads": 1} | case
     known = infinity.Config.model_fields.keys() | infinity.Tuning.model_fields.keys()
     return config_of(**{key: value for key, value in values.items() if key in known})
@@ -189,7 +216,11 @@ def settings(**more: Any) -> dict[str, Any]:
 def flat(optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
     """The states of all parameters."""
     states = optimizer.state_dict()["state"]
-    return {f"{number} {name}": value for number, state in states.items() for name, value in state.items()}
+    return {
+        f"{number} {name}": value
+        for number, state in states.items()
+        for name, value in state.items()
+    }
 
 
 Meshes = dict[tuple[int, ...], DeviceMesh]
@@ -222,12 +253,19 @@ class Rank:
 
     def train(self, case: dict[str, Any], steps: int) -> dict[str, Any]:
         mesh = self.meshes[case.get("mesh", (1, 2, 2))]
-        model = parallelize(build(recompute=case.get("recompute", False)), mesh["tp"], case.get("plan", "plain"))
+        model = parallelize(
+            build(recompute=case.get("recompute", False)), mesh["tp"], case.get("plan", "plain")
+        )
         before = {
-            name: (id(p), type(p), p.placements if isinstance(p, DTensor) else None) for name, p in model.named_parameters()
+            name: (id(p), type(p), p.placements if isinstance(p, DTensor) else None)
+            for name, p in model.named_parameters()
         }
         group = mesh["replicate", "shard"] if case.get("grouped", True) else None
-        data, number = (mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank(), 2)
+        data, number = (
+            mesh["replicate"].get_local_rank() * mesh["shard"].size()
+            + mesh["shard"].get_local_rank(),
+            2,
+        )
         if group is None or mesh["tp"].size() == RANKS:
             data, number = 0, 1
         parts = case.get("parts", 1)
@@ -253,20 +291,27 @@ class Rank:
                 losses.append(loss)
                 norms.append(optimizer.grad_norm)
                 if step == SHORT - 1:
-                    short = {name: value.clone() for name, value in (engine.state_dict() | flat(optimizer)).items()}
+                    short = {
+                        name: value.clone()
+                        for name, value in (engine.state_dict() | flat(optimizer)).items()
+                    }
             weights, states = engine.state_dict(), flat(optimizer)
-            assert {n: (id(p), p.placements if isinstance(p, DTensor) else None) for n, p in model.named_parameters()} == {
-                name: (key, placements) for name, (key, _, placements) in before.items()
-            }
+            assert {
+                n: (id(p), p.placements if isinstance(p, DTensor) else None)
+                for n, p in model.named_parameters()
+            } == {name: (key, placements) for name, (key, _, placements) in before.items()}
             with infinity.gathered(model):
                 for name, p in model.named_parameters():
                     assert isinstance(p, before[name][1])
-                    assert torch.equal(p.full_tensor() if isinstance(p, DTensor) else p, weights[name])
+                    assert torch.equal(
+                        p.full_tensor() if isinstance(p, DTensor) else p, weights[name]
+                    )
         found = {"losses": losses, "norms": norms, "gradients": gradients, "data": data}
         return found | {"short": short, "weights": weights, "states": states}
 
     def replicated_bits(self) -> dict[str, Any]:
-        """Parameters that all tensor parallel ranks hold, with stochastic rounding and states in groups."""
+        """Parameters that all tensor parallel ranks hold, with stochastic rounding and states in
+        groups."""
         model = self.wrap(precision="bf16", moment_precision="int8")
         with infinity.engine(model) as engine:
             optimizer = infinity.AdamW(model.parameters(), **settings())
@@ -277,46 +322,78 @@ class Rank:
                 optimizer.zero_grad()
             with infinity.gathered(model):
                 inside = {(p.dtype, local(p).dtype) for p in model.parameters()}
-            return {"weights": engine.state_dict(), "states": flat(optimizer), "dtypes": dtypes, "inside": inside}
+            return {
+                "weights": engine.state_dict(),
+                "states": flat(optimizer),
+                "dtypes": dtypes,
+                "inside": inside,
+            }
 
     def llama(self) -> dict[str, Any]:
         """An unmodified model of transformers."""
         model, mesh = FAMILIES["llama"].build(), self.mesh["tp"]
         columns, rows = (
-            ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+            (
+                "self_attn.q_proj",
+                "self_attn.k_proj",
+                "self_attn.v_proj",
+                "mlp.gate_proj",
+                "mlp.up_proj",
+            ),
             "mlp.down_proj",
         )
-        block = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(("self_attn.o_proj", rows), RowwiseParallel())
-        parallelize_module(model, mesh, {f"model.layers.*.{name}": style for name, style in block.items()})
+        block = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(
+            ("self_attn.o_proj", rows), RowwiseParallel()
+        )
+        parallelize_module(
+            model, mesh, {f"model.layers.*.{name}": style for name, style in block.items()}
+        )
         words = {"model.embed_tokens": RowwiseParallel(input_layouts=Replicate())}
-        parallelize_module(model, mesh, words | {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+        parallelize_module(
+            model, mesh, words | {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+        )
         model.lm_head.weight = model.model.embed_tokens.weight
         with infinity.engine(self.wrap(model)) as engine:
             optimizer = infinity.AdamW(model.parameters(), **settings())
             for step in range(SHORT):
-                part = {name: value.chunk(2)[self.mesh["shard"].get_local_rank()] for name, value in text_batch(step, 4).items()}
+                part = {
+                    name: value.chunk(2)[self.mesh["shard"].get_local_rank()]
+                    for name, value in text_batch(step, 4).items()
+                }
                 model(**part).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
             return {"norm": optimizer.grad_norm, "weights": engine.state_dict()}
 
     def sizes(self) -> list[tuple[Any, ...]]:
-        """Where parameters lie whose ranks have 3 and 2 rows, and 1 and none, and how large the unit is."""
+        """Where parameters lie whose ranks have 3 and 2 rows, and 1 and none, and how large the
+        unit is."""
         model, mesh = nn.Module(), self.mesh["tp"]
         for name, shape in (("uneven", (5, 100)), ("scarce", (1, 300)), ("whole", (7,))):
             values, placement = torch.ones(shape), Replicate() if name == "whole" else Shard(0)
-            model.register_parameter(name, nn.Parameter(distribute_tensor(values, mesh, [placement])))
+            model.register_parameter(
+                name, nn.Parameter(distribute_tensor(values, mesh, [placement]))
+            )
         with infinity.engine(self.wrap(model)) as engine:
             (unit,) = engine.units
-            assert all(torch.equal(value, torch.ones_like(value)) for value in engine.state_dict().values())
-            return [(place.offset, place.numel) for place in unit.layout.places] + [(unit.layout.numel,)]
+            assert all(
+                torch.equal(value, torch.ones_like(value)) for value in engine.state_dict().values()
+            )
+            return [(place.offset, place.numel) for place in unit.layout.places] + [
+                (unit.layout.numel,)
+            ]
 
     def solid(self) -> dict[str, str]:
-        """A parameter of three dimensions that is saved as it is divided along the second, in 3 and 2, and then loaded."""
+        """A parameter of three dimensions that is saved as it is divided along the second, in 3 and
+        2, and then loaded."""
 
         def cube(dimension: int | None, factor: float) -> Model:
             model, values = nn.Module(), factor * torch.arange(120.0).view(4, 5, 6)
-            placed = values if dimension is None else distribute_tensor(values, self.mesh["tp"], [Shard(dimension)])
+            placed = (
+                values
+                if dimension is None
+                else distribute_tensor(values, self.mesh["tp"], [Shard(dimension)])
+            )
             model.register_parameter("cube", nn.Parameter(placed))
             return self.wrap(model, dist.group.WORLD if dimension is None else "dp")
 
@@ -332,15 +409,23 @@ class Rank:
                     factor = 1.0
                 except infinity.CheckpointError as error:
                     said[str(dimension)], factor = str(error), 7.0
-                assert torch.equal(engine.state_dict()["cube"], factor * torch.arange(120.0).view(4, 5, 6))
+                assert torch.equal(
+                    engine.state_dict()["cube"], factor * torch.arange(120.0).view(4, 5, 6)
+                )
         return said
 
     def savers(self) -> list[int]:
         """Who save together where others, of which there are none here, are no part of it."""
         size = dist.get_world_size
         with pytest.MonkeyPatch.context() as monkeypatch:
-            monkeypatch.setattr(dist, "get_world_size", lambda group=None: RANKS + 1 if group is None else size(group))
-            group = whole_group(Ranks(self.mesh["shard"].get_group(), None, self.mesh["tp"].get_group()))
+            monkeypatch.setattr(
+                dist,
+                "get_world_size",
+                lambda group=None: RANKS + 1 if group is None else size(group),
+            )
+            group = whole_group(
+                Ranks(self.mesh["shard"].get_group(), None, self.mesh["tp"].get_group())
+            )
         total = torch.tensor(self.rank)
         dist.all_reduce(total, group=group)
         return [*dist.get_process_group_ranks(group), total.item()]
@@ -351,7 +436,9 @@ class Rank:
         with infinity.engine(model) as engine:
             optimizer = infinity.AdamW(model.parameters(), **settings(skip_nonfinite=True))
             spoilt = {"by": 1.0}
-            dict(model.named_parameters())[name].register_hook(lambda gradient: gradient * spoilt["by"])
+            dict(model.named_parameters())[name].register_hook(
+                lambda gradient: gradient * spoilt["by"]
+            )
             after = []
             for step in range(3):
                 spoilt["by"] = math.inf if step == 1 and self.rank == 3 else 1.0
@@ -362,7 +449,8 @@ class Rank:
             return {"skipped": optimizer.skipped_steps, "norm": optimizer.grad_norm, "after": after}
 
     def checkpoints(self) -> dict[str, Any]:
-        """Save on 2 x 2 ranks, and load in every way; the other way round from one without tensor parallelism."""
+        """Save on 2 x 2 ranks, and load in every way; the other way round from one without tensor
+        parallelism."""
         checkpoint_state.PIECE = 1500
         found: dict[str, Any] = {}
 
@@ -370,7 +458,10 @@ class Rank:
             return {"weights": engine.state_dict(), "states": flat(optimizer)}
 
         def begin(model: Model, steps: int) -> tuple[infinity.Engine, infinity.AdamW]:
-            engine, optimizer = infinity.engine(model), infinity.AdamW(model.parameters(), **settings())
+            engine, optimizer = (
+                infinity.engine(model),
+                infinity.AdamW(model.parameters(), **settings()),
+            )
             for step in range(steps):
                 model(batch(step + 50)).backward()
                 optimizer.step()
@@ -404,14 +495,18 @@ class Rank:
                 engine, optimizer = begin(model, 1)
                 with engine:
                     extra = engine.load_checkpoint(where, optimizer)
-                    found[f"{saver} {loader}"] = states(engine, optimizer) | {"extra": extra["rank"]}
+                    found[f"{saver} {loader}"] = states(engine, optimizer) | {
+                        "extra": extra["rank"]
+                    }
         # What an optimizer of another way gave, as DTensors and as whole tensors.
         model = ways["2 x 2"]()
         engine, optimizer = begin(model, 0)
         with engine:
             mesh = self.mesh["tp"]
             given = torch.load(self.directory / "given.pt", weights_only=True)
-            number = [name for name, _ in model.named_parameters()].index("blocks.0.feed.down.weight")
+            number = [name for name, _ in model.named_parameters()].index(
+                "blocks.0.feed.down.weight"
+            )
             entry = given["state"][number]
             entry["exp_avg"] = distribute_tensor(entry["exp_avg"], mesh, [Replicate()])
             optimizer.load_state_dict(given)
@@ -419,7 +514,8 @@ class Rank:
         return found
 
     def meta(self) -> dict[str, Any]:
-        """Built without memory: with values from a file, and from the modules' own initialisation."""
+        """Built without memory: with values from a file, and from the modules' own
+        initialisation."""
         found = {}
         for how in ("file", "seed"):
             with torch.device("meta") if how == "seed" else infinity.init():
@@ -429,7 +525,11 @@ class Rank:
                 model.places = nn.Parameter(torch.zeros(LENGTH, WIDTH))
             parallelize(model, self.mesh["tp"])
             config = configure(self.fresh(), CPU)
-            values = {"weights": self.directory / "weights.safetensors"} if how == "file" else {"seed": 5}
+            values = (
+                {"weights": self.directory / "weights.safetensors"}
+                if how == "file"
+                else {"seed": 5}
+            )
             infinity.wrap(model, config, group=self.mesh["shard"], **values)
             with infinity.engine(model) as engine:
                 found[how] = engine.state_dict()
@@ -452,9 +552,13 @@ class Rank:
                 handle.remove()
 
         ways: list[Callable[[], object]] = [
-            lambda: weight + 1, weight.to_local, weight.full_tensor, lambda: weight._local_tensor.sum(),
-            lambda: weight.redistribute(placements=[Replicate()]), lambda: model.state_dict(),
-        ]  # fmt: skip
+            lambda: weight + 1,
+            weight.to_local,
+            weight.full_tensor,
+            lambda: weight._local_tensor.sum(),
+            lambda: weight.redistribute(placements=[Replicate()]),
+            lambda: model.state_dict(),
+        ]
         with infinity.engine(model) as engine:
             for way in ways:
                 with torch.no_grad():
@@ -463,12 +567,17 @@ class Rank:
                         said.append("nothing")
                     except infinity.ShardedParameterError as error:
                         said.append(str(error))
-            said += [repr(weight), repr((weight.shape, weight.dtype, weight.placements, weight.grad))]
+            said += [
+                repr(weight),
+                repr((weight.shape, weight.dtype, weight.placements, weight.grad)),
+            ]
             before = engine.state_dict()
             with infinity.gathered(weight, write=True), torch.no_grad():
                 weight.mul_(2)
             after = engine.state_dict()
-            assert torch.equal(after["blocks.0.feed.down.weight"], 2 * before["blocks.0.feed.down.weight"])
+            assert torch.equal(
+                after["blocks.0.feed.down.weight"], 2 * before["blocks.0.feed.down.weight"]
+            )
             try:
                 edit()
             except infinity.ShardedParameterError as error:
@@ -491,7 +600,9 @@ class Rank:
 
         def two_meshes() -> Model:
             model = parallelize(build(), tp)
-            model.places = nn.Parameter(DTensor.from_local(model.places.detach(), self.mesh["shard"], [Replicate()]))
+            model.places = nn.Parameter(
+                DTensor.from_local(model.places.detach(), self.mesh["shard"], [Replicate()])
+            )
             return model
 
         def partial() -> Model:
@@ -502,7 +613,11 @@ class Rank:
         def odd() -> Model:
             model = build()
             shape = torch.Size((2 * LENGTH + 2, WIDTH))
-            model.places = nn.Parameter(DTensor.from_local(model.places.detach(), tp, [Shard(0)], shape=shape, stride=(WIDTH, 1)))
+            model.places = nn.Parameter(
+                DTensor.from_local(
+                    model.places.detach(), tp, [Shard(0)], shape=shape, stride=(WIDTH, 1)
+                )
+            )
             return model
 
         def buffer() -> Model:
@@ -579,13 +694,18 @@ def serve(directory: Path, rank: int) -> None:
     meeting = f"file://{directory}/rendezvous"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
     this = Rank(directory, rank)
-    results: dict[str, Any] = {name: this.train(case, STEPS if name in LONG else SHORT) for name, case in CASES.items()}
+    results: dict[str, Any] = {
+        name: this.train(case, STEPS if name in LONG else SHORT) for name, case in CASES.items()
+    }
     results["bits"] = this.replicated_bits()
     results["sizes"] = this.sizes()
     results["savers"] = this.savers()
     results["solid"] = this.solid()
     results["llama"] = this.llama()
-    results["nonfinite"] = {name: this.nonfinite(name) for name in ("blocks.0.feed.down.weight", "blocks.1.norm1.weight")}
+    results["nonfinite"] = {
+        name: this.nonfinite(name)
+        for name in ("blocks.0.feed.down.weight", "blocks.1.norm1.weight")
+    }
     results["checkpoints"] = this.checkpoints()
     results["meta"] = this.meta()
     results["touches"] = this.touches()
@@ -609,14 +729,22 @@ def reference() -> dict[str, Any]:
         loss = model(batch(step))
         loss.backward()
         if step == 0:
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            gradients = {
+                name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+            }
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         if step == SHORT - 1:
             short = {name: value.clone() for name, value in model.state_dict().items()}
-    return {"losses": losses, "norms": norms, "gradients": gradients, "short": short, "weights": dict(model.state_dict())}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "short": short,
+        "weights": dict(model.state_dict()),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -658,17 +786,26 @@ def results(place: Path) -> list[dict[str, Any]]:
         for process in processes:
             process.kill()
             process.wait()
-    assert codes == [0] * RANKS, "\n".join((place / f"errors{rank}.txt").read_text() for rank in range(RANKS))
+    assert codes == [0] * RANKS, "\n".join(
+        (place / f"errors{rank}.txt").read_text() for rank in range(RANKS)
+    )
     return [torch.load(place / f"results{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     """Names whose tensors are not equal in every bit."""
-    return sorted(a.keys() ^ b.keys()) + [name for name in a.keys() & b.keys() if not torch.equal(a[name], b[name])]
+    return sorted(a.keys() ^ b.keys()) + [
+        name for name in a.keys() & b.keys() if not torch.equal(a[name], b[name])
+    ]
 
 
-def test_they_compute_what_one_rank_does(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    assert any(norm > 0.7 for norm in alone["norms"]) and alone["losses"][-1] < 0.7 * alone["losses"][0]
+def test_they_compute_what_one_rank_does(
+    results: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    assert (
+        any(norm > 0.7 for norm in alone["norms"])
+        and alone["losses"][-1] < 0.7 * alone["losses"][0]
+    )
     for name in CASES:
         by_data = {result[name]["data"]: result[name]["losses"] for result in results}
         losses = [sum(values) / len(by_data) for values in zip(*by_data.values(), strict=True)]
@@ -679,20 +816,28 @@ def test_they_compute_what_one_rank_does(results: list[dict[str, Any]], alone: d
             for key, value in alone[kind].items():
                 assert found[key].shape == value.shape and type(found[key]) is torch.Tensor
                 difference = torch.linalg.vector_norm(found[key].double() - value.double())
-                assert difference <= 1e-5 * torch.linalg.vector_norm(value.double()), f"{name}: {key}"
+                assert difference <= 1e-5 * torch.linalg.vector_norm(value.double()), (
+                    f"{name}: {key}"
+                )
 
 
-def test_the_norm_counts_everything_once_and_all_ranks_get_its_bits(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+def test_the_norm_counts_everything_once_and_all_ranks_get_its_bits(
+    results: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
     for name in CASES:
         assert results[0][name]["norms"][0] == pytest.approx(alone["norms"][0], rel=1e-6), name
-        assert results[0][name]["norms"] == pytest.approx(alone["norms"][: len(results[0][name]["norms"])], rel=1e-5), name
+        assert results[0][name]["norms"] == pytest.approx(
+            alone["norms"][: len(results[0][name]["norms"])], rel=1e-5
+        ), name
         assert all(result[name]["norms"] == results[0][name]["norms"] for result in results), name
 
 
 def test_ranks_agree_and_placements_change_no_bit(results: list[dict[str, Any]]) -> None:
     for name in CASES:
         for kind in ("short", "weights", "states"):
-            assert all(differing(result[name][kind], results[0][name][kind]) == [] for result in results), name
+            assert all(
+                differing(result[name][kind], results[0][name][kind]) == [] for result in results
+            ), name
     for names in SAME:
         for result, name in ((result, name) for result in results for name in names):
             first, found = result[names[0]], result[name]
@@ -700,10 +845,16 @@ def test_ranks_agree_and_placements_change_no_bit(results: list[dict[str, Any]])
             for kind in ("losses", "norms"):
                 assert found[kind] == first[kind][: len(found[kind])], name
             if name in LONG:
-                assert differing(found["weights"], first["weights"]) == differing(found["states"], first["states"]) == [], name
+                assert (
+                    differing(found["weights"], first["weights"])
+                    == differing(found["states"], first["states"])
+                    == []
+                ), name
 
 
-def test_what_all_hold_stays_the_same_when_it_is_rounded_with_noise(results: list[dict[str, Any]]) -> None:
+def test_what_all_hold_stays_the_same_when_it_is_rounded_with_noise(
+    results: list[dict[str, Any]],
+) -> None:
     for result in results:
         for kind in ("weights", "states"):
             assert differing(result["bits"][kind], results[0]["bits"][kind]) == []
@@ -725,18 +876,25 @@ def test_a_model_of_transformers_is_trained_as_it_is(results: list[dict[str, Any
         assert result["llama"]["norm"] == pytest.approx(norm.item(), rel=1e-5)
         assert found.keys() == model.state_dict().keys()
         for name, value in model.state_dict().items():
-            assert torch.linalg.vector_norm(found[name] - value) <= 1e-5 * torch.linalg.vector_norm(value), name
+            assert torch.linalg.vector_norm(found[name] - value) <= 1e-5 * torch.linalg.vector_norm(
+                value
+            ), name
 
 
 def test_units_are_alike_where_parts_are_not(results: list[dict[str, Any]]) -> None:
     for rank, result in enumerate(results):
         (first, uneven), (second, scarce), (third, _), (size,) = result["sizes"]
-        assert (first, second, third) == (0, 320, 640) and size == 4096, "room for 300, 300 and 7 elements, in multiples of 64"
+        assert (first, second, third) == (0, 320, 640) and size == 4096, (
+            "room for 300, 300 and 7 elements, in multiples of 64"
+        )
         assert (uneven, scarce) == ((300, 300), (200, 0))[rank % 2]
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_known_to_all(results: list[dict[str, Any]]) -> None:
-    """Of a parameter that is divided, and of one that all hold, on a rank that does not count it."""
+def test_a_gradient_that_is_not_finite_on_one_rank_is_known_to_all(
+    results: list[dict[str, Any]],
+) -> None:
+    """Of a parameter that is divided, and of one that all hold, on a rank that does not count
+    it."""
     for name in results[0]["nonfinite"]:
         for result in results:
             found = result["nonfinite"][name]
@@ -746,7 +904,9 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_known_to_all(results: list
             assert found["norm"] == results[0]["nonfinite"][name]["norm"]
 
 
-def test_a_checkpoint_is_read_with_any_number_of_data_and_tensor_parallel_ranks(results: list[dict[str, Any]]) -> None:
+def test_a_checkpoint_is_read_with_any_number_of_data_and_tensor_parallel_ranks(
+    results: list[dict[str, Any]],
+) -> None:
     for saver, loaders in WAYS.items():
         saved = results[0]["checkpoints"][f"{saver} saved"]
         for rank, result in enumerate(results):
@@ -754,16 +914,22 @@ def test_a_checkpoint_is_read_with_any_number_of_data_and_tensor_parallel_ranks(
                 found = result["checkpoints"][f"{saver} {loader}"]
                 for kind in ("weights", "states"):
                     assert differing(found[kind], saved[kind]) == [], f"{saver} {loader}"
-                assert found["extra"] == (0 if saver == "replicas" or loader in ("replicas", "1 x 2") else rank)
+                assert found["extra"] == (
+                    0 if saver == "replicas" or loader in ("replicas", "1 x 2") else rank
+                )
 
 
-def test_a_checkpoint_that_is_cut_along_another_dimension_is_read_where_that_can_be(results: list[dict[str, Any]]) -> None:
-    """Along the first one and by ranks without tensor parallelism; else it is refused before anything is changed."""
+def test_a_checkpoint_that_is_cut_along_another_dimension_is_read_where_that_can_be(
+    results: list[dict[str, Any]],
+) -> None:
+    """Along the first one and by ranks without tensor parallelism; else it is refused before
+    anything is changed."""
     for result in results:
         assert result["solid"].keys() == {"2"}
         assert (
-            "cube has cube cut along another dimension than it is here, by tensor parallel ranks; load it" in result["solid"]["2"]
-        )
+            "cube has cube cut along another dimension than it is here, by tensor parallel "
+            "ranks; load it"
+        ) in result["solid"]["2"]
 
 
 def test_who_holds_one_whole_of_the_model_has_a_group(results: list[dict[str, Any]]) -> None:
@@ -788,20 +954,38 @@ def test_tools_of_torch_read_a_checkpoint_of_tensor_parallel_ranks(
     dcp_to_torch_save(place / "checkpoint 2 x 2", tmp_path / "whole.pt")
     found = torch.load(tmp_path / "whole.pt", weights_only=False)["model"]
     weights = {
-        name: value for name, value in results[0]["checkpoints"]["2 x 2 saved"]["weights"].items() if name != "head.weight"
+        name: value
+        for name, value in results[0]["checkpoints"]["2 x 2 saved"]["weights"].items()
+        if name != "head.weight"
     }
-    assert found["blocks.0.feed.down.weight"].shape == (WIDTH, 3 * WIDTH) and found["blocks.0.feed.up.weight"].ndim == 1
-    assert differing({n: v.flatten() for n, v in found.items()}, {n: v.flatten() for n, v in weights.items()}) == []
+    assert (
+        found["blocks.0.feed.down.weight"].shape == (WIDTH, 3 * WIDTH)
+        and found["blocks.0.feed.up.weight"].ndim == 1
+    )
+    assert (
+        differing(
+            {n: v.flatten() for n, v in found.items()}, {n: v.flatten() for n, v in weights.items()}
+        )
+        == []
+    )
 
 
-def test_states_of_a_torch_optimizer_are_taken_over(results: list[dict[str, Any]], place: Path) -> None:
+def test_states_of_a_torch_optimizer_are_taken_over(
+    results: list[dict[str, Any]], place: Path
+) -> None:
     states = torch.load(place / "given.pt", weights_only=True)["state"]
-    wanted = {f"{number} {name}": value for number, state in states.items() for name, value in state.items()}
+    wanted = {
+        f"{number} {name}": value
+        for number, state in states.items()
+        for name, value in state.items()
+    }
     for result in results:
         assert differing(result["checkpoints"]["given"], wanted) == []
 
 
-def test_models_without_memory_get_the_values_of_whole_ones(results: list[dict[str, Any]], place: Path, tmp_path: Path) -> None:
+def test_models_without_memory_get_the_values_of_whole_ones(
+    results: list[dict[str, Any]], place: Path, tmp_path: Path
+) -> None:
     with torch.device("meta"):
         whole = Model()
     whole.scale, whole.places = torch.tensor(0.5), nn.Parameter(torch.zeros(LENGTH, WIDTH))
@@ -809,14 +993,19 @@ def test_models_without_memory_get_the_values_of_whole_ones(results: list[dict[s
     weights = load_file(place / "weights.safetensors")
     with infinity.engine(whole) as engine:
         for result in results:
-            assert differing(result["meta"]["file"], weights | {"head.weight": weights["words.weight"]}) == []
+            assert (
+                differing(
+                    result["meta"]["file"], weights | {"head.weight": weights["words.weight"]}
+                )
+                == []
+            )
             assert differing(result["meta"]["seed"], engine.state_dict()) == []
 
 
 def test_a_touch_outside_of_the_forward_is_told(results: list[dict[str, Any]]) -> None:
     text = (
-        r"blocks\.0\.feed\.down\.weight \(unit blocks\.0\) lives on cpu and its data was touched \(\w+\) outside of its module's "
-        r"forward; use `with infinity\.gathered\(model\):`"
+        r"blocks\.0\.feed\.down\.weight \(unit blocks\.0\) lives on cpu and its data was touched "
+        r"\(\w+\) outside of its module's forward; use `with infinity\.gathered\(model\):`"
     )
     for result in results:
         *touches, told, facts, edited, closed = result["touches"]
@@ -825,7 +1014,9 @@ def test_a_touch_outside_of_the_forward_is_told(results: list[dict[str, Any]]) -
         for said in touches:
             assert re.match(text, said), said
         assert "lives on cpu" in all_of_it
-        assert edited.startswith("blocks.0.feed.down.weight was changed in place inside of a forward")
+        assert edited.startswith(
+            "blocks.0.feed.down.weight was changed in place inside of a forward"
+        )
         assert told.endswith("ShardedParameter(blocks.0.feed.down.weight, on cpu, unit blocks.0)")
         assert facts == "(torch.Size([32, 96]), torch.float32, (Shard(dim=1),), None)"
         assert closed.startswith("blocks.0.feed.down.weight has no data any more")
@@ -834,51 +1025,110 @@ def test_a_touch_outside_of_the_forward_is_told(results: list[dict[str, Any]]) -
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("overlap", r"words\.weight is a DTensor on ranks \[.*\], of which `group` also has \[\d\]: .*group=mesh\['dp'\]"),
-        ("the same mesh", r"words\.weight is a DTensor on ranks \[.*\], of which `group` also has \[\d\]"),
-        ("diagonal", r"ranks \[\d, \d\] of `group` hold different parts of the DTensors of the model; give the data dimension"),
-        ("two meshes", r"places is a DTensor on .*, and words\.weight on .*; all parameters must be on one mesh"),
-        ("two dimensions", r"places is a DTensor on a mesh of shape \(2, 2\); one dimension is supported"),
-        ("partial", r"places is a DTensor placed as \(Partial\(.*\); parameters may be Shard\(\.\.\.\) or Replicate\(\)"),
+        (
+            "overlap",
+            (
+                r"words\.weight is a DTensor on ranks \[.*\], of which `group` also has "
+                r"\[\d\]: .*group=mesh\['dp'\]"
+            ),
+        ),
+        (
+            "the same mesh",
+            r"words\.weight is a DTensor on ranks \[.*\], of which `group` also has \[\d\]",
+        ),
+        (
+            "diagonal",
+            (
+                r"ranks \[\d, \d\] of `group` hold different parts of the DTensors of the "
+                r"model; give the data dimension"
+            ),
+        ),
+        (
+            "two meshes",
+            (
+                r"places is a DTensor on .*, and words\.weight on .*; all parameters must be "
+                r"on one mesh"
+            ),
+        ),
+        (
+            "two dimensions",
+            r"places is a DTensor on a mesh of shape \(2, 2\); one dimension is supported",
+        ),
+        (
+            "partial",
+            (
+                r"places is a DTensor placed as \(Partial\(.*\); parameters may be "
+                r"Shard\(\.\.\.\) or Replicate\(\)"
+            ),
+        ),
         (
             "odd",
-            r"places is a DTensor of shape \(18, 32\) placed as .*, of which this rank has \(8, 32\); it should have \(9, 32\)",
+            (
+                r"places is a DTensor of shape \(18, 32\) placed as .*, of which this rank "
+                r"has \(8, 32\); it should have \(9, 32\)"
+            ),
         ),
         ("buffer", r"the buffer table is a DTensor placed as .*; buffers must be Replicate\(\)"),
-        ("fully_shard", r"the model was given to fully_shard; infinity shards over the data parallel ranks itself"),
+        (
+            "fully_shard",
+            (
+                r"the model was given to fully_shard; infinity shards over the data parallel "
+                r"ranks itself"
+            ),
+        ),
         (
             "device",
             r"words\.weight is a DTensor on a mesh of cpu, and the model will run on cuda; "
             r"set Config\(tuning=Tuning\(device='cpu'\)\)",
         ),
-        ("unknown", r"unknown \(Module\) was built inside infinity\.init\(\) and has no reset_parameters\(\)"),
-        ("adapt", r"RMSprop would see of a DTensor what this rank has of it, and not the whole; .* infinity\.AdamW"),
+        (
+            "unknown",
+            (
+                r"unknown \(Module\) was built inside infinity\.init\(\) and has no "
+                r"reset_parameters\(\)"
+            ),
+        ),
+        (
+            "adapt",
+            (
+                r"RMSprop would see of a DTensor what this rank has of it, and not the whole; "
+                r".* infinity\.AdamW"
+            ),
+        ),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_changed(name: str, text: str, results: list[dict[str, Any]]) -> None:
+def test_what_cannot_be_is_refused_before_anything_is_changed(
+    name: str, text: str, results: list[dict[str, Any]]
+) -> None:
     for result in results:
         assert re.match(text, result["wrong"][name]), result["wrong"][name]
 
 
 def test_who_does_not_come_is_named(results: list[dict[str, Any]]) -> None:
     for result in results[:3]:
-        assert result["stuck"].startswith("sum of gradients that there are failed and the engine cannot go on: rank"), result[
-            "stuck"
-        ]
+        assert result["stuck"].startswith(
+            "sum of gradients that there are failed and the engine cannot go on: rank"
+        ), result["stuck"]
     for result in results[1:3]:  # they have a group with it
         assert "rank 3 waits for no collective" in result["stuck"]
 
 
 @given(rows=st.integers(1, 7), width=st.integers(1, 9), left=st.integers(0, 5), data=st.data())
-def test_boxes_are_the_elements_in_their_order(rows: int, width: int, left: int, data: st.DataObject) -> None:
+def test_boxes_are_the_elements_in_their_order(
+    rows: int, width: int, left: int, data: st.DataObject
+) -> None:
     begin = data.draw(st.integers(0, rows * width))
     end = data.draw(st.integers(begin, rows * width))
     matrix = torch.arange(rows * (left + width + 2)).view(rows, -1)
     wanted = matrix[:, left : left + width].flatten()[begin:end]
     found = list(checkpoint_state.boxes(begin, end, width, left))
     assert len(found) <= 3
-    assert [box.number for box in found] == [sum(b.rows * b.columns for b in found[:i]) for i in range(len(found))]
-    parts = [matrix[b.row : b.row + b.rows, b.column : b.column + b.columns].flatten() for b in found]
+    assert [box.number for box in found] == [
+        sum(b.rows * b.columns for b in found[:i]) for i in range(len(found))
+    ]
+    parts = [
+        matrix[b.row : b.row + b.rows, b.column : b.column + b.columns].flatten() for b in found
+    ]
     assert torch.equal(torch.cat([*parts, wanted[:0]]), wanted)
 
 
@@ -888,7 +1138,9 @@ class Many(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.parts = nn.ParameterList(nn.Parameter(torch.randn(size)) for size in (9000, 50_000, 300, 70_001, 40_000))
+        self.parts = nn.ParameterList(
+            nn.Parameter(torch.randn(size)) for size in (9000, 50_000, 300, 70_001, 40_000)
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return sum(part.pow(3).sum() for part in self.parts)  # type: ignore[return-value]
@@ -904,11 +1156,18 @@ def test_the_norm_of_what_counts_does_not_depend_on_chunks(tmp_path: Path) -> No
             Probe(engine).updater.settle([unit])
             unit.counted = [False, True, True, False, True]
             store, kernels = Probe(engine).store, Probe(engine).norm_kernels
-            chunks, norm = len(unit.states.chunks()), squared_gradient_norm(unit, store, kernels, range(5))
+            chunks, norm = (
+                len(unit.states.chunks()),
+                squared_gradient_norm(unit, store, kernels, range(5)),
+            )
             counted = [
-                (3 * p.detach().double() ** 2).float() for p, counts in zip(Many().parts, unit.counted, strict=True) if counts
+                (3 * p.detach().double() ** 2).float()
+                for p, counts in zip(Many().parts, unit.counted, strict=True)
+                if counts
             ]
-            assert norm == pytest.approx(sum(g.double().square().sum().item() for g in counted), rel=1e-6)
+            assert norm == pytest.approx(
+                sum(g.double().square().sum().item() for g in counted), rel=1e-6
+            )
             found.add((chunks, norm))
             engine.zero_grad()
             (model(batch(0)) * math.inf).backward()
@@ -921,7 +1180,9 @@ def test_the_norm_of_what_counts_does_not_depend_on_chunks(tmp_path: Path) -> No
 
 def test_a_plain_tensor_is_all_there(tmp_path: Path) -> None:
     assert bounds_of(torch.zeros(3)) == ()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     try:
         mesh = init_device_mesh("cpu", (1,))
         model = parallelize(build(), mesh)

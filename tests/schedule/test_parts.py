@@ -1,4 +1,5 @@
-"""A program that calls submodules and never the model: what it will use next is learned, as from a loop that calls the model."""
+"""A program that calls submodules and never the model: what it will use next is learned, as from a
+loop that calls the model."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def evaluate(forward: Forward, directory: Path) -> tuple[list[float], list[int],
             Probe(engine).come_to_rest()
             misses.append(Probe(engine).trace.misses)
             read.append(engine.io.counters()["bytes_read"])
-    return results, *([now - before for before, now in itertools.pairwise(of)] for of in (misses, read))  # type: ignore[return-value]
+    return results, *(
+        [now - before for before, now in itertools.pairwise(of)] for of in (misses, read)
+    )  # type: ignore[return-value]
 
 
 def test_inference_in_parts_is_predicted(tmp_path: Path) -> None:
@@ -75,7 +78,9 @@ def test_inference_in_parts_is_predicted(tmp_path: Path) -> None:
     results, misses, read = evaluate(in_parts, tmp_path / "parts")
     assert results == expected
     assert misses == [DEPTH, DEPTH] + [0] * (ROUNDS - 2)
-    assert len(set(read_whole[3:])) == 1 and read[3:] == read_whole[3:], "what is there is used, and what comes next is brought"
+    assert len(set(read_whole[3:])) == 1 and read[3:] == read_whole[3:], (
+        "what is there is used, and what comes next is brought"
+    )
 
 
 def train(forward: Forward, directory: Path, micro_batches: int) -> tuple[list[float], list[int]]:

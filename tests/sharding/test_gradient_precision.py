@@ -1,4 +1,5 @@
-"""Gradients accumulated in fp32 of parameters in bf16 or fp16: bitwise what plain torch gives that does so by hand."""
+"""Gradients accumulated in fp32 of parameters in bf16 or fp16: bitwise what plain torch gives that
+does so by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ PARTS = 4  # micro-batches per step
 
 
 class Reference:
-    """Plain torch: low-precision parameters, fp32 masters, and gradients added up in fp32 outside of `.grad`."""
+    """Plain torch: low-precision parameters, fp32 masters, and gradients added up in fp32 outside
+    of `.grad`."""
 
     def __init__(self, dtype: torch.dtype, max_grad_norm: float | None) -> None:
         self.model = convert(transformer(), dtype)
@@ -55,14 +57,26 @@ class Reference:
     ids=lambda config: "-".join(config.values()) or "default",
 )  # fmt: skip
 @pytest.mark.parametrize("precision", DTYPES)
-def test_training_is_bitwise_that_of_a_reference(precision: str, config: dict[str, Any], tmp_path: Path) -> None:
-    settings = {"gpu_memory": "4MiB", "cpu_memory": "8MiB", "poison": True, "gradient_precision": "fp32"} | config
+def test_training_is_bitwise_that_of_a_reference(
+    precision: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {
+        "gpu_memory": "4MiB",
+        "cpu_memory": "8MiB",
+        "poison": True,
+        "gradient_precision": "fp32",
+    } | config
     model = infinity.wrap(transformer(), config_of(nvme=tmp_path, precision=precision, **settings))
     reference = Reference(DTYPES[precision], max_grad_norm=1.0)
     with infinity.engine(model) as engine:
         unscaled = infinity.LossScaler(1.0, window=None)
         optimizer = infinity.AdamW(
-            model.parameters(), lr=1e-3, betas=(0.9, 0.98), weight_decay=0.1, max_grad_norm=1.0, loss_scaler=unscaled
+            model.parameters(),
+            lr=1e-3,
+            betas=(0.9, 0.98),
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            loss_scaler=unscaled,
         )
         for step in range(4):
             for part in range(PARTS):
@@ -132,7 +146,12 @@ def test_the_sum_of_many_small_gradients_is_kept(tmp_path: Path) -> None:
 def test_budgets_count_them(tmp_path: Path) -> None:
     smallest, sizes = [], []
     for precision in ("auto", "fp32"):
-        config: dict[str, Any] = {"nvme": tmp_path, "gpu_memory": "4MiB", "precision": "bf16", "gradient_precision": precision}
+        config: dict[str, Any] = {
+            "nvme": tmp_path,
+            "gpu_memory": "4MiB",
+            "precision": "bf16",
+            "gradient_precision": precision,
+        }
         with pytest.raises(infinity.BudgetError) as refusal:
             infinity.wrap(transformer(), config_of(**config, cpu_memory=0))
         smallest.append(int(re.findall(r"that works is (\d+)", str(refusal.value))[0]))

@@ -1,4 +1,5 @@
-"""The gradients of a step are what torch's `.grad` would be, wherever they are: until `zero_grad`, after a step, clipped."""
+"""The gradients of a step are what torch's `.grad` would be, wherever they are: until `zero_grad`,
+after a step, clipped."""
 
 from __future__ import annotations
 
@@ -59,17 +60,33 @@ def loss_of(model: nn.Module, seed: int, skipped: int | None = None) -> torch.Te
 
 
 @pytest.fixture
-def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., infinity.Engine]]:
+def wrap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., infinity.Engine]]:
     models: list[nn.Module] = []
 
-    def make(model: nn.Module, device: Any = None, units: Any = (Block,), **options: Any) -> infinity.Engine:
+    def make(
+        model: nn.Module, device: Any = None, units: Any = (Block,), **options: Any
+    ) -> infinity.Engine:
         directory = tempfile.mkdtemp(dir=tmp_path)
-        values = {"gpu_memory": "1MiB", "cpu_memory": "8MiB", "cache": 0, "poison": True, "algorithm": "sgd", "device": "cpu"}
+        values = {
+            "gpu_memory": "1MiB",
+            "cpu_memory": "8MiB",
+            "cache": 0,
+            "poison": True,
+            "algorithm": "sgd",
+            "device": "cpu",
+        }
         with monkeypatch.context() as patch:
             if device is not None:
                 patch.setattr(sys.modules["infinity.build"], "ComputeDevice", device)
                 values["gpu_direct"] = "off"
-            wrapped = infinity.wrap(model, config_of(nvme=directory, **(values | options)), units=list(units), group=None)
+            wrapped = infinity.wrap(
+                model,
+                config_of(nvme=directory, **(values | options)),
+                units=list(units),
+                group=None,
+            )
         models.append(wrapped)
         return infinity.engine(wrapped)
 
@@ -80,14 +97,18 @@ def wrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
 
 class Side:
-    """A model, plain or wrapped, with two optimizers: one clips, and both have parameters of every block."""
+    """A model, plain or wrapped, with two optimizers: one clips, and both have parameters of every
+    block."""
 
     def __init__(self, wrap: Callable[..., infinity.Engine] | None, **options: Any) -> None:
         self.model = build()
         self.engine = None if wrap is None else wrap(self.model, **options)
         self.names = [name for name, _ in self.model.named_parameters()]
         self.parameters = list(self.model.parameters())
-        self.mine = [[i for i, name in enumerate(self.names) if name.endswith("weight") == heavy] for heavy in (True, False)]
+        self.mine = [
+            [i for i, name in enumerate(self.names) if name.endswith("weight") == heavy]
+            for heavy in (True, False)
+        ]
         kind: Any = torch.optim.SGD if wrap is None else infinity.SGD
         extra = {} if wrap is None else {"max_grad_norm": 0.01}
         first, second = ([self.parameters[i] for i in mine] for mine in self.mine)
@@ -146,7 +167,9 @@ class Side:
 
     def zero(self, what: int, to_none: bool, norms: list[float]) -> None:
         """A part of a wrapped model always forgets."""
-        (self.model, *self.optimizers, self.model[1])[what].zero_grad(set_to_none=to_none or what == 3)
+        (self.model, *self.optimizers, self.model[1])[what].zero_grad(
+            set_to_none=to_none or what == 3
+        )
 
     def look(self, norms: list[float]) -> None:
         """Between two operations."""
@@ -154,7 +177,12 @@ class Side:
 
 
 OPERATIONS = st.one_of(
-    st.tuples(st.just("backward"), st.integers(0, 9), st.sampled_from([None, None, None, 0, 1]), st.sampled_from([0, 0, 0, 10])),
+    st.tuples(
+        st.just("backward"),
+        st.integers(0, 9),
+        st.sampled_from([None, None, None, 0, 1]),
+        st.sampled_from([0, 0, 0, 10]),
+    ),
     st.tuples(st.just("forget"), st.integers(0, 8)),
     st.tuples(st.just("clip_all"), st.sampled_from([1e-3, 0.02, 1e3])),
     st.tuples(st.just("step"), st.integers(0, 1)),
@@ -163,9 +191,15 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=12,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(program=st.lists(OPERATIONS, min_size=3, max_size=14))
-def test_any_program_of_operations_is_torchs(program: list[Any], wrap: Callable[..., infinity.Engine]) -> None:
+def test_any_program_of_operations_is_torchs(
+    program: list[Any], wrap: Callable[..., infinity.Engine]
+) -> None:
     reference = None
     for name, options in PLACEMENTS.items():
         side = Side(wrap, **options)
@@ -181,7 +215,10 @@ def test_any_program_of_operations_is_torchs(program: list[Any], wrap: Callable[
                 plain.run(*operation, norms=norms)
             reference = plain.gradients(), plain.weights(), side.norms
         assert side.norms == reference[2], name
-        for which, got, wanted in (("gradient", gradients, reference[0]), ("weight", weights, reference[1])):
+        for which, got, wanted in (
+            ("gradient", gradients, reference[0]),
+            ("weight", weights, reference[1]),
+        ):
             for parameter, mine, theirs in zip(side.names, got, wanted, strict=True):
                 assert (mine is None) == (theirs is None), (name, which, parameter)
                 assert mine is None or torch.equal(mine, theirs), (name, which, parameter)
@@ -194,7 +231,10 @@ def engine(request: pytest.FixtureRequest, wrap: Callable[..., infinity.Engine])
 
 def test_two_steps_and_two_backwards_without_zero_grad(engine: infinity.Engine) -> None:
     plain = build()
-    optimizers = [infinity.SGD(engine.model.parameters(), lr=LR), torch.optim.SGD(plain.parameters(), lr=LR)]
+    optimizers = [
+        infinity.SGD(engine.model.parameters(), lr=LR),
+        torch.optim.SGD(plain.parameters(), lr=LR),
+    ]
     for seed in range(3):
         for model, optimizer in zip((engine.model, plain), optimizers, strict=True):
             loss_of(model, seed).backward()
@@ -240,7 +280,8 @@ class Skipping(nn.Module):
 def test_a_backward_rounds_clipped_gradients_that_it_adds_nothing_to(
     placement: str, units: list[type[nn.Module]], wrap: Callable[..., infinity.Engine]
 ) -> None:
-    """torch rounds them when it clips. The engine keeps a factor for the next step, and rounds before the one after."""
+    """torch rounds them when it clips. The engine keeps a factor for the next step, and rounds
+    before the one after."""
     plain = nn.Sequential(Skipping())
     engine = wrap(nn.Sequential(Skipping()), units=units, **PLACEMENTS[placement])
     norms: dict[nn.Module, list[float]] = {engine.model: [], plain: []}
@@ -250,7 +291,9 @@ def test_a_backward_rounds_clipped_gradients_that_it_adds_nothing_to(
             model(torch.ones(4, WIDTH, dtype=torch.bfloat16)).square().mean().backward()
             if model is plain:
                 gradients = [p.grad for p in plain.parameters()]
-                norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
+                norm = math.sqrt(
+                    sum(gradient.double().square().sum().item() for gradient in gradients)
+                )
                 for gradient in gradients:
                     gradient.mul_(0.01 / (norm + 1e-6))
             else:
@@ -289,18 +332,25 @@ def test_a_norm_that_is_not_finite_does_to_gradients_what_torch_does(
     assert not math.isfinite(norm) and (through == "engine" or not math.isfinite(mine.grad_norm))
     state = engine.state_dict()
     for name, expected in plain.state_dict().items():
-        assert torch.equal(state[name].isnan(), expected.isnan()) and torch.equal(state[name].nan_to_num(), expected.nan_to_num())
+        assert torch.equal(state[name].isnan(), expected.isnan()) and torch.equal(
+            state[name].nan_to_num(), expected.nan_to_num()
+        )
     assert any(tensor.isnan().any() for tensor in state.values())
 
 
-def test_error_if_nonfinite_names_the_parameter_and_changes_nothing(wrap: Callable[..., infinity.Engine]) -> None:
+def test_error_if_nonfinite_names_the_parameter_and_changes_nothing(
+    wrap: Callable[..., infinity.Engine],
+) -> None:
     engine = wrap(build())
     optimizer = infinity.SGD(engine.model.parameters(), lr=LR, error_if_nonfinite=True)
     handle = spoil(engine.model, math.nan)
     loss_of(engine.model, 0).backward()
     handle.remove()
     before, gradient = engine.state_dict(), engine.gradient(engine.model[0].linear.weight)
-    text = r"^the gradient norm of step 1 is nan; the gradient of 1\.linear\.bias is not finite, and error_if_nonfinite=True"
+    text = (
+        r"^the gradient norm of step 1 is nan; the gradient of 1\.linear\.bias is not "
+        r"finite, and error_if_nonfinite=True"
+    )
     for fails in (optimizer.step, lambda: engine.clip_grad_norm_(1.0, error_if_nonfinite=True)):
         with pytest.raises(infinity.NonFiniteError, match=text) as refusal:
             fails()

@@ -1,1 +1,2 @@
-"""What tests of several folders share. Nothing is imported from a `test_*.py` or from `conftest`."""
+"""What tests of several folders share. Nothing is imported from a `test_*.py` or from
+`conftest`."""

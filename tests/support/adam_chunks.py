@@ -14,7 +14,19 @@ kernels = native.cpu_adam()
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = {"none": 0, "split": 2, "fp32": 4, "bf16": 2, "fp16": 2}
 POOLS = {threads: kernels.Pool(threads) for threads in range(1, 6)}
-SPECIAL = [0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, 1.1754944e-38, 3.4028235e38, -3.4028235e38, math.inf, -math.inf, math.nan]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1e-45,
+    -1e-45,
+    1.1754942e-38,
+    1.1754944e-38,
+    3.4028235e38,
+    -3.4028235e38,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
 GUARD = 64  # bytes on either side of every block that must not change
 SUPERBLOCK = kernels.SUPERBLOCK
 MASTERS = [("fp32", "none"), ("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "split")]
@@ -60,7 +72,9 @@ class Case:
 
     @property
     def moments_used(self) -> tuple[bool, bool]:
-        return self.rule in ("adam", "lion") or (self.rule == "sgd" and self.hyper.momentum != 0), self.rule in (
+        return self.rule in ("adam", "lion") or (
+            self.rule == "sgd" and self.hyper.momentum != 0
+        ), self.rule in (
             "adam",
             "adagrad",
         )
@@ -71,7 +85,8 @@ RULES = ("adam", "adagrad", "lion", "sgd")
 
 @dataclass
 class Chunk:
-    """The blocks of `n` elements, as bytes with guards around them; `shift` moves every address by so many elements."""
+    """The blocks of `n` elements, as bytes with guards around them; `shift` moves every address by
+    so many elements."""
 
     case: Case
     n: int
@@ -87,7 +102,9 @@ class Chunk:
         return GUARD + self.shift * (4 if name in ("first", "second") else self.width(name))
 
     def width(self, name: str) -> int:
-        return WIDTHS[{"grad": self.case.grad, "param": self.case.param, "master": self.case.master}[name]]
+        return WIDTHS[
+            {"grad": self.case.grad, "param": self.case.param, "master": self.case.master}[name]
+        ]
 
     def view(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The block without its guards."""
@@ -98,22 +115,44 @@ class Chunk:
         return self.view(name).data_ptr() if name in self.blocks else 0
 
     def update(
-        self, isa: str = "scalar", threads: int = 1, begin: int = 0, end: int | None = None, to: Chunk | None = None
+        self,
+        isa: str = "scalar",
+        threads: int = 1,
+        begin: int = 0,
+        end: int | None = None,
+        to: Chunk | None = None,
     ) -> Chunk:
         case = self.case
         targets = {f"to_{name}": to.address(name) for name in to.blocks} if to is not None else {}
         kernels.update(
-            case.rule, self.address("grad"), case.grad, self.address("param"), case.param, self.address("master"), case.master,
-            self.address("first"), self.address("second"), case.moments, begin, self.n if end is None else end,
-            position=self.position, key=self.key, **asdict(case.hyper), isa=isa, pool=POOLS[threads], **targets,
-        )  # fmt: skip
+            case.rule,
+            self.address("grad"),
+            case.grad,
+            self.address("param"),
+            case.param,
+            self.address("master"),
+            case.master,
+            self.address("first"),
+            self.address("second"),
+            case.moments,
+            begin,
+            self.n if end is None else end,
+            position=self.position,
+            key=self.key,
+            **asdict(case.hyper),
+            isa=isa,
+            pool=POOLS[threads],
+            **targets,
+        )
         return self
 
     def moved(self, shift: int) -> Chunk:
         """The same contents at other addresses."""
         other = replace(self, shift=shift, blocks={})
         for name, block in self.blocks.items():
-            other.blocks[name] = torch.cat([block.new_zeros(other.offset(name)), self.view(name), block.new_zeros(GUARD)])
+            other.blocks[name] = torch.cat(
+                [block.new_zeros(other.offset(name)), self.view(name), block.new_zeros(GUARD)]
+            )
         return other
 
     def bits(self) -> dict[str, bytes]:
@@ -131,7 +170,11 @@ class Chunk:
 
 
 def random_bits(n: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(-(2**31), 2**31, (n,), generator=generator).to(torch.int32).view(torch.float32)
+    return (
+        torch.randint(-(2**31), 2**31, (n,), generator=generator)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
 
 
 def random_values(n: int, generator: torch.Generator) -> torch.Tensor:
@@ -139,14 +182,18 @@ def random_values(n: int, generator: torch.Generator) -> torch.Tensor:
     values = torch.randn(n, generator=generator)
     special = torch.tensor(SPECIAL)[torch.randint(len(SPECIAL), (n,), generator=generator)]
     kind = torch.randint(4, (n,), generator=generator)
-    return torch.where(kind == 0, random_bits(n, generator), torch.where(kind == 1, special, values))
+    return torch.where(
+        kind == 0, random_bits(n, generator), torch.where(kind == 1, special, values)
+    )
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def encode(block: torch.Tensor, values: torch.Tensor, moments: str, kind: str, begin: int = 0) -> None:
+def encode(
+    block: torch.Tensor, values: torch.Tensor, moments: str, kind: str, begin: int = 0
+) -> None:
     kernels.encode(block.data_ptr(), moments, kind, values.data_ptr(), begin, len(values))
 
 
@@ -164,7 +211,10 @@ def decoded(block: torch.Tensor, moments: str, kind: str, n: int, begin: int = 0
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    param, low = torch.empty(len(values), dtype=torch.bfloat16), torch.empty(len(values), dtype=torch.int16)
+    param, low = (
+        torch.empty(len(values), dtype=torch.bfloat16),
+        torch.empty(len(values), dtype=torch.int16),
+    )
     kernels.split(values.data_ptr(), param.data_ptr(), low.data_ptr(), len(values))
     return param, low
 
@@ -175,7 +225,13 @@ def join(param: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def make_chunk(case: Case, masters: torch.Tensor, grad: torch.Tensor | None, first: torch.Tensor, second: torch.Tensor) -> Chunk:
+def make_chunk(
+    case: Case,
+    masters: torch.Tensor,
+    grad: torch.Tensor | None,
+    first: torch.Tensor,
+    second: torch.Tensor,
+) -> Chunk:
     """A chunk with these values (fp32; `first` and `second` may be the bytes of a block)."""
     contents: dict[str, torch.Tensor] = {}
     if grad is not None:
@@ -183,27 +239,46 @@ def make_chunk(case: Case, masters: torch.Tensor, grad: torch.Tensor | None, fir
     if case.master == "none":
         contents["param"] = as_bytes(masters)
     elif case.master == "fp32":
-        contents["param"], contents["master"] = as_bytes(torch.zeros(len(masters), dtype=torch.int16)), as_bytes(masters)
+        contents["param"], contents["master"] = (
+            as_bytes(torch.zeros(len(masters), dtype=torch.int16)),
+            as_bytes(masters),
+        )
     else:
         contents["param"], contents["master"] = map(as_bytes, split(masters))
-    for kind, used, values in zip(("first", "second"), case.moments_used, (first, second), strict=True):
+    for kind, used, values in zip(
+        ("first", "second"), case.moments_used, (first, second), strict=True
+    ):
         if used:
-            contents[kind] = values if values.dtype == torch.uint8 else encoded(values, case.moments, kind)
+            contents[kind] = (
+                values if values.dtype == torch.uint8 else encoded(values, case.moments, kind)
+            )
     guard = torch.full((GUARD,), 0xA5, dtype=torch.uint8)
-    return Chunk(case, len(masters), {name: torch.cat([guard, block, guard]) for name, block in contents.items()})
+    return Chunk(
+        case,
+        len(masters),
+        {name: torch.cat([guard, block, guard]) for name, block in contents.items()},
+    )
 
 
 def random_chunk(case: Case, n: int, seed: int = 0) -> Chunk:
-    """Values of every class; the codes of int8 moments are any bytes, their scales any class of number."""
+    """Values of every class; the codes of int8 moments are any bytes, their scales any class of
+    number."""
     generator = torch.Generator().manual_seed(seed)
     values = [random_values(n, generator) for _ in range(4)]
     if case.moments == "int8":
         for which in (2, 3):
-            block = torch.randint(0, 256, (kernels.block_bytes("int8", n),), dtype=torch.uint8, generator=generator)
+            block = torch.randint(
+                0, 256, (kernels.block_bytes("int8", n),), dtype=torch.uint8, generator=generator
+            )
             for superblock in block.split(kernels.block_bytes("int8", 1)):
-                ordinary, any_class = 10 ** torch.randn(1024, generator=generator), random_values(1024, generator).abs()
+                ordinary, any_class = (
+                    10 ** torch.randn(1024, generator=generator),
+                    random_values(1024, generator).abs(),
+                )
                 chosen = torch.rand(1024, generator=generator) < 0.7
-                superblock[SUPERBLOCK:].view(torch.float32).copy_(torch.where(chosen, ordinary, any_class))
+                superblock[SUPERBLOCK:].view(torch.float32).copy_(
+                    torch.where(chosen, ordinary, any_class)
+                )
             values[which] = block
     return make_chunk(case, values[1], values[0], values[2], values[3])
 

@@ -1,6 +1,7 @@
 """A `Config` from options in one flat dict.
 
-Tests vary options of `Config` and `Tuning` together and join them with `|`, which cannot join a dict inside of a dict.
+Tests vary options of `Config` and `Tuning` together and join them with `|`, which cannot join a
+dict inside of a dict.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A compute device whose memory the drive cannot reach, and whose work is queued, as a GPU's: played by host memory."""
+"""A compute device whose memory the drive cannot reach, and whose work is queued, as a GPU's:
+played by host memory."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from infinity.device import ComputeDevice, Copy, Mark, copy_alone
 
 
 class _Late(Copy):
-    """A copy that is made when somebody waits for it, or has asked for the third time; until then the target is not a number."""
+    """A copy that is made when somebody waits for it, or has asked for the third time; until then
+    the target is not a number."""
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         super().__init__()
@@ -35,8 +37,9 @@ class _Late(Copy):
 class DiscreteDevice(ComputeDevice):
     """What the model queues runs at once here, so a copy may come too early without a wrong number.
 
-    `on_upload(target, after)` is told of each copy to this device, and what it comes after; `on_download()` of one from it, and
-    `on_update(after)` of updates in its memory. `on_reach(mark)` is told, on the thread that waits, what a drive waits for.
+    `on_upload(target, after)` is told of each copy to this device, and what it comes after;
+    `on_download()` of one from it, and `on_update(after)` of updates in its memory.
+    `on_reach(mark)` is told, on the thread that waits, what a drive waits for.
     """
 
     def __init__(self, kind: Any = "cpu") -> None:
@@ -51,7 +54,8 @@ class DiscreteDevice(ComputeDevice):
 
     @contextmanager
     def _as_unified(self) -> Iterator[None]:
-        before, self.unified_memory = self.unified_memory, True  # nothing is pinned, and there are no generators but the CPU's
+        # nothing is pinned, and there are no generators but the CPU's
+        before, self.unified_memory = self.unified_memory, True
         try:
             yield
         finally:
@@ -96,16 +100,22 @@ class DiscreteDevice(ComputeDevice):
         self.on_update(after)
         yield Copy()
 
-    def begin_upload(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
+    def begin_upload(
+        self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None
+    ) -> Copy:
         self.on_upload(target, after)
         return super().begin_upload(target, source, after)
 
-    def begin_download(self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None) -> Copy:
+    def begin_download(
+        self, target: torch.Tensor, source: torch.Tensor, after: Mark | None = None
+    ) -> Copy:
         self.on_download()
         return super().begin_download(target, source, after)
 
     def join(self, copy: Copy, memory: torch.Tensor) -> None:
         copy.wait()
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None) -> Copy:
+    def _copy(
+        self, target: torch.Tensor, source: torch.Tensor, stream: Any, after: Mark | None
+    ) -> Copy:
         return _Late(target, source)

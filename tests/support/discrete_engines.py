@@ -22,11 +22,18 @@ from support.discrete import DiscreteDevice
 from support.models import text_batch, transformer
 
 STEPS = 6
-LEAST: dict[str, Any] = {"gpu_memory": 0, "cpu_memory": "2MiB", "cache": 0, "poison": True, "gpu_direct": "off"}
+LEAST: dict[str, Any] = {
+    "gpu_memory": 0,
+    "cpu_memory": "2MiB",
+    "cache": 0,
+    "poison": True,
+    "gpu_direct": "off",
+}
 
 
 class Places:
-    """Until when the model may use each byte of the compute device: a copy there comes after that."""
+    """Until when the model may use each byte of the compute device: a copy there comes after
+    that."""
 
     def __init__(self, device: DiscreteDevice, monkeypatch: pytest.MonkeyPatch) -> None:
         self.device, self.lock, self.uploads = device, threading.Lock(), 0
@@ -60,7 +67,9 @@ class Places:
                 if begin < last and first < end:
                     assert number is not None, "a copy into what the model uses"
                     # `release` marks before the test does, which no work comes between.
-                    assert after is not None and after.number >= number - 1, "a copy that may overtake the model"
+                    assert after is not None and after.number >= number - 1, (
+                        "a copy that may overtake the model"
+                    )
 
     def check_update(self, after: Mark | None) -> None:
         assert after is not None
@@ -72,13 +81,16 @@ Wrap = Callable[..., infinity.Engine]
 
 @contextmanager
 def wrapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
-    """Gives `wrap(discrete, model, **config)`: an engine on a discrete device, or on one that shares the host.
+    """Gives `wrap(discrete, model, **config)`: an engine on a discrete device, or on one that
+    shares the host.
 
     The model is a transformer by default.
     """
     engines: list[tuple[Any, infinity.Engine]] = []
 
-    def make(discrete: bool = True, model: torch.nn.Module | None = None, **options: Any) -> infinity.Engine:
+    def make(
+        discrete: bool = True, model: torch.nn.Module | None = None, **options: Any
+    ) -> infinity.Engine:
         folder = tmp_path / str(len(engines))
         folder.mkdir(exist_ok=True)  # one that was refused may have left it
         config = LEAST | {"nvme": folder, "device": "cpu", "gpu_cache": 0} | options
@@ -87,9 +99,13 @@ def wrapping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wrap]:
                 patch.setattr(sys.modules["infinity.build"], "ComputeDevice", DiscreteDevice)
             while True:
                 try:
-                    model = infinity.wrap(transformer() if model is None else model, config_of(**config))
+                    model = infinity.wrap(
+                        transformer() if model is None else model, config_of(**config)
+                    )
                     break
-                except infinity.BudgetError as error:  # where there is none, the least memory that works
+                except (
+                    infinity.BudgetError
+                ) as error:  # where there is none, the least memory that works
                     ((key, least),) = re.findall(r"smallest (\w+) that works is (\d+)", str(error))
                     config[key] = int(least)
         engines.append((model, infinity.engine(model)))
@@ -112,11 +128,19 @@ def train(engine: infinity.Engine, accumulation: int = 1) -> dict[str, Any]:
         optimizer.zero_grad()
         norms.append(optimizer.grad_norm)
     states = optimizer.state_dict()["state"]
-    tensors = {f"{number}.{name}": value for number, state in states.items() for name, value in state.items()}
+    tensors = {
+        f"{number}.{name}": value
+        for number, state in states.items()
+        for name, value in state.items()
+    }
     return {"losses": losses, "norms": norms, **engine.state_dict(), **tensors}
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
+        assert (
+            torch.equal(found[name], value)
+            if isinstance(value, torch.Tensor)
+            else found[name] == value
+        ), name

@@ -1,9 +1,10 @@
 """Runs the tests' engines on another compute device: with INFINITY_TEST_DEVICE=cuda, or =discrete
 for the one that `discrete` plays.
 
-Without the variable nothing changes. With it, every `Config` that says "cpu" or nothing means that device, and a wrapped model
-takes its inputs there, so tests need not know. Only files that compare runs of the engine with each other, or bytes, can run so
-(`FILES`): the others compare with numbers that plain PyTorch gave on the CPU, or never run a model.
+Without the variable nothing changes. With it, every `Config` that says "cpu" or nothing means that
+device, and a wrapped model takes its inputs there, so tests need not know. Only files that compare
+runs of the engine with each other, or bytes, can run so (`FILES`): the others compare with numbers
+that plain PyTorch gave on the CPU, or never run a model.
 """
 
 from __future__ import annotations
@@ -19,12 +20,25 @@ from infinity.config import Config, Tuning
 
 KIND = os.environ.get("INFINITY_TEST_DEVICE", "")
 FILES = (
-    "placement/test_cache.py", "checkpoint/test_checkpoint.py", "optim/test_delayed_updates.py", "parity/test_formats.py",
-    "parity/test_placement.py", "optim/test_steps.py", "tiers/test_traffic.py", "modules/test_vertical.py",
-)  # fmt: skip
-NEAR = ("test_the_cache_takes_what_is_left_and_no_more", "test_staging_grows_with_what_is_left_for_it")
-"""Tests that state how host memory is divided where the compute device shares it: elsewhere gradients pass through staging."""
-REASON = f"INFINITY_TEST_DEVICE={KIND}: compares with numbers of the CPU, or runs no model (see tests/support/elsewhere.py)"
+    "placement/test_cache.py",
+    "checkpoint/test_checkpoint.py",
+    "optim/test_delayed_updates.py",
+    "parity/test_formats.py",
+    "parity/test_placement.py",
+    "optim/test_steps.py",
+    "tiers/test_traffic.py",
+    "modules/test_vertical.py",
+)
+NEAR = (
+    "test_the_cache_takes_what_is_left_and_no_more",
+    "test_staging_grows_with_what_is_left_for_it",
+)
+"""Tests that state how host memory is divided where the compute device shares it: elsewhere
+gradients pass through staging."""
+REASON = (
+    f"INFINITY_TEST_DEVICE={KIND}: compares with numbers of the CPU, or runs no model "
+    "(see tests/support/elsewhere.py)"
+)
 
 
 def move() -> None:
@@ -42,7 +56,8 @@ def move() -> None:
 
 
 def _be_deterministic() -> None:
-    """The same numbers in every run, as on the CPU: attention's fast backward kernels add in no fixed order."""
+    """The same numbers in every run, as on the CPU: attention's fast backward kernels add in no
+    fixed order."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_flash_sdp(False)
@@ -50,7 +65,8 @@ def _be_deterministic() -> None:
 
 
 def _configure(**always: Any) -> None:
-    """States are where tests say, for they count what moves: nothing else is kept on a device that has room."""
+    """States are where tests say, for they count what moves: nothing else is kept on a device that
+    has room."""
     make = Config.__init__
 
     def config(self: Config, **values: Any) -> None:
@@ -65,7 +81,9 @@ def _to_cuda() -> None:
     _configure(device="cuda")
     make_engine = infinity.Engine.__init__
 
-    def engine(self: infinity.Engine, model: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+    def engine(
+        self: infinity.Engine, model: torch.nn.Module, *arguments: Any, **options: Any
+    ) -> None:
         make_engine(self, model, *arguments, **options)
         device = self.device
 

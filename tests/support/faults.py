@@ -18,7 +18,9 @@ from support.models import Transformer, text_batch, transformer
 class Run:
     """A wrapped model with little room, so that every step reads and writes, and its optimizer."""
 
-    def __init__(self, directory: Path, smallest: Callable[..., dict[str, int]], **config: Any) -> None:
+    def __init__(
+        self, directory: Path, smallest: Callable[..., dict[str, int]], **config: Any
+    ) -> None:
         config = {"nvme": [directory], "precision": "bf16", "poison": True} | config
         config |= smallest(transformer(width=48), **config)
         self.model: Transformer = infinity.wrap(transformer(width=48), config_of(**config))
@@ -39,7 +41,10 @@ class Run:
         """Every block of parameters and states, as it reads now."""
         units = self.engine.units
         return {
-            (unit.name, kind.value): unit.states.read(kind) for unit in units for kind in unit.blocks if kind is not Kind.GRAD
+            (unit.name, kind.value): unit.states.read(kind)
+            for unit in units
+            for kind in unit.blocks
+            if kind is not Kind.GRAD
         }
 
     def pins(self) -> int:
@@ -47,7 +52,8 @@ class Run:
 
 
 def fail_from_the_update_on(run: Run, **fault: int) -> None:
-    """The norm is the last thing that a step asks before its update starts: let the drive fail from there on."""
+    """The norm is the last thing that a step asks before its update starts: let the drive fail from
+    there on."""
     updater = run.optimizer.updater
     norm = updater.norm.of
 

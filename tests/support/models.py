@@ -1,7 +1,9 @@
-"""Tiny models that the tests share: a hand-written transformer, and one of every transformers family that is tested.
+"""Tiny models that the tests share: a hand-written transformer, and one of every transformers
+family that is tested.
 
-Every builder seeds itself, so that two calls give equal models. A batch is a dict of keyword arguments whose forward gives
-an object with `.loss`; the batch of a step is a function of its number alone.
+Every builder seeds itself, so that two calls give equal models. A batch is a dict of keyword
+arguments whose forward gives an object with `.loss`; the batch of a step is a function of its
+number alone.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ VOCABULARY = 64
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 masters as parameters of `dtype`, as the kernels round them: bf16 with ties away from zero, and NaN canonical."""
+    """fp32 masters as parameters of `dtype`, as the kernels round them: bf16 with ties away from
+    zero, and NaN canonical."""
     if dtype != torch.bfloat16:
         return values.to(dtype)
     patterns = torch.where(values.isnan(), torch.nan, values).view(torch.int32).long()
@@ -41,7 +44,9 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
-        query, key, value = self.qkv(x).view(batch, length, 6, width // 2).transpose(1, 2).chunk(3, dim=1)
+        query, key, value = (
+            self.qkv(x).view(batch, length, 6, width // 2).transpose(1, 2).chunk(3, dim=1)
+        )
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(attended.transpose(1, 2).reshape(batch, length, width))
 
@@ -64,12 +69,15 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model: embeddings, `depth` blocks, a norm and a head, tied to the embeddings if asked.
+    """A causal language model: embeddings, `depth` blocks, a norm and a head, tied to the
+    embeddings if asked.
 
     `run_block(number, block, x)` may be replaced on an instance to change how a block is called.
     """
 
-    def __init__(self, width: int = 32, depth: int = 4, tied: bool = True, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int = 32, depth: int = 4, tied: bool = True, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.places = nn.Parameter(torch.randn(1, 64, width) * 0.1)
@@ -89,7 +97,11 @@ class Transformer(nn.Module):
         for number, block in enumerate(self.blocks):
             x = self.run_block(number, block, x)
         logits = self.head(self.norm(x)).float()
-        loss = logits.sum() * 0 if labels is None else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = (
+            logits.sum() * 0
+            if labels is None
+            else functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        )
         return Output(loss, logits)
 
 
@@ -126,10 +138,19 @@ def _gpt2() -> nn.Module:
 
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCABULARY, n_positions=16, n_embd=64, n_layer=3, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=0, eos_token_id=1, use_cache=False,
+            vocab_size=VOCABULARY,
+            n_positions=16,
+            n_embd=64,
+            n_layer=3,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=1,
+            use_cache=False,
         )
-    )  # fmt: skip
+    )
 
 
 def _llama() -> nn.Module:
@@ -137,11 +158,19 @@ def _llama() -> nn.Module:
 
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings=True, bos_token_id=0, eos_token_id=1,
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=1,
             use_cache=False,
         )
-    )  # fmt: skip
+    )
 
 
 def _mixtral() -> nn.Module:
@@ -149,11 +178,22 @@ def _mixtral() -> nn.Module:
 
     return MixtralForCausalLM(
         MixtralConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=16,
-            output_router_logits=True, router_aux_loss_coef=0.02, bos_token_id=0, eos_token_id=1, use_cache=False,
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            max_position_embeddings=16,
+            output_router_logits=True,
+            router_aux_loss_coef=0.02,
+            bos_token_id=0,
+            eos_token_id=1,
+            use_cache=False,
         )
-    )  # fmt: skip
+    )
 
 
 def _bert() -> nn.Module:
@@ -161,10 +201,17 @@ def _bert() -> nn.Module:
 
     return BertForMaskedLM(
         BertConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
-            max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0,
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            pad_token_id=0,
         )
-    )  # fmt: skip
+    )
 
 
 def _t5() -> nn.Module:
@@ -172,10 +219,21 @@ def _t5() -> nn.Module:
 
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=2,
-            dropout_rate=0.0, tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, use_cache=False,
+            vocab_size=VOCABULARY,
+            d_model=32,
+            d_kv=16,
+            d_ff=64,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            tie_word_embeddings=True,
+            pad_token_id=0,
+            eos_token_id=1,
+            decoder_start_token_id=0,
+            use_cache=False,
         )
-    )  # fmt: skip
+    )
 
 
 def _vit() -> nn.Module:
@@ -183,15 +241,25 @@ def _vit() -> nn.Module:
 
     return ViTForImageClassification(
         ViTConfig(
-            hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=8,
-            num_channels=3, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            hidden_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            intermediate_size=64,
+            image_size=16,
+            patch_size=8,
+            num_channels=3,
+            num_labels=5,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
-    )  # fmt: skip
+    )
 
 
 def _masked_batch(step: int) -> dict[str, torch.Tensor]:
     batch = text_batch(step)
-    hidden = torch.rand(batch["input_ids"].shape, generator=torch.Generator().manual_seed(step)) < 0.4
+    hidden = (
+        torch.rand(batch["input_ids"].shape, generator=torch.Generator().manual_seed(step)) < 0.4
+    )
     hidden[:, 0] = True
     labels = torch.where(hidden, batch["input_ids"], -100)
     return {"input_ids": torch.where(hidden, 1, batch["input_ids"]), "labels": labels}

@@ -13,7 +13,11 @@ class Lion(torch.optim.Optimizer):
     """Algorithm 2 of arXiv 2302.06675, in plain torch."""
 
     def __init__(
-        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
@@ -30,7 +34,8 @@ class Lion(torch.optim.Optimizer):
 
 
 class Member(NamedTuple):
-    """One of the family: ours, the reference, their settings, and the configuration that keeps its states."""
+    """One of the family: ours, the reference, their settings, and the configuration that keeps its
+    states."""
 
     ours: type[torch.optim.Optimizer]
     theirs: type[torch.optim.Optimizer]
@@ -40,15 +45,29 @@ class Member(NamedTuple):
 
 FAMILY = {
     "adam": Member(infinity.Adam, torch.optim.Adam, {"lr": 1e-3, "eps": 1e-6}),
-    "decay": Member(infinity.Adam, torch.optim.Adam, {"lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}),
-    "adamw": Member(infinity.AdamW, torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}),
+    "decay": Member(
+        infinity.Adam,
+        torch.optim.Adam,
+        {"lr": 1e-3, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1},
+    ),
+    "adamw": Member(
+        infinity.AdamW, torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-6, "weight_decay": 0.1}
+    ),
     "adagrad": Member(
-        infinity.Adagrad, torch.optim.Adagrad, {"lr": 1e-2, "lr_decay": 0.1, "eps": 1e-6, "weight_decay": 0.05}, "adagrad"
+        infinity.Adagrad,
+        torch.optim.Adagrad,
+        {"lr": 1e-2, "lr_decay": 0.1, "eps": 1e-6, "weight_decay": 0.05},
+        "adagrad",
     ),
     "lion": Member(infinity.Lion, Lion, {"lr": 1e-3, "weight_decay": 0.1}, "lion"),
     "sgd": Member(infinity.SGD, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.01}, "sgd"),
-    "momentum": Member(infinity.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, "momentum"),
+    "momentum": Member(
+        infinity.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, "momentum"
+    ),
     "nesterov": Member(
-        infinity.SGD, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}, "momentum"
+        infinity.SGD,
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        "momentum",
     ),
 }

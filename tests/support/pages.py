@@ -39,6 +39,8 @@ def blocks(page: Path) -> Iterator[Block]:
             yield Block("python", part["setup"], line, None)
         else:
             indent = part["indent"]
-            code = "".join(row.removeprefix(indent) for row in part["code"].splitlines(keepends=True))
+            code = "".join(
+                row.removeprefix(indent) for row in part["code"].splitlines(keepends=True)
+            )
             yield Block(part["kind"], code, line, reason)
             reason = None

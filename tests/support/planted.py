@@ -32,9 +32,14 @@ class Planted:
         assert self._precious.read_bytes() == MINE
         mode = self.path.lstat().st_mode
         assert {
-            "link": stat.S_ISLNK, "dangling": stat.S_ISLNK, "hard": stat.S_ISREG, "fifo": stat.S_ISFIFO, "socket": stat.S_ISSOCK,
-            "directory": stat.S_ISDIR, "device": stat.S_ISLNK,
-        }[self.what](mode)  # fmt: skip
+            "link": stat.S_ISLNK,
+            "dangling": stat.S_ISLNK,
+            "hard": stat.S_ISREG,
+            "fifo": stat.S_ISFIFO,
+            "socket": stat.S_ISSOCK,
+            "directory": stat.S_ISDIR,
+            "device": stat.S_ISLNK,
+        }[self.what](mode)
         if self.what == "dangling":
             assert not self._absent.exists()
 

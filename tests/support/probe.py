@@ -1,4 +1,5 @@
-"""What tests ask of an engine beyond its public interface; the one file of the tests that reads its private names."""
+"""What tests ask of an engine beyond its public interface; the one file of the tests that reads its
+private names."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from infinity.placement.spec import Kind
 
 
 class Probe:
-    """Questions about an engine, and the parts that a test drives by hand. It keeps nothing and changes nothing by itself."""
+    """Questions about an engine, and the parts that a test drives by hand. It keeps nothing and
+    changes nothing by itself."""
 
     def __init__(self, engine: infinity.Engine) -> None:
         self.engine = engine
@@ -81,7 +83,8 @@ class Probe:
         return self.engine._store.staged_sets
 
     def staging_left(self) -> int:
-        """Bytes of staging slots that the updater did not give back after a failure, which it tells before its thread ends."""
+        """Bytes of staging slots that the updater did not give back after a failure, which it tells
+        before its thread ends."""
         self.pipeline._thread.join()
         return self.engine._store._arenas["staging"].used
 
@@ -184,9 +187,15 @@ class Probe:
         self.engine._finalizer()
 
     def come_to_rest(self) -> None:
-        """Wait for all I/O that the engine does without the next forward; `drain` would make it do more."""
+        """Wait for all I/O that the engine does without the next forward; `drain` would make it do
+        more."""
         pipeline, queue = self.pipeline, self.jobs
-        self.await_jobs(lambda: not queue.has_work(pipeline._may_hold()) and not any(job.in_flight for job in queue.jobs))
+        self.await_jobs(
+            lambda: (
+                not queue.has_work(pipeline._may_hold())
+                and not any(job.in_flight for job in queue.jobs)
+            )
+        )
         for unit in self.engine.units:
             fetch = unit.blocks[Kind.PARAM].copy.fetch
             if fetch is not None:

@@ -1,6 +1,8 @@
-"""Two processes over gloo that all test files share: started once, and told what to do, line by line.
+"""Two processes over gloo that all test files share: started once, and told what to do, line by
+line.
 
-A rank loads the test file that asks, and calls its `work(task, where, rank)`. Tests ask by the fixture `on_ranks`.
+A rank loads the test file that asks, and calls its `work(task, where, rank)`. Tests ask by the
+fixture `on_ranks`.
 """
 
 from __future__ import annotations
@@ -42,13 +44,20 @@ def load(path: str) -> Any:
 
 
 def serve(directory: Path, rank: int) -> None:
-    """A process that joins the group, and works for each line of its input: a test file, a directory and a task.
+    """A process that joins the group, and works for each line of its input: a test file, a
+    directory and a task.
 
     Says "ready", then "done" or "failed ..." for each line.
     """
     torch.set_num_threads(1)
     timeout = timedelta(seconds=PATIENCE)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=RANKS, timeout=timeout)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/rendezvous",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timeout,
+    )
     print("ready", flush=True)
     for line in sys.stdin:
         path, where, task = json.loads(line)
@@ -65,7 +74,8 @@ def serve(directory: Path, rank: int) -> None:
 
 
 class Group:
-    """The processes of all ranks, and a queue of what each says; `close` ends them however they are."""
+    """The processes of all ranks, and a queue of what each says; `close` ends them however they
+    are."""
 
     def __init__(self, directory: Path) -> None:
         environment = CHILD["env"] | {"GLOO_SOCKET_IFNAME": "lo"}
@@ -76,10 +86,17 @@ class Group:
             with (directory / f"errors{rank}.txt").open("w") as errors:
                 command = [sys.executable, __file__, str(directory), str(rank)]
                 process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    env=environment,
                 )
             self.processes.append(process)
-            listener = threading.Thread(target=self._listen, args=(process, self.said[rank]), daemon=True)
+            listener = threading.Thread(
+                target=self._listen, args=(process, self.said[rank]), daemon=True
+            )
             listener.start()
             self.listeners.append(listener)
         assert self.answers() == ["ready"] * RANKS
@@ -99,7 +116,14 @@ class Group:
         for process in self.processes:
             assert process.stdin is not None
             process.stdin.write(
-                json.dumps([str(path), str(where), dataclasses.asdict(task) if dataclasses.is_dataclass(task) else task]) + "\n"
+                json.dumps(
+                    [
+                        str(path),
+                        str(where),
+                        dataclasses.asdict(task) if dataclasses.is_dataclass(task) else task,
+                    ]
+                )
+                + "\n"
             )
             process.stdin.flush()
         return self.answers()

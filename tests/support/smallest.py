@@ -1,4 +1,5 @@
-"""Models in the smallest budgets that hold them, of which nothing may be in use at the end of a test."""
+"""Models in the smallest budgets that hold them, of which nothing may be in use at the end of a
+test."""
 
 from __future__ import annotations
 
@@ -37,20 +38,28 @@ class Block(nn.Module):
 
 @contextmanager
 def wrapping(where: Path) -> Iterator[Wrap]:
-    """Gives a function that wraps a model, with the smallest budgets where the placement names none; closes what it wrapped."""
+    """Gives a function that wraps a model, with the smallest budgets where the placement names
+    none; closes what it wrapped."""
     made: list[nn.Module] = []
 
     def make(model: nn.Module, placement: dict[str, Any], **options: Any) -> nn.Module:
         directory = where / str(len(made))
         directory.mkdir()
-        values: dict[str, Any] = {"nvme": [directory], "gpu_memory": 1, "cpu_memory": 1, "threads": 1} | placement
+        values: dict[str, Any] = {
+            "nvme": [directory],
+            "gpu_memory": 1,
+            "cpu_memory": 1,
+            "threads": 1,
+        } | placement
         units = options.pop("units", None)
         while True:
             try:
                 made.append(infinity.wrap(model, config_of(**(values | options)), units=units))
                 return model
             except infinity.BudgetError as error:
-                name, smallest = re.search(r"smallest (\w+) that works is (\d+)", str(error)).groups()  # type: ignore[union-attr]
+                name, smallest = re.search(
+                    r"smallest (\w+) that works is (\d+)", str(error)
+                ).groups()  # type: ignore[union-attr]
                 values[name] = int(smallest)
 
     yield make

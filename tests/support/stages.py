@@ -21,7 +21,9 @@ from support.configs import config_of
 from support.probe import Probe
 
 WIDTH, WORDS, ROWS, STEPS = 48, 40, 24, 4
-GPU, CPU = (dict.fromkeys(("parameters", "gradients", "optimizer"), tier) for tier in ("gpu", "cpu"))
+GPU, CPU = (
+    dict.fromkeys(("parameters", "gradients", "optimizer"), tier) for tier in ("gpu", "cpu")
+)
 CASES: dict[str, dict[str, Any]] = {
     # The placements of the ZeRO-Infinity paper's table 2.
     "data parallel": {"stage": 0} | GPU,
@@ -47,10 +49,15 @@ CASES: dict[str, dict[str, Any]] = {
     "data parallel, no_sync": {"stage": 0, "apart": 1} | GPU,
     "data parallel, no_sync to the end": {"stage": 0, "apart": 2, "gradients": "nvme"},
     "ZeRO-1, no_sync": {"stage": 1, "apart": 2} | GPU,
-    "ZeRO-2, no_sync": {"stage": 2, "apart": 1} | GPU | {"optimizer": "nvme", "update": "speculative"},
+    "ZeRO-2, no_sync": {"stage": 2, "apart": 1}
+    | GPU
+    | {"optimizer": "nvme", "update": "speculative"},
     "ZeRO-3, no_sync": {"stage": 3, "apart": 2} | CPU,
 }
-HYBRID = {f"hybrid {name}": CASES[name] for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-Inf-NVMe", *list(CASES)[-2:])}
+HYBRID = {
+    f"hybrid {name}": CASES[name]
+    for name in ("ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-Inf-NVMe", *list(CASES)[-2:])
+}
 HYBRID["hybrid ZeRO-3, no_sync once"] = {"stage": 3, "apart": 1} | CPU
 
 
@@ -77,28 +84,49 @@ class Model(nn.Module):
         x = self.words(ids)
         for block in self.blocks:
             x = block(x)
-        return functional.cross_entropy(self.head(x).flatten(0, 1), ((ids * 3 + 1) % WORDS).flatten())
+        return functional.cross_entropy(
+            self.head(x).flatten(0, 1), ((ids * 3 + 1) % WORDS).flatten()
+        )
 
 
 def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -> dict[str, Any]:
-    """Train as `rank` of `ranks`, a group or a mesh, on its rows of every batch; what was computed, and what it took."""
+    """Train as `rank` of `ranks`, a group or a mesh, on its rows of every batch; what was computed,
+    and what it took."""
     directory.mkdir()
-    values = {"nvme": directory, "gpu_memory": "8MiB", "cpu_memory": "8MiB", "cache": 0, "precision": "fp32", "poison": True}
-    values |= {"gpu_cache": 0, "device": "cpu", "threads": 1, "copy_on_write": case.get("update") == "speculative"}
+    values = {
+        "nvme": directory,
+        "gpu_memory": "8MiB",
+        "cpu_memory": "8MiB",
+        "cache": 0,
+        "precision": "fp32",
+        "poison": True,
+    }
+    values |= {
+        "gpu_cache": 0,
+        "device": "cpu",
+        "threads": 1,
+        "copy_on_write": case.get("update") == "speculative",
+    }
     parts, apart = case.get("parts", 2), case.get("apart", 0)
-    config = config_of(**(values | {key: value for key, value in case.items() if key not in ("parts", "apart")}))
+    config = config_of(
+        **(values | {key: value for key, value in case.items() if key not in ("parts", "apart")})
+    )
     model = infinity.wrap(Model(), config, group=ranks)
     calls: Counter[str] = Counter()
     with infinity.engine(model) as engine, pytest.MonkeyPatch.context() as monkeypatch:
         count_collectives(monkeypatch, calls)
         used, shards = engine.memory(), engine.units[0].layout.ranks
-        used["gpu"] -= 0 if Probe(engine).gradient_buffer is None else Probe(engine).gradient_buffer_bytes
+        used["gpu"] -= (
+            0 if Probe(engine).gradient_buffer is None else Probe(engine).gradient_buffer_bytes
+        )
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2, eps=1e-6, max_grad_norm=0.5)
         losses, norms = [0.0] * STEPS, []
         for step in range(STEPS):
             Probe(engine).rest()  # what was gathered ahead belongs to the step before
             calls.clear()
-            batch = torch.randint(0, WORDS, (ROWS, 4), generator=torch.Generator().manual_seed(step))
+            batch = torch.randint(
+                0, WORDS, (ROWS, 4), generator=torch.Generator().manual_seed(step)
+            )
             mine = batch if ranks is None else batch.chunk(dist.get_world_size())[rank]
             for number, part in enumerate(mine.chunk(parts)):
                 loss = model(part) / parts
@@ -110,21 +138,34 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
             norms.append(optimizer.grad_norm)
         Probe(engine).rest()
         in_last_step = dict(calls)
-        saved = directory.parent / f"saved {directory.name.rpartition(' ')[0]}"  # the same for all ranks
+        # the same for all ranks
+        saved = directory.parent / f"saved {directory.name.rpartition(' ')[0]}"
         engine.save_checkpoint(saved, optimizer)
-        trainable, frozen = (sum(u.layout.numel for u in engine.units if u.trainable is trains) for trains in (True, False))
+        trainable, frozen = (
+            sum(u.layout.numel for u in engine.units if u.trainable is trains)
+            for trains in (True, False)
+        )
         return {
-            "losses": losses, "norms": norms, "weights": engine.state_dict(),
-            "states": flat(optimizer), "saved": str(saved),
-            "calls": in_last_step, "units": (len(engine.units), sum(unit.trainable for unit in engine.units)),
-            "used": used, "formula": bytes_on_tiers(trainable, config, shards, frozen),
-        }  # fmt: skip
+            "losses": losses,
+            "norms": norms,
+            "weights": engine.state_dict(),
+            "states": flat(optimizer),
+            "saved": str(saved),
+            "calls": in_last_step,
+            "units": (len(engine.units), sum(unit.trainable for unit in engine.units)),
+            "used": used,
+            "formula": bytes_on_tiers(trainable, config, shards, frozen),
+        }
 
 
 def flat(optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
     """The states of all parameters."""
     states = optimizer.state_dict()["state"]
-    return {f"{number} {name}": value for number, state in states.items() for name, value in state.items()}
+    return {
+        f"{number} {name}": value
+        for number, state in states.items()
+        for name, value in state.items()
+    }
 
 
 def count_collectives(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> None:
@@ -143,6 +184,7 @@ def count_collectives(monkeypatch: pytest.MonkeyPatch, calls: Counter[str]) -> N
 
 def same(one: dict[str, Any], other: dict[str, Any], *keys: str) -> bool:
     return all(
-        one[key].keys() == other[key].keys() and all(torch.equal(value, other[key][name]) for name, value in one[key].items())
+        one[key].keys() == other[key].keys()
+        and all(torch.equal(value, other[key][name]) for name, value in one[key].items())
         for key in keys
     )

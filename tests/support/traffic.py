@@ -13,7 +13,8 @@ STEADY = 3  # steps until the trace, the accumulation count and what is resident
 
 
 def check_traffic(model: nn.Module, accumulation: int = 1) -> None:
-    """The last step of `model` moved what the planner states, to the byte, and the report says so."""
+    """The last step of `model` moved what the planner states, to the byte, and the report says
+    so."""
     engine = infinity.engine(model)
     plan, report = engine.plan(), engine.report()
     count = report.parameters
@@ -30,5 +31,6 @@ def counted(names: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def is_what_the_kernel_counts(moved: Sequence[int], kernel: Sequence[int]) -> bool:
-    """Whether the kernel counts the bytes `moved`, and at most a few pages of the file system's own tables beside them."""
+    """Whether the kernel counts the bytes `moved`, and at most a few pages of the file system's own
+    tables beside them."""
     return all(0 <= counted - ours <= 64 << 10 for ours, counted in zip(moved, kernel, strict=True))

@@ -1,4 +1,5 @@
-"""GPUDirect Storage: a drive writes parameters into the memory of a device by itself. The device and libcufile are fakes."""
+"""GPUDirect Storage: a drive writes parameters into the memory of a device by itself. The device
+and libcufile are fakes."""
 
 from __future__ import annotations
 
@@ -48,13 +49,21 @@ class Fake:
     """tests/native/aio/fake_cufile.c: its knobs and counts are attributes."""
 
     def __init__(self, path: Path) -> None:
-        library, codes = ctypes.CDLL(str(path)), ("open_code", "file_code", "memory_code", "must_copy", "stubborn", "fail_errno")
+        library, codes = (
+            ctypes.CDLL(str(path)),
+            ("open_code", "file_code", "memory_code", "must_copy", "stubborn", "fail_errno"),
+        )
         names = (
             *codes, "fail_read_at", "fail_result", "fail_reads", "short_every", "wrong_every",
             "reads", "bytes_read", "drivers", "files", "memories", "opened",
         )  # fmt: skip
-        parts = {name: (ctypes.c_int if name in codes else ctypes.c_long).in_dll(library, name) for name in names}
-        vars(self).update(path=path, parts=parts, before={name: part.value for name, part in parts.items()})
+        parts = {
+            name: (ctypes.c_int if name in codes else ctypes.c_long).in_dll(library, name)
+            for name in names
+        }
+        vars(self).update(
+            path=path, parts=parts, before={name: part.value for name, part in parts.items()}
+        )
 
     def __getattr__(self, name: str) -> int:
         return int(self.parts[name].value)
@@ -101,19 +110,32 @@ def with_o_direct(folder: Path) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path, fake: Fake) -> Iterator[Callable[..., tuple[Store, DiscreteDevice, list[Block]]]]:
-    """`store(units)`: blocks with content on two drives, and room for one of them and a half on the device."""
+def store(
+    tmp_path: Path, fake: Fake
+) -> Iterator[Callable[..., tuple[Store, DiscreteDevice, list[Block]]]]:
+    """`store(units)`: blocks with content on two drives, and room for one of them and a half on the
+    device."""
     with_o_direct(tmp_path)
     with_folders = [tmp_path / "a", tmp_path / "b"]
     stores: list[Store] = []
     for folder in with_folders:
         folder.mkdir()
 
-    def make(units: int = 2, nbytes: int = UNIT, **options: Any) -> tuple[Store, DiscreteDevice, list[Block]]:
-        settings = {"gpu_memory": nbytes, "cpu_memory": "8MiB", "cache": 0, "nvme_shares": "equal"} | options
+    def make(
+        units: int = 2, nbytes: int = UNIT, **options: Any
+    ) -> tuple[Store, DiscreteDevice, list[Block]]:
+        settings = {
+            "gpu_memory": nbytes,
+            "cpu_memory": "8MiB",
+            "cache": 0,
+            "nvme_shares": "equal",
+        } | options
         device = DiscreteDevice()
         stores.append(Store(config_of(nvme=with_folders, **settings), device, Recorder()))
-        specs = [BlockSpec(n, Kind.PARAM, nbytes, BYTES, "nvme", nbytes, 0, f"unit {n}") for n in range(units)]
+        specs = [
+            BlockSpec(n, Kind.PARAM, nbytes, BYTES, "nvme", nbytes, 0, f"unit {n}")
+            for n in range(units)
+        ]
         blocks = [stores[-1].add(spec) for spec in specs]
         stores[-1].open(stores[-1].placement.layout(nbytes))
         for block in blocks:
@@ -138,7 +160,9 @@ def content(block: Block) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("update", ["exact", "speculative"])
-def test_numbers_and_bytes_are_those_of_the_way_through_host_memory(fake: Fake, wrap: Wrap, tmp_path: Path, update: str) -> None:
+def test_numbers_and_bytes_are_those_of_the_way_through_host_memory(
+    fake: Fake, wrap: Wrap, tmp_path: Path, update: str
+) -> None:
     with_o_direct(tmp_path)
     slow = wrap(gpu_direct="off", update=update)
     assert fake.opened == 0
@@ -151,22 +175,29 @@ def test_numbers_and_bytes_are_those_of_the_way_through_host_memory(fake: Fake, 
     assert found.gpu_direct and not through.gpu_direct
     assert fake.bytes_read > 0
     if update == "exact":  # what runs ahead depends on time
-        assert found.read_per_parameter == found.planned_read_per_parameter == through.read_per_parameter
-        assert found.written_per_parameter == through.written_per_parameter
-        assert Probe(slow).device.copied.written - Probe(fast).device.copied.written == fake.bytes_read, (
-            "and nothing else is different"
+        assert (
+            found.read_per_parameter
+            == found.planned_read_per_parameter
+            == through.read_per_parameter
         )
+        assert found.written_per_parameter == through.written_per_parameter
+        assert (
+            Probe(slow).device.copied.written - Probe(fast).device.copied.written == fake.bytes_read
+        ), "and nothing else is different"
 
 
 @pytest.mark.parametrize("cache", [0, 3 << 20])
-def test_a_fetch_moves_exactly_its_bytes_and_uses_no_staging(store: Any, fake: Fake, cache: int) -> None:
+def test_a_fetch_moves_exactly_its_bytes_and_uses_no_staging(
+    store: Any, fake: Fake, cache: int
+) -> None:
     one, device, blocks = store(cache=cache, cpu_memory="16MiB")
     kept = sum(block.cached_elements for block in blocks)
     assert bool(kept) == bool(cache)
     uploads: list[torch.Tensor] = []
     device.on_upload = lambda target, after: uploads.append(target)
     staging, read, metered = one._arenas["staging"], fake.bytes_read, one.meter.read
-    held = [staging.lease(object(), staging.slot_bytes) for _ in range(staging.free_slots)]  # there is none to be had
+    # there is none to be had
+    held = [staging.lease(object(), staging.slot_bytes) for _ in range(staging.free_slots)]
     for block in blocks:
         one.resident.start(block)
         assert torch.equal(one.resident.wait(block), content(block))
@@ -180,22 +211,37 @@ def test_a_fetch_moves_exactly_its_bytes_and_uses_no_staging(store: Any, fake: F
 
 def test_short_reads_and_interruptions_are_the_ordinary_path(store: Any, fake: Fake) -> None:
     one, _, (block, _) = store()
-    fake.short_every, fake.fail_read_at, fake.fail_reads, fake.fail_errno = 3, fake.reads + 4, 5, 4  # EINTR
+    # EINTR
+    fake.short_every, fake.fail_read_at, fake.fail_reads, fake.fail_errno = 3, fake.reads + 4, 5, 4
     one.resident.start(block)
     assert torch.equal(one.resident.wait(block), content(block))
     one.resident.release(block)
 
 
-@pytest.mark.parametrize(("result", "code", "reason"), [(-1, 5, "Input/output error"), (-5036, 5036, "cuFile error 5036")])
-def test_what_fails_is_told_with_path_offset_and_bytes(store: Any, fake: Fake, result: int, code: int, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("result", "code", "reason"),
+    [(-1, 5, "Input/output error"), (-5036, 5036, "cuFile error 5036")],
+)
+def test_what_fails_is_told_with_path_offset_and_bytes(
+    store: Any, fake: Fake, result: int, code: int, reason: str
+) -> None:
     one, _, (block, _) = store()
-    fake.fail_read_at, fake.fail_reads, fake.fail_result, fake.fail_errno = fake.reads, 1 << 30, result, 5
+    fake.fail_read_at, fake.fail_reads, fake.fail_result, fake.fail_errno = (
+        fake.reads,
+        1 << 30,
+        result,
+        5,
+    )
     one.resident.start(block)
     with pytest.raises(infinity.NvmeError, match=reason) as caught:
         one.resident.wait(block)
     error = caught.value
     assert (error.errno, error.operation) == (code, "read")
-    assert error.filename.endswith(tier.STATES_NAME) and error.done < error.asked and "for unit 0" in str(error)
+    assert (
+        error.filename.endswith(tier.STATES_NAME)
+        and error.done < error.asked
+        and "for unit 0" in str(error)
+    )
     fake.fail_read_at = -1
     assert torch.equal(one.resident.wait(block), content(block)), "and it can be read again"
     one.resident.release(block)
@@ -212,14 +258,24 @@ def test_an_error_reaches_the_forward_of_the_user(fake: Fake, wrap: Wrap, tmp_pa
     assert torch.isfinite(engine.model(**text_batch(0)).loss)
 
 
-def test_no_read_overtakes_the_model(fake: Fake, wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_read_overtakes_the_model(
+    fake: Fake, wrap: Wrap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_o_direct(tmp_path)
     engine = wrap(gpu_direct="on")
     places, here = Places(Probe(engine).device, monkeypatch), threading.local()
     real, checked = tier.NvmeTier.read, []
     memory = Probe(engine).memory("gpu")
 
-    def read(self: Any, extent: Any, begin: int, nbytes: int, address: int, *rest: Any, direct: bool = False) -> Any:
+    def read(
+        self: Any,
+        extent: Any,
+        begin: int,
+        nbytes: int,
+        address: int,
+        *rest: Any,
+        direct: bool = False,
+    ) -> Any:
         if direct:
             at = address - memory.data_ptr()
             places.check(memory[at : at + nbytes], here.__dict__.pop("mark", None))
@@ -232,7 +288,9 @@ def test_no_read_overtakes_the_model(fake: Fake, wrap: Wrap, tmp_path: Path, mon
     assert checked
 
 
-def test_a_place_is_filled_when_the_model_has_left_it_and_not_on_its_thread(store: Any, fake: Fake) -> None:
+def test_a_place_is_filled_when_the_model_has_left_it_and_not_on_its_thread(
+    store: Any, fake: Fake
+) -> None:
     one, device, (first, second) = store()
     one.resident.start(first)
     place = one.resident.wait(first)
@@ -264,7 +322,10 @@ FAILURES = [
     ({"must_copy": 1}, "force_compat_mode"),
     ({"stubborn": 1}, "set allow_compat_mode to false"),
     ({"memory_code": 5016}, "bytes on the GPU cannot be registered: the memory cannot be pinned"),
-    ({"file_code": 5008}, "cannot be read straight to a GPU: the drive or its file system is not supported"),
+    (
+        {"file_code": 5008},
+        "cannot be read straight to a GPU: the drive or its file system is not supported",
+    ),
     ({"fail_read_at": 1}, "Input/output error"),
     ({"wrong_every": 2}, "did not arrive on the GPU"),
 ]
@@ -278,7 +339,9 @@ def test_where_it_cannot_be_the_reason_is_said_and_host_memory_is_used(
         setattr(fake, name, value)
     with caplog.at_level(logging.INFO, "infinity"):
         one, _, (block, _) = store()
-    (said,) = [record.message for record in caplog.records if "on their way to the GPU" in record.message]
+    (said,) = [
+        record.message for record in caplog.records if "on their way to the GPU" in record.message
+    ]
     assert reason in said and not one.gpu_direct
     assert fake.open() == (0, 0, 0)
     one.resident.start(block)
@@ -286,38 +349,53 @@ def test_where_it_cannot_be_the_reason_is_said_and_host_memory_is_used(
     one.resident.release(block)
     one.close()
     fake.reads = 0
-    with pytest.raises(infinity.ConfigError, match=r"gpu_direct='on', but no drive can write") as caught:
+    with pytest.raises(
+        infinity.ConfigError, match=r"gpu_direct='on', but no drive can write"
+    ) as caught:
         store(gpu_direct="on")
     assert reason in str(caught.value)
 
 
-def test_when_it_must_be_had_it_is_refused_in_a_sentence(fake: Fake, wrap: Wrap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_it_must_be_had_it_is_refused_in_a_sentence(
+    fake: Fake, wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(infinity.ConfigError, match="needs parameters='nvme', not 'cpu'"):
         config_of(**LEAST | {"nvme": "x", "parameters": "cpu", "gpu_direct": "on"})
     with pytest.raises(infinity.ConfigError, match="the compute device is the CPU"):
         wrap(discrete=False, gpu_direct="on")
     monkeypatch.setattr(native, "cufile_libraries", lambda: ["libinfinity-none.so.0"])
-    with pytest.raises(infinity.ConfigError, match="libcufile is not installed; use gpu_direct='auto'"):
+    with pytest.raises(
+        infinity.ConfigError, match="libcufile is not installed; use gpu_direct='auto'"
+    ):
         wrap(gpu_direct="on")
     assert not Probe(wrap(gpu_direct="auto")).gpu_direct
 
 
-def test_it_is_said_once_which_way_is_taken(store: Any, fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_said_once_which_way_is_taken(
+    store: Any, fake: Fake, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "infinity"):
         one, _, _ = store()
-    assert one.gpu_direct and sum("straight into the memory of the GPU" in r.message for r in caplog.records) == 1
+    assert (
+        one.gpu_direct
+        and sum("straight into the memory of the GPU" in r.message for r in caplog.records) == 1
+    )
     assert fake.open() == (1, 2, 1)
     one.close()
     assert fake.open() == (0, 0, 0)
     one.close()
 
 
-def test_the_doctor_and_the_benchmark_of_links_say_so(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_and_the_benchmark_of_links_say_so(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_o_direct(tmp_path)
     assert machine.gpu_direct_problem("cpu", [tmp_path]) == "there is no GPU"
     assert machine.gpu_direct_problem("cuda:0", [tmp_path, tmp_path / "no"]) is None
     fake.file_code = 5008
-    assert "file system is not supported" in (machine.gpu_direct_problem("cuda:0", [tmp_path]) or "")
+    assert "file system is not supported" in (
+        machine.gpu_direct_problem("cuda:0", [tmp_path]) or ""
+    )
     fake.file_code = 0
     links = load("links")
     for discrete in (True, False):

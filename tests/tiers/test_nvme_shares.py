@@ -1,4 +1,5 @@
-"""Several directories share the states by the speed of their drives and as far as they have room, and not a byte is lost."""
+"""Several directories share the states by the speed of their drives and as far as they have room,
+and not a byte is lost."""
 
 from __future__ import annotations
 
@@ -52,12 +53,16 @@ def layouts(draw: st.DrawFn) -> tuple[list[float], list[int] | None, int]:
     shares = draw(SHARES)
     if draw(st.booleans()):
         return shares, None, draw(st.integers(0, 150))
-    rooms = draw(st.lists(st.integers(0, 40), min_size=len(shares), max_size=len(shares)).filter(any))
+    rooms = draw(
+        st.lists(st.integers(0, 40), min_size=len(shares), max_size=len(shares)).filter(any)
+    )
     return shares, rooms, draw(st.integers(0, sum(rooms)))
 
 
 @given(layouts())
-def test_every_byte_has_a_place_of_its_own_and_no_place_is_left_over(layout: tuple[list[float], list[int] | None, int]) -> None:
+def test_every_byte_has_a_place_of_its_own_and_no_place_is_left_over(
+    layout: tuple[list[float], list[int] | None, int],
+) -> None:
     shares, rooms, count = layout
     stripes = Stripes(UNIT, shares, rooms)
     held: list[list[tuple[int, int]]] = [[] for _ in shares]
@@ -83,7 +88,9 @@ def test_a_range_is_cut_into_pieces_that_cover_it_in_order(
     one_by_one = [piece for position in range(begin, end) for piece in stripes.pieces(position, 1)]
     assert [(p.file, p.offset + at, 1) for p in pieces for at in range(p.nbytes)] == one_by_one
     for before, after in itertools.pairwise(pieces):
-        assert (after.file, after.offset) != (before.file, before.offset + before.nbytes), "these would be one request"
+        assert (after.file, after.offset) != (before.file, before.offset + before.nbytes), (
+            "these would be one request"
+        )
 
 
 @given(SHARES)
@@ -91,12 +98,20 @@ def test_the_pattern_is_short_and_serves_every_drive_by_its_share(shares: list[f
     order = pattern_of(shares)
     counts = [order.count(file) for file in range(len(shares))]
     assert min(counts) >= 1 and len(order) <= LONGEST_PATTERN
-    slowest = max(count / share for count, share in zip(counts, shares, strict=True)) * sum(shares) / len(order)
-    if min(shares) * LONGEST_PATTERN >= sum(shares):  # else the slowest drive would do best without any
+    slowest = (
+        max(count / share for count, share in zip(counts, shares, strict=True))
+        * sum(shares)
+        / len(order)
+    )
+    # else the slowest drive would do best without any
+    if min(shares) * LONGEST_PATTERN >= sum(shares):
         assert slowest <= 1 + len(shares) / LONGEST_PATTERN + 1e-9
     for length in range(len(order)):
         for file, count in enumerate(counts):
-            assert abs(order[:length].count(file) - length * count / len(order)) < max(len(shares) - 1, 1) + 1e-9, "evenly spread"
+            assert (
+                abs(order[:length].count(file) - length * count / len(order))
+                < max(len(shares) - 1, 1) + 1e-9
+            ), "evenly spread"
 
 
 def test_the_patterns_of_some_shares() -> None:
@@ -123,12 +138,15 @@ def test_a_file_without_room_drops_out_and_the_others_go_on() -> None:
         ([1.0, 1.2, 1.4], [1.1, 1.1, 1.4]),
     ],
 )
-def test_speeds_that_noise_could_explain_are_equal(speeds: list[float], expected: list[float]) -> None:
+def test_speeds_that_noise_could_explain_are_equal(
+    speeds: list[float], expected: list[float]
+) -> None:
     assert levelled(speeds) == pytest.approx(expected)
 
 
 class Drive:
-    """Stands for an engine and a file: whoever waits for a request of some seconds finds the clock that much later."""
+    """Stands for an engine and a file: whoever waits for a request of some seconds finds the clock
+    that much later."""
 
     path = "drive"
 
@@ -149,18 +167,30 @@ class Drive:
         return 0, nbytes, nbytes
 
 
-def test_the_speed_that_counts_is_that_of_half_reading_and_half_writing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_speed_that_counts_is_that_of_half_reading_and_half_writing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     drive = Drive(monkeypatch, write=0.003, read=0.001)
-    assert speed.measure([speed.Probe(drive, drive, 32 * MIB)]) == [pytest.approx(64 * MIB / (16 * 0.003 + 16 * 0.001))]
-    assert drive.moved["read"] == drive.moved["write"] == [(at, 2 * MIB) for at in range(0, 32 * MIB, 2 * MIB)]
+    assert speed.measure([speed.Probe(drive, drive, 32 * MIB)]) == [
+        pytest.approx(64 * MIB / (16 * 0.003 + 16 * 0.001))
+    ]
+    assert (
+        drive.moved["read"]
+        == drive.moved["write"]
+        == [(at, 2 * MIB) for at in range(0, 32 * MIB, 2 * MIB)]
+    )
 
 
 def test_a_slow_drive_is_not_measured_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(monkeypatch, write=0.06, read=0.15)
     rate = speed.measure([speed.Probe(drive, drive, 64 * MIB)])
     begun = {way: len(moved) for way, moved in drive.moved.items()}
-    assert begun == {"write": 4 + 4, "read": 4 + 2}, "four in flight, and one for each that was done in 0.2 seconds"
-    assert set(drive.moved["read"]) <= set(drive.moved["write"]), "what was never written costs nothing to read"
+    assert begun == {"write": 4 + 4, "read": 4 + 2}, (
+        "four in flight, and one for each that was done in 0.2 seconds"
+    )
+    assert set(drive.moved["read"]) <= set(drive.moved["write"]), (
+        "what was never written costs nothing to read"
+    )
     assert rate == [pytest.approx(2 / (0.06 / (2 * MIB) + 0.15 / (2 * MIB)))]
 
 
@@ -168,7 +198,14 @@ def test_a_slow_drive_is_not_measured_for_long(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("shares", "expected"), [("measured", 7e9), ("equal", 2e9), ((2.0, 1.0), 3e9), ((12.0, 1.0), 6.5e9), ((1e3, 1.0), 6.006e9)]
+    ("shares", "expected"),
+    [
+        ("measured", 7e9),
+        ("equal", 2e9),
+        ((2.0, 1.0), 3e9),
+        ((12.0, 1.0), 6.5e9),
+        ((1e3, 1.0), 6.006e9),
+    ],
 )
 def test_drives_give_together_what_their_shares_let_them(
     shares: Any, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,7 +214,11 @@ def test_drives_give_together_what_their_shares_let_them(
     for folder in folders:
         folder.mkdir()
         (folder / "infinity-states.bin").write_bytes(bytes(5000))  # of a run that was killed
-    monkeypatch.setattr(speed, "measure", lambda probes: [6e9, 1e9] if all(p.nbytes == 64 * MIB for p in probes) else [])
+    monkeypatch.setattr(
+        speed,
+        "measure",
+        lambda probes: [6e9, 1e9] if all(p.nbytes == 64 * MIB for p in probes) else [],
+    )
     tier = NvmeTier(folders, "posix", None, Recorder(), shares)
     try:
         assert tier.measure() == pytest.approx(expected)
@@ -199,7 +240,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`faulty(number, **faults)`: the drive of directory `number` has these faults from the beginning."""
+    """`faulty(number, **faults)`: the drive of directory `number` has these faults from the
+    beginning."""
     faults: dict[int, dict[str, Any]] = {}
     made = itertools.count()
 
@@ -214,7 +256,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[Path, int]], None]:
-    """`rooms({directory: bytes})`: the file system of a directory has so much room, whatever it says is free."""
+    """`rooms({directory: bytes})`: the file system of a directory has so much room, whatever it
+    says is free."""
     limits: dict[Path, int] = {}
 
     real = native._named_file().allocate
@@ -230,7 +273,9 @@ def rooms(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[Path, int]], None]:
 
 
 @contextmanager
-def opened(directories: list[Path], nbytes: int, kind: str = "posix", shares: Any = "measured") -> Iterator[NvmeTier]:
+def opened(
+    directories: list[Path], nbytes: int, kind: str = "posix", shares: Any = "measured"
+) -> Iterator[NvmeTier]:
     for directory in directories:
         directory.mkdir(exist_ok=True)
     made = NvmeTier(directories, kind, None, Recorder(), shares)
@@ -240,7 +285,12 @@ def opened(directories: list[Path], nbytes: int, kind: str = "posix", shares: An
         yield made
     finally:
         made.close()
-        assert [path for directory in directories for path in directory.iterdir() if path.name != "lost+found"] == []
+        assert [
+            path
+            for directory in directories
+            for path in directory.iterdir()
+            if path.name != "lost+found"
+        ] == []
 
 
 def sizes(directories: list[Path]) -> list[int]:
@@ -248,7 +298,8 @@ def sizes(directories: list[Path]) -> list[int]:
 
 
 def check_content(made: NvmeTier, nbytes: int) -> None:
-    """All bytes arrive, written as one and read in pieces of odd lengths, and nothing else was moved."""
+    """All bytes arrive, written as one and read in pieces of odd lengths, and nothing else was
+    moved."""
     before = [io.counters() for io in made.engines]
     extent, memory = Extent(0, nbytes), torch.zeros(2 * nbytes + ALIGNMENT, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % ALIGNMENT :]
@@ -260,13 +311,18 @@ def check_content(made: NvmeTier, nbytes: int) -> None:
         made.read(extent, begin, length, target[begin:].data_ptr(), "x").wait()
     assert torch.equal(source, target)
     for key in ("bytes_read", "bytes_written"):
-        moved = [io.counters()[key] - earlier[key] for io, earlier in zip(made.engines, before, strict=True)]
+        moved = [
+            io.counters()[key] - earlier[key]
+            for io, earlier in zip(made.engines, before, strict=True)
+        ]
         assert sum(moved) == nbytes
         assert moved == sizes(made._directories)
 
 
 @each_engine
-def test_each_directory_holds_its_share_behind_an_engine_of_its_own(tmp_path: Path, small: None, kind: str) -> None:
+def test_each_directory_holds_its_share_behind_an_engine_of_its_own(
+    tmp_path: Path, small: None, kind: str
+) -> None:
     directories = [tmp_path / name for name in "abc"]
     with opened(directories, 60 * STRIPE, kind, shares=(3, 1, 2)) as made:
         assert sizes(directories) == [30 * STRIPE, 10 * STRIPE, 20 * STRIPE]
@@ -280,25 +336,38 @@ def test_all_engines_know_registered_memory(tmp_path: Path, small: None, kind: s
         memory = memory[-memory.data_ptr() % ALIGNMENT :][: 8 * STRIPE]
         made.register(memory)
         made.write(Extent(0, 8 * STRIPE), 0, 8 * STRIPE, memory.data_ptr(), "x").wait()
-        assert all((io.counters()["fixed_requests"] > 0) == (kind == "io_uring") for io in made.engines)
+        assert all(
+            (io.counters()["fixed_requests"] > 0) == (kind == "io_uring") for io in made.engines
+        )
 
 
 @each_engine
 def test_a_slow_drive_gets_less(
-    tmp_path: Path, small: None, faulty: Callable[..., None], kind: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    small: None,
+    faulty: Callable[..., None],
+    kind: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     directories = [tmp_path / name for name in "abc"]
-    faulty(1, bytes_per_second=1.0 * MIB)  # in a fifth of a second it moves a fifth of what the others may
+    # in a fifth of a second it moves a fifth of what the others may
+    faulty(1, bytes_per_second=1.0 * MIB)
     with caplog.at_level(logging.INFO, "infinity"), opened(directories, 200 * STRIPE, kind) as made:
         first, slow, last = sizes(directories)
         assert first + slow + last == 200 * STRIPE
         assert 0 < slow < min(first, last)
-        assert not any((directory / STATES_NAME).read_bytes().strip(b"\0") for directory in directories), "nothing is left of it"
+        assert not any(
+            (directory / STATES_NAME).read_bytes().strip(b"\0") for directory in directories
+        ), "nothing is left of it"
         for message, facts in (
             ("measured, half reading and half writing: ", [f"{at} " for at in directories]),
             ("the states on nvme take ", [f" in {at}" for at in directories]),
         ):
-            (line,) = (record.getMessage() for record in caplog.records if record.getMessage().startswith(message))
+            (line,) = (
+                record.getMessage()
+                for record in caplog.records
+                if record.getMessage().startswith(message)
+            )
             assert all(fact in line for fact in facts)
         probed = made.engines[0].counters()
         assert 0 < probed["bytes_written"] <= PROBE >= probed["bytes_read"] > 0
@@ -309,13 +378,20 @@ def test_a_slow_drive_gets_less(
 
 
 @pytest.mark.parametrize(
-    ("count", "stripes", "shares"), [(1, 1000, "measured"), (2, 127, "measured"), (2, 1000, "equal"), (2, 1000, (5.0, 5.0))]
+    ("count", "stripes", "shares"),
+    [(1, 1000, "measured"), (2, 127, "measured"), (2, 1000, "equal"), (2, 1000, (5.0, 5.0))],
 )
-def test_nothing_is_measured_where_it_decides_nothing(tmp_path: Path, small: None, count: int, stripes: int, shares: Any) -> None:
+def test_nothing_is_measured_where_it_decides_nothing(
+    tmp_path: Path, small: None, count: int, stripes: int, shares: Any
+) -> None:
     directories = [tmp_path / str(number) for number in range(count)]
     with opened(directories, stripes * STRIPE, shares=shares) as made:
-        assert [(io.counters()["bytes_read"], io.counters()["bytes_written"]) for io in made.engines] == [(0, 0)] * count
-        assert sizes(directories) == [len(range(number, stripes, count)) * STRIPE for number in range(count)]
+        assert [
+            (io.counters()["bytes_read"], io.counters()["bytes_written"]) for io in made.engines
+        ] == [(0, 0)] * count
+        assert sizes(directories) == [
+            len(range(number, stripes, count)) * STRIPE for number in range(count)
+        ]
 
 
 @pytest.mark.parametrize("fault", ["fail_write_at", "fail_read_at"])
@@ -325,27 +401,37 @@ def test_a_drive_that_fails_when_it_is_measured_is_named(
     directories = [tmp_path / "a", tmp_path / "b"]
     faulty(1, **{fault: 2})
     operation = fault.split("_")[1]
-    text = f"{operation} of .* at offset {2 * PROBE // 16} stopped after 0: Input/output error: '{directories[1] / STATES_NAME}'"
+    text = (
+        f"{operation} of .* at offset {2 * PROBE // 16} stopped after 0: Input/output "
+        f"error: '{directories[1] / STATES_NAME}'"
+    )
     with pytest.raises(NvmeError, match=text), opened(directories, 4 * PROBE):
         pass
     assert [list(directory.iterdir()) for directory in directories] == [[], []]
 
 
 def test_without_room_for_its_share_a_directory_takes_what_it_has_room_for(
-    tmp_path: Path, small: None, rooms: Callable[[dict[Path, int]], None], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    small: None,
+    rooms: Callable[[dict[Path, int]], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     directories = [tmp_path / name for name in "abc"]
     rooms({directories[0]: 37 * STRIPE + ALIGNMENT, directories[2]: 45 * STRIPE})
     with opened(directories, 120 * STRIPE, shares=(3, 1, 2)) as made:  # of 60, 20 and 40
         assert sizes(directories) == [37 * STRIPE, 38 * STRIPE, 45 * STRIPE]
-        assert f"{directories[0]} has room for 592 KiB of its share of 960 KiB of the states" in caplog.text
+        assert (
+            f"{directories[0]} has room for 592 KiB of its share of 960 KiB of the states"
+            in caplog.text
+        )
         check_content(made, 120 * STRIPE)
 
 
 def test_a_file_is_no_longer_than_its_stripes_when_another_drops_out(
     tmp_path: Path, small: None, rooms: Callable[[dict[Path, int]], None]
 ) -> None:
-    """Of 200 stripes the second has 56 beside the third, and 50 without it, for then another pattern is near enough."""
+    """Of 200 stripes the second has 56 beside the third, and 50 without it, for then another
+    pattern is near enough."""
     directories = [tmp_path / name for name in "abc"]
     rooms({directories[2]: 0})
     with opened(directories, 200 * STRIPE, shares=(30, 12, 1)) as made:
@@ -353,7 +439,9 @@ def test_a_file_is_no_longer_than_its_stripes_when_another_drops_out(
         check_content(made, 200 * STRIPE)
 
 
-def test_space_that_is_not_enough_is_given_back(tmp_path: Path, small: None, rooms: Callable[[dict[Path, int]], None]) -> None:
+def test_space_that_is_not_enough_is_given_back(
+    tmp_path: Path, small: None, rooms: Callable[[dict[Path, int]], None]
+) -> None:
     path = tmp_path / STATES_NAME
     with Directory(tmp_path) as directory:
         file = native.file_at(directory.create(STATES_NAME), str(path))
@@ -374,12 +462,16 @@ def test_directories_are_filled_to_the_last_stripe_before_they_are_refused(
         assert sizes(directories) == [37 * STRIPE, 23 * STRIPE]
         check_content(made, 60 * STRIPE)
     text = (
-        f"^{directories[0]} and {directories[1]} together have 960 KiB free, but the states on nvme need 976 KiB there; "
-        "free 16 KiB, add another directory, or set Tuning\\(copy_on_write=False\\) "
+        f"^{directories[0]} and {directories[1]} together have 960 KiB free, but the states on "
+        "nvme need 976 KiB there; free 16 KiB, add another directory, or set "
+        "Tuning\\(copy_on_write=False\\) "
     )
     with pytest.raises(BudgetError, match=text), opened(directories, 60 * STRIPE + ALIGNMENT):
         pass
-    with pytest.raises(BudgetError, match="free, but the states on nvme need 1024 TiB there"), opened(directories, 1 << 50):
+    with (
+        pytest.raises(BudgetError, match="free, but the states on nvme need 1024 TiB there"),
+        opened(directories, 1 << 50),
+    ):
         pass
 
 
@@ -396,7 +488,9 @@ def test_a_directory_that_cannot_be_measured_for_want_of_room_holds_what_it_can(
 # The engine
 
 
-def test_a_step_moves_what_is_planned_over_several_drives(tmp_path: Path, small: None, one_thread: None) -> None:
+def test_a_step_moves_what_is_planned_over_several_drives(
+    tmp_path: Path, small: None, one_thread: None
+) -> None:
     paths = [tmp_path / name for name in "abc"]
     for path in paths:
         path.mkdir()
@@ -436,7 +530,9 @@ def disks(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         pytest.skip(f"this machine has no {' and no '.join(missing)}")
 
     def call(*command: object) -> str:
-        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [str(word) for word in command], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             pytest.skip(f"this machine makes no drives: {done.stderr.strip()}")
         return done.stdout.strip()
@@ -462,9 +558,13 @@ def disks(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 @pytest.mark.root
 @each_engine
 def test_two_drives_share_by_speed_and_by_room(
-    disks: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, faulty: Callable[..., None], kind: str
+    disks: Callable[[int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    faulty: Callable[..., None],
+    kind: str,
 ) -> None:
-    """A fast drive of 64 MiB and a slow one of 192 MiB: first what the fast one's share has room for, then what has not."""
+    """A fast drive of 64 MiB and a slow one of 192 MiB: first what the fast one's share has room
+    for, then what has not."""
     monkeypatch.setattr(drives, "STRIPE_BYTES", MIB)
     monkeypatch.setattr(speed, "PROBE_BYTES", 8 * MIB)
     fast, slow = disks(64 * MIB), disks(192 * MIB)
@@ -480,6 +580,9 @@ def test_two_drives_share_by_speed_and_by_room(
         assert sum(held) == 160 * MIB
         assert 40 * MIB < held[0] < 64 * MIB, "all that its file system does not take for itself"
         check_content(made, 160 * MIB)
-    text = rf"^{fast} and {slow} together have \d+ MiB free, but the states on nvme need 300 MiB there; free \d+ MiB, "
+    text = (
+        rf"^{fast} and {slow} together have \d+ MiB free, but the states on nvme need "
+        r"300 MiB there; free \d+ MiB, "
+    )
     with pytest.raises(BudgetError, match=text), opened([fast, slow], 300 * MIB, kind):
         pass

@@ -1,4 +1,5 @@
-"""The NVMe tier holds what was written, over any number of directories, in files that are ours alone and leave with us."""
+"""The NVMe tier holds what was written, over any number of directories, in files that are ours
+alone and leave with us."""
 
 from __future__ import annotations
 
@@ -48,7 +49,12 @@ def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def tier(
-    root: Path, count: int, extents: list[int], kind: str = "posix", budget: int | None = None, shares: Any = "measured"
+    root: Path,
+    count: int,
+    extents: list[int],
+    kind: str = "posix",
+    budget: int | None = None,
+    shares: Any = "measured",
 ) -> Iterator[NvmeTier]:
     directories = [root / str(index) for index in range(count)]
     for directory in directories:
@@ -64,7 +70,9 @@ def tier(
 
 
 def content(nbytes: int, seed: int) -> torch.Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def read(made: NvmeTier, extent: Extent, begin: int, nbytes: int) -> torch.Tensor:
@@ -78,14 +86,28 @@ def write(made: NvmeTier, extent: Extent, begin: int, data: torch.Tensor) -> Non
 
 
 OPERATIONS = st.lists(
-    st.tuples(st.booleans(), st.integers(0, 2), st.integers(0, 12 * ALIGNMENT), st.integers(1, 12 * ALIGNMENT)), max_size=12
+    st.tuples(
+        st.booleans(),
+        st.integers(0, 2),
+        st.integers(0, 12 * ALIGNMENT),
+        st.integers(1, 12 * ALIGNMENT),
+    ),
+    max_size=12,
 )
 
 
 @each_engine
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.lists(st.integers(1, 12), min_size=3, max_size=3), OPERATIONS)
-def test_reads_give_what_was_written(tmp_path_factory, small_stripes, kind, shares, blocks, operations):
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    st.lists(st.integers(1, 12), min_size=3, max_size=3),
+    OPERATIONS,
+)
+def test_reads_give_what_was_written(
+    tmp_path_factory, small_stripes, kind, shares, blocks, operations
+):
     sizes = [n * ALIGNMENT for n in blocks]
     with tier(tmp_path_factory.mktemp("nvme"), len(shares), sizes, kind, shares=shares) as made:
         starts = [sum(sizes[:index]) for index in range(3)]
@@ -98,9 +120,13 @@ def test_reads_give_what_was_written(tmp_path_factory, small_stripes, kind, shar
                 data = content(nbytes, seed)
                 write(made, extents[which], begin, data)
                 model[which][begin : begin + nbytes] = data
-            assert torch.equal(read(made, extents[which], begin, nbytes), model[which][begin : begin + nbytes])
+            assert torch.equal(
+                read(made, extents[which], begin, nbytes), model[which][begin : begin + nbytes]
+            )
         for extent, expected in zip(extents, model, strict=True):
-            assert torch.equal(read(made, extent, 0, extent.nbytes), expected), "and nothing was written beside"
+            assert torch.equal(read(made, extent, 0, extent.nbytes), expected), (
+                "and nothing was written beside"
+            )
 
 
 @each_engine
@@ -109,16 +135,24 @@ def test_transfers_in_flight_together_do_not_mix(tmp_path, small_stripes, kind, 
     with tier(tmp_path, count, [7 * PIECE] * 6, kind) as made:
         extents = [Extent(index * 7 * PIECE, 7 * PIECE) for index in range(6)]
         sources = [content(7 * PIECE, seed) for seed in range(6)]
-        writes = [made.write(e, 0, e.nbytes, s.data_ptr(), "w") for e, s in zip(extents, sources, strict=True)]
+        writes = [
+            made.write(e, 0, e.nbytes, s.data_ptr(), "w")
+            for e, s in zip(extents, sources, strict=True)
+        ]
         for transfer in writes:
             transfer.wait()
             assert transfer.done()
             transfer.wait()
         targets = [torch.zeros(7 * PIECE, dtype=torch.uint8) for _ in extents]
-        reads = [made.read(e, 0, e.nbytes, t.data_ptr(), "r") for e, t in zip(extents, targets, strict=True)]
+        reads = [
+            made.read(e, 0, e.nbytes, t.data_ptr(), "r")
+            for e, t in zip(extents, targets, strict=True)
+        ]
         for transfer in reversed(reads):
             transfer.wait()
-        assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
+        assert all(
+            torch.equal(source, target) for source, target in zip(sources, targets, strict=True)
+        )
         counters = made._recorder.counters()
         assert counters["nvme bytes read"] == counters["nvme bytes written"] == 42 * PIECE
         assert {span.lane for span in made._recorder.spans()} == {"nvme read", "nvme write"}
@@ -137,7 +171,9 @@ def test_pieces_of_4_mib_go_round_the_directories(tmp_path, count):
         flat = bytes(ALIGNMENT) + data.numpy().tobytes()
         for index in range(count):
             held = (tmp_path / str(index) / STATES_NAME).read_bytes()
-            expected = b"".join(flat[at : at + piece] for at in range(index * piece, len(flat), count * piece))
+            expected = b"".join(
+                flat[at : at + piece] for at in range(index * piece, len(flat), count * piece)
+            )
             assert held == expected.ljust(len(held), b"\0")
 
 
@@ -152,8 +188,12 @@ def test_files_are_private_and_preallocated(tmp_path, small_stripes, count):
                     assert stat.S_IMODE((tmp_path / str(index) / name).stat().st_mode) == 0o600
                 status = (tmp_path / str(index) / STATES_NAME).stat()
                 assert status.st_size == expected
-                assert status.st_blocks * 512 >= expected, "the space is taken, so no later write can meet a full disk"
-                assert (tmp_path / str(index) / LOCK_NAME).read_text().startswith(f"{os.getpid()}\n")
+                assert status.st_blocks * 512 >= expected, (
+                    "the space is taken, so no later write can meet a full disk"
+                )
+                assert (
+                    (tmp_path / str(index) / LOCK_NAME).read_text().startswith(f"{os.getpid()}\n")
+                )
     finally:
         os.umask(before)
     assert [list((tmp_path / str(index)).iterdir()) for index in range(count)] == [[]] * count
@@ -178,12 +218,20 @@ def test_nothing_is_touched_when_nothing_is_reserved(tmp_path):
     made.close()
 
 
-@pytest.mark.parametrize(("begin", "nbytes"), [(-1, 4), (0, ALIGNMENT + 1), (ALIGNMENT, 1), (ALIGNMENT - 1, 2)])
+@pytest.mark.parametrize(
+    ("begin", "nbytes"), [(-1, 4), (0, ALIGNMENT + 1), (ALIGNMENT, 1), (ALIGNMENT - 1, 2)]
+)
 def test_a_transfer_outside_of_its_extent_is_refused(tmp_path, begin, nbytes):
     with tier(tmp_path, 1, [ALIGNMENT, ALIGNMENT]) as made:
         for transfer in (made.read, made.write):
             with pytest.raises(ValueError, match="not in an extent of 4096"):
-                transfer(Extent(0, ALIGNMENT), begin, nbytes, torch.zeros(2 * ALIGNMENT, dtype=torch.uint8).data_ptr(), "x")
+                transfer(
+                    Extent(0, ALIGNMENT),
+                    begin,
+                    nbytes,
+                    torch.zeros(2 * ALIGNMENT, dtype=torch.uint8).data_ptr(),
+                    "x",
+                )
 
 
 @each_engine
@@ -196,14 +244,21 @@ def test_a_failed_transfer_says_what_where_and_why(tmp_path, kind):
         with pytest.raises(NvmeError) as caught:
             transfer.wait()
         error = caught.value
-        assert (error.operation, error.errno, error.offset, error.asked) == ("write", 28, 0, 4 << 20)
+        assert (error.operation, error.errno, error.offset, error.asked) == (
+            "write",
+            28,
+            0,
+            4 << 20,
+        )
         assert error.path == str(tmp_path / "1" / STATES_NAME) and error.done < error.asked
         assert error.done in (0, 1 << 20)
         assert error.path in str(error) and "No space left" in str(error)
         with pytest.raises(NvmeError):
             transfer.wait()
         made.engines[0].set_faults(fail_read_at=0)
-        with pytest.raises(NvmeError, match="read of 4096 bytes at offset 8192 stopped after 0: Input/output error"):
+        with pytest.raises(
+            NvmeError, match="read of 4096 bytes at offset 8192 stopped after 0: Input/output error"
+        ):
             read(made, extent, 8192, 4096)
         assert read(made, extent, 8192, 4096).equal(data[8192:12288]), "the fault is over"
 
@@ -216,11 +271,17 @@ def test_a_budget_that_is_too_small_is_refused_with_the_one_that_works(tmp_path,
         pass
     assert list((tmp_path / "0").iterdir()) == []
     with tier(tmp_path, 2, [3 * PIECE], budget=3 * PIECE):
-        assert [(tmp_path / str(index) / STATES_NAME).stat().st_size for index in range(2)] == [2 * PIECE, PIECE]
+        assert [(tmp_path / str(index) / STATES_NAME).stat().st_size for index in range(2)] == [
+            2 * PIECE,
+            PIECE,
+        ]
 
 
 def test_a_full_disk_is_a_budget_error_and_leaves_nothing(tmp_path):
-    with pytest.raises(BudgetError, match="free, but the states on nvme need 1024 TiB there"), tier(tmp_path, 1, [1 << 50]):
+    with (
+        pytest.raises(BudgetError, match="free, but the states on nvme need 1024 TiB there"),
+        tier(tmp_path, 1, [1 << 50]),
+    ):
         pass
     assert list((tmp_path / "0").iterdir()) == []
 
@@ -280,7 +341,9 @@ def test_when_one_directory_is_taken_the_others_are_given_back(tmp_path):
         with pytest.raises(PathInUseError, match=f"in use by process {os.getpid()};"):
             made.open()
         assert list((tmp_path / "free").iterdir()) == []
-        assert {path.name for path in (tmp_path / "0").iterdir()} == {STATES_NAME, LOCK_NAME}, "the holder lost nothing"
+        assert {path.name for path in (tmp_path / "0").iterdir()} == {STATES_NAME, LOCK_NAME}, (
+            "the holder lost nothing"
+        )
 
 
 OTHER = """
@@ -306,7 +369,9 @@ def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds `tmp_path` until it reads a line."""
     environment = os.environ | {"PYTHONPATH": str(Path(infinity.__file__).parents[1])}
     command = [sys.executable, "-c", OTHER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             yield process
@@ -322,7 +387,9 @@ def reserve_and_open(directory: Path) -> NvmeTier:
 
 
 def test_another_process_is_refused_until_the_first_leaves(tmp_path, other):
-    with pytest.raises(PathInUseError, match=f"in use by process {other.pid}; give each job its own directory"):
+    with pytest.raises(
+        PathInUseError, match=f"in use by process {other.pid}; give each job its own directory"
+    ):
         reserve_and_open(tmp_path)
     assert (tmp_path / STATES_NAME).exists()
     other.communicate("\n")
@@ -340,7 +407,9 @@ def test_what_a_killed_process_left_is_reclaimed(tmp_path, other, caplog):
     try:
         assert f"reclaimed {left >> 20} MiB that an earlier run left in {tmp_path}" in caplog.text
         assert (tmp_path / LOCK_NAME).read_text().startswith(f"{os.getpid()}\n")
-        assert not read(made, Extent(0, ALIGNMENT), 0, ALIGNMENT).any(), "nobody reads what another run wrote"
+        assert not read(made, Extent(0, ALIGNMENT), 0, ALIGNMENT).any(), (
+            "nobody reads what another run wrote"
+        )
     finally:
         made.close()
     assert list(tmp_path.iterdir()) == []
@@ -372,7 +441,9 @@ def test_what_somebody_planted_is_refused_and_untouched(tmp_path, what, name, us
 
 
 @pytest.mark.parametrize("moment", ["locked", "made"])
-def test_a_directory_that_is_replaced_while_we_open_it_leads_nobody_elsewhere(tmp_path, monkeypatch, moment):
+def test_a_directory_that_is_replaced_while_we_open_it_leads_nobody_elsewhere(
+    tmp_path, monkeypatch, moment
+):
     place, elsewhere = tmp_path / "nvme", tmp_path / "elsewhere"
     for path in (place, elsewhere):
         path.mkdir()
@@ -401,7 +472,10 @@ def test_a_directory_that_is_replaced_while_we_open_it_leads_nobody_elsewhere(tm
     assert {path.name for path in (tmp_path / "moved").iterdir()} == {STATES_NAME, LOCK_NAME}
     made.close()
     assert list((tmp_path / "moved").iterdir()) == []
-    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == {STATES_NAME: b"mine", LOCK_NAME: b"mine"}
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == {
+        STATES_NAME: b"mine",
+        LOCK_NAME: b"mine",
+    }
 
 
 def test_the_directory_of_a_rank_is_not_reached_through_a_link(tmp_path):
@@ -412,7 +486,10 @@ def test_the_directory_of_a_rank_is_not_reached_through_a_link(tmp_path):
     made.reserve(ALIGNMENT)
     with pytest.raises(ConfigError, match="rank1 is a link, which infinity never makes"):
         made.open()
-    assert list((tmp_path / "elsewhere").iterdir()) == [] and (tmp_path / "nvme" / "rank1").is_symlink()
+    assert (
+        list((tmp_path / "elsewhere").iterdir()) == []
+        and (tmp_path / "nvme" / "rank1").is_symlink()
+    )
 
 
 def test_a_child_of_a_killed_run_keeps_neither_its_lock_nor_its_space(tmp_path):
@@ -434,11 +511,17 @@ def test_a_child_of_a_killed_run_keeps_neither_its_lock_nor_its_space(tmp_path):
         child = int(pipe.readline())
     try:
         held = Path(f"/proc/{child}/fd")
-        states = [path for path in held.iterdir() if path.exists() and path.resolve() == tmp_path / STATES_NAME]
+        states = [
+            path
+            for path in held.iterdir()
+            if path.exists() and path.resolve() == tmp_path / STATES_NAME
+        ]
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         reserve_and_open(tmp_path).close()
-        assert states and all(path.stat().st_blocks == 0 for path in states), "the child has the file open, and it is empty"
+        assert states and all(path.stat().st_blocks == 0 for path in states), (
+            "the child has the file open, and it is empty"
+        )
     finally:
         os.kill(child, signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
@@ -455,22 +538,32 @@ def no_fallocate(monkeypatch):
     monkeypatch.setattr(native.aio().File, "allocate", refuse)
 
 
-def test_a_file_system_that_cannot_reserve_space_works_with_a_warning(tmp_path, no_fallocate, caplog):
+def test_a_file_system_that_cannot_reserve_space_works_with_a_warning(
+    tmp_path, no_fallocate, caplog
+):
     with tier(tmp_path, 2, [8 << 20]) as made:
-        assert [(tmp_path / str(index) / STATES_NAME).stat().st_size for index in range(2)] == [4 << 20] * 2
+        assert [(tmp_path / str(index) / STATES_NAME).stat().st_size for index in range(2)] == [
+            4 << 20
+        ] * 2
         data = content(8 << 20, 0)
         write(made, Extent(0, 8 << 20), 0, data)
         assert torch.equal(read(made, Extent(0, 8 << 20), 0, 8 << 20), data)
         assert made.grow(8 << 20) is not None
     texts = [record.getMessage() for record in caplog.records]
     assert texts == [
-        f"the file system of {tmp_path / str(index) / STATES_NAME} cannot reserve space: keep enough of it free"
+        (
+            f"the file system of {tmp_path / str(index) / STATES_NAME} cannot reserve space: "
+            "keep enough of it free"
+        )
         for index in range(2)
     ]
 
 
 def test_without_reservation_what_cannot_fit_is_refused_all_the_same(tmp_path, no_fallocate):
-    with pytest.raises(BudgetError, match="free, but the states on nvme need 1024 TiB there"), tier(tmp_path, 1, [1 << 50]):
+    with (
+        pytest.raises(BudgetError, match="free, but the states on nvme need 1024 TiB there"),
+        tier(tmp_path, 1, [1 << 50]),
+    ):
         pass
     assert list((tmp_path / "0").iterdir()) == []
 

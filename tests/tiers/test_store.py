@@ -1,4 +1,5 @@
-"""The store: the right bytes at every moment, within the budgets, for every reader and every mix of tiers."""
+"""The store: the right bytes at every moment, within the budgets, for every reader and every mix of
+tiers."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ from support.configs import config_of
 
 AVAILABLE, REASON = native.aio().io_uring_available()
 without_io_uring = pytest.mark.skipif(not AVAILABLE, reason=f"io_uring: {REASON}")
-each_engine = pytest.mark.parametrize("kind", ["posix", pytest.param("io_uring", marks=without_io_uring)])
+each_engine = pytest.mark.parametrize(
+    "kind", ["posix", pytest.param("io_uring", marks=without_io_uring)]
+)
 CHUNK_BYTES = CHUNK_ELEMENTS * WIDEST_ELEMENT
 SLOT_ELEMENTS = ALIGNMENT // 2  # of a parameter block of 2-byte elements
 
@@ -69,7 +72,9 @@ def ahead() -> Ahead:
 
 
 @contextmanager
-def opened(store: Store, concurrent: int = 0, reserve: int = 0, ahead: Ahead | None = None) -> Iterator[Store]:
+def opened(
+    store: Store, concurrent: int = 0, reserve: int = 0, ahead: Ahead | None = None
+) -> Iterator[Store]:
     store.open(store.placement.layout(concurrent, reserve), (ahead or Ahead()).listeners())
     try:
         yield store
@@ -123,46 +128,78 @@ def fetched(store: Store, block: Block) -> torch.Tensor:
 
 
 def content(nbytes: int, seed: int) -> torch.Tensor:
-    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def filled(block: Block, value: int) -> torch.Tensor:
     return torch.full((block.nbytes,), value, dtype=torch.uint8)
 
 
-def add_param(store: Store, unit: int, slots: int = 1, tier: Tier = "nvme", span: int = 0, at: int = 0) -> Block:
-    """A shard of `slots` times 4096 bytes that lies at `at` in a unit of `span` bytes; the whole unit when `span` is 0."""
+def add_param(
+    store: Store, unit: int, slots: int = 1, tier: Tier = "nvme", span: int = 0, at: int = 0
+) -> Block:
+    """A shard of `slots` times 4096 bytes that lies at `at` in a unit of `span` bytes; the whole
+    unit when `span` is 0."""
     elements = slots * SLOT_ELEMENTS
     return store.add(
-        BlockSpec(unit, Kind.PARAM, elements, Format("half", 1, 2), tier, span or 2 * elements, at, f"param of u{unit}")
+        BlockSpec(
+            unit,
+            Kind.PARAM,
+            elements,
+            Format("half", 1, 2),
+            tier,
+            span or 2 * elements,
+            at,
+            f"param of u{unit}",
+        )
     )
 
 
-def add_state(store: Store, unit: int, kind: Kind, elements: int, tier: Tier = "nvme", itemsize: int = 4) -> Block:
+def add_state(
+    store: Store, unit: int, kind: Kind, elements: int, tier: Tier = "nvme", itemsize: int = 4
+) -> Block:
     form = Format("test", 1, itemsize)
-    return store.add(BlockSpec(unit, kind, elements, form, tier, elements * itemsize, 0, f"{kind.value} of u{unit}"))
+    return store.add(
+        BlockSpec(
+            unit, kind, elements, form, tier, elements * itemsize, 0, f"{kind.value} of u{unit}"
+        )
+    )
 
 
 # Any sequence of calls
 
 
 class Machine(RuleBasedStateMachine):
-    """Calls in any order against a plain dict of contents. Blocks of every kind and tier, whole and cut into shards."""
+    """Calls in any order against a plain dict of contents. Blocks of every kind and tier, whole and
+    cut into shards."""
 
     engine = "posix"
 
     @initialize(
         copy_on_write=st.booleans(),
-        cache=st.sampled_from([0, 5 * ALIGNMENT, 4 * ALIGNMENT + 6 * CHUNK_ELEMENTS, 64 * ALIGNMENT]),
+        cache=st.sampled_from(
+            [0, 5 * ALIGNMENT, 4 * ALIGNMENT + 6 * CHUNK_ELEMENTS, 64 * ALIGNMENT]
+        ),
         together=st.booleans(),
     )
     def set_up(self, copy_on_write: bool, cache: int, together: bool) -> None:
         self.directory = Path(tempfile.mkdtemp())
         homes = 4 * ALIGNMENT + 2 * ALIGNMENT + 2 * ALIGNMENT
         self.copy_bytes = 14 * ALIGNMENT
-        self.config = {"gpu_memory": homes + self.copy_bytes, "io_engine": self.engine, "copy_on_write": copy_on_write}
-        cpu_memory = (5 if cache == 0 else 1 + 3 * STAGED_SETS) * CHUNK_BYTES + cache  # homes, and sets of three kinds
-        self.config |= {"cache": cache, "cpu_memory": cpu_memory, "update": "auto" if together else "exact"}
+        self.config = {
+            "gpu_memory": homes + self.copy_bytes,
+            "io_engine": self.engine,
+            "copy_on_write": copy_on_write,
+        }
+        # homes, and sets of three kinds
+        cpu_memory = (5 if cache == 0 else 1 + 3 * STAGED_SETS) * CHUNK_BYTES + cache
+        self.config |= {
+            "cache": cache,
+            "cpu_memory": cpu_memory,
+            "update": "auto" if together else "exact",
+        }
         store = self.store = make_store(self.directory, **self.config)
         self.params = [
             add_param(store, 0, 4, "gpu"),  # never leaves
@@ -185,7 +222,8 @@ class Machine(RuleBasedStateMachine):
         assert kept == on_nvme if cache > on_nvme else cache - 6 * CHUNK_ELEMENTS < kept <= cache
         self.contents = {block: filled(block, 0) for block in self.params + self.states}
         self.pins = dict.fromkeys(self.params, 0)
-        self.seen: dict[Block, torch.Tensor] = {}  # what `wait` gave for blocks that are still pinned
+        # what `wait` gave for blocks that are still pinned
+        self.seen: dict[Block, torch.Tensor] = {}
         self.updating: set[Block] = set()
         self.seed = 0
         for block in self.params:
@@ -216,10 +254,16 @@ class Machine(RuleBasedStateMachine):
         if block.copy.lease is not None:
             return True
         arena = self.store._arenas["gpu"]
-        fixed = [run for owner, run in arena._slots.runs.items() if not (isinstance(owner, Block) and not self.pins[owner])]
+        fixed = [
+            run
+            for owner, run in arena._slots.runs.items()
+            if not (isinstance(owner, Block) and not self.pins[owner])
+        ]
         taken = {slot for run in fixed for slot in range(run.start, run.end)}
         length = block.spec.span // ALIGNMENT
-        return any(taken.isdisjoint(range(s, s + length)) for s in range(arena._slots.count - length + 1))
+        return any(
+            taken.isdisjoint(range(s, s + length)) for s in range(arena._slots.count - length + 1)
+        )
 
     def pinned(self) -> list[Block]:
         return [block for block, pins in self.pins.items() if pins and block not in self.updating]
@@ -234,7 +278,10 @@ class Machine(RuleBasedStateMachine):
             return
         span = self.store.resident.wait(block)
         assert span.numel() == block.spec.span and block.copy.state is CopyState.READY
-        assert self.store.resident.block_at(span.data_ptr() + block.spec.span - 1) == (block, block.spec.span - 1)
+        assert self.store.resident.block_at(span.data_ptr() + block.spec.span - 1) == (
+            block,
+            block.spec.span - 1,
+        )
         assert self.seen.setdefault(block, span).data_ptr() == span.data_ptr()
 
     @precondition(lambda self: any(self.pins.values()))
@@ -285,14 +332,18 @@ class Machine(RuleBasedStateMachine):
     def what_is_pinned_stays_and_is_right(self) -> None:
         for block, span in self.seen.items():
             assert block.copy.lease is not None and block.copy.lease.address == span.data_ptr()
-            assert torch.equal(span[block.spec.at : block.spec.at + block.nbytes], self.contents[block])
+            assert torch.equal(
+                span[block.spec.at : block.spec.at + block.nbytes], self.contents[block]
+            )
 
     @invariant()
     def within_the_budgets(self) -> None:
         for tier, peak in self.store.peaks().items():
             assert self.store.used()[tier] <= peak
             assert tier == "nvme" or peak <= getattr(self.store._config, f"{tier}_memory")
-        assert self.store._arenas["staging"].used == 0, "every check-out has been given back (invariant I3)"
+        assert self.store._arenas["staging"].used == 0, (
+            "every check-out has been given back (invariant I3)"
+        )
 
     def teardown(self) -> None:
         try:
@@ -312,7 +363,9 @@ class MachineUring(Machine):
 
 TestPosix = Machine.TestCase
 TestUring = without_io_uring(MachineUring.TestCase)
-TestPosix.settings = TestUring.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)
+TestPosix.settings = TestUring.settings = settings(
+    max_examples=25, stateful_step_count=50, deadline=None
+)
 
 
 # Room
@@ -320,7 +373,8 @@ TestPosix.settings = TestUring.settings = settings(max_examples=25, stateful_ste
 
 @pytest.fixture
 def slow(tmp_path: Path, ahead: Ahead) -> Iterator[tuple[Store, list[Block]]]:
-    """A compute arena of 4 slots, and 6 blocks of one slot on a slow drive; block i holds the bytes i + 1."""
+    """A compute arena of 4 slots, and 6 blocks of one slot on a slow drive; block i holds the bytes
+    i + 1."""
     store = make_store(tmp_path, gpu_memory=4 * ALIGNMENT, io_engine="posix")
     blocks = [add_param(store, unit) for unit in range(6)]
     with opened(store, concurrent=ALIGNMENT, ahead=ahead):
@@ -370,14 +424,30 @@ def test_a_prefetch_evicts_only_what_is_needed_later(slow, ahead):
     ahead.next_use = {0: 3.0, 1: 9.0, 2: 9.0, 3: 5.0, 4: 5.0, 5: 0.0}.__getitem__
     store.resident.start(blocks[1])
     assert store.resident.prefetch(blocks[4], 5.0), "what is needed at 9 and is not in use"
-    assert [store.resident.has_copy(block) for block in blocks] == [True, True, False, True, True, False]
+    assert [store.resident.has_copy(block) for block in blocks] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
     assert not store.resident.prefetch(blocks[2], 9.0)
     store.resident.release(blocks[1])
     assert store.resident.prefetch(blocks[5], 5.0)
-    assert [store.resident.has_copy(block) for block in blocks] == [True, False, False, True, True, True]
+    assert [store.resident.has_copy(block) for block in blocks] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
-def placements(seconds_per_block: float, directory: Path, accesses: Sequence[tuple[str, int, float]]) -> list[dict[int, int]]:
+def placements(
+    seconds_per_block: float, directory: Path, accesses: Sequence[tuple[str, int, float]]
+) -> list[dict[int, int]]:
     """Where each unit's copy lies after every access, on a drive of the given speed."""
     directory.mkdir()
     store = make_store(directory, gpu_memory=6 * ALIGNMENT, io_engine="posix")
@@ -401,13 +471,25 @@ def placements(seconds_per_block: float, directory: Path, accesses: Sequence[tup
 
 
 def test_where_copies_lie_does_not_depend_on_how_fast_the_drive_is(tmp_path):
-    # Ranks gather a unit when they fetch it: if the speed of a rank's drive decided what it evicts, they would disagree.
+    # Ranks gather a unit when they fetch it: if the speed of a rank's drive decided what it evicts,
+    # they would disagree.
     chance = random.Random(0)
-    accesses = [(chance.choice(["fetch", "prefetch", "prefetch"]), chance.randrange(6), chance.randrange(11)) for _ in range(120)]
-    assert placements(0.002, tmp_path / "slow", accesses) == placements(0, tmp_path / "fast", accesses)
+    accesses = [
+        (
+            chance.choice(["fetch", "prefetch", "prefetch"]),
+            chance.randrange(6),
+            chance.randrange(11),
+        )
+        for _ in range(120)
+    ]
+    assert placements(0.002, tmp_path / "slow", accesses) == placements(
+        0, tmp_path / "fast", accesses
+    )
 
 
-def test_a_block_that_cannot_fit_beside_what_is_in_use_is_refused_with_a_budget_that_works(tmp_path):
+def test_a_block_that_cannot_fit_beside_what_is_in_use_is_refused_with_a_budget_that_works(
+    tmp_path,
+):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
 
@@ -419,7 +501,9 @@ def test_a_block_that_cannot_fit_beside_what_is_in_use_is_refused_with_a_budget_
                 store.resident.start(block)
                 store.resident.wait(block)
 
-    with pytest.raises(BudgetError, match=r"param of u2 does not fit .*\(param of u0, param of u1\)") as caught:
+    with pytest.raises(
+        BudgetError, match=r"param of u2 does not fit .*\(param of u0, param of u1\)"
+    ) as caught:
         use_three(tmp_path / "a", 5 * ALIGNMENT)
     enough = int(str(caught.value).split("gpu_memory=")[-1].split()[0])
     use_three(tmp_path / "b", enough)
@@ -429,7 +513,8 @@ def test_a_block_that_cannot_fit_beside_what_is_in_use_is_refused_with_a_budget_
 
 
 def staged(directory: Path, sets: int, count: int = 3) -> tuple[Store, list[Block]]:
-    """`count` blocks of two chunks each, of different kinds, and staging for `sets` chunks of all of them."""
+    """`count` blocks of two chunks each, of different kinds, and staging for `sets` chunks of all
+    of them."""
     kinds = [Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ][:count]
     store = make_store(directory, cpu_memory=sets * count * CHUNK_BYTES)
     return store, [add_state(store, 0, kind, CHUNK_ELEMENTS + SLOT_ELEMENTS) for kind in kinds]
@@ -447,7 +532,10 @@ def test_check_outs_are_all_or_nothing(tmp_path):
         assert store.staging.try_check_out(two) is None
         assert arena.free_slots == 1, "a check-out that fails holds nothing"
         last = store.staging.try_check_out(ChunkRequest(blocks[:1], 0, blocks[:1]))
-        assert last is not None and store.staging.try_check_out(ChunkRequest(blocks[:1], 0, blocks[:1])) is None
+        assert (
+            last is not None
+            and store.staging.try_check_out(ChunkRequest(blocks[:1], 0, blocks[:1])) is None
+        )
         for chunk in (*first, *second, *last):
             chunk.release()
             chunk.release()
@@ -507,9 +595,15 @@ def test_everybody_ends_when_many_want_the_only_slots(tmp_path, kind):
 
 @each_engine
 @pytest.mark.parametrize("copy_on_write", [True, False])
-def test_a_reader_sees_whole_versions_while_another_thread_updates(tmp_path, ahead, kind, copy_on_write):
-    store = make_store(tmp_path, gpu_memory=24 * ALIGNMENT, io_engine=kind, copy_on_write=copy_on_write)
-    blocks = [add_param(store, unit, slots) for unit, slots in enumerate([9, 3, 9, 1])] + [add_param(store, 4, 10, "cpu")]
+def test_a_reader_sees_whole_versions_while_another_thread_updates(
+    tmp_path, ahead, kind, copy_on_write
+):
+    store = make_store(
+        tmp_path, gpu_memory=24 * ALIGNMENT, io_engine=kind, copy_on_write=copy_on_write
+    )
+    blocks = [add_param(store, unit, slots) for unit, slots in enumerate([9, 3, 9, 1])] + [
+        add_param(store, 4, 10, "cpu")
+    ]
     jobs: queue.SimpleQueue[tuple[Block, int] | None] = queue.SimpleQueue()
     chance = random.Random(1)
 
@@ -521,7 +615,9 @@ def test_a_reader_sees_whole_versions_while_another_thread_updates(tmp_path, ahe
                     (chunk,) = store.staging.check_out(ChunkRequest([block], begin, [block]))
                     try:
                         chunk.wait()
-                        assert (chunk.tensor == version - 1).all(), "an update starts from the version before"
+                        assert (chunk.tensor == version - 1).all(), (
+                            "an update starts from the version before"
+                        )
                         chunk.tensor.fill_(version)
                         chunk.commit()
                     finally:
@@ -562,7 +658,9 @@ def test_during_an_update_the_old_version_stays_on_the_drive(tmp_path):
 
     def on_drive(which: Block, version: int) -> torch.Tensor:
         target = torch.empty(which.nbytes, dtype=torch.uint8)
-        store._nvme.read(which.home.extents[version], 0, which.nbytes, target.data_ptr(), "check").wait()
+        store._nvme.read(
+            which.home.extents[version], 0, which.nbytes, target.data_ptr(), "check"
+        ).wait()
         return target
 
     with opened(store, concurrent=param.spec.span):
@@ -580,7 +678,9 @@ def test_during_an_update_the_old_version_stays_on_the_drive(tmp_path):
                 chunk.tensor.fill_(3)
                 chunk.commit()
                 chunk.release()
-                assert torch.equal(on_drive(which, old), filled(which, 2)), "a kill now loses nothing (invariant I9)"
+                assert torch.equal(on_drive(which, old), filled(which, 2)), (
+                    "a kill now loses nothing (invariant I9)"
+                )
             assert (which.home.version, which.home.target) == (old, new)
             store.resident.end_update([which])
             assert which.home.version == new
@@ -590,7 +690,18 @@ def test_during_an_update_the_old_version_stays_on_the_drive(tmp_path):
 
 def param_of_two_chunks(store: Store) -> Block:
     elements = 2 * CHUNK_ELEMENTS
-    return store.add(BlockSpec(0, Kind.PARAM, elements, Format("byte", 1, 1), "nvme", span=elements, at=0, name="weight"))
+    return store.add(
+        BlockSpec(
+            0,
+            Kind.PARAM,
+            elements,
+            Format("byte", 1, 1),
+            "nvme",
+            span=elements,
+            at=0,
+            name="weight",
+        )
+    )
 
 
 def renew(store: Store, block: Block, data: torch.Tensor) -> list[bool]:
@@ -742,7 +853,9 @@ def test_a_failed_write_is_an_error_and_the_slot_goes_back(tmp_path):
         with pytest.raises(NvmeError, match="No space left"):
             put(store, block, filled(block, 2))
         assert store._arenas["staging"].used == 0
-        assert torch.equal(get(store, block), filled(block, 1)), "and the version before is what it was"
+        assert torch.equal(get(store, block), filled(block, 1)), (
+            "and the version before is what it was"
+        )
 
 
 def test_after_a_failed_update_nobody_waits_for_ever(tmp_path):
@@ -778,8 +891,14 @@ def test_after_a_failed_update_nobody_waits_for_ever(tmp_path):
 def test_a_budget_that_cannot_work_is_refused_with_the_smallest_that_does(tmp_path, memory):
     def attempt(budget: int) -> None:
         store = make_store(tmp_path, **({"gpu_memory": "1MiB"} | {memory: budget}))
-        blocks = [add_param(store, 0, 3, "gpu"), add_param(store, 1, 9), add_param(store, 2, 5, "cpu")]
-        blocks += [add_state(store, 1, kind, 9 * SLOT_ELEMENTS) for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ)]
+        blocks = [
+            add_param(store, 0, 3, "gpu"),
+            add_param(store, 1, 9),
+            add_param(store, 2, 5, "cpu"),
+        ]
+        blocks += [
+            add_state(store, 1, kind, 9 * SLOT_ELEMENTS) for kind in (Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+        ]
         with opened(store, concurrent=14 * ALIGNMENT, reserve=9 * ALIGNMENT):
             store.reserve("gpu", 9 * ALIGNMENT)
             for block in blocks:
@@ -816,4 +935,6 @@ def test_close_may_be_called_twice_and_while_fetches_are_under_way(slow, tmp_pat
     store.close()
     store.close()
     assert list(tmp_path.iterdir()) == []
-    assert not any(thread.name == "infinity-mover" and thread.is_alive() for thread in threading.enumerate())
+    assert not any(
+        thread.name == "infinity-mover" and thread.is_alive() for thread in threading.enumerate()
+    )

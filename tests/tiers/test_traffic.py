@@ -1,7 +1,8 @@
-"""The bytes that cross to NVMe and the bytes of memory are what the planner and the budgets say, by three counts.
+"""The bytes that cross to NVMe and the bytes of memory are what the planner and the budgets say, by
+three counts.
 
-Ours (`engine.report()`), the planner's (`engine.plan()`), and the kernel's (`/proc/self/io`, which O_DIRECT makes exact, and
-`VmHWM`).
+Ours (`engine.report()`), the planner's (`engine.plan()`), and the kernel's (`/proc/self/io`, which
+O_DIRECT makes exact, and `VmHWM`).
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ def step(model: nn.Module, optimizer: infinity.AdamW, number: int, accumulation:
 def test_states_that_are_read_ahead_wait_for_the_copy_of_their_parameter(
     tmp_path: Path, smallest: Callable[..., dict[str, int]]
 ) -> None:
-    """The first unit is so large that its copy comes last in backward: read ahead of it, its parameter would be read twice."""
+    """The first unit is so large that its copy comes last in backward: read ahead of it, its
+    parameter would be read twice."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(128, 4096), nn.Linear(4096, 128), *(nn.Linear(128, 128) for _ in range(6)))
+        return nn.Sequential(
+            nn.Linear(128, 4096), nn.Linear(4096, 128), *(nn.Linear(128, 128) for _ in range(6))
+        )
 
     config: dict[str, Any] = {"nvme": tmp_path, "precision": "fp32", "update": "exact"}
     budgets = smallest(build(), **config) | {"cpu_memory": 256 * MIB, "cache": 0}
@@ -61,7 +65,9 @@ def test_states_that_are_read_ahead_wait_for_the_copy_of_their_parameter(
         optimizer = infinity.AdamW(model.parameters())
         assert Probe(engine).staged_sets > STAGED_SETS
         for number in range(STEADY + 1):
-            model(torch.randn(4, 128, generator=torch.Generator().manual_seed(number))).sum().backward()
+            model(
+                torch.randn(4, 128, generator=torch.Generator().manual_seed(number))
+            ).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
         check_traffic(model)
@@ -72,7 +78,12 @@ def test_states_that_are_read_ahead_wait_for_the_copy_of_their_parameter(
 @pytest.mark.parametrize("extra", [0, 2, 4, 9, 16, 33, 100])
 @pytest.mark.parametrize("update", ["exact", "plain"])
 def test_traffic_is_what_the_planner_states(
-    update: str, precision: str, accumulation: int, extra: int, tmp_path: Path, smallest: Callable[..., dict[str, int]]
+    update: str,
+    precision: str,
+    accumulation: int,
+    extra: int,
+    tmp_path: Path,
+    smallest: Callable[..., dict[str, int]],
 ) -> None:
     config: dict[str, Any] = {"nvme": [tmp_path], "precision": precision, "update": update}
     config |= smallest(build(), **config)
@@ -89,12 +100,18 @@ def test_traffic_is_what_the_planner_states(
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 @pytest.mark.parametrize(
-    "where", [{"gradients": "nvme"}, {"parameters": "cpu"}, {"parameters": "gpu", "optimizer": "cpu", "gradients": "nvme"}]
+    "where",
+    [
+        {"gradients": "nvme"},
+        {"parameters": "cpu"},
+        {"parameters": "gpu", "optimizer": "cpu", "gradients": "nvme"},
+    ],
 )
 def test_traffic_of_other_placements(
     where: dict[str, str], max_grad_norm: float | None, accumulation: int, tmp_path: Path
 ) -> None:
-    config = config_of(nvme=[tmp_path], precision="bf16", update="exact", **ROOMY, **where)  # nothing is done twice
+    # nothing is done twice
+    config = config_of(nvme=[tmp_path], precision="bf16", update="exact", **ROOMY, **where)
     model = infinity.wrap(build(), config)
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters(), max_grad_norm=max_grad_norm)
@@ -115,19 +132,31 @@ def test_nothing_on_nvme_moves_nothing(tmp_path: Path) -> None:
         assert engine.report().read_per_parameter == 0
 
 
-# Bytes per parameter at rest in states, by what is kept: the master (or its low half), and two moments.
+# Bytes per parameter at rest in states, by what is kept: the master (or its low half), and two
+# moments.
 LEDGER = [({"split_master": False}, 4 + 8), ({}, 2 + 8), ({"moment_precision": "bf16"}, 2 + 4)]
 
 
 @pytest.mark.parametrize("extra_blocks", [0, 2])
 @pytest.mark.parametrize(("formats", "states"), LEDGER, ids=["fp32", "split", "bf16"])
 def test_bytes_per_parameter_by_our_count_and_by_the_kernels(
-    formats: dict[str, Any], states: int, extra_blocks: int, tmp_path: Path, smallest: Callable[..., dict[str, int]]
+    formats: dict[str, Any],
+    states: int,
+    extra_blocks: int,
+    tmp_path: Path,
+    smallest: Callable[..., dict[str, int]],
 ) -> None:
-    """Everything but gradients on NVMe, bf16. States are read and written, parameters written; a parameter is read for backward
-    and, as the high half of a split master, for its update, unless it is there still. For forward it always is."""
+    """Everything but gradients on NVMe, bf16. States are read and written, parameters written; a
+    parameter is read for backward and, as the high half of a split master, for its update, unless
+    it is there still. For forward it always is."""
     width, depth = 256, 4
-    config: dict[str, Any] = {"nvme": [tmp_path], "precision": "bf16", "update": "exact", "cache": 0, **formats}
+    config: dict[str, Any] = {
+        "nvme": [tmp_path],
+        "precision": "bf16",
+        "update": "exact",
+        "cache": 0,
+        **formats,
+    }
     config |= smallest(transformer(width=width, depth=depth), **config)
     config["cpu_memory"] += 8 * MIB
     config["gpu_memory"] += extra_blocks * 12 * width * width * 2
@@ -143,10 +172,13 @@ def test_bytes_per_parameter_by_our_count_and_by_the_kernels(
             step(model, optimizer, number)
         Probe(engine).come_to_rest()
         kernel_read, kernel_written = (
-            after - before for before, after in zip(kernels, counted(("read_bytes", "write_bytes")), strict=True)
+            after - before
+            for before, after in zip(kernels, counted(("read_bytes", "write_bytes")), strict=True)
         )
         plan, after = engine.plan(), engine.recorder.counters()
-        read, written = (after[key] - ours[key] for key in ("nvme bytes read", "nvme bytes written"))
+        read, written = (
+            after[key] - ours[key] for key in ("nvme bytes read", "nvme bytes written")
+        )
         assert (read, written) == (2 * plan.read, 2 * plan.update_written)
         moved = engine.io.counters()
         assert moved["bytes_read"] - native["bytes_read"] == read
@@ -164,19 +196,26 @@ def test_bytes_per_parameter_by_our_count_and_by_the_kernels(
         assert plan.read + plan.update_written <= (2 * states + 6) * padded
         assert extra_blocks == 0 or plan.fetched < 2 * padded
         if os.major(tmp_path.stat().st_dev) == 0:
-            pytest.skip("this file system is not on a block device, so the kernel counts none of its bytes")
+            pytest.skip(
+                "this file system is not on a block device, so the kernel counts none of its bytes"
+            )
         assert is_what_the_kernel_counts((read, written), (kernel_read, kernel_written))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("where", [{}, {"gradients": "nvme"}, {"parameters": "cpu"}, {"parameters": "gpu", "optimizer": "cpu"}])
+@pytest.mark.parametrize(
+    "where",
+    [{}, {"gradients": "nvme"}, {"parameters": "cpu"}, {"parameters": "gpu", "optimizer": "cpu"}],
+)
 def test_the_smallest_budget_works_and_a_byte_less_is_refused(
     precision: str, where: dict[str, str], tmp_path: Path, smallest: Callable[..., dict[str, int]]
 ) -> None:
     config: dict[str, Any] = {"nvme": [tmp_path], "precision": precision} | where
     budgets = smallest(build(), **config)
     for key, value in budgets.items():
-        with pytest.raises(infinity.BudgetError, match=rf"the smallest {key} that works is {value} \("):
+        with pytest.raises(
+            infinity.BudgetError, match=rf"the smallest {key} that works is {value} \("
+        ):
             infinity.wrap(build(), config_of(**(config | budgets | {key: value - 1})))
     assert list(tmp_path.iterdir()) == []
     model = infinity.wrap(build(), config_of(**config, **budgets))
@@ -192,17 +231,22 @@ def test_the_smallest_budget_works_and_a_byte_less_is_refused(
 
 def test_the_smallest_nvme_memory_works_and_a_byte_less_is_refused(tmp_path: Path) -> None:
     config: dict[str, Any] = {"nvme": [tmp_path], "precision": "bf16"} | ROOMY
-    with pytest.raises(infinity.BudgetError, match=r"the smallest nvme_memory that works is \d+") as refusal:
+    with pytest.raises(
+        infinity.BudgetError, match=r"the smallest nvme_memory that works is \d+"
+    ) as refusal:
         infinity.wrap(build(), config_of(**config, nvme_memory=0))
     least = int(str(refusal.value).split("that works is ")[1].split()[0])
-    with pytest.raises(infinity.BudgetError, match=f"the smallest nvme_memory that works is {least}"):
+    with pytest.raises(
+        infinity.BudgetError, match=f"the smallest nvme_memory that works is {least}"
+    ):
         infinity.wrap(build(), config_of(**config, nvme_memory=least - 1))
     assert list(tmp_path.iterdir()) == []
     model = infinity.wrap(build(), config_of(**config, nvme_memory=least))
     with infinity.engine(model) as engine:
         (states,) = [path for path in tmp_path.iterdir() if path.suffix == ".bin"]
         assert states.stat().st_size == least
-        assert states.stat().st_blocks * 512 >= least  # preallocated: a later write cannot meet a full file system
+        # preallocated: a later write cannot meet a full file system
+        assert states.stat().st_blocks * 512 >= least
         assert engine.memory()["nvme"] <= least
         assert (states.stat().st_mode & 0o777) == 0o600
 
@@ -211,13 +255,19 @@ WIDTH, DEPTH, BATCH, LENGTH = 640, 6, 4, 32  # 29.6 million parameters in 6 bloc
 
 
 class Perceptrons(nn.Module):
-    """A stack of wide perceptrons whose parameters all come from modules that can initialise themselves."""
+    """A stack of wide perceptrons whose parameters all come from modules that can initialise
+    themselves."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(256, width)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 6 * width), nn.GELU(), nn.Linear(6 * width, width))
+            nn.Sequential(
+                nn.LayerNorm(width),
+                nn.Linear(width, 6 * width),
+                nn.GELU(),
+                nn.Linear(6 * width, width),
+            )
             for _ in range(depth)
         )
         self.head = nn.Linear(width, 256)
@@ -230,22 +280,33 @@ class Perceptrons(nn.Module):
 
 
 def resident(key: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key)
+    )
     return int(line.split()[1]) << 10
 
 
-def train_fresh(directory: str, gpu_memory: int, cpu_memory: int, width: int, depth: int) -> dict[str, int]:
-    """Build a model inside `infinity.init()`, train it for three steps, and say how the resident memory grew meanwhile."""
+def train_fresh(
+    directory: str, gpu_memory: int, cpu_memory: int, width: int, depth: int
+) -> dict[str, int]:
+    """Build a model inside `infinity.init()`, train it for three steps, and say how the resident
+    memory grew meanwhile."""
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident now
     before = resident("VmRSS")
     with infinity.init():
         model = Perceptrons(width, depth)
-    config = infinity.Config(nvme=[directory], precision="bf16", gpu_memory=gpu_memory, cpu_memory=cpu_memory)
+    config = infinity.Config(
+        nvme=[directory], precision="bf16", gpu_memory=gpu_memory, cpu_memory=cpu_memory
+    )
     model = infinity.wrap(model, config, seed=0)
     optimizer = infinity.AdamW(model.parameters())
     with infinity.engine(model) as engine:
         for number in range(3):
-            model(torch.randint(0, 256, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number))).backward()
+            model(
+                torch.randint(
+                    0, 256, (BATCH, LENGTH), generator=torch.Generator().manual_seed(number)
+                )
+            ).backward()
             optimizer.step()
             optimizer.zero_grad()
         engine.drain()
@@ -261,30 +322,41 @@ def train_fresh(directory: str, gpu_memory: int, cpu_memory: int, width: int, de
 
 
 def test_resident_memory_stays_under_the_budgets(tmp_path: Path) -> None:
-    """The allowance is the gradients of the largest unit, the activations, and 32 MiB for what torch keeps.
+    """The allowance is the gradients of the largest unit, the activations, and 32 MiB for what
+    torch keeps.
 
-    A small model is trained first, so that what is loaded and started only once does not count. malloc gives back what is
-    freed: with thresholds that adapt it keeps 0 to 60 MiB more, from run to run.
+    A small model is trained first, so that what is loaded and started only once does not count.
+    malloc gives back what is freed: with thresholds that adapt it keeps 0 to 60 MiB more, from run
+    to run.
     """
     gpu_memory, cpu_memory = 32 * MIB, 96 * MIB
-    gives_back = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
+    gives_back = {
+        "MALLOC_MMAP_THRESHOLD_": str(128 << 10),
+        "MALLOC_TRIM_THRESHOLD_": str(128 << 10),
+    }
     child = subprocess.run(
         [sys.executable, "-W", "error", __file__, str(tmp_path), str(gpu_memory), str(cpu_memory)],
-        capture_output=True, check=False, text=True, env=CHILD["env"] | gives_back,
-    )  # fmt: skip
+        capture_output=True,
+        check=False,
+        text=True,
+        env=CHILD["env"] | gives_back,
+    )
     assert child.returncode == 0, child.stderr
     measured = json.loads(child.stdout)
     assert measured["parameters"] > 29_000_000
     activations = 2 * BATCH * LENGTH * (DEPTH * (2 + 6 + 6 + 1) * WIDTH + 256 * 4)
     allowance = measured["largest"] + activations + 32 * MIB
     assert measured["grown"] <= measured["peak"] <= gpu_memory + cpu_memory + allowance
-    assert measured["peak"] < 16 * measured["parameters"]  # a plain model with masters, moments and gradients holds that much
+    # a plain model with masters, moments and gradients holds that much
+    assert measured["peak"] < 16 * measured["parameters"]
     assert measured["closed"] <= allowance  # although the engine and the optimizer are still there
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("formats", "states"), LEDGER, ids=["fp32", "split", "bf16"])
-def test_states_on_nvme_take_what_the_ledger_says(formats: dict[str, Any], states: int, tmp_path: Path) -> None:
+def test_states_on_nvme_take_what_the_ledger_says(
+    formats: dict[str, Any], states: int, tmp_path: Path
+) -> None:
     config = config_of(nvme=[tmp_path], precision="bf16", copy_on_write=False, **formats, **ROOMY)
     model = infinity.wrap(build(), config)
     with infinity.engine(model) as engine:

@@ -1,4 +1,5 @@
-"""One benchmark from its plan to its summary: look, prepare, search, measure in interleaved rounds, conclude, clean up."""
+"""One benchmark from its plan to its summary: look, prepare, search, measure in interleaved rounds,
+conclude, clean up."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Benchmark:
         self._registered = False
 
     def run(self) -> dict[str, Any]:
-        """The summary, JSON-ready: every number has its unit in its key. Whatever happens, no file stays behind."""
+        """The summary, JSON-ready: every number has its unit in its key. Whatever happens, no file
+        stays behind."""
         plan = self._plan
         plan.check()
         spaces = plan.spaces()
@@ -86,7 +88,8 @@ class Benchmark:
             }
 
     def _prepare(self, files: Sequence[Any], spaces: Sequence[Space], stack: ExitStack) -> None:
-        """Memory that was touched and does not compress, and files that were written: else a read would find nothing to do."""
+        """Memory that was touched and does not compress, and files that were written: else a read
+        would find nothing to do."""
         plan = self._plan
         self._say(f"writing {format_bytes(plan.file_bytes)} once on each path")
         generator = torch.Generator().manual_seed(0)
@@ -98,7 +101,10 @@ class Benchmark:
         middling = spaces[0].middle()
         piece = max(PIECE_BYTES, middling.request_bytes)
         with self._rig(middling) as rig:
-            rig.stream(lambda size: islice(patterns.sequential("write", size, piece), -(-size // piece)), piece)
+            rig.stream(
+                lambda size: islice(patterns.sequential("write", size, piece), -(-size // piece)),
+                piece,
+            )
         for file in files:
             file.sync()
 
@@ -137,7 +143,11 @@ class Benchmark:
         return found
 
     def _trial_median(self, setting: Setting, way: Operation) -> float | None:
-        speeds = [measured[way] for tried, measured in self._trials if tried == setting and way in measured]
+        speeds = [
+            measured[way]
+            for tried, measured in self._trials
+            if tried == setting and way in measured
+        ]
         return statistics.median(speeds) if speeds else None
 
     def _search_facts(self, found: Found) -> dict[str, Any]:
@@ -162,7 +172,9 @@ class Benchmark:
             if mode in ("read", "write"):
                 cases += [self._sequential_case(mode, request, only) for only in (None, *alone)]
             elif mode == "mixed":
-                cases.append(self._stream_case(mode, lambda size: patterns.mixed(size, request), request))
+                cases.append(
+                    self._stream_case(mode, lambda size: patterns.mixed(size, request), request)
+                )
             elif mode == "many-tensor":
                 ways: tuple[Operation, ...] = ("write", "read")
                 cases += [self._tensors_case(way) for way in ways]
@@ -173,15 +185,22 @@ class Benchmark:
     def _sequential_case(self, way: Operation, request: int, only: int | None) -> Case:
         piece, seconds = max(PIECE_BYTES, request), self._plan.round_seconds
         return Case(
-            way, lambda rig: rig.stream(_sequential(way, piece), piece, seconds, only), _sequential(way, request), request, only
+            way,
+            lambda rig: rig.stream(_sequential(way, piece), piece, seconds, only),
+            _sequential(way, request),
+            request,
+            only,
         )
 
     def _stream_case(self, mode: str, pieces: Pieces, piece: int) -> Case:
-        return Case(mode, lambda rig: rig.stream(pieces, piece, self._plan.round_seconds), pieces, piece)
+        return Case(
+            mode, lambda rig: rig.stream(pieces, piece, self._plan.round_seconds), pieces, piece
+        )
 
     def _tensors_case(self, way: Operation) -> Case:
         size, seconds = self._plan.tensor_bytes, self._plan.round_seconds
-        batch = max(1, min(PIECE_BYTES // size, 64))  # as much at once as the other modes ask for: less CPU time, equal speed
+        # as much at once as the other modes ask for: less CPU time, equal speed
+        batch = max(1, min(PIECE_BYTES // size, 64))
 
         def run(rig: Rig) -> Measured:
             return rig.stream(_tensors(way, size), size, seconds, batch=batch)
@@ -191,17 +210,36 @@ class Benchmark:
     def _replay_case(self, found: Found) -> Case:
         elements, model = self._replayed(found), self._plan.model_parameters
         chunk = patterns.chunk_elements(self._plan.memory_bytes)
-        return Case("replay", lambda rig: rig.replay(patterns.training_step(elements, model, chunk)), None, 0)
+        return Case(
+            "replay",
+            lambda rig: rig.replay(patterns.training_step(elements, model, chunk)),
+            None,
+            0,
+        )
 
     def _replayed(self, found: Found) -> int:
-        """Parameters whose step is replayed: the model's, or as many as the files hold or two rounds' time moves."""
+        """Parameters whose step is replayed: the model's, or as many as the files hold or two
+        rounds' time moves."""
         plan = self._plan
-        by_time = found.score * 1e9 * 2 * plan.round_seconds / (patterns.BYTES_READ + patterns.BYTES_WRITTEN)
-        most = min(plan.model_parameters, len(plan.paths) * plan.file_bytes // patterns.STATE_BYTES, int(by_time))
+        by_time = (
+            found.score
+            * 1e9
+            * 2
+            * plan.round_seconds
+            / (patterns.BYTES_READ + patterns.BYTES_WRITTEN)
+        )
+        most = min(
+            plan.model_parameters,
+            len(plan.paths) * plan.file_bytes // patterns.STATE_BYTES,
+            int(by_time),
+        )
         return max(most // CHUNK_ELEMENTS, 1) * CHUNK_ELEMENTS
 
-    def _measure(self, cases: list[Case], best: Setting, load: Load | None) -> dict[tuple[int, bool], list[float]]:
-        """Fill the cases round by round, each beside what it is compared with; returns latencies by case and load."""
+    def _measure(
+        self, cases: list[Case], best: Setting, load: Load | None
+    ) -> dict[tuple[int, bool], list[float]]:
+        """Fill the cases round by round, each beside what it is compared with; returns latencies by
+        case and load."""
         plan = self._plan
         for number in range(plan.rounds):
             self._say(f"round {number + 1} of {plan.rounds}")
@@ -224,7 +262,12 @@ class Benchmark:
                     continue
                 only = range(len(plan.paths)) if case.only is None else [case.only]
                 with self._rig(best) as rig, load if loaded and load is not None else nullcontext():
-                    each = [rig.latencies(case.pieces, case.piece_bytes, plan.round_seconds / len(only), path) for path in only]
+                    each = [
+                        rig.latencies(
+                            case.pieces, case.piece_bytes, plan.round_seconds / len(only), path
+                        )
+                        for path in only
+                    ]
                 latencies[number, loaded] = sorted(seconds for one in each for seconds in one)
         return latencies
 
@@ -233,31 +276,43 @@ class Benchmark:
         files = [(drive.file.path, drive.size) for drive in drives]
         direct = all(drive.file.direct for drive in drives)
         ring, _ = native.aio().io_uring_available()
-        options = fio.arguments(case.mode, best, files, self._plan.round_seconds, direct, ring, self._registered)
+        options = fio.arguments(
+            case.mode, best, files, self._plan.round_seconds, direct, ring, self._registered
+        )
         measured = fio.run(self._fio, options)
         self._written += measured.bytes_written
         return measured
 
-    def _rows(self, cases: list[Case], latencies: dict[tuple[int, bool], list[float]], load: Load | None) -> list[dict[str, Any]]:
+    def _rows(
+        self, cases: list[Case], latencies: dict[tuple[int, bool], list[float]], load: Load | None
+    ) -> list[dict[str, Any]]:
         rows = []
         for number, case in enumerate(cases):
             for loaded, runs in ((False, case.quiet), (True, case.loaded)):
                 if runs:
-                    row = self._row(case, runs, loaded, load) | latency_facts(latencies.get((number, loaded)))
+                    row = self._row(case, runs, loaded, load) | latency_facts(
+                        latencies.get((number, loaded))
+                    )
                     rows.append(row | (fio_facts(case) if case.fio and not loaded else {}))
         return rows
 
-    def _row(self, case: Case, runs: list[Measured], loaded: bool, load: Load | None) -> dict[str, Any]:
+    def _row(
+        self, case: Case, runs: list[Measured], loaded: bool, load: Load | None
+    ) -> dict[str, Any]:
         plan = self._plan
         speed = spread([run.gb_per_second for run in runs])
         row = {
             "mode": case.mode,
-            "paths": [str(path) for path in (plan.paths if case.only is None else [plan.paths[case.only]])],
+            "paths": [
+                str(path) for path in (plan.paths if case.only is None else [plan.paths[case.only]])
+            ],
             "load": load.name if loaded and load is not None else None,
             "of_quiet_ratio": speed["median"] / _median_speed(case) if loaded else None,
             **{f"{name}_gb_per_second": value for name, value in speed.items()},
             # Under load the CPU time is mostly the load's.
-            "cpu_seconds_per_gb": None if loaded else statistics.median(run.cpu_seconds_per_gb for run in runs),
+            "cpu_seconds_per_gb": None
+            if loaded
+            else statistics.median(run.cpu_seconds_per_gb for run in runs),
             "read_bytes": sum(run.bytes_read for run in runs),
             "written_bytes": sum(run.bytes_written for run in runs),
             "rounds_count": len(runs),
@@ -293,7 +348,9 @@ class Benchmark:
             sampler = threading.Thread(target=sample, name="bench-sampler", daemon=True)
             sampler.start()
             try:
-                measured = rig.stream(lambda _: patterns.sequential("write", write_set, piece), piece, seconds)
+                measured = rig.stream(
+                    lambda _: patterns.sequential("write", write_set, piece), piece, seconds
+                )
             finally:
                 ended.set()
                 sampler.join()
@@ -301,21 +358,34 @@ class Benchmark:
         return sustained_facts(samples, write_set * len(plan.paths))
 
     def _write_set(self, expected: float) -> int:
-        """So much that no block is written twice in the time, if the drive keeps its speed and has the space."""
-        free = min(shutil.disk_usage(path).free for path in self._plan.paths) // len(self._plan.paths)
-        return int(max(min(1.2 * expected, free - self._plan.reserve + self._plan.file_bytes), self._plan.file_bytes))
+        """So much that no block is written twice in the time, if the drive keeps its speed and has
+        the space."""
+        free = min(shutil.disk_usage(path).free for path in self._plan.paths) // len(
+            self._plan.paths
+        )
+        return int(
+            max(
+                min(1.2 * expected, free - self._plan.reserve + self._plan.file_bytes),
+                self._plan.file_bytes,
+            )
+        )
 
-    def _limits(self, places: Sequence[DirectoryFacts], found: Found, cases: list[Case]) -> list[str]:
+    def _limits(
+        self, places: Sequence[DirectoryFacts], found: Found, cases: list[Case]
+    ) -> list[str]:
         sentences = []
         for way in _DIRECTIONS:
             whole = next((case for case in cases if case.mode == way and case.only is None), None)
             if whole is None:
                 continue
-            alone = [_median_speed(case) for case in cases if case.mode == way and case.only is not None]
+            alone = [
+                _median_speed(case) for case in cases if case.mode == way and case.only is not None
+            ]
             wider = [
                 self._trial_median(setting, way)
                 for setting in found.scores
-                if setting.engine == found.best.engine and setting.in_flight_bytes >= 2 * found.best.in_flight_bytes
+                if setting.engine == found.best.engine
+                and setting.in_flight_bytes >= 2 * found.best.in_flight_bytes
             ]
             evidence = Evidence(
                 operation=way,
@@ -337,7 +407,9 @@ class Benchmark:
             "name": load.name,
             "seconds": load.seconds,
             "adam_gigaparameters_per_second": load.updated / load.seconds / 1e9,
-            "host_to_device_gb_per_second": load.copied / load.seconds / 1e9 if load.copied else None,
+            "host_to_device_gb_per_second": load.copied / load.seconds / 1e9
+            if load.copied
+            else None,
         }
 
     def _wear(self, places: Sequence[DirectoryFacts]) -> dict[str, Any]:
@@ -350,12 +422,20 @@ class Benchmark:
             "written_bytes": self._written,
             "runs_count": plan.runs,
             "endurance_bytes": plan.endurance,
-            "endurance_used_percent": wear_percent(per_drive, plan.endurance, plan.runs) if plan.endurance else None,
+            "endurance_used_percent": wear_percent(per_drive, plan.endurance, plan.runs)
+            if plan.endurance
+            else None,
             "model_parameters_count": plan.model_parameters,
             "training_step_written_bytes": per_step,
-            "training_steps_per_endurance_count": plan.endurance * len(plan.paths) // per_step if plan.endurance else None,
+            "training_steps_per_endurance_count": plan.endurance * len(plan.paths) // per_step
+            if plan.endurance
+            else None,
             "drives": [
-                {"device": device, "life_used_percent": said.used_percent, "life_written_bytes": said.written_bytes}
+                {
+                    "device": device,
+                    "life_used_percent": said.used_percent,
+                    "life_written_bytes": said.written_bytes,
+                }
                 for device, said in smart
                 if said is not None
             ],
@@ -378,9 +458,13 @@ def _lasting(sustained: dict[str, Any] | None) -> list[str]:
 
 
 def _path_speeds(cases: Sequence[Case]) -> list[float]:
-    """GB/s of each path alone, half of it read and half written, as far as both were measured; empty with one path."""
+    """GB/s of each path alone, half of it read and half written, as far as both were measured;
+    empty with one path."""
     numbers = sorted({case.only for case in cases if case.only is not None})
-    return [statistics.harmonic_mean([_median_speed(case) for case in cases if case.only == number]) for number in numbers]
+    return [
+        statistics.harmonic_mean([_median_speed(case) for case in cases if case.only == number])
+        for number in numbers
+    ]
 
 
 def _median_speed(case: Case) -> float:
@@ -389,7 +473,10 @@ def _median_speed(case: Case) -> float:
 
 def _words(setting: Setting) -> str:
     threads = f", {setting.threads} threads" if setting.engine == "posix" else ""
-    return f"{setting.engine}, {setting.depth} requests of {format_bytes(setting.request_bytes)} in flight{threads}"
+    return (
+        f"{setting.engine}, {setting.depth} requests of "
+        f"{format_bytes(setting.request_bytes)} in flight{threads}"
+    )
 
 
 def _sequential(way: Operation, piece: int) -> Pieces:

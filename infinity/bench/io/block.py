@@ -10,10 +10,14 @@ from infinity.bench.io.search import Setting
 from infinity.placement.calibrate import levelled
 
 
-def config_block(paths: Sequence[Path], setting: Setting, speeds: Sequence[float] = ()) -> dict[str, Any]:
-    """`infinity`: keyword arguments of `infinity.Config`, to which budgets are added. `aio`: the section of a DeepSpeed file.
+def config_block(
+    paths: Sequence[Path], setting: Setting, speeds: Sequence[float] = ()
+) -> dict[str, Any]:
+    """`infinity`: keyword arguments of `infinity.Config`, to which budgets are added. `aio`: the
+    section of a DeepSpeed file.
 
-    `speeds`: GB/s of each path, as shares for the engine, which then does not measure them again; none where there are none.
+    `speeds`: GB/s of each path, as shares for the engine, which then does not measure them again;
+    none where there are none.
 
     DeepSpeed has `queue_depth` requests in flight for each of `intra_op_parallelism` threads. So
     POSIX threads with one request each become as many threads with a queue of one.

@@ -1,6 +1,8 @@
-"""The same work through fio, to compare with: equal file, request size, requests in flight and time.
+"""The same work through fio, to compare with: equal file, request size, requests in flight and
+time.
 
-Both sides use huge pages that were touched beforehand: fio allocates with malloc, which `GLIBC_TUNABLES` makes ask for them.
+Both sides use huge pages that were touched beforehand: fio allocates with malloc, which
+`GLIBC_TUNABLES` makes ask for them.
 """
 
 from __future__ import annotations
@@ -25,18 +27,29 @@ def require_fio() -> str:
     """fio's path; raises `InfinityError` with the way out when it is not installed."""
     found = shutil.which("fio")
     if found is None:
-        raise InfinityError("--compare-fio needs fio, which is not installed; install it with: apt-get install fio")
+        raise InfinityError(
+            "--compare-fio needs fio, which is not installed; install it with: apt-get install fio"
+        )
     return found
 
 
 def arguments(
-    mode: str, setting: Setting, files: Sequence[tuple[str, int]], seconds: float, direct: bool, ring: bool, registered: bool
+    mode: str,
+    setting: Setting,
+    files: Sequence[tuple[str, int]],
+    seconds: float,
+    direct: bool,
+    ring: bool,
+    registered: bool,
 ) -> list[str]:
-    """fio's arguments for `mode` (read, write, mixed) at once on `files` (path, bytes), which exist and have been written.
+    """fio's arguments for `mode` (read, write, mixed) at once on `files` (path, bytes), which exist
+    and have been written.
 
-    Sequential, over the file again and again until the time is up, with as many requests in flight: through io_uring where it
-    can be had (`ring`), also beside our POSIX threads, else through libaio. fio's own threads (psync) would be no comparison:
-    each has a buffer too small for a huge page. Memory is pinned for fio's ring when it is for ours.
+    Sequential, over the file again and again until the time is up, with as many requests in flight:
+    through io_uring where it can be had (`ring`), also beside our POSIX threads, else through
+    libaio. fio's own threads (psync) would be no comparison:
+    each has a buffer too small for a huge page. Memory is pinned for fio's ring when it is for
+    ours.
     """
     options = [
         "--name=global",
@@ -49,7 +62,8 @@ def arguments(
         f"--runtime={max(round(seconds * 1000), 1)}ms",
         "--group_reporting=1",
         "--allow_file_create=0",
-        "--scramble_buffers=0",  # fio would change every buffer before it writes it, which we do not
+        # fio would change every buffer before it writes it, which we do not
+        "--scramble_buffers=0",
         "--thread=1",
         "--output-format=json",
     ]
@@ -60,25 +74,36 @@ def arguments(
     for number, (path, size) in enumerate(files):
         size -= size % setting.request_bytes
         # fio takes a colon in a file name for a separator.
-        options += [f"--name=path{number}", f"--filename={path.replace(':', chr(92) + ':')}", f"--size={size}"]
+        options += [
+            f"--name=path{number}",
+            f"--filename={path.replace(':', chr(92) + ':')}",
+            f"--size={size}",
+        ]
     return options
 
 
 def parse(output: dict[str, Any]) -> Measured:
-    """What a run of fio moved: all jobs together, over the time of the longest; its CPU time as it reports it."""
+    """What a run of fio moved: all jobs together, over the time of the longest; its CPU time as it
+    reports it."""
     jobs = output["jobs"]
     moved = {way: sum(int(job[way]["io_bytes"]) for job in jobs) for way in ("read", "write")}
     seconds = max(int(job[way]["runtime"]) for job in jobs for way in ("read", "write")) / 1000
-    cpu = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * int(job["job_runtime"]) / 1000 for job in jobs)
+    cpu = sum(
+        (job["usr_cpu"] + job["sys_cpu"]) / 100 * int(job["job_runtime"]) / 1000 for job in jobs
+    )
     return Measured(moved["read"], moved["write"], seconds, cpu)
 
 
 def run(program: str, options: Sequence[str]) -> Measured:
     """Run fio and read its report; raises `InfinityError` with what it said when it fails."""
     process = subprocess.Popen(
-        [program, *options], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [program, *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=os.environ | ENVIRONMENT,
-    )  # fmt: skip
+    )
     try:
         stdout, stderr = process.communicate()
     except BaseException:

@@ -1,4 +1,5 @@
-"""What training does beside the I/O: CPU Adam on every core, and with a GPU copies from host memory to it."""
+"""What training does beside the I/O: CPU Adam on every core, and with a GPU copies from host memory
+to it."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Load:
         for number in range(_CHUNKS):
             chunk, at = {}, number * per_chunk
             for kind, width in _WIDTHS.items():
-                chunk[kind] = self._memory.tensor[at : at + width * _ELEMENTS].view(_DTYPES.get(kind, torch.uint8))
+                chunk[kind] = self._memory.tensor[at : at + width * _ELEMENTS].view(
+                    _DTYPES.get(kind, torch.uint8)
+                )
                 at += width * _ELEMENTS
             self._chunks.append(StateTensors(chunk, _FORMATS))
         self._device = ComputeDevice("auto")
@@ -46,7 +49,9 @@ class Load:
         """How long the load has run, all blocks together."""
         self.updated = self.copied = 0
         """Parameters updated, and bytes copied to the GPU, in that time."""
-        self.name = "CPU Adam" if self._device.unified_memory else "CPU Adam and host-to-device copies"
+        self.name = (
+            "CPU Adam" if self._device.unified_memory else "CPU Adam and host-to-device copies"
+        )
         self._work: list[Callable[[], None]] = [self._adam]
         if not self._device.unified_memory:
             self._source = self._device.host_memory(_COPY_BYTES)
@@ -56,12 +61,19 @@ class Load:
     def __enter__(self) -> Load:
         self._stopping.clear()
         self._start = time.perf_counter()
-        self._threads = [threading.Thread(target=work, name="bench-load", daemon=True) for work in self._work]
+        self._threads = [
+            threading.Thread(target=work, name="bench-load", daemon=True) for work in self._work
+        ]
         for thread in self._threads:
             thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stopping.set()
         for thread in self._threads:
             thread.join()

@@ -15,8 +15,9 @@ Operation = Literal["read", "write"]
 READ_SHARE = 0.7
 """Of the mixed mode, in pieces."""
 BYTES_READ, BYTES_WRITTEN = 14, 12
-"""Per parameter and step with bf16 parameters and everything on NVMe but gradients (see README): parameters are read in backward
-(2), parameters, the other half of their masters and two moments by the update (12), which writes them all (12)."""
+"""Per parameter and step with bf16 parameters and everything on NVMe but gradients (see README):
+parameters are read in backward (2), parameters, the other half of their masters and two moments by
+the update (12), which writes them all (12)."""
 STATE_BYTES = 24
 """Per parameter on NVMe: 2 + 2 + 4 + 4, everything twice (copy-on-write)."""
 _KINDS = (2, 2, 4, 4)  # bytes per element of param, master, exp_avg, exp_avg_sq
@@ -39,15 +40,19 @@ def sequential(operation: Operation, size: int, piece: int) -> Iterator[Transfer
 
 
 def mixed(size: int, piece: int) -> Iterator[Transfer]:
-    """Seven sequential reads to three sequential writes, evenly spread, each with a position of its own, as fio's `rw`."""
+    """Seven sequential reads to three sequential writes, evenly spread, each with a position of its
+    own, as fio's `rw`."""
     reads, writes = sequential("read", size, piece), sequential("write", size, piece)
     for number in itertools.count():
         reading = int((number + 1) * READ_SHARE + 1e-9) > int(number * READ_SHARE + 1e-9)
         yield next(reads if reading else writes)
 
 
-def many_tensors(operation: Operation, size: int, tensor_bytes: int, seed: int = 0) -> Iterator[Transfer]:
-    """Tensors that lie packed in the file (each from a multiple of 4096), in an order that is not the file's."""
+def many_tensors(
+    operation: Operation, size: int, tensor_bytes: int, seed: int = 0
+) -> Iterator[Transfer]:
+    """Tensors that lie packed in the file (each from a multiple of 4096), in an order that is not
+    the file's."""
     room = round_up(tensor_bytes, ALIGNMENT)
     places = [number * room for number in range(size // room)]
     if not places:
@@ -60,46 +65,62 @@ def many_tensors(operation: Operation, size: int, tensor_bytes: int, seed: int =
 
 
 class ReplayStage(NamedTuple):
-    """What the optimizer or a fetch does as one: its writes begin when its reads are done. Positions over all paths."""
+    """What the optimizer or a fetch does as one: its writes begin when its reads are done.
+    Positions over all paths."""
 
     reads: tuple[tuple[int, int], ...]  # (position, bytes)
     writes: tuple[tuple[int, int], ...]
 
     @property
     def nbytes(self) -> int:
-        """Memory that the stage takes: what is read is updated in place, and written with the parameters."""
-        return max(sum(nbytes for _, nbytes in self.reads), sum(nbytes for _, nbytes in self.writes))
+        """Memory that the stage takes: what is read is updated in place, and written with the
+        parameters."""
+        return max(
+            sum(nbytes for _, nbytes in self.reads), sum(nbytes for _, nbytes in self.writes)
+        )
 
 
 def chunk_elements(memory_bytes: int) -> int:
-    """Elements per chunk of the optimizer in `memory_bytes` of staging, by the engine's rule (`tiers/store.py`)."""
+    """Elements per chunk of the optimizer in `memory_bytes` of staging, by the engine's rule
+    (`tiers/store.py`)."""
     widest = STAGED_SETS * len(_KINDS) * max(_KINDS)
-    return max(CHUNK_ELEMENTS, min(memory_bytes // widest, FULL_CHUNK_ELEMENTS) // CHUNK_ELEMENTS * CHUNK_ELEMENTS)
+    return max(
+        CHUNK_ELEMENTS,
+        min(memory_bytes // widest, FULL_CHUNK_ELEMENTS) // CHUNK_ELEMENTS * CHUNK_ELEMENTS,
+    )
 
 
 def training_step(elements: int, model_parameters: int, chunk: int) -> Iterator[ReplayStage]:
-    """The NVMe traffic of one training step over `elements` parameters of a model of `model_parameters`, in the engine's order.
+    """The NVMe traffic of one training step over `elements` parameters of a model of
+    `model_parameters`, in the engine's order.
 
-    Unit by unit the update's chunks (old copies read, new ones written beside them); then the units' parameters for the backward,
-    the last first. Exactly 14 bytes read and 12 written per element; `elements` and `chunk` are multiples of 16384. The positions
-    are below 24 bytes times `elements`.
+    Unit by unit the update's chunks (old copies read, new ones written beside them); then the
+    units' parameters for the backward, the last first. Exactly 14 bytes read and 12 written per
+    element; `elements` and `chunk` are multiples of 16384. The positions are below 24 bytes times
+    `elements`.
     """
     unit = min(round_up(max(model_parameters // _UNITS, 1), CHUNK_ELEMENTS), elements)
     units = [(begin, min(begin + unit, elements)) for begin in range(0, elements, unit)]
 
     def block(begin: int, end: int, kind: int, copy: int) -> int:
-        """Where the block of this unit lies: per unit both copies of each kind, one after the other."""
+        """Where the block of this unit lies: per unit both copies of each kind, one after the
+        other."""
         return begin * STATE_BYTES + (end - begin) * (2 * sum(_KINDS[:kind]) + copy * _KINDS[kind])
 
     for begin, end in units:
         for at in range(0, end - begin, chunk):
             length = min(chunk, end - begin - at)
             extents = [
-                [(block(begin, end, kind, copy) + at * width, length * width) for kind, width in enumerate(_KINDS)]
+                [
+                    (block(begin, end, kind, copy) + at * width, length * width)
+                    for kind, width in enumerate(_KINDS)
+                ]
                 for copy in (0, 1)
             ]
             yield ReplayStage(tuple(extents[0]), tuple(extents[1]))
     for begin, end in reversed(units):
         parameters, piece = block(begin, end, 0, 1), chunk * sum(_KINDS)
         for offset in range(0, (end - begin) * _KINDS[0], piece):
-            yield ReplayStage(((parameters + offset, min(piece, (end - begin) * _KINDS[0] - offset)),), ())
+            yield ReplayStage(
+                ((parameters + offset, min(piece, (end - begin) * _KINDS[0] - offset)),), ()
+            )

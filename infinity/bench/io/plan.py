@@ -50,16 +50,26 @@ class Plan:
         check_directories(self.paths)
         if self.size < _LEAST_SIZE:
             raise ConfigError(
-                f"--size {format_bytes(self.size)} is too small to measure; the least is {format_bytes(_LEAST_SIZE)}"
+                f"--size {format_bytes(self.size)} is too small to measure; the least is "
+                f"{format_bytes(_LEAST_SIZE)}"
             )
-        if self.request_bytes is not None and not (0 < self.request_bytes <= 64 << 20 and self.request_bytes % 4096 == 0):
-            raise ConfigError(f"--request-bytes {self.request_bytes} must be a multiple of 4096, at most 64 MiB")
+        if self.request_bytes is not None and not (
+            0 < self.request_bytes <= 64 << 20 and self.request_bytes % 4096 == 0
+        ):
+            raise ConfigError(
+                f"--request-bytes {self.request_bytes} must be a multiple of 4096, at most 64 MiB"
+            )
         if self.write_set is not None and self.sustained is None:
             raise ConfigError("--write-set is what --sustained SECONDS writes; give that as well")
         if "many-tensor" in self.modes and not 0 < self.tensor_bytes <= self.memory_bytes // 2:
-            raise ConfigError(f"--tensor-bytes has to be between 1 and {format_bytes(self.memory_bytes // 2)} here")
+            raise ConfigError(
+                "--tensor-bytes has to be between 1 and "
+                f"{format_bytes(self.memory_bytes // 2)} here"
+            )
         if not self.modes:
-            raise ConfigError("nothing is left to measure; leave out --no_read and --no_write, or give a --mode")
+            raise ConfigError(
+                "nothing is left to measure; leave out --no_read and --no_write, or give a --mode"
+            )
 
     @property
     def file_bytes(self) -> int:
@@ -79,14 +89,20 @@ class Plan:
         return ("write",) if set(self.modes) <= {"write"} else ("read", "write")
 
     def spaces(self) -> list[Space]:
-        """What the search searches; raises `ConfigError` when the engine asked for cannot be had, or needs too much memory."""
+        """What the search searches; raises `ConfigError` when the engine asked for cannot be had,
+        or needs too much memory."""
         available, reason = native.aio().io_uring_available()
         if self.engine == "io_uring" and not available:
             raise ConfigError(f"--engine io_uring: {reason}; use --engine posix")
-        engines = [name for name in ("io_uring", "posix") if self.engine in (name, "auto") and (available or name == "posix")]
+        engines = [
+            name
+            for name in ("io_uring", "posix")
+            if self.engine in (name, "auto") and (available or name == "posix")
+        ]
         fixed: dict[str, tuple[int | None, tuple[int, ...]]] = {
-            "io_uring": (self.depth, DEPTHS), "posix": (self.threads, THREADS),
-        }  # fmt: skip
+            "io_uring": (self.depth, DEPTHS),
+            "posix": (self.threads, THREADS),
+        }
         spaces = [
             Space(
                 name,

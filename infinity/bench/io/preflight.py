@@ -10,9 +10,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.bench.machine import direct_io_problem, huge_pages, io_engine_problem, lines, memlock_limit
+from infinity.bench.machine import (
+    direct_io_problem,
+    huge_pages,
+    io_engine_problem,
+    lines,
+    memlock_limit,
+)
 
-_NETWORK = {"9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs", "virtiofs"}
+_NETWORK = {
+    "9p",
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "glusterfs",
+    "gpfs",
+    "lustre",
+    "nfs",
+    "nfs4",
+    "smb3",
+    "smbfs",
+    "virtiofs",
+}
 _MEMORY = {"ramfs", "tmpfs"}
 _CODING = {2.5: 0.8, 5.0: 0.8}  # 8b/10b up to PCIe 2; 128b/130b from then on
 _LATER_CODING = 128 / 130
@@ -28,7 +48,13 @@ class Link:
     @property
     def bytes_per_second(self) -> float:
         """What the line coding leaves per direction; packet headers take a tenth or so more."""
-        return self.gt_per_second * 1e9 * self.lanes * _CODING.get(self.gt_per_second, _LATER_CODING) / 8
+        return (
+            self.gt_per_second
+            * 1e9
+            * self.lanes
+            * _CODING.get(self.gt_per_second, _LATER_CODING)
+            / 8
+        )
 
 
 @dataclass(frozen=True)
@@ -58,7 +84,9 @@ class DirectoryFacts:
             "network": self.network,
             "in_memory": self.in_memory,
             "numa_node": None if self.numa_node is None else str(self.numa_node),
-            "pcie_link": f"{self.link.gt_per_second:g} GT/s x{self.link.lanes}" if self.link else None,
+            "pcie_link": f"{self.link.gt_per_second:g} GT/s x{self.link.lanes}"
+            if self.link
+            else None,
             "pcie_link_gb_per_second": self.link.bytes_per_second / 1e9 if self.link else None,
             "free_bytes": self.free_bytes,
             "direct_io_problem": self.direct_problem,
@@ -66,7 +94,8 @@ class DirectoryFacts:
 
 
 def examine(directory: Path, sys_root: Path = Path("/sys")) -> DirectoryFacts:
-    """Look at an existing `directory`; writes and removes one small file there to see whether O_DIRECT works."""
+    """Look at an existing `directory`; writes and removes one small file there to see whether
+    O_DIRECT works."""
     status = os.statvfs(directory)
     number = directory.stat().st_dev
     kind, source = _mount(directory)
@@ -76,7 +105,9 @@ def examine(directory: Path, sys_root: Path = Path("/sys")) -> DirectoryFacts:
         file_system=kind,
         device=block.name if block else None,
         model=_text(block / "device" / "model") if block else None,
-        rotational={"0": False, "1": True}.get(_text(block / "queue" / "rotational") or "") if block else None,
+        rotational={"0": False, "1": True}.get(_text(block / "queue" / "rotational") or "")
+        if block
+        else None,
         network=kind in _NETWORK or (kind or "").startswith("fuse."),
         in_memory=kind in _MEMORY,
         numa_node=_numa_node(block) if block else None,
@@ -105,7 +136,8 @@ def _text(path: Path) -> str | None:
 
 
 def _mount(directory: Path) -> tuple[str | None, str | None]:
-    """File system type and source of the mount that `directory` is on: the deepest one, and of several there the last."""
+    """File system type and source of the mount that `directory` is on: the deepest one, and of
+    several there the last."""
     real = directory.resolve()
     best: tuple[int, str | None, str | None] = (-1, None, None)
     for line in lines("/proc/self/mountinfo"):
@@ -118,9 +150,11 @@ def _mount(directory: Path) -> tuple[str | None, str | None]:
 
 
 def _block_device(sys_root: Path, number: int, source: str | None) -> Path | None:
-    """The whole disk under a device number: past partitions, and past device mapper or RAID while there is one disk below."""
+    """The whole disk under a device number: past partitions, and past device mapper or RAID while
+    there is one disk below."""
     node = sys_root / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
-    if not node.exists() and source is not None:  # btrfs and others number themselves; the mount names the device
+    # btrfs and others number themselves; the mount names the device
+    if not node.exists() and source is not None:
         node = sys_root / "class" / "block" / Path(source).name
     if not node.exists():
         return None
@@ -144,7 +178,8 @@ def _numa_node(block: Path) -> int | None:
     for path in _upwards(block):
         node = _text(path / "numa_node")
         if node is not None:
-            return int(node) if int(node) >= 0 else None  # -1: the machine has one node, or does not say
+            # -1: the machine has one node, or does not say
+            return int(node) if int(node) >= 0 else None
     return None
 
 
@@ -161,16 +196,26 @@ def notes(places: Sequence[DirectoryFacts], machine: dict[str, Any]) -> list[str
     """What a person should know before believing the figures, one sentence each."""
     said = []
     if machine["io_uring_problem"]:
-        said.append(f"io_uring cannot be had: {machine['io_uring_problem']}; POSIX threads are used.")
+        said.append(
+            f"io_uring cannot be had: {machine['io_uring_problem']}; POSIX threads are used."
+        )
     for place in places:
         if place.direct_problem:
-            said.append(f"{place.path}: {place.direct_problem}; these figures are of the page cache, not of a drive.")
+            said.append(
+                f"{place.path}: {place.direct_problem}; these figures are of the page "
+                "cache, not of a drive."
+            )
         if place.in_memory:
             said.append(f"{place.path} is in memory ({place.file_system}): no drive is measured.")
         if place.network:
-            said.append(f"{place.path} is on a network or shared file system ({place.file_system}).")
+            said.append(
+                f"{place.path} is on a network or shared file system ({place.file_system})."
+            )
         if place.rotational:
-            said.append(f"{place.path}: the kernel takes {place.device} for a rotating disk (of a virtual one it often does).")
+            said.append(
+                f"{place.path}: the kernel takes {place.device} for a rotating disk (of a "
+                "virtual one it often does)."
+            )
     if machine["transparent_huge_pages"] not in ("always", "madvise"):
         said.append("Transparent huge pages are off: more CPU time per byte; set them to madvise.")
     return said

@@ -1,4 +1,5 @@
-"""Measurements, and what is said of them: medians and spread of rounds, percentiles, ratios; JSON-ready, with units."""
+"""Measurements, and what is said of them: medians and spread of rounds, percentiles, ratios;
+JSON-ready, with units."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from infinity.bench.summary import spread
 
 @dataclass
 class Case:
-    """Something measured once in every round: a mode on all paths together, or on one of them alone."""
+    """Something measured once in every round: a mode on all paths together, or on one of them
+    alone."""
 
     mode: str
     run: Callable[[Rig], Measured]
@@ -28,32 +30,47 @@ class Case:
 
 def latency_facts(ordered: Sequence[float] | None) -> dict[str, Any]:
     """Percentiles of ascending seconds; None where nothing was measured."""
-    names = {"latency_p50_seconds": 50.0, "latency_p99_seconds": 99.0, "latency_p99_9_seconds": 99.9}
-    return {name: percentile(ordered, percent) if ordered else None for name, percent in names.items()} | {
-        "latency_requests_count": len(ordered or ())
+    names = {
+        "latency_p50_seconds": 50.0,
+        "latency_p99_seconds": 99.0,
+        "latency_p99_9_seconds": 99.9,
     }
+    return {
+        name: percentile(ordered, percent) if ordered else None for name, percent in names.items()
+    } | {"latency_requests_count": len(ordered or ())}
 
 
 def fio_facts(case: Case) -> dict[str, Any]:
     """fio's speed, and ours over it round by round."""
-    ratios = [ours.gb_per_second / theirs.gb_per_second for ours, theirs in zip(case.quiet, case.fio, strict=True)]
+    ratios = [
+        ours.gb_per_second / theirs.gb_per_second
+        for ours, theirs in zip(case.quiet, case.fio, strict=True)
+    ]
     return {
-        **{f"fio_{name}_gb_per_second": value for name, value in spread([run.gb_per_second for run in case.fio]).items()},
+        **{
+            f"fio_{name}_gb_per_second": value
+            for name, value in spread([run.gb_per_second for run in case.fio]).items()
+        },
         **{f"fio_{name}_ratio": value for name, value in spread(ratios).items()},
         "fio_cpu_seconds_per_gb": statistics.median(run.cpu_seconds_per_gb for run in case.fio),
     }
 
 
 def sustained_facts(samples: Sequence[tuple[float, int]], write_set: int) -> dict[str, Any]:
-    """From (seconds, bytes written so far), ascending, to speeds: the first tenth of the time against the last half."""
+    """From (seconds, bytes written so far), ascending, to speeds: the first tenth of the time
+    against the last half."""
     total_seconds, total = samples[-1]
     speeds = [
         ((now + then) / 2, (moved - before) / (now - then) / 1e9)
         for (then, before), (now, moved) in pairwise(samples)
         if now > then
     ]
-    first = statistics.median([speed for at, speed in speeds if at <= total_seconds / 10] or [speeds[0][1]])
-    last = statistics.median([speed for at, speed in speeds if at >= total_seconds / 2] or [speeds[-1][1]])
+    first = statistics.median(
+        [speed for at, speed in speeds if at <= total_seconds / 10] or [speeds[0][1]]
+    )
+    last = statistics.median(
+        [speed for at, speed in speeds if at >= total_seconds / 2] or [speeds[-1][1]]
+    )
     return {
         "seconds": total_seconds,
         "written_bytes": total,

@@ -1,9 +1,11 @@
-"""Runs pieces on the native engine and measures: bytes, seconds, CPU seconds, and the latency of each request.
+"""Runs pieces on the native engine and measures: bytes, seconds, CPU seconds, and the latency of
+each request.
 
 [Note: two ways of measuring]
-Bandwidth and CPU time are taken with transfers that are waited for in order, as the engine in training does it: that costs next
-to no CPU, but says late when a request that overtook others was done. Latency is taken in runs of its own, which ask every
-request over and over whether it is done; their CPU time is not counted.
+Bandwidth and CPU time are taken with transfers that are waited for in order, as the engine in
+training does it: that costs next to no CPU, but says late when a request that overtook others was
+done. Latency is taken in runs of its own, which ask every request over and over whether it is done;
+their CPU time is not counted.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from infinity.tiers.drives import ALIGNMENT, STRIPE_BYTES
 from infinity.tiers.stripes import Stripes
 
 PIECE_BYTES = 4 << 20
-"""A transfer of the sequential modes, unless one request is larger; the engine cuts it into requests."""
+"""A transfer of the sequential modes, unless one request is larger; the engine cuts it into
+requests."""
 READING_STAGES = 2  # of the staged sets; the others are being written
 
 Pieces = Callable[[int], Iterable[Transfer]]
@@ -58,7 +61,8 @@ class Measured(NamedTuple):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile of ascending values: the smallest that at least `percent` of them do not exceed."""
+    """The nearest-rank percentile of ascending values: the smallest that at least `percent` of them
+    do not exceed."""
     if not ordered or not 0 < percent <= 100:
         raise ValueError("a percentile needs a value, and a share above 0 and up to 100")
     return ordered[max(math.ceil(percent / 100 * len(ordered) - 1e-9), 1) - 1]
@@ -93,7 +97,8 @@ class _Submitted(NamedTuple):
 
 
 class Rig:
-    """One engine per drive, with one setting. The thread that made it calls it; with several drives each has a thread."""
+    """One engine per drive, with one setting. The thread that made it calls it; with several drives
+    each has a thread."""
 
     def __init__(self, drives: Sequence[Drive], setting: Setting) -> None:
         self.drives, self.setting = list(drives), setting
@@ -111,34 +116,54 @@ class Rig:
     def __enter__(self) -> Rig:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stack.close()
 
     def stream(
-        self, pieces: Pieces, piece_bytes: int, seconds: float | None = None, only: int | None = None, batch: int = 1
+        self,
+        pieces: Pieces,
+        piece_bytes: int,
+        seconds: float | None = None,
+        only: int | None = None,
+        batch: int = 1,
     ) -> Measured:
-        """Run the pieces of every drive (of drive `only`) at once, for so many seconds or to their end.
+        """Run the pieces of every drive (of drive `only`) at once, for so many seconds or to their
+        end.
 
-        `pieces` gives those of a file of some size; none is longer than `piece_bytes`. So many as `batch` says, all of one
-        operation, are submitted together, with one ticket.
+        `pieces` gives those of a file of some size; none is longer than `piece_bytes`. So many as
+        `batch` says, all of one operation, are submitted together, with one ticket.
         """
         return self._timed(
-            self._each(lambda number: self._stream(number, pieces(self.drives[number].size), piece_bytes, seconds, batch), only)
+            self._each(
+                lambda number: self._stream(
+                    number, pieces(self.drives[number].size), piece_bytes, seconds, batch
+                ),
+                only,
+            )
         )
 
     def latencies(self, pieces: Pieces, piece_bytes: int, seconds: float, only: int) -> list[float]:
-        """Seconds per piece of one drive, ascending, with `depth` of them in flight; see the note above."""
+        """Seconds per piece of one drive, ascending, with `depth` of them in flight; see the note
+        above."""
         return sorted(self._polled(only, pieces(self.drives[only].size), piece_bytes, seconds))
 
     def replay(self, stages: Iterable[ReplayStage]) -> Measured:
-        """Run `stages` to their end: two being read while those before are written, striped over all drives."""
+        """Run `stages` to their end: two being read while those before are written, striped over
+        all drives."""
         return self._timed(lambda: self._replay(stages))
 
     def _timed(self, run: Callable[[], None]) -> Measured:
         before, usage, start = dict(self.moved), _cpu_seconds(), time.perf_counter()
         run()
         seconds, cpu = time.perf_counter() - start, _cpu_seconds() - usage
-        return Measured(self.moved["read"] - before["read"], self.moved["write"] - before["write"], seconds, cpu)
+        return Measured(
+            self.moved["read"] - before["read"], self.moved["write"] - before["write"], seconds, cpu
+        )
 
     def _each(self, work: Callable[[int], None], only: int | None) -> Callable[[], None]:
         numbers = range(len(self.drives)) if only is None else [only]
@@ -155,7 +180,10 @@ class Rig:
                     failures.append(error)
                     self._stopping.set()
 
-            threads = [threading.Thread(target=guarded, args=(number,), name=f"bench-{number}") for number in numbers]
+            threads = [
+                threading.Thread(target=guarded, args=(number,), name=f"bench-{number}")
+                for number in numbers
+            ]
             try:
                 for thread in threads:
                     thread.start()
@@ -172,13 +200,17 @@ class Rig:
 
         return together
 
-    def _submit(self, number: int, pieces: Sequence[Transfer], addresses: Sequence[int]) -> _Submitted:
+    def _submit(
+        self, number: int, pieces: Sequence[Transfer], addresses: Sequence[int]
+    ) -> _Submitted:
         engine, file, (first, *others) = self.engines[number], self.drives[number].file, pieces
         reading = first.operation == "read"
         if others:
             submit = engine.read_batch if reading else engine.write_batch
             sizes = [piece.nbytes for piece in pieces]
-            return _Submitted(pieces, submit(file, [piece.offset for piece in pieces], addresses, sizes))
+            return _Submitted(
+                pieces, submit(file, [piece.offset for piece in pieces], addresses, sizes)
+            )
         submit = engine.read if reading else engine.write
         return _Submitted(pieces, submit(file, first.offset, addresses[0], first.nbytes))
 
@@ -187,7 +219,14 @@ class Rig:
         with self._lock:
             self.moved[submitted.pieces[0].operation] += submitted.nbytes
 
-    def _stream(self, number: int, pieces: Iterable[Transfer], piece_bytes: int, seconds: float | None, batch: int) -> None:
+    def _stream(
+        self,
+        number: int,
+        pieces: Iterable[Transfer],
+        piece_bytes: int,
+        seconds: float | None,
+        batch: int,
+    ) -> None:
         slots = _Slots(self.drives[number], self.setting, piece_bytes)
         until = None if seconds is None else time.perf_counter() + seconds
         in_flight: deque[_Submitted] = deque()
@@ -198,13 +237,22 @@ class Rig:
                     break
                 if len(in_flight) >= max(slots.busy // batch, 2):
                     self._finished(in_flight.popleft())
-                in_flight.append(self._submit(number, together, [slots.address(turn + at) for at in range(len(together))]))
+                in_flight.append(
+                    self._submit(
+                        number, together, [slots.address(turn + at) for at in range(len(together))]
+                    )
+                )
                 turn += batch
         finally:
             _finish_all(in_flight, self._finished)
 
-    def _polled(self, number: int, pieces: Iterable[Transfer], piece_bytes: int, seconds: float) -> Iterator[float]:
-        slots, until = _Slots(self.drives[number], self.setting, piece_bytes), time.perf_counter() + seconds
+    def _polled(
+        self, number: int, pieces: Iterable[Transfer], piece_bytes: int, seconds: float
+    ) -> Iterator[float]:
+        slots, until = (
+            _Slots(self.drives[number], self.setting, piece_bytes),
+            time.perf_counter() + seconds,
+        )
         free = list(range(min(self.setting.depth, slots.count)))
         live: dict[int, tuple[_Submitted, float]] = {}
         waiting: Iterator[Transfer] | None = iter(pieces)
@@ -240,11 +288,16 @@ class Rig:
                 stage = next(waiting, None)
                 if stage is not None:
                     if stage.nbytes > room:
-                        raise ValueError(f"a stage of {stage.nbytes} bytes does not fit into {room} bytes of staging")
+                        raise ValueError(
+                            f"a stage of {stage.nbytes} bytes does not fit into {room} "
+                            "bytes of staging"
+                        )
                     while len(writing) > STAGED_SETS - READING_STAGES - 1:
                         _finish_all(writing.popleft(), self._finished)
                     address = memory.address + number % STAGED_SETS * room
-                    reading.append((stage, address, self._submit_ranges("read", stage.reads, address)))
+                    reading.append(
+                        (stage, address, self._submit_ranges("read", stage.reads, address))
+                    )
                 if reading and (stage is None or len(reading) > READING_STAGES - 1):
                     done, address, tickets = reading.popleft()
                     _finish_all(tickets, self._finished)
@@ -252,28 +305,42 @@ class Rig:
                 elif stage is None:
                     break
         finally:
-            _finish_all(deque(itertools.chain(*(tickets for _, _, tickets in reading), *writing)), self._finished)
+            _finish_all(
+                deque(itertools.chain(*(tickets for _, _, tickets in reading), *writing)),
+                self._finished,
+            )
 
-    def _submit_ranges(self, operation: Any, ranges: Sequence[tuple[int, int]], address: int) -> deque[_Submitted]:
+    def _submit_ranges(
+        self, operation: Any, ranges: Sequence[tuple[int, int]], address: int
+    ) -> deque[_Submitted]:
         tickets: deque[_Submitted] = deque()
         for position, nbytes in ranges:
             for number, offset, length in self._stripes.pieces(position, nbytes):
-                tickets.append(self._submit(number, [Transfer(operation, offset, length)], [address]))
+                tickets.append(
+                    self._submit(number, [Transfer(operation, offset, length)], [address])
+                )
                 address += length
         return tickets
 
 
 class _Slots:
-    """The memory of a drive in slots of `piece_bytes`, used in turns, and how many transfers keep the device busy."""
+    """The memory of a drive in slots of `piece_bytes`, used in turns, and how many transfers keep
+    the device busy."""
 
     def __init__(self, drive: Drive, setting: Setting, piece_bytes: int) -> None:
         self._address, self._slot = drive.address, round_up(piece_bytes, ALIGNMENT)
         self.count = drive.memory_bytes // self._slot
         if self.count < 2:
-            raise ValueError(f"transfers of {piece_bytes} bytes are too large for {drive.memory_bytes} bytes of memory")
-        # As many pieces as hold `depth` requests, and some that wait in the queue so that the device never does.
+            raise ValueError(
+                f"transfers of {piece_bytes} bytes are too large for {drive.memory_bytes} "
+                "bytes of memory"
+            )
+        # As many pieces as hold `depth` requests, and some that wait in the queue so that the
+        # device never does.
         in_flight = -(-setting.depth // max(piece_bytes // setting.request_bytes, 1))
-        self.busy = min(self.count, in_flight + max(1, min(setting.depth, PIECE_BYTES // piece_bytes)))
+        self.busy = min(
+            self.count, in_flight + max(1, min(setting.depth, PIECE_BYTES // piece_bytes))
+        )
 
     def address(self, number: int) -> int:
         """Where slot `number` (any number: they are used in turns) begins."""
@@ -281,7 +348,8 @@ class _Slots:
 
 
 def _finish_all(tickets: deque[_Submitted], finished: Callable[[_Submitted], None]) -> None:
-    """Wait for every ticket, for the memory is used again after that; then raise the first failure."""
+    """Wait for every ticket, for the memory is used again after that; then raise the first
+    failure."""
     failure: BaseException | None = None
     while tickets:
         try:
@@ -293,7 +361,8 @@ def _finish_all(tickets: deque[_Submitted], finished: Callable[[_Submitted], Non
 
 
 def _register(engine: Any, drive: Drive) -> bool:
-    """Pin the drive's memory for the engine; a replay reads every path into the memory of one. False: it was refused."""
+    """Pin the drive's memory for the engine; a replay reads every path into the memory of one.
+    False: it was refused."""
     try:
         engine.register_memory(drive.address, drive.memory_bytes)
     except OSError:  # RLIMIT_MEMLOCK, or an old kernel; everything works without
@@ -303,7 +372,12 @@ def _register(engine: Any, drive: Drive) -> bool:
 
 def make_engine(setting: Setting) -> Any:
     """A native engine with this setting."""
-    return native.make_engine(setting.engine, depth=setting.depth, threads=setting.threads, request_bytes=setting.request_bytes)
+    return native.make_engine(
+        setting.engine,
+        depth=setting.depth,
+        threads=setting.threads,
+        request_bytes=setting.request_bytes,
+    )
 
 
 def _cpu_seconds() -> float:

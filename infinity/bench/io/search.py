@@ -1,4 +1,5 @@
-"""Finding the setting of the I/O engine that a device is fastest with, in few measurements: a pure function of them.
+"""Finding the setting of the I/O engine that a device is fastest with, in few measurements: a pure
+function of them.
 
 [Note: a climb, not a grid]
 Speed rises with request size and requests in flight up to a plateau, and may fall after it. So the
@@ -30,7 +31,8 @@ FINALISTS, FINAL_ROUNDS = 3, 2
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """How one engine per path is run. `depth` device requests of `request_bytes` are in flight; POSIX: one per thread."""
+    """How one engine per path is run. `depth` device requests of `request_bytes` are in flight;
+    POSIX: one per thread."""
 
     engine: str
     depth: int
@@ -54,7 +56,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Space:
-    """The settings of one engine: every pair of a request size and a width (depth; for POSIX the threads)."""
+    """The settings of one engine: every pair of a request size and a width (depth; for POSIX the
+    threads)."""
 
     engine: str
     requests: tuple[int, ...]
@@ -62,22 +65,36 @@ class Space:
     most_in_flight: int
 
     def at(self, request: int, width: int) -> Setting | None:
-        """The setting at these two indices; None outside, or where it has more in flight than there is memory for."""
+        """The setting at these two indices; None outside, or where it has more in flight than there
+        is memory for."""
         if not (0 <= request < len(self.requests) and 0 <= width < len(self.widths)):
             return None
         depth = self.widths[width]
-        setting = Setting(self.engine, depth, self.requests[request], depth if self.engine == "posix" else 1)
+        setting = Setting(
+            self.engine, depth, self.requests[request], depth if self.engine == "posix" else 1
+        )
         return setting if setting.in_flight_bytes <= self.most_in_flight else None
 
     def start(self) -> tuple[int, int]:
         """Indices of a middling setting, about 16 requests of 1 MiB, that fits."""
-        places = [(r, w) for r in range(len(self.requests)) for w in range(len(self.widths)) if self.at(r, w)]
+        places = [
+            (r, w)
+            for r in range(len(self.requests))
+            for w in range(len(self.widths))
+            if self.at(r, w)
+        ]
         if not places:
             raise ConfigError(
-                f"{self.engine}: at least {format_bytes(self.requests[0] * self.widths[0])} would be in flight, of "
-                f"{format_bytes(self.most_in_flight)} that there is memory for; lower --depth, --threads or --request-bytes"
+                f"{self.engine}: at least {format_bytes(self.requests[0] * self.widths[0])} would "
+                f"be in flight, of {format_bytes(self.most_in_flight)} that there is memory for; "
+                "lower --depth, --threads or --request-bytes"
             )
-        return min(places, key=lambda at: abs(_log2(self.requests[at[0]], 1 << 20)) + abs(_log2(self.widths[at[1]], 16)))
+        return min(
+            places,
+            key=lambda at: (
+                abs(_log2(self.requests[at[0]], 1 << 20)) + abs(_log2(self.widths[at[1]], 16))
+            ),
+        )
 
     def middle(self) -> Setting:
         """The setting at `start`."""
@@ -92,7 +109,8 @@ def _log2(value: int, reference: int) -> int:
 
 @dataclass(frozen=True)
 class Found:
-    """The outcome: the best setting, its score (median), and every score in the order of the first measurement."""
+    """The outcome: the best setting, its score (median), and every score in the order of the first
+    measurement."""
 
     best: Setting
     score: float
@@ -103,14 +121,18 @@ class _OutOfTime(Exception):
     pass
 
 
-def search(spaces: Sequence[Space], measure: Callable[[Setting], float | None], trials: int) -> Found:
-    """The setting with the highest score in at most `trials` calls of `measure`, the finals included.
+def search(
+    spaces: Sequence[Space], measure: Callable[[Setting], float | None], trials: int
+) -> Found:
+    """The setting with the highest score in at most `trials` calls of `measure`, the finals
+    included.
 
-    `measure` returns a score, higher is better, or None when there is no time left: the search then ends with what it has.
-    Raises `ValueError` when there is not even one measurement.
+    `measure` returns a score, higher is better, or None when there is no time left: the search then
+    ends with what it has. Raises `ValueError` when there is not even one measurement.
     """
     scores: dict[Setting, list[float]] = {}
-    calls, climbing = 0, trials - min(FINALISTS * FINAL_ROUNDS, trials // 3)  # the rest is set aside for the finals
+    # the rest is set aside for the finals
+    calls, climbing = 0, trials - min(FINALISTS * FINAL_ROUNDS, trials // 3)
 
     def score(setting: Setting, again: bool = False) -> float:
         nonlocal calls
@@ -145,7 +167,15 @@ def search(spaces: Sequence[Space], measure: Callable[[Setting], float | None], 
     medians = {setting: statistics.median(scores[setting]) for setting in finalists}
     highest = max(medians.values())
     as_good = [setting for setting in finalists if medians[setting] >= (1 - AS_GOOD) * highest]
-    best = min(as_good, key=lambda setting: (setting.engine != "io_uring", setting.in_flight_bytes, -medians[setting], setting))
+    best = min(
+        as_good,
+        key=lambda setting: (
+            setting.engine != "io_uring",
+            setting.in_flight_bytes,
+            -medians[setting],
+            setting,
+        ),
+    )
     return Found(best, medians[best], scores)
 
 
@@ -160,7 +190,10 @@ def _climb(space: Space, score: Callable[[Setting], float]) -> None:
             for direction in (1, -1):
                 gained = False
                 while True:
-                    step = (place[0] + (direction if axis == 0 else 0), place[1] + (direction if axis == 1 else 0))
+                    step = (
+                        place[0] + (direction if axis == 0 else 0),
+                        place[1] + (direction if axis == 1 else 0),
+                    )
                     setting = space.at(*step)
                     value = score(setting) if setting is not None else 0.0
                     if value <= best * (1 + STEP):

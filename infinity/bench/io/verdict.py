@@ -23,9 +23,11 @@ LASTS = 0.85
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of one direction; speeds in GB/s (10^9 bytes). `fio_ratio`: ours over fio's, None when not compared.
+    """What is known of one direction; speeds in GB/s (10^9 bytes). `fio_ratio`: ours over fio's,
+    None when not compared.
 
-    `wider`: the best speed that the search saw with at least twice as much in flight, None when there was no such setting.
+    `wider`: the best speed that the search saw with at least twice as much in flight, None when
+    there was no such setting.
     """
 
     operation: str
@@ -41,38 +43,70 @@ class Evidence:
 def verdict(places: Sequence[DirectoryFacts], evidence: Evidence) -> str:
     """What limits reads or writes, the strongest reason first; one sentence with its number."""
     subject = {"read": "Reads", "write": "Writes"}[evidence.operation]
-    speed, against = evidence.together, "" if evidence.fio_ratio is None else f" ({evidence.fio_ratio:.0%} of what fio gets)"
+    speed, against = (
+        evidence.together,
+        "" if evidence.fio_ratio is None else f" ({evidence.fio_ratio:.0%} of what fio gets)",
+    )
     reached = f"{subject} are limited by"
     links = [place.link.bytes_per_second / 1e9 for place in places if place.link is not None]
     cached = next((place for place in places if place.direct_problem or place.in_memory), None)
     if cached is not None:
         cause = f"memory and the page cache: {cached.path} has no drive that O_DIRECT reaches"
     elif len(links) == len(places) and speed >= NEAR_LINK * sum(links):
-        cause = f"the PCIe link: {speed:.2f} GB/s is {speed / sum(links):.0%} of its {sum(links):.2f} GB/s"
+        cause = (
+            f"the PCIe link: {speed:.2f} GB/s is {speed / sum(links):.0%} of its "
+            f"{sum(links):.2f} GB/s"
+        )
     elif len(places) > 1 and speed < SHARED * sum(evidence.alone):
-        cause = f"what the paths share: together they reach {speed:.2f} GB/s, alone {sum(evidence.alone):.2f} GB/s in sum"
+        cause = (
+            f"what the paths share: together they reach {speed:.2f} GB/s, alone "
+            f"{sum(evidence.alone):.2f} GB/s in sum"
+        )
     elif evidence.cpu_share / len(places) >= FULL_CPU:
-        cause = f"the CPU: each engine takes {evidence.cpu_share / len(places):.0%} of a core for {speed / len(places):.2f} GB/s"
+        cause = (
+            f"the CPU: each engine takes {evidence.cpu_share / len(places):.0%} of a "
+            f"core for {speed / len(places):.2f} GB/s"
+        )
     elif any(place.network for place in places):
         cause = f"the network or the server of the file system, at {speed:.2f} GB/s"
-    elif evidence.wider is not None and evidence.at_setting and evidence.wider < FLAT * evidence.at_setting:
+    elif (
+        evidence.wider is not None
+        and evidence.at_setting
+        and evidence.wider < FLAT * evidence.at_setting
+    ):
         name = " and ".join(place.device or str(place.path) for place in places)
         link = f", {speed / sum(links):.0%} of the PCIe link" if len(links) == len(places) else ""
-        cause = f"the device itself ({name}): twice as much in flight is not faster than {speed:.2f} GB/s{link}"
+        cause = (
+            f"the device itself ({name}): twice as much in flight is not faster than "
+            f"{speed:.2f} GB/s{link}"
+        )
     elif evidence.wider is not None:
-        cause = f"the bytes in flight: {speed:.2f} GB/s, and the search saw {evidence.wider:.2f} GB/s with more of it"
+        cause = (
+            f"the bytes in flight: {speed:.2f} GB/s, and the search saw "
+            f"{evidence.wider:.2f} GB/s with more of it"
+        )
     else:
         flight = f"{evidence.setting.depth} requests of {evidence.setting.request_bytes >> 10} KiB"
-        cause = f"the bytes in flight ({flight}) or by the device: {speed:.2f} GB/s, and no setting with more in flight was tried"
+        cause = (
+            f"the bytes in flight ({flight}) or by the device: {speed:.2f} GB/s, and "
+            "no setting with more in flight was tried"
+        )
     return f"{reached} {cause}{against}."
 
 
 def lasting(first: float, last: float, written: int, write_set: int) -> str:
-    """Whether writing for long keeps the speed (GB/s) of its beginning; one sentence. `write_set`: bytes, all paths."""
+    """Whether writing for long keeps the speed (GB/s) of its beginning; one sentence. `write_set`:
+    bytes, all paths."""
     if last < LASTS * first:
         return (
-            f"Writes fall from {first:.2f} to {last:.2f} GB/s as {written / 1e9:.0f} GB are written: a cache of the drive is "
-            "full by then, and training gets the lower figure."
+            f"Writes fall from {first:.2f} to {last:.2f} GB/s as {written / 1e9:.0f} GB are "
+            "written: a cache of the drive is full by then, and training gets the lower figure."
         )
-    again = f", but on the same {write_set / 1e9:.0f} GB, which a cache may hold" if written > 1.1 * write_set else ""
-    return f"Writes keep {last / first:.0%} of their first speed over {written / 1e9:.0f} GB{again}."
+    again = (
+        f", but on the same {write_set / 1e9:.0f} GB, which a cache may hold"
+        if written > 1.1 * write_set
+        else ""
+    )
+    return (
+        f"Writes keep {last / first:.0%} of their first speed over {written / 1e9:.0f} GB{again}."
+    )

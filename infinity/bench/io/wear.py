@@ -16,7 +16,8 @@ _DATA_UNIT = 512_000  # bytes
 
 @dataclass(frozen=True)
 class Smart:
-    """What an NVMe drive says of itself: the share of its life it has used (may pass 100), and bytes written by hosts."""
+    """What an NVMe drive says of itself: the share of its life it has used (may pass 100), and
+    bytes written by hosts."""
 
     used_percent: int
     written_bytes: int
@@ -24,28 +25,46 @@ class Smart:
 
 class _AdminCommand(ctypes.Structure):
     _fields_ = [
-        ("opcode", ctypes.c_uint8), ("flags", ctypes.c_uint8), ("rsvd1", ctypes.c_uint16), ("nsid", ctypes.c_uint32),
-        ("cdw2", ctypes.c_uint32), ("cdw3", ctypes.c_uint32), ("metadata", ctypes.c_uint64), ("addr", ctypes.c_uint64),
-        ("metadata_len", ctypes.c_uint32), ("data_len", ctypes.c_uint32), ("cdw10", ctypes.c_uint32),
-        ("cdw11", ctypes.c_uint32), ("cdw12", ctypes.c_uint32), ("cdw13", ctypes.c_uint32), ("cdw14", ctypes.c_uint32),
-        ("cdw15", ctypes.c_uint32), ("timeout_ms", ctypes.c_uint32), ("result", ctypes.c_uint32),
-    ]  # fmt: skip
+        ("opcode", ctypes.c_uint8),
+        ("flags", ctypes.c_uint8),
+        ("rsvd1", ctypes.c_uint16),
+        ("nsid", ctypes.c_uint32),
+        ("cdw2", ctypes.c_uint32),
+        ("cdw3", ctypes.c_uint32),
+        ("metadata", ctypes.c_uint64),
+        ("addr", ctypes.c_uint64),
+        ("metadata_len", ctypes.c_uint32),
+        ("data_len", ctypes.c_uint32),
+        ("cdw10", ctypes.c_uint32),
+        ("cdw11", ctypes.c_uint32),
+        ("cdw12", ctypes.c_uint32),
+        ("cdw13", ctypes.c_uint32),
+        ("cdw14", ctypes.c_uint32),
+        ("cdw15", ctypes.c_uint32),
+        ("timeout_ms", ctypes.c_uint32),
+        ("result", ctypes.c_uint32),
+    ]
 
 
 def parse_smart(log: bytes) -> Smart:
-    """The SMART / Health log page (NVMe base specification): byte 5, and the 16 bytes from 48, in units of 512,000 bytes."""
+    """The SMART / Health log page (NVMe base specification): byte 5, and the 16 bytes from 48, in
+    units of 512,000 bytes."""
     return Smart(log[5], int.from_bytes(log[48:64], "little") * _DATA_UNIT)
 
 
 def read_smart(device: str | None) -> Smart | None:
-    """The SMART log of an NVMe drive such as "nvme0n1"; None for another drive or where it may not be read (it takes root)."""
+    """The SMART log of an NVMe drive such as "nvme0n1"; None for another drive or where it may not
+    be read (it takes root)."""
     if device is None or not device.startswith("nvme"):
         return None
     log = ctypes.create_string_buffer(_LOG_BYTES)
     command = _AdminCommand(
-        opcode=_GET_LOG_PAGE, nsid=_ALL_NAMESPACES, addr=ctypes.addressof(log), data_len=_LOG_BYTES,
+        opcode=_GET_LOG_PAGE,
+        nsid=_ALL_NAMESPACES,
+        addr=ctypes.addressof(log),
+        data_len=_LOG_BYTES,
         cdw10=_SMART_LOG | (_LOG_BYTES // 4 - 1) << 16,
-    )  # fmt: skip
+    )
     try:
         descriptor = os.open(Path("/dev") / device, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -60,5 +79,6 @@ def read_smart(device: str | None) -> Smart | None:
 
 
 def wear_percent(written: float, endurance: int, times: int = 1) -> float:
-    """Percent of an endurance (bytes that the maker warrants) that writing `written` bytes so many times takes."""
+    """Percent of an endurance (bytes that the maker warrants) that writing `written` bytes so many
+    times takes."""
     return 100 * written * times / endurance

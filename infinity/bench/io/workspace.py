@@ -1,4 +1,5 @@
-"""The files that a benchmark writes: in a folder of its own, never in place of others' files, gone whatever happens."""
+"""The files that a benchmark writes: in a folder of its own, never in place of others' files, gone
+whatever happens."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ DATA = "data.bin"
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """The files of a benchmark in `directory`, and last their folder; none when there is no such folder.
+    """The files of a benchmark in `directory`, and last their folder; none when there is no such
+    folder.
 
     Raises `ConfigError` when there is one that is not a benchmark's, or holds anything else.
     """
@@ -32,10 +34,14 @@ def leftovers(directory: Path) -> list[Path]:
         if status is None:
             return []
         if not stat.S_ISDIR(status.st_mode):
-            raise ConfigError(f"{folder} was not made by infinity; remove it, or choose another directory")
+            raise ConfigError(
+                f"{folder} was not made by infinity; remove it, or choose another directory"
+            )
         with place.below(FOLDER) as inner:
             names = inner.names()
-            foreign = [name for name in names if name not in (MARKER, DATA) or not _is_plain(inner, name)]
+            foreign = [
+                name for name in names if name not in (MARKER, DATA) or not _is_plain(inner, name)
+            ]
     if foreign or (names and MARKER not in names):
         raise ConfigError(
             f"{folder} has files that infinity did not write ({', '.join(foreign or names)}); "
@@ -70,9 +76,11 @@ def check_owners(directories: Sequence[Path]) -> None:
 
 
 def check_space(directories: Sequence[Path], size: int, reserve: int) -> None:
-    """Raise `ConfigError` with the numbers unless `size` bytes fit into each directory and leave `reserve` bytes free.
+    """Raise `ConfigError` with the numbers unless `size` bytes fit into each directory and leave
+    `reserve` bytes free.
 
-    A benchmark's own files count as free: those of a killed one are removed first, and ours are part of `size`.
+    A benchmark's own files count as free: those of a killed one are removed first, and ours are
+    part of `size`.
     """
     on_device: dict[int, list[Path]] = {}
     for directory in directories:
@@ -84,10 +92,15 @@ def check_space(directories: Sequence[Path], size: int, reserve: int) -> None:
         count = len(together)
         if free - count * size < reserve:
             largest = max(free - reserve, 0) // count // (8 << 20)
-            way_out = f"the largest --size that works is {8 * largest}MiB" if largest else "free some space, or lower --reserve"
+            way_out = (
+                f"the largest --size that works is {8 * largest}MiB"
+                if largest
+                else "free some space, or lower --reserve"
+            )
             raise ConfigError(
-                f"{' and '.join(map(str, together))}: {format_bytes(free)} free, but the benchmark needs "
-                f"{format_bytes(count * size)} and {format_bytes(reserve)} have to stay free (--reserve); {way_out}"
+                f"{' and '.join(map(str, together))}: {format_bytes(free)} free, but the benchmark "
+                f"needs {format_bytes(count * size)} and {format_bytes(reserve)} have to stay free "
+                f"(--reserve); {way_out}"
             )
 
 
@@ -96,22 +109,29 @@ def check_directories(directories: Sequence[Path]) -> None:
     for directory in directories:
         if not directory.is_dir():
             kind = "is not a directory" if directory.exists() else "does not exist"
-            raise ConfigError(f"--path {directory} {kind}; create it on the drive to be measured: mkdir -p {directory}")
+            raise ConfigError(
+                f"--path {directory} {kind}; create it on the drive to be measured: mkdir "
+                f"-p {directory}"
+            )
     if len({directory.resolve() for directory in directories}) < len(directories):
         raise ConfigError(f"the directories must differ: {', '.join(map(str, directories))}")
 
 
 @contextmanager
 def workspace(directories: Sequence[Path], size: int, reserve: int) -> Iterator[list[Any]]:
-    """One native file of `size` bytes, allocated and never written, in each directory; all of it is removed on the way out.
+    """One native file of `size` bytes, allocated and never written, in each directory; all of it is
+    removed on the way out.
 
-    Takes the lock that training takes, so that neither disturbs the other. What a killed benchmark left is removed first.
-    Raises `ConfigError` (no such directory, files of others, too little space) and `PathInUseError` before anything is written.
+    Takes the lock that training takes, so that neither disturbs the other. What a killed benchmark
+    left is removed first. Raises `ConfigError` (no such directory, files of others, too little
+    space) and `PathInUseError` before anything is written.
     """
     check_directories(directories)
     check_owners(directories)
     with ExitStack() as stack:
-        places = [stack.enter_context(Directory(directory, "nvme directory")) for directory in directories]
+        places = [
+            stack.enter_context(Directory(directory, "nvme directory")) for directory in directories
+        ]
         for place in places:
             stack.enter_context(lock(place))
             remove(place, leftovers(place.path))
@@ -129,7 +149,8 @@ def workspace(directories: Sequence[Path], size: int, reserve: int) -> Iterator[
 
 
 def _remove_ours(place: Directory, folder: Directory) -> None:
-    """What we made since we hold the lock; a file that someone else put there stays, and so does the folder."""
+    """What we made since we hold the lock; a file that someone else put there stays, and so does
+    the folder."""
     for name in (DATA, MARKER):
         with contextlib.suppress(OSError):
             folder.remove(name)

@@ -1,7 +1,8 @@
-"""What the compute device and the drives under a training step give, measured beside the step; see `infinity.rates` for the rest.
+"""What the compute device and the drives under a training step give, measured beside the step; see
+`infinity.rates` for the rest.
 
-All of it in the step's own terms: the engine's I/O on its directories. Every function gives one figure per round, in units per
-second.
+All of it in the step's own terms: the engine's I/O on its directories. Every function gives one
+figure per round, in units per second.
 
 [Note: the compute of a step without the engine]
 A model that is trained from NVMe need not fit anywhere. So models of one and of two blocks,
@@ -36,7 +37,8 @@ _LONG_ENOUGH = 0.05  # seconds of a multiplication that is not made longer
 
 
 def multiplications(device: torch.device, dtype: torch.dtype, rounds: int) -> list[float]:
-    """Operations per second of a square matrix multiplication, as large as takes 50 ms, of at most 8192 rows."""
+    """Operations per second of a square matrix multiplication, as large as takes 50 ms, of at most
+    8192 rows."""
     rows = 512
     while True:
         left, right = (torch.randn(rows, rows, device=device).to(dtype) for _ in range(2))
@@ -67,7 +69,14 @@ def shortened(source: ModelSource, layers: int) -> ModelSource:
 class Resident:
     """The model with a few blocks, all in the device's memory: plain PyTorch, without an engine."""
 
-    def __init__(self, source: ModelSource, layers: int, device: torch.device, dtype: torch.dtype, recomputes: bool) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        layers: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        recomputes: bool,
+    ) -> None:
         with device:
             self._model = shortened(source, layers).build(recomputes).train()
         for parameter in self._model.parameters():  # not the buffers: the engine leaves them, too
@@ -92,9 +101,15 @@ def extrapolated(one: Sequence[float], two: Sequence[float], layers: int) -> flo
 
 
 def compute_seconds(
-    source: ModelSource, batch: dict[str, Any], device: torch.device, dtype: torch.dtype, recomputes: bool, rounds: int
+    source: ModelSource,
+    batch: dict[str, Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    recomputes: bool,
+    rounds: int,
 ) -> list[list[float]]:
-    """Seconds of forward and backward with one block and with two, a list of rounds each; the first, untimed ones go before."""
+    """Seconds of forward and backward with one block and with two, a list of rounds each; the
+    first, untimed ones go before."""
     models = [Resident(source, layers, device, dtype, recomputes) for layers in (1, 2)]
     for model in models:
         model.seconds(batch)
@@ -105,20 +120,27 @@ def compute_seconds(
 # Links
 
 
-def drives(directories: Sequence[Path], engine: str, nbytes: int, rounds: int) -> dict[str, list[float]]:
-    """Bytes per second over all `directories` together of writing, of reading, and of both at once, half of each.
+def drives(
+    directories: Sequence[Path], engine: str, nbytes: int, rounds: int
+) -> dict[str, list[float]]:
+    """Bytes per second over all `directories` together of writing, of reading, and of both at once,
+    half of each.
 
-    `nbytes` go to each directory, into a file that is removed, in order and in pieces of 4 MiB. Raises `OSError`, `NvmeError`.
+    `nbytes` go to each directory, into a file that is removed, in order and in pieces of 4 MiB.
+    Raises `OSError`, `NvmeError`.
     """
     count = max(2, nbytes // PIECE_BYTES)
     total, half = count * PIECE_BYTES * len(directories), count // 2
     with ExitStack() as stack:
         memory = nvme.empty(count * PIECE_BYTES, dtype=torch.uint8)
-        memory.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))  # drives may compress
+        # drives may compress
+        memory.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
         pieces = list(memory.split(PIECE_BYTES))
         places = []
         for directory in directories:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(dir=directory, prefix="infinity-bench-step-"))
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(dir=directory, prefix="infinity-bench-step-")
+            )
             places.append((stack.enter_context(nvme.Io(engine)), Path(folder) / "probe.bin"))
 
         def one(operation: str) -> None:
@@ -135,7 +157,9 @@ def drives(directories: Sequence[Path], engine: str, nbytes: int, rounds: int) -
             for number in range(half):
                 for io, file in places:
                     tickets.append(io.read_async(pieces[number], file, number * PIECE_BYTES))
-                    tickets.append(io.write_async(pieces[half + number], file, (half + number) * PIECE_BYTES))
+                    tickets.append(
+                        io.write_async(pieces[half + number], file, (half + number) * PIECE_BYTES)
+                    )
             for ticket in tickets:
                 ticket.wait()
 

@@ -1,4 +1,5 @@
-"""One benchmark from its workload to its summary: measure the devices, train, compute alone, measure the devices again, conclude.
+"""One benchmark from its workload to its summary: measure the devices, train, compute alone,
+measure the devices again, conclude.
 
 [Note: the roofline]
 A step cannot be faster than what has most to do: the device with its matrix multiplications, the
@@ -34,15 +35,20 @@ FORMULA = (
     "recomputed: 2 x parameters in blocks x tokens + a third of the attention"
 )
 COMPUTE = (
-    "forward and backward of models of 1 and 2 blocks in the device's memory, without an engine, extrapolated linearly in depth"
+    "forward and backward of models of 1 and 2 blocks in the device's memory, "
+    "without an engine, extrapolated linearly in depth"
 )
 
 
 def bounds(
-    compute: float, nbytes: Mapping[str, int], updated: Mapping[str, float], rates: Mapping[str, float]
+    compute: float,
+    nbytes: Mapping[str, int],
+    updated: Mapping[str, float],
+    rates: Mapping[str, float],
 ) -> dict[str, float]:
-    """Seconds that each device needs for a step: `nbytes` and `rates` by the names of `links`, rates in bytes per second; of the
-    updates by those of `parts_updated`, in parameters. What has no rate took no part."""
+    """Seconds that each device needs for a step: `nbytes` and `rates` by the names of `links`,
+    rates in bytes per second; of the updates by those of `parts_updated`, in parameters. What has
+    no rate took no part."""
     seconds = {"compute": compute}
     if "nvme_read" in rates:
         read, written = nbytes["nvme_read"], nbytes["nvme_write"]
@@ -50,21 +56,26 @@ def bounds(
         seconds["nvme"] = max(alone, (read + written) / rates["nvme_both"])
     for way in ("host_to_device", "device_to_host"):
         seconds[way] = nbytes[way] / rates[way]
-    return seconds | {where: parameters / rates[where] for where, parameters in updated.items() if where in rates}
+    return seconds | {
+        where: parameters / rates[where] for where, parameters in updated.items() if where in rates
+    }
 
 
 def parts_updated(report: Report) -> dict[str, float]:
-    """How many parameters the kernels of the CPU update in a step ("adam"), and those of the compute device ("adam_on_gpu");
-    without those that update none. Counted by their states, which have one format."""
+    """How many parameters the kernels of the CPU update in a step ("adam"), and those of the
+    compute device ("adam_on_gpu"); without those that update none. Counted by their states, which
+    have one format."""
     on_gpu = report.updated_on_gpu / max(report.updated, 1)
     parts = {"adam": report.parameters * (1 - on_gpu), "adam_on_gpu": report.parameters * on_gpu}
     return {where: parameters for where, parameters in parts.items() if parameters > 0}
 
 
 def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """The summary, JSON-ready: every number has its unit in its key; medians with the lowest and the highest.
+    """The summary, JSON-ready: every number has its unit in its key; medians with the lowest and
+    the highest.
 
-    `probe_bytes` is the size of a copy that a link is measured with. Raises what `infinity.wrap` raises, before anything long.
+    `probe_bytes` is the size of a copy that a link is measured with. Raises what `infinity.wrap`
+    raises, before anything long.
     """
     config = work.config
     device = ComputeDevice(config.tuning.device)
@@ -73,7 +84,11 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
     def links() -> dict[str, list[float]]:
         say("measuring the links")
         rates = copies(ComputeDevice(config.tuning.device), probe_bytes, ROUNDS)
-        return rates | (limits.drives(config.nvme, config.tuning.io_engine, probe_bytes, ROUNDS) if on_nvme else {})
+        return rates | (
+            limits.drives(config.nvme, config.tuning.io_engine, probe_bytes, ROUNDS)
+            if on_nvme
+            else {}
+        )
 
     try:
         before = links()
@@ -82,17 +97,27 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
         gc.collect()
         say("measuring compute without the engine")
         one, two = limits.compute_seconds(
-            work.source, work.batch(0, device.torch), device.torch, trained.dtype, work.recomputes, ROUNDS
+            work.source,
+            work.batch(0, device.torch),
+            device.torch,
+            trained.dtype,
+            work.recomputes,
+            ROUNDS,
         )
         gc.collect()
-        rates = {name: [*values, *then] for (name, values), then in zip(before.items(), links().values(), strict=True)}
+        rates = {
+            name: [*values, *then]
+            for (name, values), then in zip(before.items(), links().values(), strict=True)
+        }
         say("measuring matrix multiplication and the update")
         rates["matmul"] = limits.multiplications(device.torch, trained.dtype, ROUNDS)
         formats = formats_of(config, trained.dtype)
         few = max(1 << 16, probe_bytes // 8)
         for where in parts_updated(trained.report):
             on_gpu = device if where == "adam_on_gpu" else None
-            rates[where] = updates(formats, few, threads_of(config.tuning.threads), 2 * ROUNDS, on_gpu)
+            rates[where] = updates(
+                formats, few, threads_of(config.tuning.threads), 2 * ROUNDS, on_gpu
+            )
         found = summary(work, trained, rates, (one, two), formats, on_cpu=device.unified_memory)
         return {"device": device.name, **found, "peak_device_bytes": peak}
     finally:
@@ -115,12 +140,14 @@ def summary(
     formats: Formats,
     on_cpu: bool,
 ) -> dict[str, Any]:
-    """What follows from the measurements: `rates` by name, and `blocks`, the seconds of one and of two of them."""
+    """What follows from the measurements: `rates` by name, and `blocks`, the seconds of one and of
+    two of them."""
     report, shape, seconds = trained.report, trained.shape, trained.seconds
     operations = flops.count(shape, work.tokens, work.length, work.recomputes)
     nbytes = {
         "nvme_read": round(report.read_per_parameter * report.parameters) + report.activations_read,
-        "nvme_write": round(report.written_per_parameter * report.parameters) + report.activations_written,
+        "nvme_write": round(report.written_per_parameter * report.parameters)
+        + report.activations_written,
         "host_to_device": report.copied_to_device,
         "device_to_host": report.copied_from_device,
     }
@@ -154,18 +181,30 @@ def summary(
         "step_seconds": spread(seconds),
         "tokens_per_second": spread([work.tokens * rate for rate in per_step]),
         "model_tflop_per_second": spread([operations.model * rate / 1e12 for rate in per_step]),
-        "hardware_tflop_per_second": spread([operations.hardware * rate / 1e12 for rate in per_step]),
-        "model_flop_utilisation_ratio": spread([operations.model * rate / middle["matmul"] for rate in per_step]),
-        "hardware_flop_utilisation_ratio": spread([operations.hardware * rate / middle["matmul"] for rate in per_step]),
+        "hardware_tflop_per_second": spread(
+            [operations.hardware * rate / 1e12 for rate in per_step]
+        ),
+        "model_flop_utilisation_ratio": spread(
+            [operations.model * rate / middle["matmul"] for rate in per_step]
+        ),
+        "hardware_flop_utilisation_ratio": spread(
+            [operations.hardware * rate / middle["matmul"] for rate in per_step]
+        ),
         "flops": {
-            "formula": FORMULA, "model_per_step_count": operations.model, "hardware_per_step_count": operations.hardware,
-            "parameters_that_multiply_count": shape.multiplied, "parameters_in_blocks_count": shape.in_blocks,
+            "formula": FORMULA,
+            "model_per_step_count": operations.model,
+            "hardware_per_step_count": operations.hardware,
+            "parameters_that_multiply_count": shape.multiplied,
+            "parameters_in_blocks_count": shape.in_blocks,
         },
         "matmul_tflop_per_second": spread([rate / 1e12 for rate in rates["matmul"]]),
         "stall_seconds": {lane: spread(values) for lane, values in trained.waits.items()},
         "adam_busy_seconds": spread(trained.adam_seconds),
         "bytes_per_step": nbytes
-        | {"optimizer_states_updated": report.updated, "optimizer_states_updated_on_gpu": report.updated_on_gpu},
+        | {
+            "optimizer_states_updated": report.updated,
+            "optimizer_states_updated_on_gpu": report.updated_on_gpu,
+        },
         "planned_bytes_per_step": {
             "nvme_read": round(report.planned_read_per_parameter * report.parameters),
             "nvme_write": round(report.planned_written_per_parameter * report.parameters),
@@ -175,24 +214,31 @@ def summary(
             for name, values in rates.items()
             if name not in ("matmul", *_KERNELS)
         },
-        **{where: _kernels(formats, rates[where]) if where in rates else None for where in _KERNELS},
+        **{
+            where: _kernels(formats, rates[where]) if where in rates else None for where in _KERNELS
+        },
         "compute": {
-            "method": COMPUTE, "seconds": compute,
-            "one_block_seconds": spread(blocks[0]), "two_blocks_seconds": spread(blocks[1]),
+            "method": COMPUTE,
+            "seconds": compute,
+            "one_block_seconds": spread(blocks[0]),
+            "two_blocks_seconds": spread(blocks[1]),
         },
         "roofline": {
             "seconds": takes,
             "bound": longest,
             "bound_seconds": takes[longest],
             "step_over_bound_ratio": spread([each / takes[longest] for each in seconds]),
-            "compute_and_adam_on_the_same_cpus_seconds": compute + takes["adam"] if on_cpu and "adam" in takes else None,
+            "compute_and_adam_on_the_same_cpus_seconds": compute + takes["adam"]
+            if on_cpu and "adam" in takes
+            else None,
         },
         "tiers": {
-            tier: {"peak_bytes": peak, "budget_bytes": limited.get(tier)} for tier, peak in report.peaks.items()
+            tier: {"peak_bytes": peak, "budget_bytes": limited.get(tier)}
+            for tier, peak in report.peaks.items()
         },
         "cached_bytes": report.cached,
         "gpu_resident_bytes": report.gpu_resident,
         "peak_process_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "losses": trained.losses,
         "loss_falls": trained.losses[-1] < trained.losses[0],
-    }  # fmt: skip
+    }

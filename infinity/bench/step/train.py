@@ -1,8 +1,9 @@
-"""The steps themselves: a model under the engine, trained on synthetic tokens, and what each step took.
+"""The steps themselves: a model under the engine, trained on synthetic tokens, and what each step
+took.
 
 [Note: random weights]
-A model without weights gets a million normal numbers over and over: drawing each of billions would take minutes, and neither time
-nor traffic of a step depends on them. Norms get ones, biases zeros.
+A model without weights gets a million normal numbers over and over: drawing each of billions would
+take minutes, and neither time nor traffic of a step depends on them. Norms get ones, biases zeros.
 """
 
 from __future__ import annotations
@@ -53,23 +54,31 @@ class Workload:
         return self.length * self.batch_size * self.accumulate
 
     def batch(self, number: int, device: torch.device) -> dict[str, Any]:
-        """Micro-batch `number` of every step: the same tokens again and again, so that the loss has to fall."""
+        """Micro-batch `number` of every step: the same tokens again and again, so that the loss has
+        to fall."""
         generator = torch.Generator().manual_seed(self.seed * 1000 + number)
-        ids = torch.randint(0, self.source.config.vocab_size, (self.batch_size, self.length), generator=generator).to(device)
+        ids = torch.randint(
+            0, self.source.config.vocab_size, (self.batch_size, self.length), generator=generator
+        ).to(device)
         return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
 def find_source(name: str, precision: str) -> ModelSource:
-    """As `find_model`; also a `config.json`, or a directory with nothing else, whose model gets random weights."""
+    """As `find_model`; also a `config.json`, or a directory with nothing else, whose model gets
+    random weights."""
     path = Path(name)
     bare = path if path.is_file() else path / "config.json"
-    if not bare.is_file() or (path.is_dir() and any((path / weights).is_file() for weights in (SINGLE, INDEX))):
+    if not bare.is_file() or (
+        path.is_dir() and any((path / weights).is_file() for weights in (SINGLE, INDEX))
+    ):
         return find_model(name, precision)
     from transformers import AutoConfig
 
     values = read_description(bare)
     if "model_type" not in values:
-        raise ValueError(f"{bare} is not the configuration of a transformers model: it has no model_type")
+        raise ValueError(
+            f"{bare} is not the configuration of a transformers model: it has no model_type"
+        )
     with described_by(bare):
         config = AutoConfig.for_model(**values)
     if precision in DTYPES:
@@ -81,15 +90,25 @@ def shape_of(model: nn.Module, config: Any) -> Shape:
     """What the count of operations depends on."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     tied = None if head is None else head.weight
-    looked_up = {id(m.weight): m.weight for m in model.modules() if isinstance(m, nn.Embedding) and m.weight is not tied}
+    looked_up = {
+        id(m.weight): m.weight
+        for m in model.modules()
+        if isinstance(m, nn.Embedding) and m.weight is not tied
+    }
     layers = int(config.num_hidden_layers)
-    blocks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == layers]
+    blocks = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == layers
+    ]
     heads = getattr(config, "num_attention_heads", 0)
     return Shape(
         multiplied=sum(p.numel() for p in model.parameters() if id(p) not in looked_up),
         in_blocks=max((sum(p.numel() for p in block.parameters()) for block in blocks), default=0),
         layers=layers,
-        width=int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)) if heads else config.hidden_size,
+        width=int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
+        if heads
+        else config.hidden_size,
     )
 
 
@@ -111,9 +130,11 @@ def fill_randomly(model: nn.Module, seed: int, scale: float) -> None:
 
 @dataclass(frozen=True)
 class Trained:
-    """What came of it: seconds, losses and waits (by cause) of each timed step, and the engine's report after the last one.
+    """What came of it: seconds, losses and waits (by cause) of each timed step, and the engine's
+    report after the last one.
 
-    `losses` are those of all steps, those that were discarded among them. `dtype` is that of the parameters.
+    `losses` are those of all steps, those that were discarded among them. `dtype` is that of the
+    parameters.
     """
 
     seconds: list[float]
@@ -128,14 +149,17 @@ class Trained:
 def train(work: Workload, say: Callable[[str], None]) -> Trained:
     """Build the model without memory, wrap it and train; the engine is closed afterwards.
 
-    A step lasts from its beginning to that of the next, so what runs beside the next one is paid there.
+    A step lasts from its beginning to that of the next, so what runs beside the next one is paid
+    there.
     """
     torch.manual_seed(work.seed)
     with infinity.init():
         model = work.source.build(work.recomputes)
     shape = shape_of(model, work.source.config)
     if work.source.directory is None:
-        fill_randomly(model, work.seed, float(getattr(work.source.config, "initializer_range", 0.02)))
+        fill_randomly(
+            model, work.seed, float(getattr(work.source.config, "initializer_range", 0.02))
+        )
     model = infinity.wrap(model, work.config, weights=work.source.directory, seed=work.seed)
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters(), lr=work.lr, max_grad_norm=1.0)
@@ -157,8 +181,14 @@ def train(work: Workload, say: Callable[[str], None]) -> Trained:
             losses.append(sum(part.item() for part in parts) / len(parts))
             ends.append(time.perf_counter())
             marks.append(lanes())
-            say(f"step {number + 1} of {work.discard + work.steps}: {ends[-1] - ends[-2]:.3g} s, loss {losses[-1]:.4f}")
-        passed = [{lane: now[lane] - before[lane] for lane in now} for before, now in itertools.pairwise(marks)]
+            say(
+                f"step {number + 1} of {work.discard + work.steps}: "
+                f"{ends[-1] - ends[-2]:.3g} s, loss {losses[-1]:.4f}"
+            )
+        passed = [
+            {lane: now[lane] - before[lane] for lane in now}
+            for before, now in itertools.pairwise(marks)
+        ]
         timed = passed[work.discard :]
         return Trained(
             seconds=[end - begin for begin, end in itertools.pairwise(ends)][work.discard :],

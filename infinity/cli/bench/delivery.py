@@ -1,4 +1,5 @@
-"""Where the result of a benchmark goes: to stdout as a table or as JSON, and to files, which are refused before a long run."""
+"""Where the result of a benchmark goes: to stdout as a table or as JSON, and to files, which are
+refused before a long run."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from infinity.cli.output import write_file
 
 
 class Delivery:
-    """The options `--json` (a file, or - for stdout) and `--report`; `others` are further files, by their options.
+    """The options `--json` (a file, or - for stdout) and `--report`; `others` are further files, by
+    their options.
 
     Raises `ValueError` naming the option when one of them cannot be written.
     """
@@ -26,10 +28,16 @@ class Delivery:
         self._json = None if as_json in (None, "-") else Path(str(as_json))
         for name, file in {"json": self._json, "report": report, **others}.items():
             if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-                raise ValueError(f"--{name} {file} cannot be written; give a file in a directory that exists and is yours")
+                raise ValueError(
+                    f"--{name} {file} cannot be written; give a file in a directory that "
+                    "exists and is yours"
+                )
 
-    def deliver(self, result: Any, page: Callable[[], str], table: Callable[[Console], None]) -> None:
-        """Write `result` as JSON and `page`, where they were asked for; print the JSON or else the table."""
+    def deliver(
+        self, result: Any, page: Callable[[], str], table: Callable[[Console], None]
+    ) -> None:
+        """Write `result` as JSON and `page`, where they were asked for; print the JSON or else the
+        table."""
         text = json.dumps(result, indent=1, allow_nan=False)
         if self._json is not None:
             write_file(self._json, text + "\n")

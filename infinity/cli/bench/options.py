@@ -17,12 +17,22 @@ def parse_count(value: Any) -> int:
     """The parser of options that take a number of parameters."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:[eE]\d+)?)([KMBT]?)", str(value).strip())
     if match is None or not 1 <= float(match[1]) <= _MOST_PARAMETERS:
-        raise typer.BadParameter(f"{value!r} is not a number of parameters; write for example 100M, 7B or 7000000000")
+        raise typer.BadParameter(
+            f"{value!r} is not a number of parameters; write for example 100M, 7B or 7000000000"
+        )
     return int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]])
 
 
 Json = Annotated[
     str | None,
-    typer.Option("--json", metavar="FILE", help="Write the result as JSON; -: to stdout.", rich_help_panel=OUTPUT),
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        help="Write the result as JSON; -: to stdout.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
-ReportFile = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML page.", rich_help_panel=OUTPUT)]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option("--report", metavar="FILE", help="Write an HTML page.", rich_help_panel=OUTPUT),
+]

@@ -14,12 +14,22 @@ from infinity.cli.options import Debug
 Parameters = Annotated[
     list[int] | None,
     typer.Option(
-        parser=parse_count, metavar="COUNT", show_default="100M", help="How many are updated; several for several sizes."
+        parser=parse_count,
+        metavar="COUNT",
+        show_default="100M",
+        help="How many are updated; several for several sizes.",
     ),
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved rounds; medians count.")]
-Threads = Annotated[int | None, typer.Option(min=1, show_default="every CPU", help="Threads, of the peers too.")]
-Peers = Annotated[bool, typer.Option(help="Measure torch's fused AdamW and, where it is installed, DeepSpeed's CPUAdam.")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, show_default="every CPU", help="Threads, of the peers too.")
+]
+Peers = Annotated[
+    bool,
+    typer.Option(
+        help="Measure torch's fused AdamW and, where it is installed, DeepSpeed's CPUAdam."
+    ),
+]
 
 
 def adam(
@@ -31,7 +41,8 @@ def adam(
     report: ReportFile = None,
     debug: Debug = False,
 ) -> None:
-    """Measure the optimizer kernels against what memory gives: GB/s of every state format beside a plain in-place loop.
+    """Measure the optimizer kernels against what memory gives: GB/s of every state format beside a
+    plain in-place loop.
 
     Needs 26 bytes of memory per parameter.
     """
@@ -42,5 +53,11 @@ def adam(
         if report is not None:
             require_extras("matplotlib", what="--report")
         delivery = Delivery(as_json, report)
-        results = [measure(count, rounds, threads, peers, say) for count in parameters or [100_000_000]]
-        delivery.deliver({"results": results}, lambda: render(results), lambda console: print_table(results, console))
+        results = [
+            measure(count, rounds, threads, peers, say) for count in parameters or [100_000_000]
+        ]
+        delivery.deliver(
+            {"results": results},
+            lambda: render(results),
+            lambda console: print_table(results, console),
+        )

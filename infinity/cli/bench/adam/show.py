@@ -42,15 +42,17 @@ def sentences(result: dict[str, Any]) -> list[str]:
 def title(result: dict[str, Any]) -> str:
     """What was measured, in one line."""
     return (
-        f"{result['parameters_count']:,} parameters, {result['threads_count']} threads, {result['instruction_set']}, "
-        f"{result['rounds_count']} rounds"
+        f"{result['parameters_count']:,} parameters, {result['threads_count']} threads, "
+        f"{result['instruction_set']}, {result['rounds_count']} rounds"
     )
 
 
 def print_table(results: Sequence[dict[str, Any]], console: Console) -> None:
     """A table for each size."""
     for result in results:
-        table = Table(title=title(result), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(
+            title=title(result), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+        )
         for number, heading in enumerate(HEADINGS):
             table.add_column(heading, justify="right" if number else "left", no_wrap=True)
         for row in result["rows"]:
@@ -61,7 +63,8 @@ def print_table(results: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def figure(result: dict[str, Any]) -> str:
-    """A bar for each row with the spread of its rounds; ours, the peers', and a line where the loop is."""
+    """A bar for each row with the spread of its rounds; ours, the peers', and a line where the loop
+    is."""
     rows = result["rows"]
     peers = {peer for row in rows for peer in row.get("over_peers", {})}
     with styled("adam"):
@@ -70,22 +73,38 @@ def figure(result: dict[str, Any]) -> str:
         for at, row in enumerate(rows):
             color = GREY if at == 0 else ORANGE if row["name"] in peers else TEAL
             axes.barh(at, row["gb_per_second_median"], height=0.5, color=color)
-            axes.plot([row["gb_per_second_lowest"], row["gb_per_second_highest"]], [at, at], color=INK, linewidth=1)
+            axes.plot(
+                [row["gb_per_second_lowest"], row["gb_per_second_highest"]],
+                [at, at],
+                color=INK,
+                linewidth=1,
+            )
         axes.axvline(rows[0]["gb_per_second_median"], color=INK, linewidth=1, linestyle=(0, (5, 3)))
         axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(visible=False, axis="y")
-        axes.set_xlabel("GB/s, median of the rounds; the line spans them; dashed: the in-place loop")
+        axes.set_xlabel(
+            "GB/s, median of the rounds; the line spans them; dashed: the in-place loop"
+        )
         return svg(drawing, "GB/s by format")
 
 
 def render(results: Sequence[dict[str, Any]]) -> str:
     """The page as HTML text."""
-    parts = ["<header><h1>infinity bench adam</h1><p>What the optimizer kernels reach of what memory gives</p></header>"]
+    parts = [
+        (
+            "<header><h1>infinity bench adam</h1><p>What the optimizer kernels reach of what "
+            "memory gives</p></header>"
+        )
+    ]
     last = results[-1]["rows"]
     cards = [
-        card(row["name"], f"{row['gb_per_second_median']:.1f} GB/s", f"{row['of_in_place_loop_ratio_median']:.0%} of the loop")
+        card(
+            row["name"],
+            f"{row['gb_per_second_median']:.1f} GB/s",
+            f"{row['of_in_place_loop_ratio_median']:.0%} of the loop",
+        )
         for row in last[1:4]
     ]
     parts.append(f'<div class="cards">{"".join(cards)}</div>')
@@ -94,9 +113,16 @@ def render(results: Sequence[dict[str, Any]]) -> str:
         lines = []
         for row in result["rows"]:
             name, *numbers = cells(row)
-            lines.append(f"<tr><td>{escape(name)}</td>" + "".join(f'<td class="n">{text}</td>' for text in numbers) + "</tr>")
+            lines.append(
+                f"<tr><td>{escape(name)}</td>"
+                + "".join(f'<td class="n">{text}</td>' for text in numbers)
+                + "</tr>"
+            )
         words = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(result))
         table = f"<table><tr>{head}</tr>{''.join(lines)}</table>"
-        note = "Bytes read plus bytes written for each parameter; ratios are of one round each. 1 GB is 10^9 bytes."
+        note = (
+            "Bytes read plus bytes written for each parameter; ratios are of one round "
+            "each. 1 GB is 10^9 bytes."
+        )
         parts.append(section(title(result), note, figure(result) + table + words))
     return page("infinity bench adam", parts)

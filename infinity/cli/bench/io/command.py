@@ -21,8 +21,13 @@ _WHERE = "Where"
 _WHAT = "What is measured"
 _HOW = "How it is run"
 _NOT_HERE = {
-    "--folder_to_device_mapping": "give --path once per directory: each has a ring of its own, and no GPU belongs to it",
-    "--sweep_config": "the search is not a grid; --engine, --depth, --request-bytes and --threads fix what you name",
+    "--folder_to_device_mapping": (
+        "give --path once per directory: each has a ring of its own, and no GPU belongs to it"
+    ),
+    "--sweep_config": (
+        "the search is not a grid; --engine, --depth, --request-bytes and "
+        "--threads fix what you name"
+    ),
     "--log_dir": "there is one result: --json FILE, and --report FILE for a page",
     "--verbose": "--json - prints every measurement",
     "--flush_page_cache": "O_DIRECT passes the page cache, so there is nothing to flush",
@@ -41,7 +46,8 @@ _NOT_HERE = {
     "--use_accelerator_pin_memory": "memory is on huge pages and touched beforehand",
     "--torch_legacy_save": "tensors are moved as bytes, and not saved by torch",
 }
-"""Options of DeepSpeed's `ds_io` and `ds_nvme_tune` that have no meaning here, and what to do instead."""
+"""Options of DeepSpeed's `ds_io` and `ds_nvme_tune` that have no meaning here, and what to do
+instead."""
 
 
 class IoCommand(TyperCommand):
@@ -51,30 +57,57 @@ class IoCommand(TyperCommand):
         for argument in args:
             name = argument.partition("=")[0]
             if name in _NOT_HERE:
-                typer.echo(f"infinity: {name} is an option of DeepSpeed that does not apply: {_NOT_HERE[name]}", err=True)
+                typer.echo(
+                    (
+                        f"infinity: {name} is an option of DeepSpeed that does not apply: "
+                        f"{_NOT_HERE[name]}"
+                    ),
+                    err=True,
+                )
                 raise typer.Exit(2)
         return super().parse_args(ctx, args)
 
 
 def _size(*names: str, text: str, panel: str, default: str) -> Any:
-    return typer.Option(*names, parser=parse_size, metavar="BYTES", show_default=default, help=text, rich_help_panel=panel)
+    return typer.Option(
+        *names,
+        parser=parse_size,
+        metavar="BYTES",
+        show_default=default,
+        help=text,
+        rich_help_panel=panel,
+    )
 
 
 Paths = Annotated[
     list[Path] | None,
     typer.Option(
-        "--path", "--nvme_dir", "--folder", help="A directory on the drive; several times for several drives.",
+        "--path",
+        "--nvme_dir",
+        "--folder",
+        help="A directory on the drive; several times for several drives.",
         rich_help_panel=_WHERE,
     ),
-]  # fmt: skip
+]
 MorePaths = Annotated[
-    list[Path] | None, typer.Argument(help="More directories, as `--nvme_dir A B` has them.", metavar="DIR", hidden=True)
+    list[Path] | None,
+    typer.Argument(
+        help="More directories, as `--nvme_dir A B` has them.", metavar="DIR", hidden=True
+    ),
 ]
 Size = Annotated[
     int,
-    _size("--size", "--io_size", text="The file on each path, larger than a drive's memory.", panel=_WHERE, default="2GiB"),
+    _size(
+        "--size",
+        "--io_size",
+        text="The file on each path, larger than a drive's memory.",
+        panel=_WHERE,
+        default="2GiB",
+    ),
 ]
-Reserve = Annotated[int, _size("--reserve", text="Space that always stays free.", panel=_WHERE, default="4GiB")]
+Reserve = Annotated[
+    int, _size("--reserve", text="Space that always stays free.", panel=_WHERE, default="4GiB")
+]
 
 
 class ModeName(str, Enum):
@@ -91,36 +124,69 @@ Modes = Annotated[
     list[ModeName] | None,
     typer.Option(
         "--mode",
-        help="read, write: sequential. mixed: 70% reads. many-tensor: tensors in no order. replay: a model's training step.",
+        help=(
+            "read, write: sequential. mixed: 70% reads. many-tensor: tensors in no "
+            "order. replay: a model's training step."
+        ),
         show_default="all of them",
         rich_help_panel=_WHAT,
     ),
 ]
-ReadOnly = Annotated[bool, typer.Option("--read", help="The same as --mode read (ds_io).", hidden=True)]
-NoRead = Annotated[bool, typer.Option("--no_read", help="Leave out --mode read.", rich_help_panel=_WHAT)]
-NoWrite = Annotated[bool, typer.Option("--no_write", help="Leave out --mode write.", rich_help_panel=_WHAT)]
-TensorBytes = Annotated[int, _size("--tensor-bytes", text="A tensor of many-tensor.", panel=_WHAT, default="1MiB")]
+ReadOnly = Annotated[
+    bool, typer.Option("--read", help="The same as --mode read (ds_io).", hidden=True)
+]
+NoRead = Annotated[
+    bool, typer.Option("--no_read", help="Leave out --mode read.", rich_help_panel=_WHAT)
+]
+NoWrite = Annotated[
+    bool, typer.Option("--no_write", help="Leave out --mode write.", rich_help_panel=_WHAT)
+]
+TensorBytes = Annotated[
+    int, _size("--tensor-bytes", text="A tensor of many-tensor.", panel=_WHAT, default="1MiB")
+]
 Parameters = Annotated[
     int,
     typer.Option(
-        parser=parse_count, metavar="COUNT", show_default="7B", help="The model of replay: 14 bytes read, 12 written each.",
+        parser=parse_count,
+        metavar="COUNT",
+        show_default="7B",
+        help="The model of replay: 14 bytes read, 12 written each.",
         rich_help_panel=_WHAT,
     ),
-]  # fmt: skip
+]
 WithLoad = Annotated[
     bool,
-    typer.Option("--load", help="Measure also beside CPU Adam and copies to a GPU, as training does.", rich_help_panel=_WHAT),
+    typer.Option(
+        "--load",
+        help="Measure also beside CPU Adam and copies to a GPU, as training does.",
+        rich_help_panel=_WHAT,
+    ),
 ]
 Sustained = Annotated[
     float | None,
-    typer.Option(min=0.1, metavar="SECONDS", help="Then write for so long, past the drive's caches.", rich_help_panel=_WHAT),
+    typer.Option(
+        min=0.1,
+        metavar="SECONDS",
+        help="Then write for so long, past the drive's caches.",
+        rich_help_panel=_WHAT,
+    ),
 ]
 WriteSet = Annotated[
     int | None,
-    _size("--write-set", text="What --sustained writes, over and over.", panel=_WHAT, default="no block twice, space permitting"),
+    _size(
+        "--write-set",
+        text="What --sustained writes, over and over.",
+        panel=_WHAT,
+        default="no block twice, space permitting",
+    ),
 ]
 CompareFio = Annotated[
-    bool, typer.Option("--compare-fio", help="Run fio beside, with equal parameters; print ratios.", rich_help_panel=_WHAT)
+    bool,
+    typer.Option(
+        "--compare-fio",
+        help="Run fio beside, with equal parameters; print ratios.",
+        rich_help_panel=_WHAT,
+    ),
 ]
 
 Engine = Annotated[
@@ -130,39 +196,88 @@ Engine = Annotated[
 Depth = Annotated[
     int | None,
     typer.Option(
-        "--depth", "--queue_depth", min=1, max=4096, show_default="searched", help="Requests in flight per path (io_uring).",
+        "--depth",
+        "--queue_depth",
+        min=1,
+        max=4096,
+        show_default="searched",
+        help="Requests in flight per path (io_uring).",
         rich_help_panel=_HOW,
     ),
-]  # fmt: skip
+]
 RequestBytes = Annotated[
-    int | None, _size("--request-bytes", "--block_size", text="One request to the device.", panel=_HOW, default="searched")
+    int | None,
+    _size(
+        "--request-bytes",
+        "--block_size",
+        text="One request to the device.",
+        panel=_HOW,
+        default="searched",
+    ),
 ]
 Threads = Annotated[
     int | None,
     typer.Option(
-        "--threads", "--io_parallel", min=1, max=256, show_default="searched", help="Threads per path (posix).",
+        "--threads",
+        "--io_parallel",
+        min=1,
+        max=256,
+        show_default="searched",
+        help="Threads per path (posix).",
         rich_help_panel=_HOW,
     ),
-]  # fmt: skip
+]
 SearchSeconds = Annotated[
-    float, typer.Option(min=0.1, max=600, metavar="SECONDS", help="The search ends after this.", rich_help_panel=_HOW)
+    float,
+    typer.Option(
+        min=0.1,
+        max=600,
+        metavar="SECONDS",
+        help="The search ends after this.",
+        rich_help_panel=_HOW,
+    ),
 ]
 Rounds = Annotated[
-    int, typer.Option("--rounds", "--loops", min=1, help="Interleaved rounds; medians count.", rich_help_panel=_HOW)
+    int,
+    typer.Option(
+        "--rounds",
+        "--loops",
+        min=1,
+        help="Interleaved rounds; medians count.",
+        rich_help_panel=_HOW,
+    ),
 ]
 RoundSeconds = Annotated[
-    float, typer.Option(min=0.01, metavar="SECONDS", help="One measurement of one round.", rich_help_panel=_HOW)
+    float,
+    typer.Option(
+        min=0.01, metavar="SECONDS", help="One measurement of one round.", rich_help_panel=_HOW
+    ),
 ]
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="Write the block for infinity.Config and DeepSpeed.", rich_help_panel=OUTPUT),
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="Write the block for infinity.Config and DeepSpeed.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 Endurance = Annotated[
     int | None,
-    _size("--endurance", text="What the maker warrants per drive, e.g. 600TB.", panel=OUTPUT, default="unknown"),
+    _size(
+        "--endurance",
+        text="What the maker warrants per drive, e.g. 600TB.",
+        panel=OUTPUT,
+        default="unknown",
+    ),
 ]
-Runs = Annotated[int, typer.Option(min=1, help="How often this benchmark will run, for the wear.", rich_help_panel=OUTPUT)]
+Runs = Annotated[
+    int,
+    typer.Option(
+        min=1, help="How often this benchmark will run, for the wear.", rich_help_panel=OUTPUT
+    ),
+]
 
 
 def io(
@@ -194,10 +309,12 @@ def io(
     runs: Runs = 1,
     debug: Debug = False,
 ) -> None:
-    """Measure NVMe directories with infinity's own I/O engine, find its best setting, and say what limits it.
+    """Measure NVMe directories with infinity's own I/O engine, find its best setting, and say what
+    limits it.
 
-    Writes one file per directory, in a folder of its own, and removes it whatever happens. Options of DeepSpeed's ds_io and
-    ds_nvme_tune go by their names where they mean the same (--nvme_dir, --io_size, --block_size, --queue_depth, ...).
+    Writes one file per directory, in a folder of its own, and removes it whatever happens. Options
+    of DeepSpeed's ds_io and ds_nvme_tune go by their names where they mean the same (--nvme_dir,
+    --io_size, --block_size, --queue_depth, ...).
     """
     with plain_failures(debug):
         from infinity.bench.io.benchmark import Benchmark
@@ -206,7 +323,9 @@ def io(
 
         directories = (*(path or ()), *(more or ()))
         if not directories:
-            raise ValueError("no directory is given: add --path DIR, a directory on the drive to be measured")
+            raise ValueError(
+                "no directory is given: add --path DIR, a directory on the drive to be measured"
+            )
         if report is not None:
             require_extras("matplotlib", what="--report")
         delivery = Delivery(as_json, report, config=config)
@@ -214,11 +333,26 @@ def io(
         named = tuple(dict.fromkeys(name.value for name in mode or ()))
         asked: tuple[Mode, ...] = ("read",) if read else cast(tuple[Mode, ...], named) or MODES
         plan = Plan(
-            paths=directories, size=size, reserve=reserve, engine=engine, depth=depth, request_bytes=request_bytes,
-            threads=threads, search_seconds=search_seconds, modes=tuple(name for name in asked if name not in left_out),
-            rounds=rounds, round_seconds=round_seconds, tensor_bytes=tensor_bytes, model_parameters=parameters, load=load,
-            compare_fio=compare_fio, sustained=sustained, write_set=write_set, endurance=endurance, runs=runs,
-        )  # fmt: skip
+            paths=directories,
+            size=size,
+            reserve=reserve,
+            engine=engine,
+            depth=depth,
+            request_bytes=request_bytes,
+            threads=threads,
+            search_seconds=search_seconds,
+            modes=tuple(name for name in asked if name not in left_out),
+            rounds=rounds,
+            round_seconds=round_seconds,
+            tensor_bytes=tensor_bytes,
+            model_parameters=parameters,
+            load=load,
+            compare_fio=compare_fio,
+            sustained=sustained,
+            write_set=write_set,
+            endurance=endurance,
+            runs=runs,
+        )
         with interrupted_by_signals():
             summary = Benchmark(plan, say).run()
         if config is not None:

@@ -8,7 +8,18 @@ from html import escape
 from typing import Any
 
 from infinity.cli.bench.io.table import HEADINGS, cells, facts, row_name, setting_words
-from infinity.cli.drawing import BLUE, FAINT, GREY, INK, ORANGE, PURPLE, TEAL, new_figure, styled, svg
+from infinity.cli.drawing import (
+    BLUE,
+    FAINT,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    TEAL,
+    new_figure,
+    styled,
+    svg,
+)
 from infinity.cli.page import card, page, section
 from infinity.quantities import format_bytes
 
@@ -19,7 +30,13 @@ def modes_figure(rows: Sequence[dict[str, Any]], paths: int) -> str:
         figure = new_figure(0.45 * len(rows) + 1.0)
         axes = figure.subplots()
         for at, row in enumerate(rows):
-            color = ORANGE if "write" in row["mode"] else PURPLE if row["mode"] in ("mixed", "replay") else TEAL
+            color = (
+                ORANGE
+                if "write" in row["mode"]
+                else PURPLE
+                if row["mode"] in ("mixed", "replay")
+                else TEAL
+            )
             _bar(axes, at - (0.18 if "fio_median_ratio" in row else 0), row, "", color)
             if "fio_median_ratio" in row:
                 _bar(axes, at + 0.18, row, "fio_", GREY)
@@ -27,12 +44,17 @@ def modes_figure(rows: Sequence[dict[str, Any]], paths: int) -> str:
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.grid(visible=False, axis="y")
-        axes.set_xlabel("GB/s, median of the rounds; the line spans them" + (" (grey: fio)" if _compared(rows) else ""))
+        axes.set_xlabel(
+            "GB/s, median of the rounds; the line spans them"
+            + (" (grey: fio)" if _compared(rows) else "")
+        )
         return svg(figure, "GB/s by mode")
 
 
 def _bar(axes: Any, at: float, row: dict[str, Any], whose: str, color: str) -> None:
-    median, low, high = (row[f"{whose}{name}_gb_per_second"] for name in ("median", "lowest", "highest"))
+    median, low, high = (
+        row[f"{whose}{name}_gb_per_second"] for name in ("median", "lowest", "highest")
+    )
     axes.barh(at, median, height=0.34, color=color)
     axes.plot([low, high], [at, at], color=INK, linewidth=1)
 
@@ -49,14 +71,25 @@ def search_figure(trials: Sequence[dict[str, Any]]) -> str:
         for way, color in (("read", TEAL), ("write", ORANGE)):
             for engine, marker in (("io_uring", "o"), ("posix", "x")):
                 points = [
-                    (trial["depth_requests"] * trial["request_bytes"] / (1 << 20), trial[f"{way}_gb_per_second"])
+                    (
+                        trial["depth_requests"] * trial["request_bytes"] / (1 << 20),
+                        trial[f"{way}_gb_per_second"],
+                    )
                     for trial in trials
                     if trial["engine"] == engine and f"{way}_gb_per_second" in trial
                 ]
                 if points:
-                    axes.scatter(*zip(*points, strict=True), color=color, marker=marker, s=22, label=f"{way}, {engine}")
+                    axes.scatter(
+                        *zip(*points, strict=True),
+                        color=color,
+                        marker=marker,
+                        s=22,
+                        label=f"{way}, {engine}",
+                    )
         axes.set_xscale("log", base=2)
-        ticks = sorted({trial["depth_requests"] * trial["request_bytes"] / (1 << 20) for trial in trials})
+        ticks = sorted(
+            {trial["depth_requests"] * trial["request_bytes"] / (1 << 20) for trial in trials}
+        )
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.set_ylim(bottom=0)
         axes.set_xlabel("MiB in flight")
@@ -71,8 +104,15 @@ def sustained_figure(sustained: dict[str, Any]) -> str:
         figure = new_figure(2.6)
         axes = figure.subplots()
         timeline = sustained["timeline"]
-        axes.plot([s["at_seconds"] for s in timeline], [s["gb_per_second"] for s in timeline], color=BLUE, linewidth=1.3)
-        axes.axhline(sustained["last_half_gb_per_second"], color=FAINT, linewidth=1, linestyle=(0, (5, 3)))
+        axes.plot(
+            [s["at_seconds"] for s in timeline],
+            [s["gb_per_second"] for s in timeline],
+            color=BLUE,
+            linewidth=1.3,
+        )
+        axes.axhline(
+            sustained["last_half_gb_per_second"], color=FAINT, linewidth=1, linestyle=(0, (5, 3))
+        )
         axes.set_ylim(bottom=0)
         axes.set_xlabel("seconds")
         axes.set_ylabel("GB/s written")
@@ -82,7 +122,9 @@ def sustained_figure(sustained: dict[str, Any]) -> str:
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     lines = [
-        f"<tr><td>{escape(row[0])}</td>" + "".join(f'<td class="n">{escape(cell)}</td>' for cell in row[1:]) + "</tr>"
+        f"<tr><td>{escape(row[0])}</td>"
+        + "".join(f'<td class="n">{escape(cell)}</td>' for cell in row[1:])
+        + "</tr>"
         for row in rows
     ]
     return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
@@ -102,21 +144,35 @@ def render(summary: dict[str, Any]) -> str:
         for row in whole[:4]
     ]
     sustained, config = summary["sustained"], json.dumps(summary["config"], indent=2)
-    around = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in facts(summary))
+    around = "".join(
+        f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in facts(summary)
+    )
     table = _table(HEADINGS, [cells(row, paths) for row in rows])
     note = "Medians of interleaved rounds; 1 GB is 10^9 bytes, latencies are in milliseconds."
     tried = search_figure(summary["search"]["trials"])
     parts = [
-        f"<header><h1>infinity bench io</h1><p>{escape(names)}: {escape(setting_words(summary['best']))}</p></header>",
+        (
+            f"<header><h1>infinity bench io</h1><p>{escape(names)}: "
+            f"{escape(setting_words(summary['best']))}</p></header>"
+        ),
         f'<div class="cards">{"".join(cards)}</div>',
         section("Modes", note, modes_figure(rows, paths) + table),
-        section("The search", "Each point is one measurement; the best few were measured again.", tried),
+        section(
+            "The search", "Each point is one measurement; the best few were measured again.", tried
+        ),
     ]
     if sustained:
-        note = f"Over {format_bytes(sustained['write_set_bytes'])}; the dashed line is the median of the last half."
+        note = (
+            f"Over {format_bytes(sustained['write_set_bytes'])}; the dashed line is the "
+            "median of the last half."
+        )
         parts.append(section("Sustained writing", note, sustained_figure(sustained)))
     parts += [
         section("Around it", "", f"<table>{around}</table>"),
-        section("Configuration", "For infinity.Config (add budgets) and a DeepSpeed file.", f"<pre>{escape(config)}</pre>"),
+        section(
+            "Configuration",
+            "For infinity.Config (add budgets) and a DeepSpeed file.",
+            f"<pre>{escape(config)}</pre>",
+        ),
     ]
     return page(f"infinity bench io: {names}", parts)

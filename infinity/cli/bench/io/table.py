@@ -54,25 +54,44 @@ def facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for place in summary["paths"]:
         known = [place["file_system"], place["device"], place["model"]]
-        known += [place["pcie_link"] and f"PCIe {place['pcie_link']}", place["numa_node"] and f"NUMA node {place['numa_node']}"]
-        known += [place["direct_io_problem"] or "O_DIRECT", f"{format_bytes(place['free_bytes'])} free"]
+        known += [
+            place["pcie_link"] and f"PCIe {place['pcie_link']}",
+            place["numa_node"] and f"NUMA node {place['numa_node']}",
+        ]
+        known += [
+            place["direct_io_problem"] or "O_DIRECT",
+            f"{format_bytes(place['free_bytes'])} free",
+        ]
         rows.append((place["path"], ", ".join(str(part) for part in known if part)))
     machine = summary["machine"]
-    limit = "no limit" if machine["memlock_bytes"] is None else format_bytes(machine["memlock_bytes"])
+    limit = (
+        "no limit" if machine["memlock_bytes"] is None else format_bytes(machine["memlock_bytes"])
+    )
     ring = "refused" if machine["io_uring_problem"] else "works"
-    rows.append((
-        "machine",
-        f"Linux {machine['kernel']}, {machine['cpus_count']} CPUs, io_uring {ring}, memlock {limit}, "
-        f"huge pages {machine['transparent_huge_pages'] or 'none'}",
-    ))  # fmt: skip
+    rows.append(
+        (
+            "machine",
+            f"Linux {machine['kernel']}, {machine['cpus_count']} CPUs, io_uring {ring}, memlock "
+            f"{limit}, huge pages {machine['transparent_huge_pages'] or 'none'}",
+        )
+    )
     rows.append(("notes", " ".join(summary["notes"])))
     rows.append(("best setting", setting_words(summary["best"])))
     rows.append(
-        ("search", f"{search['trials_count']} measurements of {search['settings_count']} settings in {search['seconds']:.1f} s")
+        (
+            "search",
+            (
+                f"{search['trials_count']} measurements of {search['settings_count']} "
+                f"settings in {search['seconds']:.1f} s"
+            ),
+        )
     )
     rows += [("limit", sentence) for sentence in summary["limits"]]
     ratios = [
-        f"{row_name(row, len(summary['paths']))} {row['fio_lowest_ratio']:.2f}-{row['fio_highest_ratio']:.2f}"
+        (
+            f"{row_name(row, len(summary['paths']))} "
+            f"{row['fio_lowest_ratio']:.2f}-{row['fio_highest_ratio']:.2f}"
+        )
         for row in summary["rows"]
         if "fio_median_ratio" in row
     ]
@@ -80,23 +99,35 @@ def facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     for row in summary["rows"]:
         if row["mode"] == "replay":
             beside = f" beside {row['load']}" if row["load"] else ""
-            rows.append((
-                "training step",
-                f"{row['io_per_training_step_seconds']:.3g} s of I/O{beside} for {row['model_parameters_count']:,} parameters, "
-                f"from {row['replayed_parameters_count']:,} replayed",
-            ))  # fmt: skip
+            rows.append(
+                (
+                    "training step",
+                    f"{row['io_per_training_step_seconds']:.3g} s of I/O{beside} for "
+                    f"{row['model_parameters_count']:,} parameters, from "
+                    f"{row['replayed_parameters_count']:,} replayed",
+                )
+            )
     if summary["load"]:
         rows.append(
-            ("load", f"Adam updated {summary['load']['adam_gigaparameters_per_second']:.2f} billion parameters per second")
+            (
+                "load",
+                (
+                    f"Adam updated {summary['load']['adam_gigaparameters_per_second']:.2f} "
+                    "billion parameters per second"
+                ),
+            )
         )
     sustained = summary["sustained"]
     if sustained:
-        rows.append((
-            "sustained",
-            f"{sustained['last_half_gb_per_second']:.2f} GB/s in the last half of {sustained['seconds']:.0f} s, "
-            f"{sustained['first_tenth_gb_per_second']:.2f} at first, {format_bytes(sustained['written_bytes'])} written over "
-            f"{format_bytes(sustained['write_set_bytes'])}",
-        ))  # fmt: skip
+        rows.append(
+            (
+                "sustained",
+                f"{sustained['last_half_gb_per_second']:.2f} GB/s in the last half of "
+                f"{sustained['seconds']:.0f} s, {sustained['first_tenth_gb_per_second']:.2f} at "
+                f"first, {format_bytes(sustained['written_bytes'])} written over "
+                f"{format_bytes(sustained['write_set_bytes'])}",
+            )
+        )
     rows.append(("wear", wear_words(summary["wear"])))
     return [(name, text) for name, text in rows if text]
 
@@ -106,9 +137,18 @@ def wear_words(wear: dict[str, Any]) -> str:
     text = f"{format_bytes(wear['written_bytes'])} written"
     if wear["endurance_used_percent"] is not None:
         times = f", {wear['runs_count']} times," if wear["runs_count"] > 1 else ""
-        endurance, steps = format_bytes(wear["endurance_bytes"]), wear["training_steps_per_endurance_count"]
-        text += f"{times} of the {endurance} that each drive endures: {wear['endurance_used_percent']:.2g} %"
-        text += f"; {steps:,} steps of {wear['model_parameters_count']:,} parameters would take all of it"
+        endurance, steps = (
+            format_bytes(wear["endurance_bytes"]),
+            wear["training_steps_per_endurance_count"],
+        )
+        text += (
+            f"{times} of the {endurance} that each drive endures: "
+            f"{wear['endurance_used_percent']:.2g} %"
+        )
+        text += (
+            f"; {steps:,} steps of {wear['model_parameters_count']:,} parameters would "
+            "take all of it"
+        )
     for drive in wear["drives"]:
         text += f"; {drive['device']} says that {drive['life_used_percent']} % of its life is used"
     return text
@@ -134,4 +174,6 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
         around.add_row(name, text)
     console.print(around, markup=False)
     console.print("\nfor infinity.Config (add budgets) and a DeepSpeed file:", markup=False)
-    console.print(json.dumps(summary["config"], indent=2), markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        json.dumps(summary["config"], indent=2), markup=False, highlight=False, soft_wrap=True
+    )

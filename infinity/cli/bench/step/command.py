@@ -1,4 +1,5 @@
-"""`infinity bench step`: the command and its options; those of `infinity finetune` are the same ones."""
+"""`infinity bench step`: the command and its options; those of `infinity finetune` are the same
+ones."""
 
 from __future__ import annotations
 
@@ -17,22 +18,44 @@ _TIMING = "Timing"
 
 Model = Annotated[
     str,
-    typer.Option(help="A Hugging Face directory, a config.json (random weights), or a preset (llama-tiny, llama-100m, ...)."),
+    typer.Option(
+        help=(
+            "A Hugging Face directory, a config.json (random weights), or a preset "
+            "(llama-tiny, llama-100m, ...)."
+        )
+    ),
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Steps that are timed.", rich_help_panel=_TIMING)]
-Discard = Annotated[int, typer.Option(min=1, help="Steps before them that are not.", rich_help_panel=_TIMING)]
+Discard = Annotated[
+    int, typer.Option(min=1, help="Steps before them that are not.", rich_help_panel=_TIMING)
+]
 MostSeconds = Annotated[
-    float, typer.Option(min=0, help="Begin no further step after so many seconds of them.", rich_help_panel=_TIMING)
+    float,
+    typer.Option(
+        min=0, help="Begin no further step after so many seconds of them.", rich_help_panel=_TIMING
+    ),
 ]
 ProbeBytes = Annotated[
     int,
     typer.Option(
-        parser=o.parse_size, metavar="BYTES", show_default="256MiB", help="What a link is measured with.", rich_help_panel=_TIMING
+        parser=o.parse_size,
+        metavar="BYTES",
+        show_default="256MiB",
+        help="What a link is measured with.",
+        rich_help_panel=_TIMING,
     ),
 ]
 
 
-LEFT_OUT = ("algorithm", "stage", "split_master", "collective_timeout", "poison", "instruction_set", "threads")
+LEFT_OUT = (
+    "algorithm",
+    "stage",
+    "split_master",
+    "collective_timeout",
+    "poison",
+    "instruction_set",
+    "threads",
+)
 
 
 @mirrors(before="steps", leave_out=LEFT_OUT, delayed_after=0)
@@ -54,13 +77,17 @@ def step(
     debug: o.Debug = False,
     **knobs: Any,
 ) -> None:
-    """Train for a few steps on synthetic tokens and say how near a step comes to the roofline: what its devices give alone.
+    """Train for a few steps on synthetic tokens and say how near a step comes to the roofline: what
+    its devices give alone.
 
-    Compute (models of one and two blocks, extrapolated in depth), NVMe, the link to the device and the update are measured in the
-    same run; the longest of them is the bound. One process, one device.
+    Compute (models of one and two blocks, extrapolated in depth), NVMe, the link to the device and
+    the update are measured in the same run; the longest of them is the bound. One process, one
+    device.
     """
     with plain_failures(debug):
-        require_extras("transformers", *(["matplotlib"] if report else []), what="`infinity bench step`")
+        require_extras(
+            "transformers", *(["matplotlib"] if report else []), what="`infinity bench step`"
+        )
         from infinity.bench.step.measure import measure
         from infinity.bench.step.train import Workload, find_source
         from infinity.cli.bench.step.show import print_table, render
@@ -70,9 +97,21 @@ def step(
         source = find_source(model, config.precision)
         source.check_length(sequence_length)
         work = Workload(
-            source, config, sequence_length, batch_size, accumulate, accumulation_order == "vertical", checkpoint_activations,
-            steps, discard, most_seconds, lr, seed,
-        )  # fmt: skip
+            source,
+            config,
+            sequence_length,
+            batch_size,
+            accumulate,
+            accumulation_order == "vertical",
+            checkpoint_activations,
+            steps,
+            discard,
+            most_seconds,
+            lr,
+            seed,
+        )
         with interrupted_by_signals():
             summary = measure(work, probe_bytes, say)
-        delivery.deliver(summary, lambda: render(summary), lambda console: print_table(summary, console))
+        delivery.deliver(
+            summary, lambda: render(summary), lambda console: print_table(summary, console)
+        )

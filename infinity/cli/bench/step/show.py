@@ -13,8 +13,15 @@ from infinity.cli.drawing import GREY, INK, RED, TEAL, new_figure, styled, svg
 from infinity.cli.page import card, page, section
 from infinity.quantities import format_bytes
 
-_WORDS = {"host_to_device": "host to device", "device_to_host": "device to host", "nvme_read": "NVMe read",
-          "nvme_write": "NVMe written", "nvme": "NVMe", "adam": "Adam", "adam_on_gpu": "Adam on the GPU"}  # fmt: skip
+_WORDS = {
+    "host_to_device": "host to device",
+    "device_to_host": "device to host",
+    "nvme_read": "NVMe read",
+    "nvme_write": "NVMe written",
+    "nvme": "NVMe",
+    "adam": "Adam",
+    "adam_on_gpu": "Adam on the GPU",
+}
 
 Row = tuple[str, ...]
 
@@ -22,8 +29,9 @@ Row = tuple[str, ...]
 def title(result: dict[str, Any]) -> str:
     """What was measured, in one line."""
     return (
-        f"{result['model']}: {result['parameters_count']:,} parameters in {result['dtype']} on {result['device']}, "
-        f"{result['tokens_per_step_count']:,} tokens a step, {result['steps_count']} steps"
+        f"{result['model']}: {result['parameters_count']:,} parameters in {result['dtype']} on "
+        f"{result['device']}, {result['tokens_per_step_count']:,} tokens a step, "
+        f"{result['steps_count']} steps"
     )
 
 
@@ -41,22 +49,48 @@ def step_rows(result: dict[str, Any]) -> list[Row]:
         ("% of matmul (MFU)", *_three(result["model_flop_utilisation_ratio"], ".1f", 100)),
     ]
     if result["recomputes_activations"]:
-        rows.append(("% of matmul, recomputed too", *_three(result["hardware_flop_utilisation_ratio"], ".1f", 100)))
-    rows += [(f"{lane}, s", *_three(values)) for lane, values in result["stall_seconds"].items() if values["highest"] > 0]
+        rows.append(
+            (
+                "% of matmul, recomputed too",
+                *_three(result["hardware_flop_utilisation_ratio"], ".1f", 100),
+            )
+        )
+    rows += [
+        (f"{lane}, s", *_three(values))
+        for lane, values in result["stall_seconds"].items()
+        if values["highest"] > 0
+    ]
     rows.append(("Adam busy beside it, s", *_three(result["adam_busy_seconds"])))
     return rows
 
 
 def roofline_rows(result: dict[str, Any]) -> list[Row]:
     """(device, work per step, what it gives, seconds, of the step), the longest first."""
-    links, nbytes, step = result["link_gb_per_second"], result["bytes_per_step"], result["step_seconds"]["median"]
-    work = {"compute": (f"{result['flops']['hardware_per_step_count'] / 1e12:.3g} TFLOP", "blocks alone")}
+    links, nbytes, step = (
+        result["link_gb_per_second"],
+        result["bytes_per_step"],
+        result["step_seconds"]["median"],
+    )
+    work = {
+        "compute": (
+            f"{result['flops']['hardware_per_step_count'] / 1e12:.3g} TFLOP",
+            "blocks alone",
+        )
+    }
     on_gpu = nbytes["optimizer_states_updated_on_gpu"]
-    for where, states in (("adam", nbytes["optimizer_states_updated"] - on_gpu), ("adam_on_gpu", on_gpu)):
+    for where, states in (
+        ("adam", nbytes["optimizer_states_updated"] - on_gpu),
+        ("adam_on_gpu", on_gpu),
+    ):
         if result[where] is not None:
-            work[where] = (f"{format_bytes(states)} of states", f"{result[where]['gb_per_second']['median']:.3g} GB/s")
+            work[where] = (
+                f"{format_bytes(states)} of states",
+                f"{result[where]['gb_per_second']['median']:.3g} GB/s",
+            )
     if "nvme_read" in links:
-        rates = "/".join(f"{links[way]['median']:.3g}" for way in ("nvme_read", "nvme_write", "nvme_both"))
+        rates = "/".join(
+            f"{links[way]['median']:.3g}" for way in ("nvme_read", "nvme_write", "nvme_both")
+        )
         work["nvme"] = (
             f"{format_bytes(nbytes['nvme_read'])} r, {format_bytes(nbytes['nvme_write'])} w",
             f"{rates} GB/s",
@@ -64,7 +98,10 @@ def roofline_rows(result: dict[str, Any]) -> list[Row]:
     for way in ("host_to_device", "device_to_host"):
         work[way] = (format_bytes(nbytes[way]), f"{links[way]['median']:.3g} GB/s")
     takes = sorted(result["roofline"]["seconds"].items(), key=lambda item: -item[1])
-    return [(_WORDS.get(name, name), *work[name], f"{seconds:.3g}", f"{seconds / step:.0%}") for name, seconds in takes]
+    return [
+        (_WORDS.get(name, name), *work[name], f"{seconds:.3g}", f"{seconds / step:.0%}")
+        for name, seconds in takes
+    ]
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
@@ -72,12 +109,18 @@ def sentences(result: dict[str, Any]) -> list[str]:
     roofline, losses = result["roofline"], result["losses"]
     median, between = _three(roofline["step_over_bound_ratio"], ".2f")
     bound = _WORDS.get(roofline["bound"], roofline["bound"])
-    words = [f"A step takes {median} ({between}) times the {roofline['bound_seconds']:.3g} s of the longest, {bound}."]
+    words = [
+        (
+            f"A step takes {median} ({between}) times the {roofline['bound_seconds']:.3g} s of "
+            f"the longest, {bound}."
+        )
+    ]
     both = roofline["compute_and_adam_on_the_same_cpus_seconds"]
     if both is not None:
         words.append(f"Compute and Adam run on the same CPUs: {both:.3g} s together.")
     tiers = [
-        f"{tier} {format_bytes(use['peak_bytes'])}" + (f" of {format_bytes(use['budget_bytes'])}" if use["budget_bytes"] else "")
+        f"{tier} {format_bytes(use['peak_bytes'])}"
+        + (f" of {format_bytes(use['budget_bytes'])}" if use["budget_bytes"] else "")
         for tier, use in result["tiers"].items()
     ]
     words.append(f"Highest use of the tiers: {', '.join(tiers)}.")
@@ -99,7 +142,10 @@ ROOFLINE_HEADINGS = ("device", "work of a step", "gives", "s", "of step")
 def print_table(result: dict[str, Any], console: Console) -> None:
     """Both tables and the sentences."""
     console.print(title(result), markup=False, highlight=False)
-    for headings, rows in ((STEP_HEADINGS, step_rows(result)), (ROOFLINE_HEADINGS, roofline_rows(result))):
+    for headings, rows in (
+        (STEP_HEADINGS, step_rows(result)),
+        (ROOFLINE_HEADINGS, roofline_rows(result)),
+    ):
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for number, heading in enumerate(headings):
             table.add_column(heading, justify="right" if number else "left", no_wrap=True)
@@ -114,8 +160,15 @@ def figure(result: dict[str, Any]) -> str:
     """A bar for the step and one for what each device needs, with a line at the bound."""
     step, roofline = result["step_seconds"], result["roofline"]
     bars = [("step", step["median"], RED)]
-    bars += [(_WORDS.get(name, name), value, TEAL) for name, value in sorted(roofline["seconds"].items(), key=lambda i: -i[1])]
-    bars += [(lane, values["median"], GREY) for lane, values in result["stall_seconds"].items() if values["highest"] > 0]
+    bars += [
+        (_WORDS.get(name, name), value, TEAL)
+        for name, value in sorted(roofline["seconds"].items(), key=lambda i: -i[1])
+    ]
+    bars += [
+        (lane, values["median"], GREY)
+        for lane, values in result["stall_seconds"].items()
+        if values["highest"] > 0
+    ]
     with styled("step"):
         drawing = new_figure(0.4 * len(bars) + 1.0)
         axes = drawing.subplots()
@@ -137,14 +190,29 @@ def render(result: dict[str, Any]) -> str:
     def table(headings: Row, rows: list[Row]) -> str:
         head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
         lines = [
-            f"<tr><td>{escape(n)}</td>" + "".join(f'<td class="n">{escape(c)}</td>' for c in rest) + "</tr>" for n, *rest in rows
+            f"<tr><td>{escape(n)}</td>"
+            + "".join(f'<td class="n">{escape(c)}</td>' for c in rest)
+            + "</tr>"
+            for n, *rest in rows
         ]
         return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
 
     cards = [
-        card("step", f"{result['step_seconds']['median']:.3g} s", f"{result['tokens_per_second']['median']:,.0f} tokens/s"),
-        card("over the roofline", f"{result['roofline']['step_over_bound_ratio']['median']:.2f}", result["roofline"]["bound"]),
-        card("MFU", f"{result['model_flop_utilisation_ratio']['median']:.0%}", "of a matrix multiplication"),
+        card(
+            "step",
+            f"{result['step_seconds']['median']:.3g} s",
+            f"{result['tokens_per_second']['median']:,.0f} tokens/s",
+        ),
+        card(
+            "over the roofline",
+            f"{result['roofline']['step_over_bound_ratio']['median']:.2f}",
+            result["roofline"]["bound"],
+        ),
+        card(
+            "MFU",
+            f"{result['model_flop_utilisation_ratio']['median']:.0%}",
+            "of a matrix multiplication",
+        ),
     ]
     words = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(result))
     return page(
@@ -152,7 +220,13 @@ def render(result: dict[str, Any]) -> str:
         [
             f"<header><h1>infinity bench step</h1><p>{escape(title(result))}</p></header>",
             f'<div class="cards">{"".join(cards)}</div>',
-            section("Step and devices", "", figure(result) + table(ROOFLINE_HEADINGS, roofline_rows(result)) + words),
-            section("Steps", "Medians over the timed steps.", table(STEP_HEADINGS, step_rows(result))),
+            section(
+                "Step and devices",
+                "",
+                figure(result) + table(ROOFLINE_HEADINGS, roofline_rows(result)) + words,
+            ),
+            section(
+                "Steps", "Medians over the timed steps.", table(STEP_HEADINGS, step_rows(result))
+            ),
         ],
     )
