@@ -40,11 +40,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -55,10 +53,8 @@ class Stack(nn.Module):
 
     def __init__(self, width: int, depth: int, checkpointed: bool) -> None:
         super().__init__()
-        self.blocks, self.checkpointed = (
-            nn.ModuleList(Block(width) for _ in range(depth)),
-            checkpointed,
-        )
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.checkpointed = checkpointed
         self.seen: list[tuple[StorageWeakRef, int]] = []
         for block in self.blocks:
             block.up.register_forward_hook(self.see)  # type: ignore[operator, union-attr]
@@ -165,10 +161,8 @@ def make(
         "cpu_memory": "2GiB",
     }
     (folder / name).mkdir()
-    model, kind = (
-        Stack(options.width, options.depth, checkpointed),
-        "cuda" if torch.cuda.is_available() else "cpu",
-    )
+    model = Stack(options.width, options.depth, checkpointed)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
     optimizer: torch.optim.Optimizer
     if config is None:
         optimizer = torch.optim.AdamW(model.to(kind).parameters(), fused=True)

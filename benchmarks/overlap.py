@@ -190,7 +190,7 @@ def main() -> None:
                 run.engine.drain()
                 if run.engine.io is not None:
                     run.engine.io.set_faults()
-                # a shared machine is not as fast now as it was a moment ago
+                # A shared machine is not as fast now as it was a moment ago.
                 after_it = memory.steps(options.steps)
                 compute, forward, backward = (
                     statistics.mean(pair) for pair in zip(before, after_it, strict=True)

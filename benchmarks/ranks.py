@@ -78,7 +78,7 @@ MESSAGES = {
 }
 """How often each way gathers all parameters in a step, and how often it reduces all gradients (data
 parallel to every rank)."""
-# offset of tcpi_bytes_sent in struct tcp_info of linux/tcp.h, from 4.19 on
+# Offset of tcpi_bytes_sent in struct tcp_info of linux/tcp.h, from 4.19 on.
 SENT_AT, TCP_INFO_BYTES = 200, 232
 
 # ---- In a rank ----
@@ -300,10 +300,8 @@ def launch(
         turn.end()
         for rank, output in zip(ranks, outputs, strict=True):
             if rank.returncode > 0:
-                said, errors = (
-                    output.read_text()[-1000:],
-                    output.with_suffix(".errors").read_text()[-4000:],
-                )
+                said = output.read_text()[-1000:]
+                errors = output.with_suffix(".errors").read_text()[-4000:]
                 raise SystemExit(f"{way} failed:\n{said}\n{errors}")
         return [json.loads(output.read_text().strip().splitlines()[-1]) for output in outputs]
 
@@ -323,7 +321,7 @@ def theory(way: str, ranks: int, nbytes: int) -> dict[str, float]:
 
 def rows_of(options: argparse.Namespace, runs: dict[str, list[list[dict[str, Any]]]]) -> list[Row]:
     """A row for each way: over rounds, what each round's steps had as their median."""
-    # not in a rank: it has packages of its own, and its memory counts
+    # Not in a rank: it has packages of its own, and its memory counts.
     from infinity.bench.summary import Row, Spread
 
     times = {

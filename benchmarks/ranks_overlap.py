@@ -90,7 +90,7 @@ class Run:
             settling += time.perf_counter() - begin
             self.optimizer.step()
             self.optimizer.zero_grad()
-        # gathers for the next step: with those of the step before in, those of each step count once
+        # Gathers for the next step: with those of the step before in, those of each step count once
         self.exchange.rest()
         end = time.perf_counter()
         return (

@@ -140,7 +140,7 @@ class Plain:
         from transformers import LlamaForCausalLM
 
         self._model = LlamaForCausalLM(config_of(options.model))
-        # not the buffers, as .to() would: rotary frequencies stay in fp32
+        # Not the buffers, as .to() would: rotary frequencies stay in fp32.
         for parameter in self._model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
         fill(self._model.named_parameters(), options.weights)
@@ -604,7 +604,7 @@ def rows_of(
 ) -> list[Row]:
     """A row for each way, and the drive alone: over rounds, what each round's steps had as their
     median."""
-    # not in a child: it has packages of its own, and its memory counts
+    # Not in a child: it has packages of its own, and its memory counts.
     from infinity.bench.summary import Row, Spread
 
     times = {way: [statistics.median(run["step_s"]) for run in mine] for way, mine in runs.items()}

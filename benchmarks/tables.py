@@ -115,10 +115,8 @@ def comparison() -> Lines:
         return f"{fact(step[f'98M, {way}'], 'peak_mib', '.2f', MIB_TO_GIB)} GiB"
 
     offloaded = ("infinity-cpu", "deepspeed-cpu", "fsdp2-offload")
-    in_memory, on_nvme = (
-        ("98M, infinity-cpu", "98M, deepspeed-cpu"),
-        ("98M, infinity-nvme", "98M, deepspeed-nvme"),
-    )
+    in_memory = ("98M, infinity-cpu", "98M, deepspeed-cpu")
+    on_nvme = ("98M, infinity-nvme", "98M, deepspeed-nvme")
     sent = (fact(ranks[way], "sent_over_ddp_ratio", ".2f") for way in offloaded)
     yield from lines(
         ["", "PyTorch", "infinity", "DeepSpeed 0.19.8", "FSDP2"],

@@ -80,7 +80,7 @@ def accumulate(
             for kind, _ in autocast:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             if autocast:
-                # what was cast without autograd is of no use to a recomputation
+                # What was cast without autograd is of no use to a recomputation.
                 torch.clear_autocast_cache()
             total.backward()
         if autocast:

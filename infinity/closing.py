@@ -81,7 +81,7 @@ def shut_down(
             stack.callback(unit.close)
         if buffer is not None:
             stack.callback(buffer.close)
-        # may be in the middle of a gather, into memory of the store
+        # May be in the middle of a gather, into memory of the store.
         if units[0].exchange is not None:
             stack.callback(units[0].exchange.close)
         stack.callback(hooks.close)

@@ -37,7 +37,7 @@ from infinity.observe import Meter, Ranges
 HUGE_PAGE = 2 << 20
 GPU_PAGE = 64 << 10  # in which a GPU shows its memory to other devices
 _MPOL_INTERLEAVE = 3
-# up to here (at::internal::GRAIN_SIZE) torch's operators run on the thread that calls them
+# Up to here (at::internal::GRAIN_SIZE) torch's operators run on the thread that calls them.
 ALONE_ELEMENTS = 32768
 
 
@@ -64,7 +64,7 @@ def huge_pages(nbytes: int, residue: int = 0, inherited: bool = True) -> torch.T
     )
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin = -whole.data_ptr() % HUGE_PAGE
-    # not the rest, which a huge page would round up to 2 MiB
+    # Not the rest, which a huge page would round up to 2 MiB.
     pages = (residue + nbytes) // HUGE_PAGE * HUGE_PAGE
     if pages and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE, begin, pages)
@@ -91,7 +91,7 @@ def _interleave(address: int, nbytes: int, nodes: Sequence[int]) -> None:
     """Spread pages that nobody has touched yet over several NUMA nodes: else all lie on the one of
     the thread that touches them, and CPU Adam, whose threads are everywhere, has the bandwidth of
     that one alone. Where it is refused, it is so."""
-    # of mbind(2), which libc does not have
+    # Of mbind(2), which libc does not have.
     number = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
     if len(nodes) < 2 or number is None or nbytes == 0:
         return
@@ -420,7 +420,7 @@ class ComputeDevice:
         """
         if not self.unified_memory and copy._event is not None:
             copy._event.wait(torch.cuda.current_stream(self.torch))
-            # nothing to do where it was allocated on this one
+            # Nothing to do where it was allocated on this one.
             memory.record_stream(torch.cuda.current_stream(self.torch))
 
     def _copy(

@@ -136,11 +136,9 @@ class Engine:
         index = unit.position(parameter)
         if not unit.gradients.has(index):
             return None
-        place, scale, clip = (
-            unit.layout.places[index],
-            unit.gradients.loss_scale,
-            unit.gradients.clip_of(index),
-        )
+        place = unit.layout.places[index]
+        scale = unit.gradients.loss_scale
+        clip = unit.gradients.clip_of(index)
         found = unit.states.gather(Kind.GRAD)[place.offset : place.end].view(place.shape)
         gradient = whole(found, unit.parameters[index]).clone()
         gradient = gradient if scale == 1.0 else gradient.float() / scale

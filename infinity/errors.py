@@ -85,13 +85,11 @@ class NvmeError(InfinityError, OSError):
             f"{reason}{of_what}"
         )
         super().__init__(code, text, path)
-        self.operation, self.path, self.offset, self.asked, self.done = (
-            operation,
-            path,
-            offset,
-            asked,
-            done,
-        )
+        self.operation = operation
+        self.path = path
+        self.offset = offset
+        self.asked = asked
+        self.done = done
 
 
 def sentence(error: BaseException) -> str:

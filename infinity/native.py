@@ -47,7 +47,7 @@ def _required(name: str) -> Any:
 
 
 def _way_out(error: Exception) -> str:
-    # the loader of libraries gives the text alone
+    # The loader of libraries gives the text alone.
     too_many = (os.strerror(code) for code in (errno.EMFILE, errno.ENFILE))
     return (
         "; raise the limit with `ulimit -n`" if any(text in str(error) for text in too_many) else ""
@@ -142,7 +142,7 @@ def _best_kind() -> str:
 def cufile() -> Any:
     """libcufile with its driver open (`_aio.CuFile`). Raises `RuntimeError` that says why no drive
     can write to a GPU here."""
-    # it would else leave a cufile.log in the working directory
+    # It would else leave a cufile.log in the working directory.
     if "CUFILE_LOGFILE_PATH" not in os.environ:
         os.environ["CUFILE_LOGFILE_PATH"] = _cufile_log()
     return aio().CuFile(cufile_libraries())

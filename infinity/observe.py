@@ -43,7 +43,7 @@ class Stopwatch:
     `seconds` at any time."""
 
     def __init__(self) -> None:
-        # in all stretches that have ended, and when another one began
+        # In all stretches that have ended, and when another one began.
         self._state: tuple[float, float | None] = 0.0, None
 
     @property

@@ -154,7 +154,7 @@ def copies(device: ComputeDevice, nbytes: int, rounds: int) -> dict[str, list[fl
     """
     try:
         here, there = device.host_memory(nbytes), device.compute_memory(nbytes)
-        # what had this memory before may still be in use by the caller's stream
+        # What had this memory before may still be in use by the caller's stream.
         device.await_stream()
         ways: dict[str, Callable[[], object]] = {
             "host_to_device": lambda: device.upload(there, here),

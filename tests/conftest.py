@@ -25,7 +25,7 @@ elsewhere.move()
 
 TESTS = Path(__file__).parent
 
-# how long an example takes says nothing on a loaded one
+# How long an example takes says nothing on a loaded one.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
@@ -112,7 +112,7 @@ class Footprint:
     def __init__(self) -> None:
         gc.collect()
         names = [_name(task) for task in Path("/proc/self/task").iterdir()]
-        # the kernel's workers of a ring come and go
+        # The kernel's workers of a ring come and go.
         self.threads = sum(not name.startswith("iou-") for name in names)
         self.python_threads = {thread.name for thread in threading.enumerate()}
         self.descriptors = sorted(

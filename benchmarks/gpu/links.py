@@ -157,11 +157,9 @@ def measure(kind: str, folder: Path, count: int, nbytes: int, times: int) -> lis
     """All comparisons, over `count` units of `nbytes` bytes."""
     total = count * nbytes
     with ExitStack() as stack:
-        memory_folder, drive_folder, direct_folder = (
-            folder / "memory",
-            folder / "drive",
-            folder / "direct",
-        )
+        memory_folder = folder / "memory"
+        drive_folder = folder / "drive"
+        direct_folder = folder / "direct"
         for each in (memory_folder, drive_folder, direct_folder):
             each.mkdir()
         memory = Units("cpu", count, nbytes, memory_folder, kind)

@@ -60,10 +60,8 @@ def working(model: dict[str, Any], tokens: int) -> int:
     the loss, in fp32, each with its gradient, and their softmax; one hidden state per block, and
     four times what one block computes, for it is computed again."""
     width = model["hidden_size"]
-    hidden, block = (
-        2 * width * model["num_hidden_layers"],
-        2 * (8 * width + 3 * model["intermediate_size"]),
-    )
+    hidden = 2 * width * model["num_hidden_layers"]
+    block = 2 * (8 * width + 3 * model["intermediate_size"])
     return tokens * (16 * model["vocab_size"] + hidden + 4 * block)
 
 

@@ -120,10 +120,8 @@ class Bench:
             name: piece.data_ptr() if piece.numel() else 0
             for name, piece in self._pieces(case).items()
         }
-        isa, targets = (
-            self._kernels.best_isa(),
-            {name: place for name, place in at.items() if name.startswith("to_")},
-        )
+        isa = self._kernels.best_isa()
+        targets = {name: place for name, place in at.items() if name.startswith("to_")}
 
         def step() -> None:
             self._kernels.update(

@@ -58,7 +58,7 @@ def direct_io_problem(directory: Path) -> str | None:
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".infinity-doctor-") as handle:
             try:
-                # no link
+                # Through the descriptor, so no link of that name can lead elsewhere.
                 descriptor = os.open(f"/proc/self/fd/{handle.fileno()}", os.O_WRONLY | os.O_DIRECT)
             except OSError as error:
                 return f"O_DIRECT refused: {error.strerror}"

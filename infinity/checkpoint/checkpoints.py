@@ -62,7 +62,7 @@ class Checkpoints:
                 "[first, second])"
             )
         extra = load(state, directory.absolute())
-        # of these the checkpoint may have some, of an optimizer that was not saved
+        # Of these the checkpoint may have some, of an optimizer that was not saved.
         for share, _ in shared:
             owners.forget_states(
                 share, [kind for kind in MOMENTS[share.unit.algorithm] if kind in share.unit.blocks]

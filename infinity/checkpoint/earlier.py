@@ -12,10 +12,8 @@ from infinity.checkpoint.files import DATA_NAME
 from infinity.checkpoint.inert import DTYPES, unpickle
 from infinity.checkpoint.manifest import ItemPlace, Manifest, Stamp, tensor_metadata
 
-_METADATA, _FILES = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-)
+_METADATA = "torch.distributed.checkpoint.metadata"
+_FILES = "torch.distributed.checkpoint.filesystem"
 NAMES = frozenset(
     {
         (_METADATA, "Metadata"),

@@ -215,7 +215,7 @@ class Loading(LoadPlanner):
         self._series: list[Series] = []
         self._items: dict[MetadataIndex, list[ReadItem]] = {}  # by the piece that they fill
         self._pieces: dict[Series, list[ShardPiece]] = {}
-        # what is seen so of what is stored flat
+        # What is seen so of what is stored flat.
         self._boxes: dict[MetadataIndex, tuple[MetadataIndex, layout.Box | None]] = {}
         self.extra: dict[str, Any] = {}
         self.begun = False
@@ -308,7 +308,7 @@ class Loading(LoadPlanner):
         """The reads that fill `series`; none for moments that are zeros."""
         items: list[ReadItem] = []
         keys = [".".join((*series.prefix, name)) for name in series.unit.names]
-        # also where no part of it is on this rank
+        # Also where no part of it is on this rank.
         if not series.is_moment or any(self._reader.tensor(key) for key in keys):
             self._series.append(series)
         for number, key in enumerate(keys):
@@ -357,10 +357,8 @@ class Loading(LoadPlanner):
         chunks = []
         for chunk in found.chunks:
             for box in layout.boxes(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0], size[-1]):
-                offsets, sizes = (
-                    torch.Size((box.row, box.column)),
-                    torch.Size((box.rows, box.columns)),
-                )
+                offsets = torch.Size((box.row, box.column))
+                sizes = torch.Size((box.rows, box.columns))
                 chunks.append(ChunkStorageMetadata(offsets, sizes))
                 key = ".".join((*series.prefix, series.unit.names[number]))
                 self._boxes[MetadataIndex(key, offsets)] = (MetadataIndex(key, chunk.offsets), box)
@@ -408,11 +406,9 @@ class Loading(LoadPlanner):
 
     def _fill(self, series: Series) -> None:
         """In chunks of the store, out of pieces that are cut at other places."""
-        unit, end, dtype = (
-            series.unit,
-            series.unit.layout.shard_numel,
-            series.unit.states.dtype_of(series.kind),
-        )
+        unit = series.unit
+        end = series.unit.layout.shard_numel
+        dtype = series.unit.states.dtype_of(series.kind)
         fill = functools.partial(self._fill_window, self._pieces.get(series, []))
         windows = Reblocked(range(0, end, layout.PIECE), end, dtype, fill)
         chunk = torch.empty(unit.store.chunk_elements, dtype=dtype)

@@ -75,7 +75,7 @@ def save(state: EngineState, directory: Path, extra: Mapping[str, Any]) -> None:
             _save(state, directory, extra)
         else:
             with in_words("the engine cannot be saved"):
-                # what is delayed is seen from now on, by all replicas or by none
+                # What is delayed is seen from now on, by all replicas or by none.
                 state.await_updates()
     except CheckpointError as error:
         failure = error
@@ -119,7 +119,7 @@ class Saving(SavePlanner):
     def __init__(self, state: EngineState, extra: Mapping[str, Any]) -> None:
         self._state, self._extra = state, dict(extra)
         self._items: list[WriteItem] = []
-        # by key: where a nested dict of everything has it
+        # By key: where a nested dict of everything has it.
         self._paths: dict[str, tuple[str, ...]] = {}
         self._sources: dict[MetadataIndex, Callable[[], Any]] = {}
         self._open: tuple[Series, Reblocked] | None = None
@@ -139,7 +139,7 @@ class Saving(SavePlanner):
         return SavePlan(self._items, planner_data=self._paths)
 
     def _plan(self, state: EngineState) -> None:
-        # before anything is written, so that it is refused in time
+        # Before anything is written, so that it is refused in time.
         extra = _packed("extra", self._extra)
         self._add_object(("extra", str(state.rank)), lambda: extra)
         if state.rank == 0:
@@ -159,7 +159,7 @@ class Saving(SavePlanner):
                     source = functools.partial(self._read, series, piece)
                     self._add((*series.prefix, name), piece.chunk, series.dtype, size, source)
         for optimizer, unit, path in state.foreign():
-            # every rank has all of them
+            # Every rank has all of them.
             if unit.index % collectives.size(state.group) == state.rank:
                 self._add_object(path, functools.partial(_pack_foreign, optimizer, unit))
 

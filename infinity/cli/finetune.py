@@ -77,8 +77,8 @@ def finetune(
             typer.echo(json.dumps(summary, allow_nan=False))
         elif world.is_first:
             print_summary(summary)
-        # an exit status other than 0 makes torchrun end the other ranks, the one that writes among
-        # them
+        # An exit status other than 0 makes torchrun end the other ranks, the one that writes among
+        # them.
         world.wait()
         if summary["signal"] is not None:
             raise typer.Exit(128 + summary["signal"])

@@ -61,7 +61,7 @@ def _collect(place: Directory) -> dict[str, int]:
         with lock(place):
             place.reclaim(STATES_NAME)
             remove(place, benchmark)
-            # asked again: a save may have been under way
+            # Asked again: a save may have been under way.
             found |= checkpoints.remove(checkpoints.leftovers(place.path))
     found |= {str(place.path / name): used for name, used in remove_leftovers(place).items()}
     return found

@@ -93,11 +93,9 @@ def budget_text(summary: dict[str, Any], tier: str, before: str) -> str:
 
     With 1 GiB of host memory for two ranks: " of 512 MiB (1 GiB for the 2 ranks of a node)".
     """
-    budget, own, sharing = (
-        summary["memory"][tier]["budget"],
-        budget_of_a_rank(summary, tier),
-        summary["ranks_per_node"],
-    )
+    budget = summary["memory"][tier]["budget"]
+    own = budget_of_a_rank(summary, tier)
+    sharing = summary["ranks_per_node"]
     if not own:
         return ""
     whole = f" ({format_bytes(budget)} for the {sharing} ranks of a node)" if own != budget else ""

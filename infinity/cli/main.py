@@ -53,5 +53,5 @@ def main(
     """Fine-tune PyTorch models larger than GPU memory, and larger than RAM, with their states on
     NVMe."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # paths that are not UTF-8 are printed as they are
+        # Paths that are not UTF-8 are printed as they are.
         sys.stdout.reconfigure(errors="surrogateescape")

@@ -125,11 +125,9 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     def number(value: float | None, form: str = ".4f") -> str:
         return "-" if value is None else format(value, form)
 
-    loss, nvme, seconds = (
-        summary["loss"],
-        summary["nvme_bytes_per_parameter_per_step"],
-        summary["seconds"],
-    )
+    loss = summary["loss"]
+    nvme = summary["nvme_bytes_per_parameter_per_step"]
+    seconds = summary["seconds"]
     ranks = summary["ranks"]
     rows = [
         ("model", f"{summary['model']}, {summary['parameters']:,} parameters"),

@@ -137,7 +137,7 @@ class Trainer:
                     f"{now}; go on with the same, or start anew with another --checkpoint"
                 )
         self.scheduler.load_state_dict(state["scheduler"])
-        # the number of ranks was another one: that of the first is all there is
+        # The number of ranks was another one: that of the first is all there is.
         if state.get("rank", 0) != self._world.rank:
             self._world.seed(self.windows.seed, len(state["steps"]))
         else:
@@ -237,7 +237,7 @@ class Trainer:
                 if self._world.agree(interrupt.signal) is not None:
                     break
                 part = self._world.part(batch)
-                # all run the model, for all hold parts of it
+                # All run the model, for all hold parts of it.
                 loss = self._loss(part if len(part) else batch[:1]).item()
                 total += loss * part.size
                 tokens += part.size

@@ -153,7 +153,7 @@ class _LockFile(NamedTuple):
 
     def _take(self, descriptor: int, made: bool) -> bool:
         """Take the lock; False when it is to be tried again. Raises `PathInUseError`."""
-        # zeros: what a power cut may leave
+        # Zeros: what a power cut may leave.
         content = os.pread(descriptor, _RECORD_BYTES, 0).strip(b"\0")
         holder = Holder.parse(content)
         if content and holder is None:

@@ -34,7 +34,7 @@ _LIMITS = {
 }
 """The largest value of each size, by the names that architectures have for it; far beyond any
 model."""
-# a model without experts
+# A model without experts.
 _MAY_BE_ZERO = frozenset(("num_local_experts", "num_experts", "n_routed_experts"))
 
 

@@ -81,7 +81,7 @@ class Execution:
         self.calls: list[Call] = []
         self.passes: dict[int, Pass] = {}
         """By autograd's number."""
-        # the thread whose forward is under way, see [Note: one thread]
+        # The thread whose forward is under way, see [Note: one thread]
         self._owner: int | None = None
         self._shown: Any = None  # to a profiler: the forward or backward that is under way
         self._backward_since = self._forward_since = self._forward_waited = 0.0
@@ -160,7 +160,7 @@ class Execution:
 
     def _abandon(self, call: Call) -> None:
         self._recorder.hide(call.shown)
-        # the hooks of another thread are out of reach
+        # The hooks of another thread are out of reach.
         if call.saving is not None and call.thread == threading.get_ident():
             call.saving.__exit__(None, None, None)
         for use in call.uses:
@@ -340,7 +340,7 @@ class Executions:
 def caller() -> FrameType | None:
     """The frame that called the hook that calls this."""
     frame: FrameType | None = sys._getframe(2)
-    # of `uncompiled`
+    # Of `uncompiled`.
     while frame is not None and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
         frame = frame.f_back
     return frame

@@ -85,7 +85,7 @@ class _Reading:
             updates.drain()
         else:
             updates.look()
-        # a write goes straight to the home: only a copy tells what was there
+        # A write goes straight to the home: only a copy tells what was there.
         if unit.blocks[Kind.PARAM].permanent:
             self._before = unit.states.read(Kind.PARAM)
         unit.start()
@@ -125,9 +125,9 @@ def _write_back(unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
     if bool(same.all()):
         return
     master = unit.blocks.get(Kind.MASTER)
-    # one that was never written is the parameter, widened
+    # A master that was never written is the parameter, widened.
     if master is not None and master.written:
-        # a split master is what its parameter lacks: it needs the old one
+        # A split master is what its parameter lacks: it needs the old one.
         if unit.blocks[Kind.PARAM].permanent:
             unit.states.write(Kind.PARAM, before)
         unit.states.write(

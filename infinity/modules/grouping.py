@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 
-# they hold, but have no forward
+# They hold, but have no forward.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -135,7 +135,7 @@ def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list
     owner_of = {id(p): group.owner for group in groups for _, p in group.parameters}
     containers = {owner: name.rpartition(".")[0] for name, owner in owners.items()}
     joined: list[list[int]] = []
-    # what the next one of the same kind may be joined to
+    # What the next one of the same kind may be joined to.
     last: dict[tuple[torch.dtype, bool], list[int]] = {}
 
     def go_together(before: list[int], number: int) -> bool:

@@ -199,7 +199,7 @@ class Hooks(Border):
         if not recomputing and torch.is_grad_enabled():
             units = self._units_of[module]
             for tensor in _tensors((args, kwargs)):
-                # the gradient of a leaf may come before the module's last node has run
+                # The gradient of a leaf may come before the module's last node has run.
                 if tensor.grad_fn is not None:
                     tensor.register_hook(lambda _, units=units: self._now.release_touched(units))
 
@@ -238,7 +238,7 @@ class Hooks(Border):
         self._recorder.hide(call.shown)
         if call.saving is not None:
             call.saving.__exit__(None, None, None)
-        # its frames refer to what they had
+        # Its frames refer to what they had.
         failed = output is None and sys.exc_info()[0] is not None
         changed = [name for use in call.uses for name in use.unit.changed()]
         kept = self._end_uses(call, output, failed)
@@ -294,7 +294,7 @@ class Hooks(Border):
         return Showing(unit, self._runtime.enter(unit), self._left)
 
     def _left(self, unit: Unit) -> None:
-        # see [Note: casts]
+        # See [Note: casts]
         if unit.data.state is UnitState.SHARDED and any(map(torch.is_autocast_enabled, _AUTOCAST)):
             torch.clear_autocast_cache()
         unit.release()
@@ -321,7 +321,7 @@ class Hooks(Border):
         view = use.window.tensor(
             saved.size, saved.stride, saved.offset // saved.dtype.itemsize, saved.dtype
         )
-        # a backward that is recorded keeps what it unpacks
+        # A backward that is recorded keeps what it unpacks.
         if found is None or torch.is_grad_enabled():
             view = view.clone()
             use.end()
@@ -338,7 +338,7 @@ class Hooks(Border):
 
     def _collector(self, unit: Unit, index: int) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
-            # classes of parameters hide .grad while the engine holds a gradient
+            # Classes of parameters hide .grad while the engine holds a gradient.
             with torch._C.DisableTorchFunctionSubclass():
                 gradient = _GRAD.__get__(parameter)
                 _GRAD.__set__(parameter, None)

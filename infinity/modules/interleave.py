@@ -79,7 +79,7 @@ class MicroBatch:
         """The unit that it is about to use; None before the first."""
         self.scaled: Noted = []
         self.ended = False
-        # ids of the parameters that its backward reaches; None before
+        # Ids of the parameters that its backward reaches; None before.
         self._reached: frozenset[int] | None = None
         self._hidden: Counter[int] = Counter()  # uses of each unit that autograd did not see
         self._brought: Counter[int] = Counter()  # gradients of each parameter, by id
@@ -140,7 +140,7 @@ class Interleaver:
         self._running: MicroBatch
         self._at: int | None = None  # the unit that is there
         self._idle = executions.new()  # the caller's, which has nothing under way
-        # by id of the parameter, in the order of the micro-batches
+        # By id of the parameter, in the order of the micro-batches.
         self._held: dict[int, list[_HeldGradient]] = {}
         self._last: dict[int, int] = {}  # the micro-batch whose gradient a parameter took last
         self._errors: list[BaseException] = []
@@ -191,7 +191,7 @@ class Interleaver:
                 except BaseException as error:  # no more threads: those that there are end at once
                     self._stop(error)
                     if micro_batch not in self._micro_batches:
-                        # an interrupt may have come when its thread had begun
+                        # An interrupt may have come when its thread had begun.
                         micro_batch.wakeup.release()
                     break
             if self._micro_batches:
@@ -359,10 +359,8 @@ def _carry(device: ComputeDevice) -> Callable[[], None]:
 
     Autocast is not in it: it begins and ends with a forward (see `infinity.accumulate`).
     """
-    function_modes, dispatch_modes = (
-        _get_current_function_mode_stack(),
-        _get_current_dispatch_mode_stack(),
-    )
+    function_modes = _get_current_function_mode_stack()
+    dispatch_modes = _get_current_dispatch_mode_stack()
     saving: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     follow = device.follow()
     # OpenMP and MKL count threads per calling thread. Another count divides a product into other

@@ -205,11 +205,9 @@ def _aliases(model: nn.Module) -> dict[int, list[str]]:
 def _check(weights: Weights, model: nn.Module) -> None:
     shapes = {id(parameter): tuple(parameter.shape) for parameter in model.parameters()}
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model)}
-    needed, known, absent = (
-        {name: buffers[name] for name in buffers if name in weights},
-        set(buffers),
-        [],
-    )
+    needed = {name: buffers[name] for name in buffers if name in weights}
+    known = set(buffers)
+    absent = []
     for key, names in _aliases(model).items():
         known.update(names)
         name = next((name for name in names if name in weights), None)

@@ -74,10 +74,10 @@ class _Built:
 
     def __init__(self, parameter: nn.Parameter, origin: Origin) -> None:
         self.origin = origin
-        # their numbers are nobody else's as long as these live
+        # Their numbers are nobody else's as long as these live.
         self.storages = [StorageWeakRef(parameter.untyped_storage())]
         self.numel = parameter.numel()
-        # and its names there
+        # The modules that hold it, with its names there.
         self.holders: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 

@@ -61,8 +61,8 @@ class PackedView(NamedTuple):
 
     unit: Unit
     kind: type[torch.Tensor]
-    # need not be the unit's, nor need the bits below be clear: complex numbers are views of real
-    # ones
+    # Need not be the unit's, nor need the bits below be clear: complex numbers are views of real
+    # ones.
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -144,12 +144,10 @@ class Packer:
         unit, offset = found
         form, tensor = form_of(tensor), local(tensor)
         with torch._C.DisableTorchFunctionSubclass():
-            size, stride, conjugate, negative = (
-                tensor.size(),
-                tensor.stride(),
-                tensor.is_conj(),
-                tensor.is_neg(),
-            )
+            size = tensor.size()
+            stride = tensor.stride()
+            conjugate = tensor.is_conj()
+            negative = tensor.is_neg()
             kind = nn.Parameter if isinstance(tensor, nn.Parameter) else type(tensor)
             updates = unit.blocks[Kind.PARAM].home.updates
             return PackedView(

@@ -76,11 +76,9 @@ class OffloadedTensor:
 
     def __init__(self, tensor: torch.Tensor, storage: _OffloadedStorage) -> None:
         self.storage, self.version = storage, tensor._version
-        self.shape, self.stride, self.offset = (
-            tensor.shape,
-            tensor.stride(),
-            tensor.storage_offset(),
-        )
+        self.shape = tensor.shape
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
         self.conjugate, self.negative = tensor.is_conj(), tensor.is_neg()
         self.counter = tensor.detach()
         self.counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

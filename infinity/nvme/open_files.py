@@ -28,7 +28,7 @@ class Files:
         """`name` is what errors call a file whose path is a descriptor."""
         self._name = name
         self._open: OrderedDict[tuple[bytes, bool], Any] = OrderedDict()
-        # for each file that is to be made: bytes to come, and their end
+        # For each file that is to be made: bytes to come, and their end.
         self._writes: dict[bytes, tuple[int, int]] = {}
         for request in writes:
             total, end = self._writes.get(request.path, (0, 0))

@@ -51,7 +51,7 @@ def memory_of(operation: str, tensor: torch.Tensor, what: str) -> tuple[int, int
             f"{what}: a {'quantized' if tensor.is_quantized else tensor.layout} tensor is "
             "more than its bytes"
         )
-    # of a parameter that lives on another tier: raises an error with its name
+    # Of a parameter that lives on another tier: raises an error with its name.
     address = tensor.data_ptr()
     if not tensor.is_contiguous():
         raise ValueError(

@@ -27,7 +27,7 @@ log = logging.getLogger("infinity")
 SLOTS = 4
 SLOT_BYTES = 4 << 20  # staging, made when it is first needed
 
-# a position in the file, and the bytes (uint8, one dimension) that belong there
+# A position in the file, and the bytes (uint8, one dimension) that belong there.
 Piece = tuple[int, torch.Tensor]
 Range = tuple[int, int]  # an offset in the file, and bytes
 

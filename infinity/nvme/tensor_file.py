@@ -26,7 +26,7 @@ from infinity.quantities import round_up
 HEADER_BYTES = 64 << 10  # of a file that is loaded are read first: most headers end there
 FETCH_BYTES = 32 << 20
 LOAD_GAP = 64 << 10  # bytes that nobody asked for are read rather than left out, up to here
-# runs of whole blocks from here on are saved without passing the staging slots
+# Runs of whole blocks from here on are saved without passing the staging slots.
 DIRECT_BYTES = 256 << 10
 
 
@@ -85,7 +85,7 @@ def load(
         raise ValueError(f"load of {shown}: device must be cpu or cuda, not {where}")
     with Files() as files:
         entries = _entries(io, files, name, shown)
-        # not 0: written by one who does not align the data
+        # Not 0: written by one who does not align the data.
         shift = entries[0].begin % 8 if entries else 0
         if names is not None:
             wanted, there = dict.fromkeys(names), {entry.name for entry in entries}

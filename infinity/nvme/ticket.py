@@ -38,7 +38,7 @@ class Ticket:
         self._ended = ended
         self._process = os.getpid()
         self._settled = 0  # of the requests
-        # a collection inside may end another ticket of the same thread
+        # A collection inside may end another ticket of the same thread.
         self._lock = threading.RLock()
         self._complete = False
         self._stopped: Any = None  # the first request that failed

@@ -176,7 +176,7 @@ class Optimizer(torch.optim.Optimizer):
                     "engine is open"
                 )
             updater = found
-            # as in torch: one that is not gets no gradient, and cannot be made to
+            # As in torch: one that is not gets no gradient, and cannot be made to.
             if unit.trainable:
                 taken.setdefault(unit, []).append(unit.position(parameter))
         if updater is None:
@@ -424,10 +424,8 @@ class Optimizer(torch.optim.Optimizer):
         of every parameter, in that order), `skipped_steps`, and where the loss is scaled
         `loss_scaler`.
         """
-        groups, steps = (
-            super().state_dict()["param_groups"],
-            [self._steps.get(key, 0) for key in numbers(self)],
-        )
+        groups = super().state_dict()["param_groups"]
+        steps = [self._steps.get(key, 0) for key in numbers(self)]
         header = {"param_groups": groups, "steps": steps, "skipped_steps": self.skipped_steps}
         return (
             header

@@ -96,7 +96,7 @@ class Owners:
         alone = not any(
             owner() is not None and index not in share.positions for index, owner in owners.items()
         )
-        # masters may say more than parameters that nobody updates
+        # Masters may say more than parameters that nobody updates.
         has_all = len(share.positions) == len(share.unit.parameters)
         for kind in kinds:
             if has_all or (alone and kind is not Kind.MASTER):

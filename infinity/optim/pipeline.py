@@ -79,7 +79,7 @@ class Pipeline:
     def close(self) -> None:
         """Finish what is final, let go of the rest, and end this thread and those of the kernels.
         May be called twice."""
-        # each of these happens, whatever the others meet; the last one first
+        # Each of these happens, whatever the others meet; the last one first.
         with contextlib.ExitStack() as stack:
             stack.callback(self._kernels.close)
             stack.callback(self._thread.join)
@@ -229,7 +229,7 @@ class Pipeline:
         first = _needed_first(self._writing())
         if first is not None:
             self._retire(first)
-        # the last of these has just ended
+        # A chunk that runs or is placed has just ended, so there may be more to do.
         return first is not None or bool(self._chunks.of(Phase.RUNNING, Phase.PLACING))
 
     def _await_states(self, turn: _Turn) -> bool:

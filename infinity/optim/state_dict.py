@@ -51,10 +51,8 @@ def add_states(packed: dict[str, Any], optimizer: Optimizer, steps: Mapping[int,
                 continue
             full = unit.states.gather(kind)
             for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
-                count, part = (
-                    steps.get(id(parameter), 0),
-                    full[place.offset : place.end].view(place.shape),
-                )
+                count = steps.get(id(parameter), 0)
+                part = full[place.offset : place.end].view(place.shape)
                 if count:
                     first = {"step": torch.tensor(float(count))}
                     state = packed["state"].setdefault(number_of[id(parameter)], first)
@@ -82,7 +80,7 @@ def states_in(state_dict: Mapping[str, Any], optimizer: Optimizer) -> list[Mappi
     groups, states = state_dict["param_groups"], state_dict["state"]
     check_header(state_dict, optimizer)
     named = [number for group in groups for number in group["params"]]
-    # of parameters that were never updated, and have no state
+    # Of parameters that were never updated, and have no state.
     masters = state_dict.get("masters", {})
     if not isinstance(masters, Mapping):
         raise misfit(optimizer, f"its masters are a {type(masters).__name__}")

@@ -82,7 +82,7 @@ class Updater(Updates):
         """Steps that were asked for and left out, because their gradients were not finite."""
         self.last = StepRun()
         """What became of the last step."""
-        # last, because it begins a thread
+        # Last, because it begins a thread.
         self._pipeline = Pipeline(store, self._jobs, kernels, recorder)
 
     @property
@@ -343,7 +343,7 @@ class Updater(Updates):
         """Like `look`, before a forward that trains nothing starts a cycle, where steps are seen
         late."""
         if self.speculation.policy.ever_delays:
-            # a forked child would wait for a thread that it does not have
+            # A forked child would wait for a thread that it does not have.
             self._store.latch.check_usable()
             self.look()
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-# a chunk is a multiple of this many elements: the block of the gradient norm, 64 KiB of fp32
+# A chunk is a multiple of this many elements: the block of the gradient norm, 64 KiB of fp32.
 CHUNK_ELEMENTS = 16384
 # 2 MiB of fp32: enough for full bandwidth, and short enough for others to get between
 FULL_CHUNK_ELEMENTS = 1 << 19
-# each costs milliseconds where the model keeps every CPU busy, so larger ones for larger models
+# Each costs milliseconds where the model keeps every CPU busy, so larger ones for larger models.
 MOST_CHUNK_ELEMENTS = 1 << 20
-# of a model: with fewer the first unit of a forward waits noticeably for the chunk before its own
+# Of a model: with fewer the first unit of a forward waits noticeably for the chunk before its own.
 FEWEST_CHUNKS = 64
-# chunks in flight in the optimizer pipeline: two that are read and four that are written
+# Chunks in flight in the optimizer pipeline: two that are read and four that are written.
 STAGED_SETS = 6
 MOST_STAGED_SETS = 24  # what is left of them is read ahead
-# of the memory beyond STAGED_SETS, the part that is for reading ahead, not for cache: one in so
-# many
+# Of the memory beyond STAGED_SETS, the part that is for reading ahead, not for cache: one in so
+# many.
 AHEAD_SHARE = 4
 PAGE = 4096
 WIDEST_ELEMENT = 4  # bytes; a staging slot fits a chunk of any kind

@@ -68,10 +68,8 @@ def bytes_on_tiers(
     """
     parameter, gradient, optimizer = bytes_per_parameter(config)
     whole = StateBytes(trainable * parameter, trainable * gradient, trainable * optimizer)
-    states, frozen_states = (
-        whole.on_rank(ranks, config.stage),
-        StateBytes(frozen * parameter, 0, 0).on_rank(ranks, config.stage),
-    )
+    states = whole.on_rank(ranks, config.stage)
+    frozen_states = StateBytes(frozen * parameter, 0, 0).on_rank(ranks, config.stage)
     tiers = dict.fromkeys(("gpu", "cpu", "nvme"), 0.0)
     places = {
         "parameters": config.parameters,

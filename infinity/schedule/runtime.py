@@ -84,11 +84,9 @@ class Runtime:
         try:
             if new:
                 self.look_ahead()
-            state, gathered, start = (
-                unit.blocks[Kind.PARAM].copy.state,
-                unit.gathered(),
-                time.perf_counter(),
-            )
+            state = unit.blocks[Kind.PARAM].copy.state
+            gathered = unit.gathered()
+            start = time.perf_counter()
             with (
                 self._recorder.range(_lane(state), unit.name)
                 if self._waits(state, gathered)

@@ -80,9 +80,9 @@ class Trace:
         self._phase = ""
         self._recording: list[int] = []
         self._held: list[frozenset[int]] = []
-        # where each unit is in the recording
+        # Where each unit is in the recording.
         self._at: defaultdict[int, list[int]] = defaultdict(list)
-        # the prediction of the phase, while a round is predicted
+        # The prediction of the phase, while a round is predicted.
         self._interrupted: tuple[Cycle, int] | None = None
         self.predicted = Cycle(())
         self.position = 0
@@ -90,10 +90,8 @@ class Trace:
 
     def begin(self, phase: str) -> None:
         """A new cycle starts; what was recorded becomes the prediction of its phase."""
-        recorded, known = (
-            (tuple(self._recording), tuple(self._held)),
-            self._cycles.get(self._phase, Cycle(())),
-        )
+        recorded = (tuple(self._recording), tuple(self._held))
+        known = self._cycles.get(self._phase, Cycle(()))
         if self._recording and (known.order, known.held) != recorded:
             self._cycles[self._phase] = Cycle(*recorded)
         self._phase, self._recording, self._held = phase, [], []

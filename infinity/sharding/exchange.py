@@ -258,7 +258,7 @@ class Exchange:
         mine = self._note(going)
         self._watch.write(mine)
         others = self._watch.others()
-        # less than none while this rank's own part is not there
+        # Less than none while this rank's own part is not there.
         waited = time.perf_counter() - going.arrived
         reason = diverged(self._watch.rank, mine, others)
         if not reason and any(note is not None and note.failed for note in others.values()):
@@ -285,7 +285,7 @@ class Exchange:
         mine = self._note(collective, failed=True)
         others = self._watch.others(patience=2 * self._watch.pause)
         if any(note is not None and note.reason for note in others.values()):
-            # whatever torch met is what became of it
+            # Whatever torch met is what became of it.
             return InfinityError(self._in_vain(mine, others))
         explained = InfinityError(
             diverged(self._watch.rank, mine, others) or f"{error} ({state_of(others)})"
@@ -330,12 +330,12 @@ class Exchange:
         """`error` ended the first in the queue: nothing is joined any more, whatever else fails
         here."""
         if collective.ended():
-            # somebody has given up on it
+            # Somebody has given up on it.
             log.debug("%s had ended when it failed: %s", collective.name, error)
             return
         told = error
         try:
-            # it may be the other ranks' doing
+            # It may be the other ranks' doing.
             if collective.arrived < math.inf and not isinstance(error, NvmeError):
                 self._watch.write(self._note(collective, failed=True))
                 told = self._explain(collective, error)

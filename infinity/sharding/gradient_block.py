@@ -48,10 +48,8 @@ class GradientBlock:
         Reads and writes the chunks of this rank's shard that have any of them.
         """
         unit = self._unit
-        block, overlaps = (
-            unit.blocks[Kind.GRAD],
-            {i: unit.layout.overlap(i, unit.rank) for i in factors},
-        )
+        block = unit.blocks[Kind.GRAD]
+        overlaps = {i: unit.layout.overlap(i, unit.rank) for i in factors}
         starts = unit.states.chunks()
         for begin, end in zip(starts, [*starts[1:], unit.layout.shard_numel], strict=True):
             spans = {

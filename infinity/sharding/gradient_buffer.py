@@ -30,9 +30,9 @@ class GradientBuffer:
 
     def __init__(self, memory: torch.Tensor, parts: int) -> None:
         self._memory = memory
-        # the first one is collected into, and is not free while there is a holder
+        # The first one is collected into, and is not free while there is a holder.
         self._free = deque(memory.chunk(parts))
-        # reductions; how much was collected
+        # Reductions under way, with what each had collected.
         self._posted: deque[tuple[Collective, torch.Tensor, Unit, int]] = deque()
         self._holder: Unit | None = None
         self._collected: set[int] = set()

@@ -99,9 +99,9 @@ class Gradients:
         self._entries = [GradientEntry()] * len(unit.parameters)
         self._loss_scale = 1.0
         self._collected = self._expected = 0
-        # the sum of squares after so many gradients
+        # The sum of squares after so many gradients.
         self._measured: tuple[int, float | None] = (0, None)
-        # whether some of those at home are not averaged over the replicas yet (`Engine.no_sync`)
+        # Whether some of those at home are not averaged over the replicas yet (`Engine.no_sync`).
         self._is_apart = False
 
     def bind(self, buffer: GradientBuffer | None) -> None:
@@ -179,7 +179,7 @@ class Gradients:
             if self._entries[index].where is Where.FORGOTTEN:
                 self._drop_forgotten()
             self._buffer.add(unit, index, gradient)
-            # a reduction that `add` ended may have begun the update without this gradient
+            # A reduction that `add` ended may have begun the update without this gradient.
             if self._collected == self._expected:
                 unit.rollback()
         elif self.has(index):
@@ -203,7 +203,7 @@ class Gradients:
         unit.rollback()
         if self._buffer is not None and self._state is GradientState.COLLECTING:
             self._buffer.forget(unit, indices)
-        # another rank may have some
+        # Another rank may have some.
         elsewhere = unit.ranks.number > 1 and any(entry.where.filled for entry in self._entries)
         loose = self._buffer is None and self._state is GradientState.COLLECTING
         for index in indices:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from infinity.quantities import round_up
 
-# elements: a cache line or more for every dtype, so SIMD kernels start aligned
+# Elements: a cache line or more for every dtype, so SIMD kernels start aligned.
 PARAMETER_ALIGNMENT = 64
 PAGE = 4096  # bytes: every block is whole device blocks, so that O_DIRECT can move it
-# bytes per element of a split master or a bf16 moment, beside a parameter that may be wider
+# Bytes per element of a split master or a bf16 moment, beside a parameter that may be wider.
 NARROWEST_STATE = 2
 
 

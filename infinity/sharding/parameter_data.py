@@ -49,7 +49,7 @@ class ParameterData:
         ]
         held = {id(t): t for t in (*parameters, *self._tensors)}.values()
         guards = {kind: guard_for(unit, kind) for kind in dict.fromkeys(map(type, held))}
-        # with their classes while gathered, and while not
+        # With their classes while gathered, and while not.
         self._guarded = [(t, type(t), guards[type(t)]) for t in held]
         self._positions = {
             id(t): i for those in (parameters, self._tensors) for i, t in enumerate(those)

@@ -66,7 +66,7 @@ class Ranks(NamedTuple):
         torch.distributed ends: torch names them after their members, and the next one of the same
         name would meet the addresses of the last."""
         for group in self.groups():
-            # the user may have ended all of torch.distributed before
+            # The user may have ended all of torch.distributed before.
             with suppress(ValueError, RuntimeError, AssertionError):
                 if dist.get_world_size(group) == dist.get_world_size():
                     dist.destroy_process_group(group)

@@ -166,18 +166,14 @@ class States:
         overlaps = [self.unit.layout.overlap(index, self.unit.rank) for index in positions]
 
         def content(begin: int, end: int) -> torch.Tensor:
-            values, fresh = (
-                torch.empty(end - begin, dtype=self.dtype_of(kind)),
-                torch.zeros(end - begin, dtype=self.unit.dtype),
-            )
+            values = torch.empty(end - begin, dtype=self.dtype_of(kind))
+            fresh = torch.zeros(end - begin, dtype=self.unit.dtype)
             self.read_chunk(kind, begin, values)
             if kind is Kind.MASTER:
                 self.read_chunk(Kind.PARAM, begin, fresh)
             for overlap in overlaps:
-                low, high = (
-                    max(overlap.in_shard, begin) - begin,
-                    min(overlap.in_shard + overlap.length, end) - begin,
-                )
+                low = max(overlap.in_shard, begin) - begin
+                high = min(overlap.in_shard + overlap.length, end) - begin
                 if low < high:
                     values[low:high].copy_(fresh[low:high])
             return values

@@ -108,10 +108,8 @@ class Unit:
         self.trainable = self.parameters[0].requires_grad
         self.parts = [part_of(p) for p in self.parameters]
         """Where what this rank lays out of each parameter lies in it."""
-        shapes, rooms = (
-            [local(p).shape for p in self.parameters],
-            [part.room for part in self.parts],
-        )
+        shapes = [local(p).shape for p in self.parameters]
+        rooms = [part.room for part in self.parts]
         self.layout = FlatLayout(shapes, collectives.size(ranks.shards), rooms, dtype.itemsize)
         first = collectives.rank(ranks.tensor) == 0
         self.counted = [first or cut_along(p) is not None for p in self.parameters]
@@ -132,7 +130,7 @@ class Unit:
         that does that itself."""
         self.gather_posted: Collective | None = None
         """The last gather into the place on the compute device, or the one that is on its way."""
-        # where that went; None when the content has changed since
+        # The lease that it went to; None when the content has changed since.
         self._gathered_lease: object = None
 
     # Declaration
@@ -164,7 +162,7 @@ class Unit:
         self.store, self.algorithm = store, config.algorithm
         self.data = ParameterData(self, config.tuning.poison)
         """What the parameters point at."""
-        # directories for states that have no block
+        # Directories for states that have no block.
         self.spill = config.nvme if config.optimizer == "nvme" else ()
 
         def add(kind: Kind, form: Format, tier: Tier, span: int = 0, whole: bool = False) -> None:

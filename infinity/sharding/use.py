@@ -138,12 +138,10 @@ class Views:
         assign_gradient: Callable[[int, torch.Tensor | None], None] | None = None,
     ) -> None:
         self._assign_gradient = assign_gradient
-        self._parameters, self._tensors, self._places, self._checked = (
-            parameters,
-            tensors,
-            places,
-            checked,
-        )
+        self._parameters = parameters
+        self._tensors = tensors
+        self._places = places
+        self._checked = checked
         self._address = -1
         self._windows: list[Window] = []  # of the run at this address, kept for the next stay there
         self._made: list[torch.Tensor] = []
@@ -176,7 +174,7 @@ class Views:
     def detach(self) -> None:
         """The parameters point elsewhere again."""
         self._versions, self._digests = [], {}
-        # somebody keeps a view: that is told once
+        # Somebody keeps a view: that is told once.
         if any(window.references() > 1 for window in self._windows):
             self.close()
 

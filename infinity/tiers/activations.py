@@ -80,13 +80,11 @@ class Activations:
         recorder: Recorder,
         poison: bool = False,
     ) -> None:
-        self._device, self._memory, self._nvme, self._recorder, self._poison = (
-            device,
-            memory,
-            nvme,
-            recorder,
-            poison,
-        )
+        self._device = device
+        self._memory = memory
+        self._nvme = nvme
+        self._recorder = recorder
+        self._poison = poison
         self._lock = threading.Lock()
         self._closed = False
         self._capacity = memory.numel()
@@ -102,11 +100,9 @@ class Activations:
         self._unwritten_bytes = 0
         self._reading: list[SavedStorage] = []
         self._ahead: deque[SavedStorage] = deque()  # copied to the device, and not asked for
-        self._traffic, self._before, self.last_step = (
-            ActivationTraffic(),
-            ActivationTraffic(),
-            ActivationTraffic(),
-        )
+        self._traffic = ActivationTraffic()
+        self._before = ActivationTraffic()
+        self.last_step = ActivationTraffic()
         self._live = 0
         self.peak = 0
         """The most bytes of storages that were saved here at any time."""

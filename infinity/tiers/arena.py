@@ -11,7 +11,7 @@ import torch
 from infinity.quantities import round_up
 from infinity.tiers.slots import SlotMap
 
-# every float type reads as NaN, so a value used after its lease ended is seen at once
+# Every float type reads as NaN, so a value used after its lease ended is seen at once.
 POISON = 0xFF
 
 

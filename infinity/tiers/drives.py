@@ -29,7 +29,7 @@ log = logging.getLogger("infinity")
 
 ALIGNMENT = 4096
 STRIPE_BYTES = 4 << 20
-# larger ones cost less CPU, but what is needed first then waits longer behind them
+# Larger ones cost less CPU, but what is needed first then waits longer behind them.
 REQUEST_BYTES = 1 << 20
 DIRECT_THREADS = 8
 """For each drive that writes to a GPU: so many requests are under way at once, for one takes a
@@ -67,21 +67,19 @@ class NvmeTier:
         """With `own` the files lie in directories of that name below `directories`, which are made
         and removed."""
         self._own = own
-        self._directories, self._kind, self._budget, self._recorder = (
-            list(directories),
-            engine,
-            budget,
-            recorder,
-        )
+        self._directories = list(directories)
+        self._kind = engine
+        self._budget = budget
+        self._recorder = recorder
         self._shares = shares
         self._parts = ExitStack()  # what `close` undoes, the last first
         self._places: list[Directory] = []
         self._files: list[Any] = []
         self._stripes = Stripes(STRIPE_BYTES, [1.0] * len(directories))
-        # shares, and stripes of the directories that are full
+        # Shares, and stripes of the directories that are full.
         self._layout: tuple[Sequence[float], list[int | None]] = (), []
         self._speeds: list[float] = []  # of the directories, once they were measured
-        # and how many bytes each had room for, at most those that were wanted
+        # How many bytes each directory had room for, at most those that were wanted.
         self._probed: list[int] = []
         self.engines: list[Any] = []
         """The native I/O engines, one per directory; none when nothing is reserved."""
@@ -175,7 +173,7 @@ class NvmeTier:
         self._parts.callback(place.close)
         if not self._own:
             return place
-        # unless somebody keeps something there
+        # It stays where somebody keeps something in it.
         self._parts.callback(place.remove_directory, self._own)
         inner = place.below(self._own)
         self._parts.callback(inner.close)
@@ -218,7 +216,7 @@ class NvmeTier:
                 raise self._refusal(stripes, sum(rooms) * STRIPE_BYTES)
             self._stripes, short = Stripes(STRIPE_BYTES, shares, rooms), False
             lengths = self._stripes.lengths(stripes)
-            # first of all, as another may be on the same drive
+            # First of all, as another may be on the same drive.
             for file, length in zip(self._files, lengths, strict=True):
                 if file.size() > length:
                     file.truncate(length)
@@ -482,7 +480,7 @@ def _fill(file: Any, nbytes: int) -> int:
     """Take as many stripes as there is room for, where `nbytes` is too much; returns how many
     `file` holds then."""
     fits, too_many = file.size() // STRIPE_BYTES, nbytes // STRIPE_BYTES
-    # what statvfs says is free need not be: quotas, and what the file system takes for itself
+    # What statvfs says is free need not be: quotas, and what the file system takes for itself.
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         if _extend(file, middle * STRIPE_BYTES):

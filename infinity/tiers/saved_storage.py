@@ -53,7 +53,7 @@ class SavedStorage:
     ) -> None:
         self.nbytes = storage.nbytes()
         self.state = StorageState.LEAVING
-        # of the slot, in the memory of the tier; None: the slot is memory of its own
+        # Of the slot, in the memory of the tier; None: the slot is memory of its own.
         self.start: int | None = start
         self.slot: torch.Tensor | None = slot
         self.extent: Extent | None = None

@@ -72,7 +72,7 @@ class Store:
         self._changed = threading.Condition()
         self._blocks: list[Block] = []
         self._arenas: dict[str, Arena] = {}
-        # what `close` does, the last first, each whatever the others meet
+        # What `close` does, the last first, each whatever the others meet.
         self._closing = ExitStack()
         self._closing.callback(self._drop_memory)
         self._closing.callback(device.close)
@@ -118,7 +118,7 @@ class Store:
             self._open_drives()
             self._allocate()
             self._lease_homes(rooms.cache)
-            # zeros and poison, and what was there before: copies would overtake them
+            # Zeros and poison, and what was there before: copies would overtake them.
             self._device.await_stream()
             gpu, chunks = self._arenas["gpu"], Chunks(rooms.host.chunk_elements, layout.cuts)
             self.copy_slots = gpu.free_slots - gpu.slots_for(layout.reserve)
@@ -149,11 +149,9 @@ class Store:
 
     def _allocate(self) -> None:
         """Make the arenas, and let the drives know what they read and write."""
-        rooms, host, poison = (
-            self.layout.rooms,
-            self._device.host_memory,
-            self._config.tuning.poison,
-        )
+        rooms = self.layout.rooms
+        host = self._device.host_memory
+        poison = self._config.tuning.poison
         gpu = Arena("gpu", self._device.compute_memory(rooms.device), ALIGNMENT, poison)
         self._arenas["gpu"] = gpu
         self._arenas["cpu"] = Arena("cpu", host(rooms.homes + rooms.cache), ALIGNMENT, poison)

@@ -19,7 +19,7 @@ LONGEST_PATTERN = 32
 NEAR_ENOUGH = 1.05
 """A pattern serves when its slowest drive takes at most so many times as long as with exact
 shares."""
-# of the largest; each file occurs once in any case, so less makes no difference
+# Of the largest; each file occurs once in any case, so less makes no difference.
 _LEAST_SHARE = 1e-3
 _NO_LIMIT = 1 << 62
 
@@ -130,7 +130,7 @@ def pattern_of(shares: Sequence[float]) -> list[int]:
     counts = _counts(shares)
     credits = [0] * len(shares)
     order = []
-    # smooth weighted round robin: everyone earns its count, whoever has most pays for all
+    # Smooth weighted round robin: everyone earns its count, whoever has most pays for all.
     for _ in range(sum(counts)):
         credits = [credit + count for credit, count in zip(credits, counts, strict=True)]
         chosen = credits.index(max(credits))

@@ -184,7 +184,7 @@ def test_of_equally_fast_settings_the_one_with_the_least_in_flight_wins() -> Non
         lambda setting: flat_from_eight(setting) * (1.03 if setting.engine == "posix" else 1)
     )
     assert search(spaces_of(2), both, 60).best.engine == "io_uring"  # as fast, and needs no threads
-    # the best of each is in the finals
+    # The best of each is in the finals.
     assert {setting.engine for setting in both.asked[-3:]} == {"io_uring", "posix"}
     rising = search(spaces_of(1), FakeDevice(lambda setting: float(setting.in_flight_bytes)), 60)
     assert rising.best.in_flight_bytes == 64 * MIB  # the widest within the memory
@@ -511,7 +511,7 @@ def test_a_disk_is_never_filled(tmp_path: Path) -> None:
         assert all(not list(place.iterdir()) for place in places)
     largest = re.search(r"the largest --size that works is (\d+)MiB", sentence)
     assert largest is not None
-    # others write to this disk meanwhile
+    # Others write to this disk meanwhile.
     workspace.check_space(places, int(largest[1]) * MIB - 64 * MIB, 0)
 
 
@@ -938,7 +938,7 @@ def test_deepspeed_parses_the_block(setting: Setting, tmp_path: Path) -> None:
     assert {key: type(value) for key, value in block["aio"].items()} == DEEPSPEED
     aio = block["aio"]
     assert aio["block_size"] == setting.request_bytes
-    # as many requests in flight
+    # As many requests in flight.
     assert aio["queue_depth"] * aio["intra_op_parallelism"] == setting.depth
 
 
@@ -1051,11 +1051,9 @@ def fake_sys(root: Path, number: int) -> Path:
     """A /sys in which the device `number` is a partition, under an encrypted volume, of an NVMe
     drive on PCIe."""
     controller = root / "devices/pci0000:00/0000:01:00.0"
-    disk, part, crypt = (
-        controller / "nvme/nvme0/nvme0n1",
-        controller / "nvme/nvme0/nvme0n1/nvme0n1p2",
-        root / "devices/virtual/dm-0",
-    )
+    disk = controller / "nvme/nvme0/nvme0n1"
+    part = controller / "nvme/nvme0/nvme0n1/nvme0n1p2"
+    crypt = root / "devices/virtual/dm-0"
     for folder in (disk / "queue", part, crypt / "slaves", crypt / "queue", root / "dev/block"):
         folder.mkdir(parents=True)
     (disk / "device").symlink_to(controller / "nvme/nvme0")

@@ -40,7 +40,7 @@ TINY = {
     "max_position_embeddings": 32,
     "tie_word_embeddings": False,
 }
-# queries and output, keys and values, the MLP, two norms
+# Queries and output, keys and values, the MLP, two norms.
 BLOCK = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32
 PARAMETERS = 3 * BLOCK + 2 * 48 * 32 + 32
 
@@ -74,7 +74,7 @@ IN_MEMORY = ("--parameters", "cpu", "--optimizer", "cpu")
 def test_operations_are_those_counted_by_hand() -> None:
     """2 blocks of width 8, 1000 parameters of which 600 in blocks, 2 windows of 16 tokens."""
     shape = Shape(multiplied=1000, in_blocks=600, layers=2, width=8)
-    # layers x tokens x (scores and sums), half of it masked
+    # Layers x tokens x (scores and sums), half of it masked.
     forward = 2 * 1000 * 32 + 2 * 32 * (2 * 16 * 8 + 2 * 16 * 8) / 2
     assert count(shape, 32, 16, recomputes=False) == (3 * forward, 3 * forward)
     again = 2 * 600 * 32 + 2 * 32 * (2 * 16 * 8 + 2 * 16 * 8) / 2

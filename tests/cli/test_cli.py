@@ -940,7 +940,7 @@ def test_a_real_output_loads_in_transformers_and_is_the_next_model(
     finished(*common, "--model", "gpt2-tiny", "--output", tmp_path / "a")
     before = logits(tmp_path / "a")
     kept = finished(*common, "--model", tmp_path / "a", "--lr", 0, "--output", tmp_path / "b")
-    # nothing is learned at a learning rate of 0, so nothing changes
+    # Nothing is learned at a learning rate of 0, so nothing changes.
     assert torch.equal(before, logits(tmp_path / "b"))
     assert kept["model"] == str(tmp_path / "a")
     lanes = {
@@ -966,7 +966,7 @@ def test_a_model_in_an_older_layout_is_converted_and_one_with_missing_weights_re
     config = MixtralConfig(
         vocab_size=320, num_key_value_heads=2, max_position_embeddings=64, dtype="float32", **sizes
     )
-    # one tensor per expert, as on the hub
+    # One tensor per expert, as on the hub.
     MixtralForCausalLM(config).save_pretrained(tmp_path / "old")
     common = ["--data", text, *REAL, "--nvme", nvme, "--model", tmp_path / "old", "--lr", 0]
     finished(*common, "--output", tmp_path / "new")
@@ -978,7 +978,7 @@ def test_a_model_in_an_older_layout_is_converted_and_one_with_missing_weights_re
     )
     result = run("finetune", *common)
     assert result.exit_code == 1
-    # after what transformers reports
+    # After what transformers reports.
     assert result.stderr.splitlines()[-1].endswith("belongs to another model")
 
 

@@ -60,7 +60,7 @@ def test_every_token_is_in_exactly_one_window_and_every_window_in_one_part(
             pack(tokens, length, seed, "it")
         return
     windows = pack(tokens, length, seed, "it")
-    # in order, once, no overlap
+    # In order, once, no overlap.
     assert windows.tokens.reshape(-1).tolist() == list(range(count // length * length))
     assert count - windows.tokens.size < length  # less than one window is left out
     rows = sorted(windows.training.tolist() + windows.validation.tolist())
@@ -280,7 +280,7 @@ def test_the_saved_byte_tokenizer_is_the_same_tokenizer(tmp_path: Path) -> None:
     assert saved(text)["input_ids"] == ids  # no special token is added unasked
     tokens = saved.convert_ids_to_tokens(list(range(256)))
     assert len(set(tokens)) == 256
-    # also the 13 bytes that UTF-8 never uses
+    # Also the 13 bytes that UTF-8 never uses.
     assert saved.convert_tokens_to_ids(tokens) == list(range(256))
 
 

@@ -34,7 +34,7 @@ def made_up_run(steps: int = 12) -> tuple[History, list[Span], Report]:
             at = start + 0.06 * unit
             spans.append(Span("compute", f"model.layers.{unit}", at, at + 0.05))
             spans.append(Span("wait nvme", f"model.layers.{unit}", at - 0.01, at))
-            # overlaps its neighbours
+            # Overlaps its neighbours.
             spans.append(Span("nvme read", f"model.layers.{unit}", at - 0.03, at + 0.04))
             spans.append(Span("nvme write", f"model.layers.{unit}", at + 0.3, at + 0.33))
             spans.append(Span("adam", f"model.layers.{unit}", at + 0.3, at + 0.35))

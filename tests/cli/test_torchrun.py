@@ -219,7 +219,7 @@ def test_one_rank_speaks_and_its_report_is_of_all(
     assert (one["ranks"], summary["ranks"], summary["ranks_per_node"]) == (1, 2, 2)
     for way in ("read", "written"):
         moved, alone = (run["nvme_bytes_per_parameter_per_step"][way] for run in (summary, one))
-        # all that is more is padding
+        # All that is more is padding.
         assert moved["planned"] == pytest.approx(alone["planned"], rel=0.03)
     assert summary["cached"]["of"] == pytest.approx(one["cached"]["of"], rel=0.03)
     assert summary["memory"]["nvme"]["peak"] == pytest.approx(

@@ -151,7 +151,7 @@ def test_a_step_does_not_wait_until_host_memory_was_read_for_the_norm(
         optimizer.step()
         here = threads.count(threading.current_thread().name)
         assert (here, len(threads) - here) == {
-            # nobody knew that there would be a norm, nor how many gradients
+            # Nobody knew that there would be a norm, nor how many gradients.
             0: (len(engine.units), 0),
             3: (len(engine.units), len(engine.units)),
         }.get(number, (0, len(engine.units)))

@@ -107,7 +107,7 @@ def test_a_read_that_fails_in_the_model(
 ) -> None:
     """Whoever waits for the unit gets the error; once the drive reads again, so does training, with
     the same bits."""
-    # the model's thread is the one that meets the failure
+    # The model's thread is the one that meets the failure.
     monkeypatch.setattr(Mover, "post", lambda self, fetch: None)
     losses, states = without_faults(start, gradients=gradients)
     run = start(io_engine=io_engine, gradients=gradients)

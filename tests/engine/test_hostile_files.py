@@ -239,7 +239,7 @@ def test_a_header_that_cannot_be_is_refused_in_one_sentence(header: str | bytes,
     ],
 )
 def test_no_header_takes_time_that_grows_with_its_square(middle: str) -> None:
-    # hours, if it did
+    # Hours, if it did.
     refused(with_header(f'{{"a":{{{FLOAT},"shape":[{middle}],"data_offsets":[0,4]}}}}', 4))
 
 

@@ -319,7 +319,7 @@ def test_an_exception_leaves_the_engine_as_it_was(
             found = [train(model, optimizer, number) for number in range(3)]
             for _ in range(2 * failures):
                 engine.drain()
-                # so that what is resident before and after is what a forward leaves
+                # So that what is resident before and after is what a forward leaves.
                 model(**text_batch(7))
                 before = engine.memory()
                 model.blocks[2].fail = where

@@ -84,7 +84,7 @@ def test_a_collection_on_a_thread_of_the_engine(
     gc.disable()
     try:
         monkeypatch.setattr(owner, method, collecting)
-        # so that places are filled by fetches, which the updater starts
+        # So that places are filled by fetches, which the updater starts.
         monkeypatch.setattr(Residency, "renew", lambda *_: None)
         model.cycle = model
         gone = weakref.ref(model)

@@ -859,11 +859,9 @@ def test_activations_end_though_a_copy_of_them_fails(
         "activation_memory": "4MiB",
     }
     run = start(nn.Linear, activations="cpu", **room)
-    loss, plain, left = (
-        run.model(torch.ones(2000, WIDTH)).mean(),
-        SavedStorage.await_idle,
-        [Odd("on purpose")],
-    )
+    loss = run.model(torch.ones(2000, WIDTH)).mean()
+    plain = SavedStorage.await_idle
+    left = [Odd("on purpose")]
 
     def await_idle(saved: SavedStorage) -> None:
         plain(saved)

@@ -226,7 +226,7 @@ def fails(number: int, at: Call, attempt: Callable[[], object]) -> bool:
     return False
 
 
-# objects whose __init__ has failed
+# Objects whose __init__ has failed.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_every_step_may_fail(tmp_path: Path) -> None:
     """Each function that `wrap` calls fails in its last call. It is the same model all along, in

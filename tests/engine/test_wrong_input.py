@@ -74,11 +74,9 @@ def unchanged(
         for name, p in parameters.items()
     }
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    left, held, generator = (
-        [files(directory) for directory in directories],
-        footprint(),
-        torch.get_rng_state(),
-    )
+    left = [files(directory) for directory in directories]
+    held = footprint()
+    generator = torch.get_rng_state()
     yield
     after = dict(model.named_parameters(remove_duplicate=False))
     assert after.keys() == parameters.keys()
@@ -273,7 +271,7 @@ def test_a_full_file_system(
         pytest.raises(infinity.BudgetError, match=f"^{text}"),
     ):
         infinity.wrap(model, config(path))
-    # all of it fits into the other
+    # All of it fits into the other.
     infinity.engine(infinity.wrap(model, config([other, path]))).close()
 
 
@@ -766,7 +764,7 @@ def test_scripted_modules(inside: bool, tmp_path: Path) -> None:
         r"hooks, which bring them: wrap the module that"
     )
     refused(nn.Sequential(nn.Linear(8, 8), scripted) if inside else scripted, text, tmp_path)
-    # has none
+    # Has none.
     plain = infinity.wrap(
         nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.GELU())), config(tmp_path)
     )
@@ -880,10 +878,8 @@ def test_a_module_that_cannot_initialise_itself(
 def test_an_instruction_set_that_the_cpu_lacks(
     tmp_path: Path, footprint: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, text = (
-        transformer(),
-        r"^instruction_set='avx2' is not one that this CPU has; 'auto' is '\w+' here$",
-    )
+    model = transformer()
+    text = r"^instruction_set='avx2' is not one that this CPU has; 'auto' is '\w+' here$"
     real = infinity.native.cpu_adam()
 
     class WithoutAvx:

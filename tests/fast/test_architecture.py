@@ -183,7 +183,7 @@ def needed_by(*modules: str) -> dict[str, list[str]]:
                 target for node in ast.walk(TREES[module]) for target in imported(module, node)
             ]
             ours = list(filter(is_ours, found[module]))
-            # importing a module runs its package first
+            # Importing a module runs its package first.
             packages = [target.rpartition(".")[0] for target in ours]
             pending += [name for name in ours + packages if "." in name]
     return found
@@ -230,7 +230,7 @@ def test_torch_cuda_is_said_in_one_file() -> None:
 
 
 HOOKS = {
-    # step hooks belong to optimizers
+    # Step hooks belong to optimizers.
     "infinity.modules.hooks": re.compile(r"register_(?!step_)\w*hook"),
     "infinity.modules.packing": re.compile(r"saved_tensors_hooks"),
 }
@@ -277,10 +277,10 @@ SHELL = {"typer", "click", "rich", "matplotlib", "infinity.cli"}
 def test_measuring_knows_no_shell() -> None:
     """`infinity.bench`, `infinity.models` and all they import work without the command line and
     what draws its output."""
-    pending, seen = (
-        [module for module in PATHS if module.startswith(("infinity.bench", "infinity.models"))],
-        set(),
-    )
+    pending = [
+        module for module in PATHS if module.startswith(("infinity.bench", "infinity.models"))
+    ]
+    seen = set()
     assert pending
     while pending:
         module = pending.pop()

@@ -121,10 +121,8 @@ def test_parameters_and_states_of_a_unit_together_where_updates_are_speculative(
 
 
 def test_a_parameter_inside_its_master_is_worth_more_than_a_rounded_or_frozen_one() -> None:
-    own, frozen = (
-        blocks_of(Kind.PARAM, Kind.GRAD, unit=2, itemsize=4),
-        blocks_of(Kind.PARAM, unit=0),
-    )
+    own = blocks_of(Kind.PARAM, Kind.GRAD, unit=2, itemsize=4)
+    frozen = blocks_of(Kind.PARAM, unit=0)
     rounded = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER, unit=1, master=FP32)
     split = blocks_of(Kind.PARAM, Kind.GRAD, Kind.MASTER, unit=3)
     budget = sum(unit[0].nbytes + unit[1].nbytes for unit in (own, split)) + rounded[1].nbytes

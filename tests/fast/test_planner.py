@@ -37,7 +37,7 @@ class Machine:
         )
         self.units, self.accumulation = units, accumulation
         self.cells: list[int | None] = [None] * slots
-        # expected uses; in the first cycle, a round that has come twice
+        # Expected uses; in the first cycle, a round that has come twice.
         self.future: list[int] = []
         self.past: list[int] = []  # uses of the first cycle
         self.pending: set[int] = set()  # units whose update waits for a place

@@ -363,7 +363,7 @@ def test_work_waits_its_turn_on_the_stream_it_is_given() -> None:
     with torch.cuda.stream(side):
         source = torch.full((n,), 2.0, device="cuda")
         total = torch.full((n,), 1.0, device="cuda")
-        # enough queued work that a kernel on another stream would run too early
+        # Enough queued work that a kernel on another stream would run too early.
         for _ in range(20):
             source = source * 1.0
         cuda.accumulate(

@@ -24,7 +24,7 @@ from support.models import Transformer, text_batch, transformer
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # of inductor, whose warnings change from one torch to the next
+    # Of inductor, whose warnings change from one torch to the next.
     pytest.mark.filterwarnings("ignore"),
 ]
 SETTINGS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1}

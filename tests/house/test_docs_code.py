@@ -66,7 +66,7 @@ def test_python_blocks_run(name: str, namespace: dict[str, Any]) -> None:
         code = block.code
         for there, here in LOCAL.items():
             code = code.replace(there, here)
-        # so that a traceback has the page's line
+        # So that a traceback has the page's line.
         compiled = compile("\n" * block.line + code, name, "exec")
         if block.reason is None:
             exec(compiled, namespace)

@@ -247,7 +247,7 @@ class Machine(RuleBasedStateMachine):
             assert self.rig.nvme is None or self.rig.tier._full or pages > self.pages, (
                 "only for want of room"
             )
-            # in the bundle all the same: what finds room on a small drive depends on time
+            # In the bundle all the same: what finds room on a small drive depends on time.
             return None, tensor
         self.live[saved] = pages, self.seeds
         return saved, tensor if keep else None
@@ -425,7 +425,7 @@ def test_a_drive_that_is_full_keeps_them_on_the_device_and_memory_that_is_full_t
         rig.tier.stepped()
         assert rig.tier.last_step.not_offloaded == 2 * PAGE
         del tensors
-        # in the order in which nobody has room for them
+        # In the order in which nobody has room for them.
         for seed, each in enumerate(filter(None, saved)):
             assert torch.equal(rig.fetch(each), content(1, seed))
 
@@ -662,7 +662,7 @@ def test_a_fused_projection_and_the_input_of_three_layers_move_once() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.first(x)  # saves x
-            # y three times, and the table, which is a buffer
+            # Y three times, and the table, which is a buffer.
             z = self.a(y) * self.table + self.b(y) + self.c(y)
             left, right = z.chunk(2, dim=1)
             return (left * right).sum()  # z twice

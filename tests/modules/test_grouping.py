@@ -407,10 +407,8 @@ def joined(model: nn.Module) -> list[Group]:
         group.name: sum(p.numel() * p.itemsize for _, p in group.parameters)
         for group in (*groups, *result)
     }
-    largest, total = (
-        max(sizes[group.name] for group in groups),
-        sum(sizes[group.name] for group in groups),
-    )
+    largest = max(sizes[group.name] for group in groups)
+    total = sum(sizes[group.name] for group in groups)
     assert Counter(id(p) for g in result for _, p in g.parameters) == Counter(
         id(p) for g in groups for _, p in g.parameters
     )

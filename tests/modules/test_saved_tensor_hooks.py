@@ -223,7 +223,7 @@ def test_hooks_get_what_is_no_parameter(wrap: Wrap) -> None:
             return torch.sigmoid(x * self.weight)
 
     as_plain(act, {}, wrap)
-    # of the plain model, and of both
+    # Of the plain model, and of both.
     assert {tuple(tensor.shape) for tensor in seen} == {(5, WIDTH), (WIDTH,)}
     assert sum(tensor.shape == (WIDTH,) for tensor in seen) == 4
 

@@ -220,10 +220,8 @@ def test_parameters_that_point_elsewhere_were_changed() -> None:
 def test_a_view_that_is_kept_is_told_once() -> None:
     parameter = nn.Parameter(torch.zeros(4, 4))
     layout = FlatLayout([parameter.shape])
-    views, flat = (
-        Views([parameter], [parameter], layout.places, checked=False),
-        torch.zeros(layout.numel),
-    )
+    views = Views([parameter], [parameter], layout.places, checked=False)
+    flat = torch.zeros(layout.numel)
     kept = None
     for expected in ([0], [], []):
         views.attach(flat)
@@ -420,7 +418,7 @@ def test_hooks_that_keep_a_view_inside_of_a_module_are_refused(
     placement: dict[str, Any], wrap: Wrap
 ) -> None:
     def act(self: Weighted, x: torch.Tensor) -> torch.Tensor:
-        # a name of torch's that nothing looks at
+        # A name of torch's that nothing looks at.
         torch.autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t)
         try:
             return nn.functional.linear(x, self.weight)
@@ -585,6 +583,6 @@ def test_a_second_thread_is_refused_while_the_first_is_inside(when: str, wrap: W
         )
     optimizer.step()
     optimizer.zero_grad()
-    # one after the other is all right
+    # One after the other is all right.
     assert run_beside(lambda: model(batch()).sum().backward()) is None
     model(batch())

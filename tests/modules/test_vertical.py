@@ -316,7 +316,7 @@ def test_speculative_updates_wait_for_the_gradients_of_all_micro_batches(tmp_pat
             optimizer.step()
             optimizer.zero_grad()
         report = engine.report()
-    # in the first step nobody knows how many gradients there are
+    # In the first step nobody knows how many gradients there are.
     assert report.updates_kept == (steps - 1) * len(engine.units)
     assert report.updates_rolled_back == 0
 
@@ -545,11 +545,9 @@ def test_ctrl_c_ends_all_micro_batches(
 ) -> None:
     model = wrap(transformer(), tmp_path, precision="fp32")
     with infinity.engine(model) as engine:
-        before, interleaver, noticed = (
-            footprint().python_threads,
-            engine.interleaver(),
-            threading.Event(),
-        )
+        before = footprint().python_threads
+        interleaver = engine.interleaver()
+        noticed = threading.Event()
         stop = interleaver._stop
 
         def noticing(error: BaseException) -> None:
@@ -590,11 +588,9 @@ def test_a_drive_that_fails_is_what_the_caller_hears(tmp_path: Path) -> None:
 def test_a_thread_that_cannot_start_ends_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, footprint: Callable[[], Any]
 ) -> None:
-    model, start, left = (
-        wrap(transformer(), tmp_path, precision="fp32"),
-        threading.Thread.start,
-        iter((True, True, False)),
-    )
+    model = wrap(transformer(), tmp_path, precision="fp32")
+    start = threading.Thread.start
+    left = iter((True, True, False))
 
     def limited(thread: threading.Thread) -> None:
         if not next(left):
@@ -676,10 +672,8 @@ class Calls(TorchFunctionMode):
 
 
 def test_modes_devices_saved_tensors_and_context_reach_the_threads(tmp_path: Path) -> None:
-    model, batches = (
-        wrap(transformer(), tmp_path, precision="fp32"),
-        [text_batch(number) for number in range(3)],
-    )
+    model = wrap(transformer(), tmp_path, precision="fp32")
+    batches = [text_batch(number) for number in range(3)]
     context: contextvars.ContextVar[str] = contextvars.ContextVar("context")
     context.set("the caller's")
     seen: list[Any] = []

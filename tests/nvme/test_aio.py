@@ -344,11 +344,9 @@ def test_an_error_says_of_what_it_is(kind: str, tmp_path: Path) -> None:
 def test_a_ticket_that_is_seen_to_be_complete_keeps_nothing_alive(
     kind: str, tmp_path: Path, seen: str, fails: bool
 ) -> None:
-    file, engine, data = (
-        aio.File(str(tmp_path / "data"), create=True),
-        aio.Engine(kind),
-        memory(noise(BLOCK)),
-    )
+    file = aio.File(str(tmp_path / "data"), create=True)
+    engine = aio.Engine(kind)
+    data = memory(noise(BLOCK))
     engine.set_faults(fail_write_at=0 if fails else -1)
     alive = weakref.ref(data)
     ticket = engine.write(file, 0, data.ctypes.data, data.size, owner=data)
@@ -389,7 +387,7 @@ def test_a_full_file_system_is_reported(kind: str, small_file_system: Path) -> N
 @pytest.mark.parametrize("depth", [1, 2, 64])
 def test_hundreds_of_requests_from_many_threads(kind: str, file: Any, depth: int) -> None:
     engine = aio.Engine(kind, depth=depth, request_bytes=2 * BLOCK)
-    # several device requests each, the last one bounced
+    # Several device requests each, the last one bounced.
     threads, requests, size = 6, 50, 3 * BLOCK + 50
     stride = 4 * BLOCK
 
@@ -439,7 +437,7 @@ def test_many_threads_may_wait_for_one_ticket(kind: str, file: Any) -> None:
 def test_close_drains(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "data"
     file, engine = aio.File(str(path), create=True), aio.Engine(kind, depth=2, request_bytes=BLOCK)
-    # so that most requests are still in flight at close()
+    # So that most requests are still in flight at close().
     engine.set_faults(bytes_per_second=4 << 20)
     data = memory(noise(64 * BLOCK))
     tickets = [write(engine, file, i * BLOCK, data[i * BLOCK : (i + 1) * BLOCK]) for i in range(62)]
@@ -539,7 +537,7 @@ def test_a_promoted_request_that_fails_in_part_ends_once(kind: str, file: Any) -
     data, urgent = memory(noise(32 * BLOCK)), memory(noise(BLOCK, 1))
     slow = engine.write(file, 0, data.ctypes.data, data.size, background=True)
     engine.set_faults(bytes_per_second=1 << 20)
-    # a part of it is cut, and goes on as what it was cut as
+    # A part of it is cut, and goes on as what it was cut as.
     while engine.counters()["device_requests"] == 0:
         pass
     foreground = [write(engine, file, (32 + i) * BLOCK, urgent) for i in range(2)]
@@ -557,7 +555,7 @@ def test_background_requests_end_while_the_foreground_never_rests(
     kind: str, file: Any, depth: int
 ) -> None:
     engine = aio.Engine(kind, depth=depth, threads=1, request_bytes=BLOCK)
-    # so that the queue of the foreground is never empty below
+    # So that the queue of the foreground is never empty below.
     engine.set_faults(bytes_per_second=64 << 20)
     data, urgent, blocks = memory(noise(8 * BLOCK)), memory(noise(BLOCK, 1)), 8
     ticket = engine.write(file, 0, data.ctypes.data, data.size, background=True)
@@ -687,7 +685,7 @@ def test_a_batch_is_one_request_for_the_queue(kind: str, file: Any) -> None:
     data = memory(noise(64 * BLOCK))
     numbers = np.arange(64, dtype=np.uint64) * np.uint64(BLOCK)
     sizes = np.full(64, BLOCK, np.uint64)
-    # returns before it is done
+    # Returns before it is done.
     ticket = engine.write_batch(file, numbers, numbers + np.uint64(data.ctypes.data), sizes)
     assert not ticket.done()
     assert outcome(ticket) == (0, data.size, data.size)
@@ -992,7 +990,7 @@ def test_a_descriptor_closed_under_way_is_an_error(kind: str, file: Any) -> None
     ticket = write(engine, file, 0, data)
     os.close(number)
     error, asked, done = outcome(ticket)
-    # the number is still the file's, which will close it
+    # The number is still the file's, which will close it.
     os.dup2(os.open(os.devnull, os.O_RDONLY), number)
     assert (error, asked) == (errno.EBADF, data.size)
     assert done < asked

@@ -872,7 +872,7 @@ def test_what_we_save_safetensors_loads_and_the_other_way_round(
         assert same(io.load(ours), tensors)
         with safe_open(ours, "pt") as opened:
             assert (opened.metadata() or {}) == (metadata or {})
-        # without a tensor, it writes broken JSON for {}
+        # Without a tensor, it writes broken JSON for {}
         save_file(tensors, theirs, metadata or None)
         assert same(io.load(theirs), tensors)
         for chosen in list(tensors)[::2], []:

@@ -298,7 +298,7 @@ def test_close_to_torch_optimizers(
 ) -> None:
     generator = torch.Generator().manual_seed(3)
     sign = torch.randint(0, 2, (4096,), generator=generator) * 2 - 1
-    # away from zero, where a relative bound means nothing
+    # Away from zero, where a relative bound means nothing.
     start = sign * (torch.rand(4096, generator=generator) + 0.5)
     parameter = torch.nn.Parameter(start.clone())
     optimizer = optimizer([parameter], foreach=False, lr=1e-3, **theirs)
@@ -350,7 +350,7 @@ def test_lion_is_its_paper(isa: str) -> None:
     )
     assert torch.equal(still.update(isa).masters(), torch.ones(64))  # the sign of zero is zero
     still.view("grad", torch.float32)[5] = math.nan
-    # and a NaN is seen
+    # And a NaN is seen.
     assert still.update(isa).masters().isnan().nonzero().flatten().tolist() == [5]
 
 
@@ -467,7 +467,7 @@ def stored_many_times(
     [MANY, values]."""
     repeated = values.repeat(MANY)
     rule = "lion" if kind == "first" else "adagrad"
-    # the new moment is g, or 0 + g * g
+    # The new moment is g, or 0 + g * g.
     hyper = Hyper(lr=0.0, beta1=0.0, beta2=0.0, weight_decay=0.0, grad_scale=1.0)
     grad = repeated if kind == "first" else repeated.sqrt()
     zeros = torch.zeros_like(repeated)
@@ -535,10 +535,8 @@ def test_small_states_find_the_same_minimum(moments: str) -> None:
     n, steps, losses = 8192, 400, []
     for case in (Case(), Case(grad="bf16", param="bf16", master="split", moments=moments)):
         generator = torch.Generator().manual_seed(1)
-        curvature, target = (
-            torch.randn(n, generator=generator).exp(),
-            torch.randn(n, generator=generator),
-        )
+        curvature = torch.randn(n, generator=generator).exp()
+        target = torch.randn(n, generator=generator)
         chunk = make_chunk(case, *(torch.zeros(n) for _ in range(4)))
         for t in range(1, steps + 1):
             off = chunk.view("param", DTYPES[case.param]).float() - target
@@ -594,7 +592,7 @@ def test_int8_keeps_its_bounds(data: st.DataObject) -> None:
             off[values > 2.0**-126] <= torch.where(x < 255.0**-4, 1.0, 0.75)[values > 2.0**-126]
         ).all()
         assert ((back > 0) == (values > 0)).all()
-    # what was saved is what is loaded
+    # What was saved is what is loaded.
     assert torch.equal(decoded(encoded(back, "int8", kind), "int8", kind, n), back)
 
 
@@ -655,7 +653,7 @@ def test_parts_of_a_block_are_read_and_written_alone(data: st.DataObject, seed: 
     encode(block, torch.full((count,), 4.0), moments, kind, begin)
     whole[begin : begin + count] = 4
     if moments == "int8":
-        # the rest of the last group is padding
+        # The rest of the last group is padding.
         whole[begin + count : (begin + count + 31) // 32 * 32] = 0
     assert torch.equal(decoded(block, moments, kind, n), whole)
 

@@ -337,10 +337,8 @@ def test_bytes_that_move(wrap: Wrap) -> None:
         report = engine.report()
         assert report.written_per_parameter == report.planned_written_per_parameter
         padded = sum(unit.layout.numel for unit in engine.units) / report.parameters
-        parameter, states = (
-            2 * padded * ("parameters" not in placement),
-            10 * padded * ("optimizer" not in placement),
-        )
+        parameter = 2 * padded * ("parameters" not in placement)
+        states = 10 * padded * ("optimizer" not in placement)
         # Read for forward, for backward, and by the update where no copy is left.
         most = report.planned_read_per_parameter
         assert most - parameter <= report.read_per_parameter <= most <= 3 * parameter + states

@@ -93,12 +93,10 @@ class Plain:
     """The rules of the scale, as a table of what happens after each step."""
 
     def __init__(self, initial: float, window: int | None, hysteresis: int, minimum: float) -> None:
-        self.scale, self.window, self.hysteresis, self.minimum = (
-            initial,
-            window,
-            hysteresis,
-            minimum,
-        )
+        self.scale = initial
+        self.window = window
+        self.hysteresis = hysteresis
+        self.minimum = minimum
         self.steps: list[bool] = []
         self.borne = 0
 
@@ -154,7 +152,7 @@ def test_without_hysteresis_it_is_the_scale_of_torch(window: int, steps: list[bo
     scale, tracker = torch.tensor(1.0), torch.tensor(0, dtype=torch.int32)
     for finite in steps:
         assert scaler.update(finite)
-        # what GradScaler.update does
+        # What GradScaler.update does.
         torch._amp_update_scale_(scale, tracker, torch.tensor(float(not finite)), 2.0, 0.5, window)
         assert scaler.scale == min(float(scale), 2.0**24)
         scale = torch.tensor(scaler.scale)
@@ -295,7 +293,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_scale(
             expected.zero_grad()
             assert optimizer.grad_norm == expected.grad_norm
             assert equal(contents(engine), contents(reference))
-    # the first is borne
+    # The first is borne.
     assert scales == [2.0**10, 2.0**10, 2.0**9, 2.0**8, 2.0**8, 2.0**8, 2.0**7, 2.0**7]
     assert (
         optimizer.skipped_steps
@@ -322,10 +320,8 @@ def test_any_parameter_in_any_micro_batch_of_any_step(
     bad = data.draw(
         st.dictionaries(st.integers(0, 4), st.integers(0, accumulation - 1), min_size=1, max_size=4)
     )
-    value, name = (
-        data.draw(st.sampled_from([math.inf, math.nan])),
-        data.draw(st.sampled_from(PARAMETERS)),
-    )
+    value = data.draw(st.sampled_from([math.inf, math.nan]))
+    name = data.draw(st.sampled_from(PARAMETERS))
     max_grad_norm = data.draw(st.sampled_from([None, 0.5, 1e6]))
     options = {
         "gradients": data.draw(st.sampled_from(["cpu", "nvme", "gpu"])),

@@ -92,10 +92,8 @@ def test_states_go_to_torch_and_come_from_torch(
     mine, theirs, settings, algorithm = FAMILY[name]
     model, plain = transformer(), transformer()
     engine = wrap(model, algorithm=algorithm)
-    optimizer, expected = (
-        mine(model.parameters(), **settings),
-        theirs(plain.parameters(), **settings),
-    )
+    optimizer = mine(model.parameters(), **settings)
+    expected = theirs(plain.parameters(), **settings)
     train(model, optimizer, range(3))
     train(plain, expected, range(3))
     kinds = {kind for unit in engine.units for kind in unit.blocks}

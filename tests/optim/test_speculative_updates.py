@@ -100,7 +100,7 @@ def test_fifty_steps_of_which_some_are_clipped(
         outcomes.append((norms, engine.state_dict(), states(optimizer)))
         if mode == "speculative":
             units = len(engine.units)
-            # the first step has nothing to guess by
+            # The first step has nothing to guess by.
             assert counts(engine) == (29 * units, 20 * units)
         elif mode != "auto":
             assert counts(engine) == (0, 0)
@@ -314,7 +314,7 @@ def test_nothing_is_seen_of_an_update_before_its_step(
     with torch.no_grad():
         assert torch.equal(engine.model(**text_batch(50)).loss, loss)
     for unit in engine.units:
-        # ties away from zero
+        # Ties away from zero.
         nearest = (unit.states.read(Kind.MASTER).view(torch.int32) + 0x8000 >> 16).to(torch.int16)
         assert torch.equal(unit.states.read(Kind.PARAM).view(torch.int16), nearest)
     optimizer.step()
@@ -349,7 +349,7 @@ def test_what_the_next_forward_needs_first_is_updated_first(
     updated = [span.name for span in engine.recorder.spans()[seen:] if span.lane == "adam"]
     first_uses = [engine.units[index].name for index in Probe(engine).trace.first_uses()]
     assert len(updated) > len(engine.units)  # several chunks each
-    # the pipeline was waiting with a chunk of it, chosen before all were there
+    # The pipeline was waiting with a chunk of it, chosen before all were there.
     came_first, *others = dict.fromkeys(updated)
     assert others == [name for name in first_uses if name != came_first]
 
@@ -432,11 +432,9 @@ def test_kept_updates_write_once_and_read_a_parameter_twice_more_at_most(
         if number > 3:
             # An update that runs ahead may find no copy of the old parameter, and has no place for
             # the new one.
-            plan, parameters = (
-                engine.plan(),
-                sum(unit.blocks[Kind.PARAM].nbytes for unit in engine.units),
-            )
-            # of the step before the last, which was not drained
+            plan = engine.plan()
+            parameters = sum(unit.blocks[Kind.PARAM].nbytes for unit in engine.units)
+            # Of the step before the last, which was not drained.
             read, written = Probe(engine).last_traffic
             assert written == plan.update_written
             assert plan.update_read <= read <= plan.read + 2 * parameters
@@ -466,7 +464,7 @@ def test_what_is_ahead_goes_to_the_copy_that_the_next_forward_uses(
     backward_ended.set()
 
     def renew(store: Residency, block: Block, *rest: Any) -> Any:
-        # a unit that backward still uses has no place for what is new
+        # A unit that backward still uses has no place for what is new.
         assert backward_ended.wait(600)
         placing = plain(store, block, *rest)
         if placing is not None:

@@ -166,10 +166,8 @@ def test_a_backward_that_was_cut_off_leaves_what_it_brought(
     comes back."""
     model, plain = Model(), Model()
     engine = wrap(model, gradients=gradients)
-    mine, theirs = (
-        infinity.AdamW(model.parameters(), lr=1e-2, eps=1e-2),
-        torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-2),
-    )
+    mine = infinity.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-2)
     steps(model, mine, range(1))
     steps(plain, theirs, range(1))
     Raise.armed = True

@@ -23,7 +23,7 @@ from support.specified_adamw import SETTINGS, SpecifiedAdamW
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    # of torch, looking at its inputs
+    # Of torch, looking at its inputs.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 AOT: dict[str, Any] = {"backend": "aot_eager"}

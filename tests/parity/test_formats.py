@@ -378,7 +378,7 @@ def test_states_of_another_format_are_taken_over(name: str, source: str, tmp_pat
     with Training(**IN_MEMORY, **FORMATS[source]) as training:
         training.steps(range(4))
         weights, given = training.engine.state_dict(), training.optimizer.state_dict()
-    # whose parameters are those of the start
+    # Whose parameters are those of the start.
     with Training(nvme=tmp_path, **FORMATS[name]) as training:
         training.optimizer.load_state_dict(given)
         assert differing(training.engine.state_dict(), weights) == []
@@ -484,7 +484,7 @@ copy-on-write."""
 
 
 def wide() -> Transformer:
-    # blocks of 3.15 million parameters: 97 superblocks of int8
+    # Blocks of 3.15 million parameters: 97 superblocks of int8.
     return transformer(width=512, depth=4)
 
 

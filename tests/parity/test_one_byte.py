@@ -236,7 +236,7 @@ def batch(step: int, dtype: torch.dtype, part: slice = slice(None)) -> torch.Ten
     return torch.randn(4, 72, generator=torch.Generator().manual_seed(step))[part].to(dtype)
 
 
-# a rate whose product with a gradient is exact, so that SGD has one way to round
+# A rate whose product with a gradient is exact, so that SGD has one way to round.
 STEPS, RATE = 3, 0.125
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Trained = tuple[list[float], dict[str, torch.Tensor]]

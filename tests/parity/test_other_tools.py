@@ -277,10 +277,8 @@ def test_a_forked_child_is_refused(use: str, wrapped: Transformer) -> None:
 
 def test_a_captured_graph_is_refused(wrapped: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that captures is played."""
-    device, refused = (
-        Probe(infinity.engine(wrapped)).device,
-        "a CUDA graph is being captured, and its replay would skip",
-    )
+    device = Probe(infinity.engine(wrapped)).device
+    refused = "a CUDA graph is being captured, and its replay would skip"
     optimizer = infinity.AdamW(wrapped.parameters())
     loss = wrapped(**text_batch(0)).loss
     monkeypatch.setattr(device, "is_capturing", lambda: True)

@@ -201,8 +201,8 @@ def test_fp32_follows_torch_adamw(family: str, wrap: Wrap) -> None:
     actual = weights_of(model)
     for name, value in plain.state_dict().items():
         if re.search(r"key\.bias|k_proj\.bias|c_attn\.bias", name):
-            # attention does not depend on a bias of the keys: its gradient is rounding, and Adam
-            # makes steps of it
+            # Attention does not depend on a bias of the keys: its gradient is rounding, and Adam
+            # makes steps of it.
             continue
         moved = (value - start[name]).norm()
         assert (actual[name] - value).norm() <= 1e-3 * moved + 1e-7 * value.norm(), name
@@ -577,7 +577,7 @@ def pairwise(blocks: nn.ModuleList, **options: Any) -> Callable[..., torch.Tenso
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("span", [1, 2])
 def test_activation_checkpointing(span: int, use_reentrant: bool, wrap: Wrap) -> None:
-    # a checkpoint needs all its blocks at once
+    # A checkpoint needs all its blocks at once.
     pair = Pair(wrap, transformer(dropout=0.2), room=span, max_grad_norm=1.0)
     for model in (pair.plain, pair.model):
         if span == 1:
@@ -609,7 +609,7 @@ def test_checkpoint_inside_of_the_call(use_reentrant: bool, wrap: Wrap) -> None:
             stage.forward = functools.partial(
                 checkpoint, stage.forward, use_reentrant=use_reentrant
             )
-        # the reentrant kind does not nest without a warning
+        # The reentrant kind does not nest without a warning.
         for block in () if use_reentrant else model.stages["up"].blocks:
             block.forward = functools.partial(
                 checkpoint, block.forward, use_reentrant=use_reentrant
@@ -752,10 +752,8 @@ def test_state_dict_round_trip_continues_bitwise(
 def test_state_dict_has_the_form_of_torch(wrap: Wrap) -> None:
     plain = transformer()
     model = wrap(copy.deepcopy(plain))
-    expected, optimizer = (
-        torch.optim.AdamW(plain.parameters(), **SETTINGS),
-        infinity.AdamW(model.parameters(), **SETTINGS),
-    )
+    expected = torch.optim.AdamW(plain.parameters(), **SETTINGS)
+    optimizer = infinity.AdamW(model.parameters(), **SETTINGS)
     for step in range(3):
         run_step(plain, expected, step)
         run_step(model, optimizer, step)

@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 def build() -> Transformer:
-    # a block has two chunks of the optimizer, the second one in part
+    # A block has two chunks of the optimizer, the second one in part.
     return transformer(width=48, depth=3)
 
 
@@ -195,7 +195,7 @@ def test_io_engine_copy_on_write_and_stripes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # so that blocks this small cross stripes
+    # So that blocks this small cross stripes.
     monkeypatch.setattr("infinity.tiers.drives.STRIPE_BYTES", 5 * PAGE)
     paths = [tmp_path / str(number) for number in range(len(shares))]
     for path in paths:

@@ -35,7 +35,7 @@ LIMIT = 100.0  # of the norm; every fourth step is over it
 
 
 def build(depth: int = 4) -> nn.Module:
-    # a block has four chunks of the optimizer, the last one in part
+    # A block has four chunks of the optimizer, the last one in part.
     return transformer(width=72, depth=depth)
 
 

@@ -136,10 +136,8 @@ def test_no_other_number_of_units_takes_less_time(
 
     def longest(blocks: tuple[BlockSpec, ...]) -> float:
         travelling = [block for block in blocks if block.kind is Kind.PARAM and block.tier != "gpu"]
-        spans, homes = (
-            sum(b.span for b in travelling),
-            sum(b.nbytes for b in blocks if b.tier == "gpu"),
-        )
+        spans = sum(b.span for b in travelling)
+        homes = sum(b.nbytes for b in blocks if b.tier == "gpu")
         room = memory - homes
         if room < (max(concurrent, min(spans, 2 * concurrent)) if travelling else 0):
             return math.inf

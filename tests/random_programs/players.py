@@ -79,10 +79,8 @@ class Player:
         training = self.recipe.training
         groups = [[p for _, p in self.parameters]]
         if training.groups == 2:
-            flat, rest = (
-                [p for p in groups[0] if p.dim() < 2],
-                [p for p in groups[0] if p.dim() >= 2],
-            )
+            flat = [p for p in groups[0] if p.dim() < 2]
+            rest = [p for p in groups[0] if p.dim() >= 2]
             groups = [group for group in (rest, flat) if group]
         rates = (training.lr, training.lr / 2)
         decays = (training.weight_decay, 0.0)
@@ -546,7 +544,7 @@ def run(make: Callable[[], Player]) -> list[Seen]:
     `wrap` can know.
     """
     torch.set_num_threads(1)
-    # also what is small is moved
+    # Also what is small is moved.
     with warnings.catch_warnings(), mock.patch.object(saved_tensors, "LEAST_BYTES", 0):
         warnings.simplefilter("ignore")
         player = None
@@ -577,5 +575,5 @@ def play(recipe: Recipe, placement: str, directory: Path) -> list[Seen]:
             found = re.search(r"gpu_memory=(\d+) \(.* is enough", str(error))
             if found is None:
                 return [Seen(-1, "error", str(error))]
-            # enough for what was in use then; more may be later
+            # Enough for what was in use then; more may be later.
             least = max(int(found[1]), 2 * least)

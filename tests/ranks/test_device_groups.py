@@ -93,7 +93,7 @@ def played() -> Iterator[None]:
         monkeypatch.setattr(
             sys.modules["infinity.build"], "check_reach", lambda ranks, device: None
         )
-        # several pieces, the last one shorter
+        # Several pieces, the last one shorter.
         monkeypatch.setattr(collectives, "PASSING_BYTES", 4096)
         for name in ("_gather", "_reduce_scatter"):
             monkeypatch.setattr(collectives, name, strict(getattr(collectives, name)))

@@ -346,7 +346,7 @@ def the_users_own_collectives_do_not_mix_with_ours(directory: Path, rank: int) -
 
         for block in model:
             block.during = add_up
-        # so that the ranks differ in what is under way
+        # So that the ranks differ in what is under way.
         Probe(engine).exchange.bytes_per_second = 1e6 * (1 + rank)
         train(model, optimizer, 4)
         assert sums == [True] * 4 * DEPTH

@@ -31,7 +31,7 @@ from support.configs import config_of
 from support.rank_group import PATIENCE, RANKS, OnRanks
 
 WIDTH, DEPTH, STEPS = 256, 4, 5
-# of a file, where there is too little: less than a rank's states, and than its part of a checkpoint
+# Of a file, where there is too little: less than a rank's states, and than its part of a checkpoint
 ROOM = 1 << 20
 SOON = 300.0
 """Seconds in which all ranks are told on the slowest machine; by `Tuning.collective_timeout` alone

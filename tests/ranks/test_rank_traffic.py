@@ -79,7 +79,7 @@ REDUCTIONS = ("reduce_scatter_mean", "all_reduce_mean")
 TENSORS = {"bf16": 1_500_000, "fp32": 700_001, "few": 7}
 """Elements of each rank's part in the reductions that are measured alone: several times what is
 received at once, or less."""
-# offset of tcpi_bytes_sent in struct tcp_info of linux/tcp.h, from 4.19 on
+# Offset of tcpi_bytes_sent in struct tcp_info of linux/tcp.h, from 4.19 on.
 SENT_AT, TCP_INFO_BYTES = 200, 232
 
 
@@ -93,10 +93,8 @@ class Call(NamedTuple):
 class Block(nn.Module):
     def __init__(self, factor: int) -> None:
         super().__init__()
-        self.up, self.down = (
-            nn.Linear(WIDTH, factor * WORDS, bias=False),
-            nn.Linear(factor * WORDS, WIDTH, bias=False),
-        )
+        self.up = nn.Linear(WIDTH, factor * WORDS, bias=False)
+        self.down = nn.Linear(factor * WORDS, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(functional.gelu(self.up(x)))

@@ -128,10 +128,8 @@ class Model(nn.Module):
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()
-        self.words, self.places = (
-            nn.Embedding(WORDS, WIDTH),
-            nn.Parameter(torch.linspace(-1, 1, LENGTH * WIDTH).view(LENGTH, WIDTH)),
-        )
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.places = nn.Parameter(torch.linspace(-1, 1, LENGTH * WIDTH).view(LENGTH, WIDTH))
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.words.weight
@@ -261,11 +259,11 @@ class Rank:
             for name, p in model.named_parameters()
         }
         group = mesh["replicate", "shard"] if case.get("grouped", True) else None
-        data, number = (
+        data = (
             mesh["replicate"].get_local_rank() * mesh["shard"].size()
-            + mesh["shard"].get_local_rank(),
-            2,
+            + mesh["shard"].get_local_rank()
         )
+        number = 2
         if group is None or mesh["tp"].size() == RANKS:
             data, number = 0, 1
         parts = case.get("parts", 1)
@@ -332,16 +330,14 @@ class Rank:
     def llama(self) -> dict[str, Any]:
         """An unmodified model of transformers."""
         model, mesh = FAMILIES["llama"].build(), self.mesh["tp"]
-        columns, rows = (
-            (
-                "self_attn.q_proj",
-                "self_attn.k_proj",
-                "self_attn.v_proj",
-                "mlp.gate_proj",
-                "mlp.up_proj",
-            ),
-            "mlp.down_proj",
+        columns = (
+            "self_attn.q_proj",
+            "self_attn.k_proj",
+            "self_attn.v_proj",
+            "mlp.gate_proj",
+            "mlp.up_proj",
         )
+        rows = "mlp.down_proj"
         block = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(
             ("self_attn.o_proj", rows), RowwiseParallel()
         )
@@ -458,10 +454,8 @@ class Rank:
             return {"weights": engine.state_dict(), "states": flat(optimizer)}
 
         def begin(model: Model, steps: int) -> tuple[infinity.Engine, infinity.AdamW]:
-            engine, optimizer = (
-                infinity.engine(model),
-                infinity.AdamW(model.parameters(), **settings()),
-            )
+            engine = infinity.engine(model)
+            optimizer = infinity.AdamW(model.parameters(), **settings())
             for step in range(steps):
                 model(batch(step + 50)).backward()
                 optimizer.step()
@@ -1156,10 +1150,8 @@ def test_the_norm_of_what_counts_does_not_depend_on_chunks(tmp_path: Path) -> No
             Probe(engine).updater.settle([unit])
             unit.counted = [False, True, True, False, True]
             store, kernels = Probe(engine).store, Probe(engine).norm_kernels
-            chunks, norm = (
-                len(unit.states.chunks()),
-                squared_gradient_norm(unit, store, kernels, range(5)),
-            )
+            chunks = len(unit.states.chunks())
+            norm = squared_gradient_norm(unit, store, kernels, range(5))
             counted = [
                 (3 * p.detach().double() ** 2).float()
                 for p, counts in zip(Many().parts, unit.counted, strict=True)

@@ -211,10 +211,8 @@ def decoded(block: torch.Tensor, moments: str, kind: str, n: int, begin: int = 0
 
 
 def split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    param, low = (
-        torch.empty(len(values), dtype=torch.bfloat16),
-        torch.empty(len(values), dtype=torch.int16),
-    )
+    param = torch.empty(len(values), dtype=torch.bfloat16)
+    low = torch.empty(len(values), dtype=torch.int16)
     kernels.split(values.data_ptr(), param.data_ptr(), low.data_ptr(), len(values))
     return param, low
 
@@ -271,10 +269,8 @@ def random_chunk(case: Case, n: int, seed: int = 0) -> Chunk:
                 0, 256, (kernels.block_bytes("int8", n),), dtype=torch.uint8, generator=generator
             )
             for superblock in block.split(kernels.block_bytes("int8", 1)):
-                ordinary, any_class = (
-                    10 ** torch.randn(1024, generator=generator),
-                    random_values(1024, generator).abs(),
-                )
+                ordinary = 10 ** torch.randn(1024, generator=generator)
+                any_class = random_values(1024, generator).abs()
                 chosen = torch.rand(1024, generator=generator) < 0.7
                 superblock[SUPERBLOCK:].view(torch.float32).copy_(
                     torch.where(chosen, ordinary, any_class)

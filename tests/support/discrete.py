@@ -54,7 +54,7 @@ class DiscreteDevice(ComputeDevice):
 
     @contextmanager
     def _as_unified(self) -> Iterator[None]:
-        # nothing is pinned, and there are no generators but the CPU's
+        # Nothing is pinned, and there are no generators but the CPU's.
         before, self.unified_memory = self.unified_memory, True
         try:
             yield

@@ -138,7 +138,7 @@ def train(case: dict[str, Any], directory: Path, rank: int, ranks: Any = None) -
             norms.append(optimizer.grad_norm)
         Probe(engine).rest()
         in_last_step = dict(calls)
-        # the same for all ranks
+        # The same for all ranks.
         saved = directory.parent / f"saved {directory.name.rpartition(' ')[0]}"
         engine.save_checkpoint(saved, optimizer)
         trainable, frozen = (

@@ -49,10 +49,8 @@ class Fake:
     """tests/native/aio/fake_cufile.c: its knobs and counts are attributes."""
 
     def __init__(self, path: Path) -> None:
-        library, codes = (
-            ctypes.CDLL(str(path)),
-            ("open_code", "file_code", "memory_code", "must_copy", "stubborn", "fail_errno"),
-        )
+        library = ctypes.CDLL(str(path))
+        codes = ("open_code", "file_code", "memory_code", "must_copy", "stubborn", "fail_errno")
         names = (
             *codes, "fail_read_at", "fail_result", "fail_reads", "short_every", "wrong_every",
             "reads", "bytes_read", "drivers", "files", "memories", "opened",
@@ -196,7 +194,7 @@ def test_a_fetch_moves_exactly_its_bytes_and_uses_no_staging(
     uploads: list[torch.Tensor] = []
     device.on_upload = lambda target, after: uploads.append(target)
     staging, read, metered = one._arenas["staging"], fake.bytes_read, one.meter.read
-    # there is none to be had
+    # There is none to be had.
     held = [staging.lease(object(), staging.slot_bytes) for _ in range(staging.free_slots)]
     for block in blocks:
         one.resident.start(block)
@@ -226,12 +224,10 @@ def test_what_fails_is_told_with_path_offset_and_bytes(
     store: Any, fake: Fake, result: int, code: int, reason: str
 ) -> None:
     one, _, (block, _) = store()
-    fake.fail_read_at, fake.fail_reads, fake.fail_result, fake.fail_errno = (
-        fake.reads,
-        1 << 30,
-        result,
-        5,
-    )
+    fake.fail_read_at = fake.reads
+    fake.fail_reads = 1 << 30
+    fake.fail_result = result
+    fake.fail_errno = 5
     one.resident.start(block)
     with pytest.raises(infinity.NvmeError, match=reason) as caught:
         one.resident.wait(block)

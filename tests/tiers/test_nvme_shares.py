@@ -103,7 +103,7 @@ def test_the_pattern_is_short_and_serves_every_drive_by_its_share(shares: list[f
         * sum(shares)
         / len(order)
     )
-    # else the slowest drive would do best without any
+    # Else the slowest drive would do best without any.
     if min(shares) * LONGEST_PATTERN >= sum(shares):
         assert slowest <= 1 + len(shares) / LONGEST_PATTERN + 1e-9
     for length in range(len(order)):
@@ -350,7 +350,7 @@ def test_a_slow_drive_gets_less(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     directories = [tmp_path / name for name in "abc"]
-    # in a fifth of a second it moves a fifth of what the others may
+    # In a fifth of a second it moves a fifth of what the others may.
     faulty(1, bytes_per_second=1.0 * MIB)
     with caplog.at_level(logging.INFO, "infinity"), opened(directories, 200 * STRIPE, kind) as made:
         first, slow, last = sizes(directories)

@@ -193,7 +193,7 @@ class Machine(RuleBasedStateMachine):
             "io_engine": self.engine,
             "copy_on_write": copy_on_write,
         }
-        # homes, and sets of three kinds
+        # Homes, and sets of three kinds.
         cpu_memory = (5 if cache == 0 else 1 + 3 * STAGED_SETS) * CHUNK_BYTES + cache
         self.config |= {
             "cache": cache,
@@ -222,7 +222,7 @@ class Machine(RuleBasedStateMachine):
         assert kept == on_nvme if cache > on_nvme else cache - 6 * CHUNK_ELEMENTS < kept <= cache
         self.contents = {block: filled(block, 0) for block in self.params + self.states}
         self.pins = dict.fromkeys(self.params, 0)
-        # what `wait` gave for blocks that are still pinned
+        # What `wait` gave for blocks that are still pinned.
         self.seen: dict[Block, torch.Tensor] = {}
         self.updating: set[Block] = set()
         self.seed = 0

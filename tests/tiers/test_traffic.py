@@ -110,7 +110,7 @@ def test_traffic_is_what_the_planner_states(
 def test_traffic_of_other_placements(
     where: dict[str, str], max_grad_norm: float | None, accumulation: int, tmp_path: Path
 ) -> None:
-    # nothing is done twice
+    # Nothing is done twice.
     config = config_of(nvme=[tmp_path], precision="bf16", update="exact", **ROOMY, **where)
     model = infinity.wrap(build(), config)
     with infinity.engine(model) as engine:
@@ -245,7 +245,7 @@ def test_the_smallest_nvme_memory_works_and_a_byte_less_is_refused(tmp_path: Pat
     with infinity.engine(model) as engine:
         (states,) = [path for path in tmp_path.iterdir() if path.suffix == ".bin"]
         assert states.stat().st_size == least
-        # preallocated: a later write cannot meet a full file system
+        # Preallocated: a later write cannot meet a full file system.
         assert states.stat().st_blocks * 512 >= least
         assert engine.memory()["nvme"] <= least
         assert (states.stat().st_mode & 0o777) == 0o600
@@ -347,7 +347,7 @@ def test_resident_memory_stays_under_the_budgets(tmp_path: Path) -> None:
     activations = 2 * BATCH * LENGTH * (DEPTH * (2 + 6 + 6 + 1) * WIDTH + 256 * 4)
     allowance = measured["largest"] + activations + 32 * MIB
     assert measured["grown"] <= measured["peak"] <= gpu_memory + cpu_memory + allowance
-    # a plain model with masters, moments and gradients holds that much
+    # A plain model with masters, moments and gradients holds that much.
     assert measured["peak"] < 16 * measured["parameters"]
     assert measured["closed"] <= allowance  # although the engine and the optimizer are still there
     assert list(tmp_path.iterdir()) == []

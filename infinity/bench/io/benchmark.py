@@ -199,7 +199,7 @@ class Benchmark:
 
     def _tensors_case(self, way: Operation) -> Case:
         size, seconds = self._plan.tensor_bytes, self._plan.round_seconds
-        # as much at once as the other modes ask for: less CPU time, equal speed
+        # As much at once as the other modes ask for: less CPU time, equal speed.
         batch = max(1, min(PIECE_BYTES // size, 64))
 
         def run(rig: Rig) -> Measured:

@@ -249,10 +249,8 @@ class Rig:
     def _polled(
         self, number: int, pieces: Iterable[Transfer], piece_bytes: int, seconds: float
     ) -> Iterator[float]:
-        slots, until = (
-            _Slots(self.drives[number], self.setting, piece_bytes),
-            time.perf_counter() + seconds,
-        )
+        slots = _Slots(self.drives[number], self.setting, piece_bytes)
+        until = time.perf_counter() + seconds
         free = list(range(min(self.setting.depth, slots.count)))
         live: dict[int, tuple[_Submitted, float]] = {}
         waiting: Iterator[Transfer] | None = iter(pieces)

@@ -131,7 +131,7 @@ def search(
     ends with what it has. Raises `ValueError` when there is not even one measurement.
     """
     scores: dict[Setting, list[float]] = {}
-    # the rest is set aside for the finals
+    # The rest is set aside for the finals.
     calls, climbing = 0, trials - min(FINALISTS * FINAL_ROUNDS, trials // 3)
 
     def score(setting: Setting, again: bool = False) -> float:

@@ -43,10 +43,8 @@ class Evidence:
 def verdict(places: Sequence[DirectoryFacts], evidence: Evidence) -> str:
     """What limits reads or writes, the strongest reason first; one sentence with its number."""
     subject = {"read": "Reads", "write": "Writes"}[evidence.operation]
-    speed, against = (
-        evidence.together,
-        "" if evidence.fio_ratio is None else f" ({evidence.fio_ratio:.0%} of what fio gets)",
-    )
+    speed = evidence.together
+    against = "" if evidence.fio_ratio is None else f" ({evidence.fio_ratio:.0%} of what fio gets)"
     reached = f"{subject} are limited by"
     links = [place.link.bytes_per_second / 1e9 for place in places if place.link is not None]
     cached = next((place for place in places if place.direct_problem or place.in_memory), None)

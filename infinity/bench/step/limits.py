@@ -133,7 +133,7 @@ def drives(
     total, half = count * PIECE_BYTES * len(directories), count // 2
     with ExitStack() as stack:
         memory = nvme.empty(count * PIECE_BYTES, dtype=torch.uint8)
-        # drives may compress
+        # Drives may compress.
         memory.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
         pieces = list(memory.split(PIECE_BYTES))
         places = []

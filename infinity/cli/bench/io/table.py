@@ -137,10 +137,8 @@ def wear_words(wear: dict[str, Any]) -> str:
     text = f"{format_bytes(wear['written_bytes'])} written"
     if wear["endurance_used_percent"] is not None:
         times = f", {wear['runs_count']} times," if wear["runs_count"] > 1 else ""
-        endurance, steps = (
-            format_bytes(wear["endurance_bytes"]),
-            wear["training_steps_per_endurance_count"],
-        )
+        endurance = format_bytes(wear["endurance_bytes"])
+        steps = wear["training_steps_per_endurance_count"]
         text += (
             f"{times} of the {endurance} that each drive endures: "
             f"{wear['endurance_used_percent']:.2g} %"

@@ -66,11 +66,9 @@ def step_rows(result: dict[str, Any]) -> list[Row]:
 
 def roofline_rows(result: dict[str, Any]) -> list[Row]:
     """(device, work per step, what it gives, seconds, of the step), the longest first."""
-    links, nbytes, step = (
-        result["link_gb_per_second"],
-        result["bytes_per_step"],
-        result["step_seconds"]["median"],
-    )
+    links = result["link_gb_per_second"]
+    nbytes = result["bytes_per_step"]
+    step = result["step_seconds"]["median"]
     work = {
         "compute": (
             f"{result['flops']['hardware_per_step_count'] / 1e12:.3g} TFLOP",
