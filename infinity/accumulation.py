@@ -96,8 +96,8 @@ def no_sync(wrapped: nn.Module | Engine) -> AbstractContextManager[None]:
     than their memory demands:
 
         for number, batch in enumerate(micro_batches):
-            with infinity.no_sync(model) if number + 1 < len(micro_batches) else
-            contextlib.nullcontext():
+            last = number + 1 == len(micro_batches)
+            with contextlib.nullcontext() if last else infinity.no_sync(model):
                 model(**batch).loss.backward()
 
     The sums are the same to rounding, also when the last backward before the step is inside. With

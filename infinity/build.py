@@ -328,7 +328,6 @@ class Build:
             self.device,
             store,
             units,
-            self.buffer,
             self.exchange,
             runtime,
             executions,

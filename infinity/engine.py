@@ -33,7 +33,6 @@ from infinity.report import Report, Reporter
 from infinity.schedule.planner import Traffic
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.exchange import Exchange
-from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.tensor_parallel import local, whole
 from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
@@ -50,7 +49,6 @@ class Parts:
     device: ComputeDevice
     store: Store
     units: Sequence[Unit]
-    buffer: GradientBuffer | None
     exchange: Exchange | None
     runtime: Runtime
     executions: Executions
@@ -75,7 +73,6 @@ class Engine:
         self._device = parts.device
         self._store = parts.store
         self._units = parts.units
-        self._buffer = parts.buffer
         self._exchange = parts.exchange
         self._runtime = parts.runtime
         self._executions = parts.executions

@@ -78,10 +78,10 @@ class Checkpoints:
                 "a checkpoint takes optimizers of infinity for the parameters of this model"
             )
         return EngineState(
-            self._units, buffers, optimizers, self.rest, self._savers, self._updater, self._run
+            self._units, buffers, optimizers, self._rest, self._savers, self._updater, self._run
         )
 
-    def rest(self) -> None:
+    def _rest(self) -> None:
         """Return when nothing is under way, so that others may read and write states and join
         collectives."""
         self._updater.drain()

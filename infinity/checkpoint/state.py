@@ -2,18 +2,18 @@
 
 [Note: what lies where]
 A checkpoint is a directory in the format of torch.distributed.checkpoint (DCP), whose tools read
-it. Every tensor has a key:
-`model.<parameter>`, the fp32 values of what is trained (its parameter follows by rounding), what is
-frozen in its dtype; `model.<buffer>`; `optimizer.<state>.<parameter>`, by torch's names of states.
-Parameters and states are flat, (numel,), without padding, and cut where shards end, so any number
-of ranks reads what any other has written. What tensor parallel ranks cut along another dimension
-than the first one is a matrix: (product of the dimensions before that one, product of the others),
-of which each rank has some columns, cut into `boxes`. Either is read where the other is wanted.
-Moments are in bf16 where they are kept so, else in fp32: int8 is decoded, and encodes to the same
-bytes. Moments that no update has written are zeros and have no tensor:
-`infinity.json` lists their keys. Objects are `optimizer.<number>.<unit>`, what an optimizer of
-torch has of a unit, `extra.<rank>`, what the caller gave, and `infinity`, which describes the rest
-(`header`). They are read without running code (`checkpoint/inert`).
+it. Every tensor has a key: `model.<parameter>`, the fp32 values of what is trained (its parameter
+follows by rounding), what is frozen in its dtype; `model.<buffer>`;
+`optimizer.<state>.<parameter>`, by torch's names of states. Parameters and states are flat,
+(numel,), without padding, and cut where shards end, so any number of ranks reads what any other has
+written. What tensor parallel ranks cut along another dimension than the first one is a matrix:
+(product of the dimensions before that one, product of the others), of which each rank has some
+columns, cut into `boxes`. Either is read where the other is wanted. Moments are in bf16 where they
+are kept so, else in fp32: int8 is decoded, and encodes to the same bytes. Moments that no update
+has written are zeros and have no tensor: `infinity.json` lists their keys. Objects are
+`optimizer.<number>.<unit>`, what an optimizer of torch has of a unit, `extra.<rank>`, what the
+caller gave, and `infinity`, which describes the rest (`header`). They are read without running code
+(`checkpoint/inert`).
 
 Three kinds of files: `infinity.json` lists the items with a digest of each (`checkpoint/manifest`).
 `__<rank>_0.distcp` holds the items. `.metadata` is DCP's own index, which DCP's tools need and this
@@ -90,8 +90,8 @@ class Box(NamedTuple):
 
 def boxes(begin: int, end: int, width: int, left: int = 0) -> Iterator[Box]:
     """Elements [begin, end) of a matrix of `width` columns, which are those from `left` on of a
-    wider one, as boxes in that:
-    the end of a row, whole rows, and the beginning of a row, as far as there are any.
+    wider one, as boxes in that: the end of a row, whole rows, and the beginning of a row, as far as
+    there are any.
 
     Example: 3 to 17 of 5 columns: 2 elements of row 0, rows 1 and 2, and 2 elements of row 3.
     """

@@ -239,9 +239,8 @@ def assemble(
         model = infinity.wrap(
             model, config, weights=source.directory, seed=job.seed, group=world.group
         )
-    except (
-        infinity.WeightsError
-    ):  # another model, or files of an older layout, which transformers converts as it loads them
+    except infinity.WeightsError:
+        # Another model, or files of an older layout, which transformers converts as it loads them.
         whole = source.load_whole(
             sum(parameter.numel() for parameter in model.parameters()), job.checkpoint_activations
         )

@@ -69,11 +69,9 @@ def lock(directory: Directory, name: str = LOCK_NAME) -> Lock:
 class Lock:
     """A directory that is ours until `release`, or until this process ends."""
 
-    def __init__(
-        self, directory: Directory, name: str, descriptor: int, owned: bool = False
-    ) -> None:
+    def __init__(self, directory: Directory, name: str, descriptor: int) -> None:
         self._directory, self._name, self._descriptor = directory, name, descriptor
-        self._owned = owned
+        self._owned = False  # the directory, too
         self._process = os.getpid()
 
     def own_directory(self) -> Lock:

@@ -270,7 +270,7 @@ class Interleaving(Protocol):
 
 
 class Executions:
-    """The executions of one model. One runs; there are several while a `Interleaving` interleaves
+    """The executions of one model. One runs; there are several while an `Interleaving` interleaves
     them.
 
     The thread that runs the model calls all methods, but `check_thread` is for any. `buffer` is

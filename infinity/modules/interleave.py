@@ -169,9 +169,9 @@ class Interleaver:
                 micro_batch.work(micro_batch)
                 micro_batch.random = self.device.random_state()
         drawn = [
-            s.random
-            for s, begun in zip(micro_batches, randoms, strict=True)
-            if not all(map(torch.equal, s.random, begun))
+            each.random
+            for each, begun in zip(micro_batches, randoms, strict=True)
+            if not all(map(torch.equal, each.random, begun))
         ]
         self.device.set_random_state([*randoms[:1], *drawn][-1])
 
@@ -307,8 +307,7 @@ class Interleaver:
             raise InfinityError(
                 f"{unit.names[index]} got a gradient of micro-batch {micro_batch.index} after one "
                 "of a later micro-batch, so the sum would have another order than in horizontal "
-                "order; "
-                'use infinity.accumulate(..., order="horizontal")'
+                'order; use infinity.accumulate(..., order="horizontal")'
             )
         micro_batch.bring(parameter)
         held = self._held.setdefault(parameter, [])
@@ -321,8 +320,8 @@ class Interleaver:
         a gradient."""
         held = self._held[parameter]
         while held and not any(
-            s.owes(held[0].unit, parameter)
-            for s in self._micro_batches[: held[0].micro_batch.index]
+            each.owes(held[0].unit, parameter)
+            for each in self._micro_batches[: held[0].micro_batch.index]
         ):
             first = held.pop(0)
             self._last[parameter] = first.micro_batch.index

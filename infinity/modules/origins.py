@@ -143,9 +143,8 @@ class WriterWatch(TorchDispatchMode):
                 self.wrote(tensor, func._schema.name, args)
         elif func._schema.name in _UNINITIALISED and (number := _number(result)) is not None:
             self._empty[number] = StorageWeakRef(result.untyped_storage())
-        elif (
-            func._schema.name == "aten::_to_copy"
-        ):  # what `model.half()` puts in the place of a parameter's data
+        elif func._schema.name == "aten::_to_copy":
+            # What `model.half()` puts in the place of a parameter's data.
             built = self._built.get(_number(args[0]) or 0)
             number = _number(result)
             if built is not None and number is not None and result.is_meta:

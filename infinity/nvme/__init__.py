@@ -24,9 +24,8 @@ Does it block?       The `_async` forms return when all is queued, the others wh
 Queue full?          The call blocks until there is room: a thread can be ahead of the drive by
                      about 2 * depth requests.
 How long must what   Nothing needs to be kept: tensors and files stay until their bytes have moved,
-                     also when the ticket is
-live?                dropped. Until then the content of a tensor that is read into is undefined, and
-                     one that is written must not change.
+live?                also when the ticket is dropped. Until then the content of a tensor that is
+                     read into is undefined, and one that is written must not change.
 What moves?          Exactly the tensor's bytes, as they lie in memory (little-endian), at any
                      offset, address and length. A write changes no other byte of the file, creates
                      the file when there is none, and makes it as long as is needed, never shorter.

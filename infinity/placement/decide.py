@@ -177,10 +177,9 @@ class Placement:
         """The first of `units`, so many that what has most to do in a step has least.
 
         Example, of a GPU with 50 GB/s each way beside a CPU that updates 6e9 parameters per second,
-        per GB and step in bf16:
-        states of 71 million parameters that stay save 12 ms of the CPU, 6 of the way up and 3 of
-        the way down; copies of 500 million parameters save 20 ms of the way up, and nothing else.
-        So it depends on which of them is the longest.
+        per GB and step in bf16: states of 71 million parameters that stay save 12 ms of the CPU, 6
+        of the way up and 3 of the way down; copies of 500 million parameters save 20 ms of the way
+        up, and nothing else. So it depends on which of them is the longest.
         """
         room = self._room(reserve)
         ends = [end for end in itertools.accumulate(map(_home_bytes, units)) if end <= room]

@@ -1,5 +1,5 @@
-"""Walks the plan: at every use of a unit it starts what comes next and waits for this one, and for
-nothing else."""
+"""Walks the trace: at every use of a unit it starts what comes next and waits for this one, and
+for nothing else."""
 
 from __future__ import annotations
 

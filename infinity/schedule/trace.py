@@ -212,11 +212,7 @@ class Trace:
             else self._cycles.get("train", Cycle(()))
         )
 
-    def train_order(self) -> tuple[int, ...]:
-        """The units of the last training cycle, as far as it was recorded."""
-        return self.train_cycle().order
-
     def first_uses(self) -> list[int]:
         """The units in the order in which a training forward first uses them, as far as is
         known."""
-        return list(dict.fromkeys(self.train_order()))
+        return list(dict.fromkeys(self.train_cycle().order))

@@ -170,9 +170,8 @@ class Gradients:
             gradient = gradient.to_dense()
         if not any(entry.where.present for entry in self._entries):
             self._loss_scale = scale
-        elif (
-            scale != self._loss_scale
-        ):  # micro-batches of which some are scaled, or a step of another unit's optimizer between
+        elif scale != self._loss_scale:
+            # Some micro-batches are scaled, or an optimizer of another unit stepped in between.
             gradient = gradient * (self._loss_scale / scale)
         self._state = GradientState.COLLECTING
         if self._buffer is not None:
@@ -239,8 +238,7 @@ class Gradients:
 
     def apply_clips(self, indices: Iterable[int]) -> None:
         """Multiply the clip factors so far into the settled gradients of these parameters, in their
-        dtype, as torch does at once:
-        whoever clips them again rounds twice, too."""
+        dtype, as torch does at once: clipping them again rounds twice, too."""
         self._expect(GradientState.SETTLED, GradientState.SPENT)
         clipped = {
             index: self.clip_of(index)

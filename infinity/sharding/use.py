@@ -135,7 +135,7 @@ class Views:
         tensors: Sequence[torch.Tensor],
         places: Sequence[ParameterPlace],
         checked: bool,
-        assign_gradient: Callable[[int, torch.Tensor | None], None] | None = None,
+        assign_gradient: Callable[[int, torch.Tensor | None], None],
     ) -> None:
         self._assign_gradient = assign_gradient
         self._parameters = parameters
@@ -199,7 +199,7 @@ class Views:
     def assign_gradient(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
         """Somebody sets the gradient of `parameter`, if that is one of these."""
         for index, tensor in enumerate(self._tensors):
-            if tensor is parameter and self._assign_gradient is not None:
+            if tensor is parameter:
                 self._assign_gradient(index, value)
 
     def referenced(self) -> list[int]:

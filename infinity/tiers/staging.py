@@ -249,7 +249,7 @@ class Staging:
         return True
 
     def _write_home(
-        self, home: torch.Tensor, tensor: torch.Tensor, used: Mark | None, background: bool
+        self, home: torch.Tensor, tensor: torch.Tensor, used: Mark | None, _background: bool
     ) -> Copy:
         return self._device.begin_upload(home, tensor, used)
 

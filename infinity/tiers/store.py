@@ -2,9 +2,10 @@
 
 The store opens its parts in order, hands them out, and closes them in reverse:
 
-    layout where every block is at home (`infinity.placement`) resident copies of parameters on the
-    compute device, for the model staging chunks of blocks on the host, for the optimizer and
-    readers of states latch whether all this can go on
+    layout    where every block is at home (`infinity.placement`)
+    resident  copies of parameters on the compute device, for the model
+    staging   chunks of blocks on the host, for the optimizer and readers of states
+    latch     whether all this can go on
 
 Each `Block` has a spec, a home (`tiers/home`) and a device copy (`tiers/block`). Placement is seen
 as time only, never in the values (I8).

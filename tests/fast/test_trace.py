@@ -120,7 +120,7 @@ def test_the_trace_does_what_a_list_would(cycles):
             assert list(trace.upcoming()) == naive.upcoming()
             assert [trace.next_use(u) for u in UNITS] == [naive.next_use(u) for u in UNITS]
             expected = naive.recording if naive.phase == "train" else naive.past.get("train", [])
-            assert trace.train_order() == tuple(expected)
+            assert trace.train_cycle().order == tuple(expected)
             assert trace.first_uses() == sorted(set(expected), key=expected.index)
 
 
@@ -161,14 +161,14 @@ def test_phases_do_not_disturb_each_other():
     assert run(trace, [0, 1, 2], "eval") == 3
     assert run(trace, [0, 1, 2, 1, 0]) == 0
     assert run(trace, [0, 1, 2], "eval") == 0
-    assert trace.train_order() == (0, 1, 2, 1, 0)
+    assert trace.train_cycle().order == (0, 1, 2, 1, 0)
 
 
 def test_uses_of_one_unit_one_after_the_other_count_once():
     trace = CountingTrace()
     trace.begin("train")
     assert [trace.use(unit) for unit in (0, 0, 1, 1, 0)] == [False, True, False, True, False]
-    assert trace.train_order() == (0, 1, 0)
+    assert trace.train_cycle().order == (0, 1, 0)
 
 
 def test_what_was_in_use_around_a_use_is_recorded_with_it():
@@ -230,7 +230,7 @@ def test_a_program_that_repeats_itself_and_begins_no_cycle_is_learned(phase, bef
             trace.use(unit)
     assert trace.misses == before_more
     recorded = [*before, *order[begin:], *order * 7]
-    assert trace.train_order() == (tuple(without_runs(recorded)) if phase == "train" else ())
+    assert trace.train_cycle().order == (tuple(without_runs(recorded)) if phase == "train" else ())
 
 
 def without_runs(order: list[int]) -> list[int]:
@@ -261,7 +261,7 @@ def test_what_was_recorded_of_a_cycle_does_not_depend_on_rounds_inside_of_it(ord
     for uses in [*others, order * 5, order * 5]:
         run(trace, uses)
     assert run(trace, order * 5) == 0
-    assert trace.train_order() == tuple(without_runs(order * 5))
+    assert trace.train_cycle().order == tuple(without_runs(order * 5))
 
 
 def test_a_cycle_goes_on_as_it_is_known_after_a_round_inside_of_it():

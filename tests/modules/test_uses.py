@@ -200,6 +200,10 @@ def test_references_and_digests_of_a_window() -> None:
     assert window.tensor((64,)).sum() == sum(range(64, 128))  # a window keeps its memory
 
 
+def refused(index: int, value: torch.Tensor | None) -> None:
+    raise AssertionError(f"nobody sets a gradient, but that of {index} was set to {value}")
+
+
 def test_parameters_that_point_elsewhere_were_changed() -> None:
     parameters = [
         nn.Parameter(torch.zeros(3)),
@@ -207,7 +211,7 @@ def test_parameters_that_point_elsewhere_were_changed() -> None:
         nn.Parameter(torch.zeros(2, 2)),
     ]
     layout = FlatLayout([p.shape for p in parameters])
-    views = Views(parameters, parameters, layout.places, checked=False)
+    views = Views(parameters, parameters, layout.places, False, refused)
     views.attach(torch.zeros(layout.numel))
     assert (views.changed(), views.referenced()) == ([], [])
     with torch.no_grad():
@@ -220,7 +224,7 @@ def test_parameters_that_point_elsewhere_were_changed() -> None:
 def test_a_view_that_is_kept_is_told_once() -> None:
     parameter = nn.Parameter(torch.zeros(4, 4))
     layout = FlatLayout([parameter.shape])
-    views = Views([parameter], [parameter], layout.places, checked=False)
+    views = Views([parameter], [parameter], layout.places, False, refused)
     flat = torch.zeros(layout.numel)
     kept = None
     for expected in ([0], [], []):

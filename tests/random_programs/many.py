@@ -84,9 +84,8 @@ def run(seed: int, count: int) -> tuple[int, str | None]:
         nonlocal ran, first, last
         if first is None:
             ran += 1
-        elif (
-            recipe.training.moments == "fp32"
-        ):  # what is compared with plain PyTorch needs no other placement
+        elif recipe.training.moments == "fp32":
+            # What is compared with plain PyTorch needs no other placement.
             recipe = dataclasses.replace(recipe, placements=(first.placement,))
         found = difference(recipe)
         if found is None or (first is not None and found.what != first.what):

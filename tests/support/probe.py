@@ -107,16 +107,16 @@ class Probe:
     @property
     def gradient_buffer(self) -> Any:
         """The buffer of gradients that wait for a sum; None where none is needed."""
-        return self.engine._buffer
+        return self.engine._executions._buffer
 
     @property
     def gradient_buffer_bytes(self) -> int:
-        return self.engine._buffer._memory.numel()
+        return self.engine._executions._buffer._memory.numel()
 
     @property
     def gradient_buffer_free(self) -> Any:
         """The places of the buffer that are free."""
-        return self.engine._buffer._free
+        return self.engine._executions._buffer._free
 
     # What has happened
 
@@ -176,7 +176,7 @@ class Probe:
 
     def rest(self) -> None:
         """Wait for the collectives that were begun ahead."""
-        self.engine._checkpoints.rest()
+        self.engine._checkpoints._rest()
 
     def end_interrupted(self) -> None:
         """Forget executions that were cut off, as the next forward does."""

@@ -47,9 +47,8 @@ def arguments(
 
     Sequential, over the file again and again until the time is up, with as many requests in flight:
     through io_uring where it can be had (`ring`), also beside our POSIX threads, else through
-    libaio. fio's own threads (psync) would be no comparison:
-    each has a buffer too small for a huge page. Memory is pinned for fio's ring when it is for
-    ours.
+    libaio. fio's own threads (psync) would be no comparison: each has a buffer too small for a huge
+    page. Memory is pinned for fio's ring when it is for ours.
     """
     options = [
         "--name=global",
