@@ -10,6 +10,7 @@ TOOK = $$(($$(date +%s) - $(START)))
 PYTHON ?= python3
 WERROR ?= OFF
 PYTEST_ARGS ?=
+TESTS ?= tests
 PROGRAMS ?= 5000
 FIRST ?= 1000
 DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 128MiB --cpu-memory 400MiB --steps 30 \
@@ -50,7 +51,7 @@ python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" c
 	@mkdir -p build/empty
 	cd build/empty
 	processes=$$(($$(nproc) >= 4 ? 3 : 2))
-	"$(BIN)/pytest" -c ../../pyproject.toml -n $$processes --dist loadfile $(PYTEST_ARGS) ../../tests
+	"$(BIN)/pytest" -c ../../pyproject.toml -n $$processes --dist loadfile $(PYTEST_ARGS) $(addprefix ../../,$(TESTS))
 
 random-programs: $(VENV)/installed  ## Run PROGRAMS=5000 random programs of seeds from FIRST=1000 on, in two processes
 	@mkdir -p build/empty

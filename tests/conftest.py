@@ -62,11 +62,15 @@ def on_ranks(
     """
 
     def both(task: Any) -> list[str]:
-        if not _groups:
-            _groups.append(Group(tmp_path_factory.mktemp("group")))
-        answers = _groups[0].do(request.path, task, tmp_path)
-        if answers != ["done"] * RANKS:
-            _groups.pop().close()
+        group = _groups.pop() if _groups else Group(tmp_path_factory.mktemp("group"))
+        answers: list[str] = []
+        try:
+            answers = group.do(request.path, task, tmp_path)
+        finally:
+            if answers == ["done"] * RANKS:
+                _groups.append(group)
+            else:
+                group.close()
         return answers
 
     return both

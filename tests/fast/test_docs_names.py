@@ -73,7 +73,17 @@ def test_the_code_has_what_the_glossary_names() -> None:
     assert missing == []
 
 
-PARTS = ("placement", "nvme", "tiers", "sharding", "schedule", "optim", "checkpoint", "modules")
+PARTS = (
+    "directories",
+    "placement",
+    "nvme",
+    "tiers",
+    "sharding",
+    "schedule",
+    "optim",
+    "checkpoint",
+    "modules",
+)
 
 
 def core_nouns() -> Iterator[str]:
@@ -99,7 +109,7 @@ def test_the_glossary_has_every_class_that_a_module_is_named_after() -> None:
 
 
 PLACE = re.compile(
-    r"`((?:infinity|native|tests|benchmarks|examples|bench|checkpoint|cli|modules|nvme|optim|placement|schedule|sharding|tiers)/[\w./]*)`"
+    r"`((?:infinity|native|tests|benchmarks|examples|bench|checkpoint|cli|directories|models|modules|nvme|optim|placement|schedule|sharding|tiers)/[\w./]*)`"
 )
 
 

@@ -87,8 +87,8 @@ def test_private_names_are_read_by_the_probe_only() -> None:
     found = Counter(
         {path.relative_to(TESTS).as_posix(): len(private_names(path)) for path in paths}
     )
-    assert {name: count for name, count in found.items() if count > LEFT.get(name, 0)} == {}, (
-        "ask `support/probe.py`"
+    assert {name: count for name, count in found.items() if count} == LEFT, (
+        "ask `support/probe.py`, or lower the number in LEFT"
     )
 
 

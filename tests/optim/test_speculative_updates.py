@@ -391,7 +391,7 @@ def test_second_homes_take_what_host_memory_is_left_for_the_last_units(
 
 
 @pytest.mark.parametrize("fault", [{"fail_write_at": 0}, {"fail_write_at": 7}, {"fail_read_at": 3}])
-def test_an_early_update_that_fails_leaves_the_last_step_whole(
+def test_a_speculative_update_that_fails_leaves_the_last_step_whole(
     fault: dict[str, int], wrap: Callable[..., infinity.Engine]
 ) -> None:
     engine = wrap("speculative", precision="bf16")

@@ -304,7 +304,7 @@ def test_what_was_forgotten_is_zero_in_memory_and_on_the_drive_without_io(wrap: 
     assert engine.io.counters()["bytes_read"] == before + values[border:].nbytes
 
 
-# Early updates
+# Speculative updates
 
 
 def test_a_rolled_back_update_leaves_what_is_kept_untouched(wrap: Wrap) -> None:

@@ -98,8 +98,8 @@ class Task:
     """Whether all ranks get the first part of the batch."""
     least: bool = False
     peeks: bool = False
-    """Whether the model is evaluated between backward and step, when all that was begun early has
-    been written."""
+    """Whether the model is evaluated between backward and step, when all that was begun in backward
+    has been written."""
     reload: bool = False
     """Whether the second half is trained by a new optimizer that takes over the states of the
     first."""
@@ -230,14 +230,8 @@ def train(
     return result
 
 
-# The other side: a rank
-
-
 def work(task: dict[str, Any], where: Path, rank: int) -> None:
     torch.save(train(Task(**task), where, rank, dist.group.WORLD), where / f"result{rank}.pt")
-
-
-# This side
 
 
 Run = Callable[..., list[dict[str, Any]]]

@@ -14,8 +14,8 @@ from infinity.placement.spec import Kind
 
 
 class Probe:
-    """Questions about an engine, and the parts that a test drives by hand. It keeps nothing and
-    changes nothing by itself."""
+    """Questions about an engine, and the parts that a test drives by hand. It keeps
+    nothing; its last section ends what is under way."""
 
     def __init__(self, engine: infinity.Engine) -> None:
         self.engine = engine
@@ -81,12 +81,6 @@ class Probe:
     def staged_sets(self) -> int:
         """How many sets of staging slots there are."""
         return self.engine._store.staged_sets
-
-    def staging_left(self) -> int:
-        """Bytes of staging slots that the updater did not give back after a failure, which it tells
-        before its thread ends."""
-        self.pipeline._thread.join()
-        return self.engine._store._arenas["staging"].used
 
     @property
     def staging_bytes(self) -> int:
@@ -173,6 +167,13 @@ class Probe:
         changed = self.engine._store._changed
         with changed:
             assert changed.wait_for(lambda: self.failed)
+
+    def staging_left(self) -> int:
+        """Bytes of staging slots that the updater did not give back after a failure, which it tells
+        before its thread ends."""
+        self.await_failure()
+        self.pipeline._thread.join()
+        return self.engine._store._arenas["staging"].used
 
     def rest(self) -> None:
         """Wait for the collectives that were begun ahead."""

@@ -99,7 +99,11 @@ class Group:
             )
             listener.start()
             self.listeners.append(listener)
-        assert self.answers() == ["ready"] * RANKS
+        try:
+            assert self.answers() == ["ready"] * RANKS
+        except BaseException:
+            self.close()
+            raise
 
     @staticmethod
     def _listen(process: subprocess.Popen[str], said: queue.SimpleQueue[str]) -> None:
