@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """On another device than the CPU leave out what cannot run there."""
     for item in items if elsewhere.KIND else ():
         if item.path.relative_to(TESTS).as_posix() not in elsewhere.FILES or item.name.startswith(
-            elsewhere.NEAR
+            elsewhere.UNIFIED_MEMORY_ONLY
         ):
             item.add_marker(pytest.mark.skip(reason=elsewhere.REASON))
 

@@ -21,6 +21,11 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:,.1f} s"
 
 
+def format_loss(loss: float | None, form: str = ".4f") -> str:
+    """`loss` as `form` says; "-" where there is none."""
+    return "-" if loss is None else format(loss, form)
+
+
 class StepRecord(NamedTuple):
     """One optimizer step; `number` counts from 1, `start` and `end` are seconds of
     `time.perf_counter`.

@@ -12,7 +12,14 @@ from rich import progress as bars
 from rich.console import Console
 from rich.table import Table
 
-from infinity.cli.history import TIERS, History, budget_text, cached_text, format_seconds
+from infinity.cli.history import (
+    TIERS,
+    History,
+    budget_text,
+    cached_text,
+    format_loss,
+    format_seconds,
+)
 from infinity.quantities import format_bytes
 
 if TYPE_CHECKING:
@@ -122,9 +129,6 @@ class Silence:
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The summary as (what, value) pairs of text, for the table and the report."""
 
-    def number(value: float | None, form: str = ".4f") -> str:
-        return "-" if value is None else format(value, form)
-
     loss = summary["loss"]
     nvme = summary["nvme_bytes_per_parameter_per_step"]
     seconds = summary["seconds"]
@@ -148,8 +152,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
             "steps",
             str(summary["steps"]) + (" (interrupted)" if summary["signal"] is not None else ""),
         ),
-        ("loss, first to last", f"{number(loss['first'])} to {number(loss['last'])}"),
-        ("validation loss", number(loss["validation"])),
+        ("loss, first to last", f"{format_loss(loss['first'])} to {format_loss(loss['last'])}"),
+        ("validation loss", format_loss(loss["validation"])),
         ("tokens per second", f"{summary['tokens_per_second']:,.0f}"),
     ]
     for way in ("read", "written"):

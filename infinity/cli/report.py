@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.figures import loss_figure, tiers_figure, timeline_figure
-from infinity.cli.history import History, budget_of_a_rank, budget_text, cached_text, format_seconds
+from infinity.cli.history import (
+    History,
+    budget_of_a_rank,
+    budget_text,
+    cached_text,
+    format_loss,
+    format_seconds,
+)
 from infinity.cli.output import write_file
 from infinity.cli.page import card, page, section
 from infinity.observe import Span
 from infinity.quantities import format_bytes
-
-
-def _number(value: float | None, form: str = ".3f") -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _cards(summary: dict[str, Any]) -> str:
@@ -27,8 +30,12 @@ def _cards(summary: dict[str, Any]) -> str:
         f"after step {loss['validation_step']}" if loss["validation_step"] else "no validation"
     )
     cards = [
-        card("Training loss", _number(loss["last"]), f"from {_number(loss['first'])}"),
-        card("Validation loss", _number(loss["validation"]), validation),
+        card(
+            "Training loss",
+            format_loss(loss["last"], ".3f"),
+            f"from {format_loss(loss['first'], '.3f')}",
+        ),
+        card("Validation loss", format_loss(loss["validation"], ".3f"), validation),
         card(
             "Tokens per second",
             f"{summary['tokens_per_second']:,.0f}",

@@ -47,6 +47,7 @@ from infinity.placement.spec import Kind
 from infinity.tiers.drives import STRIPE_BYTES
 from infinity.tiers.stripes import Stripes
 from support.children import CHILD
+from support.machine import IO_ENGINES
 
 MIB = 1 << 20
 SMALL = [
@@ -61,8 +62,6 @@ SMALL = [
     "--round-seconds",
     "0.02",
 ]
-AVAILABLE = native.aio().io_uring_available()[0]
-ENGINES = ["posix", *(["io_uring"] if AVAILABLE else [])]
 
 
 def run(*arguments: object) -> Any:
@@ -328,7 +327,7 @@ def counted(rig: Rig) -> tuple[int, int]:
     return sum(c["bytes_read"] for c in counters), sum(c["bytes_written"] for c in counters)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", IO_ENGINES)
 def test_bytes_are_those_that_the_native_engine_counted(engine: str, drives: list[Drive]) -> None:
     setting = Setting(engine, 4, 256 << 10, 4)
     with Rig(drives, setting) as rig:
@@ -372,7 +371,7 @@ def test_bytes_are_those_that_the_native_engine_counted(engine: str, drives: lis
         assert (rig.moved["read"], rig.moved["write"]) == counted(rig)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", IO_ENGINES)
 def test_a_failing_request_ends_the_run_with_its_place(engine: str, drives: list[Drive]) -> None:
     with Rig(drives, Setting(engine, 4, 256 << 10, 4)) as rig:
         rig.engines[1].set_faults(fail_read_at=6)
@@ -522,7 +521,7 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(tmp_path: Path) -> None:
     )
     missing = tmp_path / "no"
     assert refusal("--path", missing) == (
-        f"--path {missing} does not exist; create it on the drive to be measured: mkdir -p "
+        f"directory {missing} does not exist; create it on the drive to be measured: mkdir -p "
         f"{missing}"
     )
     assert (
@@ -531,11 +530,15 @@ def test_what_makes_no_sense_is_refused_in_one_sentence(tmp_path: Path) -> None:
     )
     assert "the least is 16 MiB" in refusal("--path", tmp_path, "--size", "1MiB")
     assert "multiple of 4096" in refusal("--path", tmp_path, "--request-bytes", 1000)
-    assert "--sustained SECONDS" in refusal("--path", tmp_path, "--write-set", "1GiB")
+    assert "--write-set is what --sustained seconds write;" in refusal(
+        "--path", tmp_path, "--write-set", "1GiB"
+    )
     assert "--tensor-bytes has to be between" in refusal(
         "--path", tmp_path, "--size", "16MiB", "--tensor-bytes", "1GiB"
     )
-    assert "nothing is left" in refusal("--path", tmp_path, "--mode", "read", "--no_read")
+    assert "nothing is left to measure: --mode is empty" in refusal(
+        "--path", tmp_path, "--mode", "read", "--no_read"
+    )
     for option in ("--json", "--report", "--config"):
         assert f"{option} {tmp_path}/no/file cannot be written" in refusal(
             "--path", tmp_path, option, tmp_path / "no/file"
@@ -868,7 +871,7 @@ def test_a_comparison_with_fio_on_two_paths(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b:c"]
     for path in paths:
         path.mkdir()
-    for engine in ENGINES:
+    for engine in IO_ENGINES:
         result = run(
             "--path",
             *paths,
@@ -1207,7 +1210,7 @@ def test_the_largest_size_named_is_one_that_works(size: int, reserve: int) -> No
             workspace.check_space([Path("/"), Path("/")], size, reserve)
         except ConfigError as error:
             assert 2 * size + reserve > 1 << 38
-            named = re.search(r"--size that works is (\d+)MiB", str(error))
+            named = re.search(r"`size` that works is (\d+)MiB", str(error))
             if named:
                 workspace.check_space([Path("/"), Path("/")], int(named[1]) * MIB, reserve)
                 with pytest.raises(ConfigError):

@@ -17,17 +17,16 @@ import pytest
 import torch
 
 import infinity
-from infinity import native
 from infinity.observe import Recorder
 from infinity.tiers import drives
 from infinity.tiers.access import Mover
 from infinity.tiers.drives import STATES_NAME
 from support.faults import Run, fail_from_the_update_on
+from support.machine import IO_ENGINES
 from support.probe import Probe
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60, method="thread")]
 
-IO_ENGINES = ["posix", *(["io_uring"] if native.aio().io_uring_available()[0] else [])]
 each_engine = pytest.mark.parametrize("io_engine", IO_ENGINES)
 STEPS = 3
 

@@ -33,11 +33,10 @@ from infinity.tiers import drives
 from support.budgets import ROOMY
 from support.children import CHILD
 from support.configs import config_of
+from support.machine import PAGE
 from support.models import Transformer, text_batch, transformer
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
-
-PAGE = 4096
 
 
 def config(directory: Path | list[Path], **changes: Any) -> infinity.Config:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from infinity.schedule.planner import MOST_STEPS, Traffic, UnitCost, look_ahead, predict
 from infinity.schedule.trace import Trace
+from support.naive_trace import NaiveTrace
 
 SECONDS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "look_ahead.py"))["seconds"]
 
@@ -39,31 +40,9 @@ class Machine:
         self.cells: list[int | None] = [None] * slots
         # Expected uses; in the first cycle, a round that has come twice.
         self.future: list[int] = []
-        self.past: list[int] = []  # uses of the first cycle
+        self.trace = NaiveTrace()  # knows the uses of the first cycle
         self.pending: set[int] = set()  # units whose update waits for a place
         self.fetched, self.reread, self.known = 0, 0, False
-
-    def learn(self, unit: int) -> None:
-        """In the first cycle: the last uses come again, where they have come twice, as `Trace`
-        says."""
-        self.past.append(unit)
-        if self.future[:1] == [unit]:
-            self.future.append(self.future.pop(0))
-            return
-        if unit in self.future:
-            after = self.future.index(unit) + 1
-            self.future = self.future[after:] + self.future[:after]
-        lasted = {}
-        for length in range(1, len(self.past) // 2 + 1):
-            alike = [
-                n
-                for n in range(1, len(self.past) - length + 1)
-                if self.past[-n:] == self.past[-n - length : -length]
-            ]
-            if length in alike:
-                lasted[length] = max(alike)
-        if lasted:
-            self.future = self.past[-max(lasted, key=lambda length: lasted[length]) :]
 
     def next_use(self, unit: int) -> float:
         for ahead, other in enumerate(self.future):
@@ -117,7 +96,8 @@ class Machine:
                 if self.known:
                     self.future.append(self.future.pop(0))
                 else:
-                    self.learn(unit)
+                    self.trace.use(unit)
+                    self.future = [expected for expected, _ in self.trace.future()]
                 if not self.present(unit):
                     self.bring(unit, -1, held)
                 self.bring_what_comes(held | {unit})

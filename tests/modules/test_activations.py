@@ -42,17 +42,16 @@ from infinity.placement.budget import WIDEST_ELEMENT, Staged, divide_with_activa
 from infinity.tiers import activations as tier_module
 from infinity.tiers import drives as nvme_module
 from infinity.tiers.activations import AHEAD, Activations
-from infinity.tiers.drives import ALIGNMENT, NvmeTier
+from infinity.tiers.drives import NvmeTier
 from infinity.tiers.gaps import Gaps
 from infinity.tiers.saved_storage import SavedStorage, StorageState
 from support.configs import config_of
 from support.discrete import DiscreteDevice
+from support.machine import PAGE
 from support.models import text_batch, transformer
 from support.probe import Probe
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
-
-PAGE = ALIGNMENT
 
 
 # Free ranges

@@ -19,7 +19,7 @@ from torch import nn
 import infinity
 from support.configs import config_of
 from support.models import text_batch, transformer
-from support.probe import Probe
+from support.probe import Probe, assert_unused
 from support.smallest import WIDTH, Block
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(60)]
@@ -57,14 +57,6 @@ def wrap(tmp_path: Path) -> Iterator[Wrap]:
         engine.drain()
         assert_unused(model)
         engine.close()
-
-
-def assert_unused(model: nn.Module) -> None:
-    for unit in infinity.engine(model).units:
-        assert unit.data.state.name == "SHARDED", unit.name
-        assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), (
-            unit.name
-        )
 
 
 class Model(nn.Module):

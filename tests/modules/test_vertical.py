@@ -38,7 +38,7 @@ from infinity.placement.spec import Kind
 from support.children import CHILD
 from support.configs import config_of
 from support.models import FAMILIES, text_batch, transformer
-from support.probe import Probe
+from support.probe import Probe, assert_unused
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
 
@@ -110,14 +110,6 @@ def train(
             found += engine.state_dict().values()
             found.append(torch.get_rng_state())
     return found
-
-
-def assert_unused(model: nn.Module) -> None:
-    for unit in infinity.engine(model).units:
-        assert unit.data.state.name == "SHARDED", unit.name
-        assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), (
-            unit.name
-        )
 
 
 def assert_same(*runs: list[torch.Tensor]) -> None:

@@ -22,12 +22,12 @@ import infinity
 from infinity.placement.spec import Kind
 from infinity.sharding.layout import FlatLayout
 from support.configs import config_of
+from support.machine import PAGE
 from support.models import rounded
 from support.rank_group import RANKS, OnRanks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PAGE = 4096
 ONE_BYTE = (torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
 WIDER = (torch.int16, torch.int64, torch.float64, torch.complex64, torch.complex128)
 HOMES: dict[str, dict[str, Any]] = {

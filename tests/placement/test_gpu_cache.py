@@ -21,6 +21,7 @@ from infinity.placement.spec import Kind
 from infinity.quantities import round_up
 from support.configs import config_of
 from support.discrete import DiscreteDevice
+from support.discrete_engines import assert_equal
 from support.models import text_batch, transformer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,16 +89,6 @@ def train(engine: infinity.Engine) -> dict[str, Any]:
             "report": report,
             "numbers": {"losses": losses, "norms": norms, **engine.state_dict(), **tensors},
         }
-
-
-def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (
-            torch.equal(found[name], value)
-            if isinstance(value, torch.Tensor)
-            else found[name] == value
-        ), name
 
 
 def kept(engine: infinity.Engine) -> list[int]:

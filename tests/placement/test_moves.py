@@ -25,12 +25,12 @@ from infinity.placement.spec import BF16, FP32, SPLIT, BlockSpec, Format, Kind
 from infinity.placement.traffic import Moves, moves
 from support.configs import config_of
 from support.discrete import DiscreteDevice
+from support.machine import PAGE
 from support.models import text_batch, transformer
 from support.probe import Probe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PAGE = 4096
 STATES: dict[Kind, Format] = {
     Kind.PARAM: BF16,
     Kind.GRAD: BF16,

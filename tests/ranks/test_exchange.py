@@ -364,9 +364,7 @@ def the_first_rank_dies(directory: Path, rank: int) -> None:
         match=r"^(gather|reduce|sum) .* failed and the engine cannot go on: ",
     ):
         train(model, optimizer, 3)
-    start = time.monotonic()
     engine.close()
-    assert time.monotonic() - start < PATIENCE / 3
     assert list((directory / f"nvme{rank}").iterdir()) == []
 
 
@@ -385,20 +383,19 @@ def a_rank_sleeps(directory: Path, rank: int) -> None:
             threading.Event().wait(0.05)  # which nobody sets
 
     model[2].during = sleep
-    start = time.monotonic()
     with pytest.raises(infinity.EngineClosedError) as caught:
         train(model, optimizer, 3)
     given_up.touch()
     text = str(caught.value)
     if rank == 0:
-        assert 3.0 <= time.monotonic() - start < 3.0 + PATIENCE / 6, text
-        assert re.match(
+        found = re.match(
             (
                 r"(gather|reduce|sum) .* failed and the engine cannot go on: rank 0 waited "
-                r"\d+ s .*collective \d+; "
+                r"(\d+) s .*collective \d+; "
             ),
             text,
         )
+        assert found is not None and int(found[2]) >= 3, text
         assert "; rank 1 waits for no collective: it computes" in text
         assert "Config(tuning=Tuning(collective_timeout=3))" in text
     else:
@@ -409,7 +406,6 @@ def a_rank_sleeps(directory: Path, rank: int) -> None:
 def a_rank_skips_a_unit(directory: Path, rank: int) -> None:
     model, optimizer = wrap(directory, rank, gpu_memory="112KiB", **STUCK)
     train(model, optimizer, 2)
-    start = time.monotonic()
     with pytest.raises(infinity.InfinityError) as caught:
         blocks = [block for number, block in enumerate(model) if rank == 0 or number != 2]
         x = torch.randn(4, WIDTH)
@@ -420,7 +416,6 @@ def a_rank_skips_a_unit(directory: Path, rank: int) -> None:
             y.pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert time.monotonic() - start < PATIENCE / 3
     text = str(caught.value)
     found = re.search(
         (

@@ -101,14 +101,14 @@ def work(config: dict[str, Any], where: Path, rank: int) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_ranks_that_use_different_experts_are_one_rank(on_ranks: OnRanks, tmp_path: Path) -> None:
     alone = train(tmp_path / "alone", None, None)
-    near = {"parameters": "gpu", "gpu_memory": "1MiB"}
+    on_gpu = {"parameters": "gpu", "gpu_memory": "1MiB"}
     # With stage 1 a rank's home of gradients holds what it had before, where only other ranks have
     # a gradient now.
     for config in (
         {},
         {"update": "speculative"},
-        {"stage": 2} | near,
-        {"stage": 1, "gradients": "gpu"} | near,
+        {"stage": 2} | on_gpu,
+        {"stage": 1, "gradients": "gpu"} | on_gpu,
     ):
         assert on_ranks(config) == ["done"] * RANKS
         ranks = [

@@ -45,6 +45,7 @@ from support.children import CHILD
 from support.configs import config_of
 from support.models import FAMILIES, text_batch
 from support.probe import Probe
+from support.stages import flat
 
 RANKS, WIDTH, HEAD, WORDS, ROWS, LENGTH, STEPS = 4, 32, 8, 41, 8, 8, 10
 SHORT = 4  # steps of those that `LONG` does not name
@@ -209,16 +210,6 @@ def configure(directory: Path, case: dict[str, Any]) -> infinity.Config:
 
 def settings(**more: Any) -> dict[str, Any]:
     return {"lr": 3e-3, "eps": 1e-5, "weight_decay": 0.1, "max_grad_norm": 0.7} | more
-
-
-def flat(optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
-    """The states of all parameters."""
-    states = optimizer.state_dict()["state"]
-    return {
-        f"{number} {name}": value
-        for number, state in states.items()
-        for name, value in state.items()
-    }
 
 
 Meshes = dict[tuple[int, ...], DeviceMesh]

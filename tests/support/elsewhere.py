@@ -29,7 +29,7 @@ FILES = (
     "tiers/test_traffic.py",
     "modules/test_vertical.py",
 )
-NEAR = (
+UNIFIED_MEMORY_ONLY = (
     "test_the_cache_takes_what_is_left_and_no_more",
     "test_staging_grows_with_what_is_left_for_it",
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 import infinity
 from infinity.placement.spec import Kind
@@ -203,3 +204,12 @@ class Probe:
                 fetch.await_end()
         for io in self.engine.ios:
             io.drain()
+
+
+def assert_unused(model: nn.Module) -> None:
+    """No unit of `model` is in use: the model holds none of its data."""
+    for unit in infinity.engine(model).units:
+        assert unit.data.state.name == "SHARDED", unit.name
+        assert all(block.copy.pins == 0 or block.permanent for block in unit.blocks.values()), (
+            unit.name
+        )

@@ -31,14 +31,14 @@ from infinity.tiers.drives import ALIGNMENT, STATES_NAME, Extent, NvmeTier
 from infinity.tiers.stripes import LONGEST_PATTERN, NEAR_ENOUGH, Stripes, pattern_of
 from support.budgets import ROOMY
 from support.configs import config_of
+from support.machine import IO_ENGINES
 from support.models import text_batch, transformer
 from support.probe import Probe
 
 MIB = 1 << 20
 STRIPE = 4 * ALIGNMENT
 PROBE = 64 * STRIPE  # 1 MiB
-ENGINES = ["posix", *(["io_uring"] if native.aio().io_uring_available()[0] else [])]
-each_engine = pytest.mark.parametrize("kind", ENGINES)
+each_engine = pytest.mark.parametrize("kind", IO_ENGINES)
 
 
 # Arithmetic

@@ -25,11 +25,12 @@ from infinity.placement.spec import Kind
 from support.budgets import ROOMY
 from support.children import CHILD
 from support.configs import config_of
+from support.machine import PAGE
 from support.models import text_batch, transformer
 from support.probe import Probe
 from support.traffic import STEADY, check_traffic, counted, is_what_the_kernel_counts
 
-PAGE, MIB = 4096, 1 << 20
+MIB = 1 << 20
 PRECISIONS = ("bf16", "fp32")
 
 pytestmark = pytest.mark.usefixtures("one_thread")

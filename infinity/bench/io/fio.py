@@ -28,7 +28,7 @@ def require_fio() -> str:
     found = shutil.which("fio")
     if found is None:
         raise InfinityError(
-            "--compare-fio needs fio, which is not installed; install it with: apt-get install fio"
+            "`compare_fio` needs fio, which is not installed; install it with: apt-get install fio"
         )
     return found
 

@@ -56,7 +56,7 @@ def many_tensors(
     room = round_up(tensor_bytes, ALIGNMENT)
     places = [number * room for number in range(size // room)]
     if not places:
-        raise ValueError(f"a tensor of {tensor_bytes} bytes does not fit into --size {size}")
+        raise ValueError(f"a tensor of {tensor_bytes} bytes does not fit into `size` {size}")
     order = random.Random(seed)
     while True:
         order.shuffle(places)

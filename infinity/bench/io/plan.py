@@ -50,26 +50,24 @@ class Plan:
         check_directories(self.paths)
         if self.size < _LEAST_SIZE:
             raise ConfigError(
-                f"--size {format_bytes(self.size)} is too small to measure; the least is "
+                f"`size` {format_bytes(self.size)} is too small to measure; the least is "
                 f"{format_bytes(_LEAST_SIZE)}"
             )
         if self.request_bytes is not None and not (
             0 < self.request_bytes <= 64 << 20 and self.request_bytes % 4096 == 0
         ):
             raise ConfigError(
-                f"--request-bytes {self.request_bytes} must be a multiple of 4096, at most 64 MiB"
+                f"`request_bytes` {self.request_bytes} must be a multiple of 4096, at most 64 MiB"
             )
         if self.write_set is not None and self.sustained is None:
-            raise ConfigError("--write-set is what --sustained SECONDS writes; give that as well")
+            raise ConfigError("`write_set` is what `sustained` seconds write; give that as well")
         if "many-tensor" in self.modes and not 0 < self.tensor_bytes <= self.memory_bytes // 2:
             raise ConfigError(
-                "--tensor-bytes has to be between 1 and "
+                "`tensor_bytes` has to be between 1 and "
                 f"{format_bytes(self.memory_bytes // 2)} here"
             )
         if not self.modes:
-            raise ConfigError(
-                "nothing is left to measure; leave out --no_read and --no_write, or give a --mode"
-            )
+            raise ConfigError("nothing is left to measure: `modes` is empty; give at least one")
 
     @property
     def file_bytes(self) -> int:
@@ -93,7 +91,7 @@ class Plan:
         or needs too much memory."""
         available, reason = native.aio().io_uring_available()
         if self.engine == "io_uring" and not available:
-            raise ConfigError(f"--engine io_uring: {reason}; use --engine posix")
+            raise ConfigError(f"`engine` io_uring: {reason}; use `engine` posix")
         engines = [
             name
             for name in ("io_uring", "posix")

@@ -87,7 +87,7 @@ class Space:
             raise ConfigError(
                 f"{self.engine}: at least {format_bytes(self.requests[0] * self.widths[0])} would "
                 f"be in flight, of {format_bytes(self.most_in_flight)} that there is memory for; "
-                "lower --depth, --threads or --request-bytes"
+                "lower `depth`, `threads` or `request_bytes`"
             )
         return min(
             places,

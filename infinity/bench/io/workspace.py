@@ -29,7 +29,7 @@ def leftovers(directory: Path) -> list[Path]:
     Raises `ConfigError` when there is one that is not a benchmark's, or holds anything else.
     """
     folder = directory / FOLDER
-    with Directory(directory, "--path") as place:
+    with Directory(directory) as place:
         status = place.status(FOLDER)
         if status is None:
             return []
@@ -71,7 +71,7 @@ def check_owners(directories: Sequence[Path]) -> None:
     """Raise `ConfigError` where files of others have the names of ours."""
     for directory in directories:
         leftovers(directory)
-        with Directory(directory, "--path") as place:
+        with Directory(directory) as place:
             place.check(LOCK_NAME)
 
 
@@ -93,14 +93,14 @@ def check_space(directories: Sequence[Path], size: int, reserve: int) -> None:
         if free - count * size < reserve:
             largest = max(free - reserve, 0) // count // (8 << 20)
             way_out = (
-                f"the largest --size that works is {8 * largest}MiB"
+                f"the largest `size` that works is {8 * largest}MiB"
                 if largest
-                else "free some space, or lower --reserve"
+                else "free some space, or lower `reserve`"
             )
             raise ConfigError(
                 f"{' and '.join(map(str, together))}: {format_bytes(free)} free, but the benchmark "
                 f"needs {format_bytes(count * size)} and {format_bytes(reserve)} have to stay free "
-                f"(--reserve); {way_out}"
+                f"(`reserve`); {way_out}"
             )
 
 
@@ -110,7 +110,7 @@ def check_directories(directories: Sequence[Path]) -> None:
         if not directory.is_dir():
             kind = "is not a directory" if directory.exists() else "does not exist"
             raise ConfigError(
-                f"--path {directory} {kind}; create it on the drive to be measured: mkdir "
+                f"directory {directory} {kind}; create it on the drive to be measured: mkdir "
                 f"-p {directory}"
             )
     if len({directory.resolve() for directory in directories}) < len(directories):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from infinity.errors import InfinityError
 
 OUTPUT = "Output"
 """The panel of the options that say where a result goes."""
@@ -21,6 +25,23 @@ def parse_count(value: Any) -> int:
             f"{value!r} is not a number of parameters; write for example 100M, 7B or 7000000000"
         )
     return int(float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[match[2]])
+
+
+@contextmanager
+def naming_options(**options: str) -> Iterator[None]:
+    """Errors of `infinity.bench` name an argument in backticks. Those that leave this block name
+    its option: `options` says which, where it has another name."""
+
+    def option(match: re.Match[str]) -> str:
+        return "--" + options.get(match[1], match[1]).replace("_", "-")
+
+    try:
+        yield
+    except (InfinityError, ValueError) as error:
+        text = re.sub(r"`(\w+)`", option, str(error))
+        if text == str(error):
+            raise
+        raise InfinityError(text) from None
 
 
 Json = Annotated[

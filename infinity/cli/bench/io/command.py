@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from infinity.cli.bench.delivery import Delivery, say
-from infinity.cli.bench.options import OUTPUT, Json, ReportFile, parse_count
+from infinity.cli.bench.options import OUTPUT, Json, ReportFile, naming_options, parse_count
 from infinity.cli.failure import plain_failures, require_extras
 from infinity.cli.interrupt import interrupted_by_signals
 from infinity.cli.options import Debug, parse_size
@@ -353,7 +353,7 @@ def io(
             endurance=endurance,
             runs=runs,
         )
-        with interrupted_by_signals():
+        with naming_options(modes="mode"), interrupted_by_signals():
             summary = Benchmark(plan, say).run()
         if config is not None:
             write_file(config, json.dumps(summary["config"], indent=2) + "\n")
