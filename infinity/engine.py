@@ -20,6 +20,7 @@ from infinity.config import Config
 from infinity.device import ComputeDevice
 from infinity.errors import ConfigError, EngineClosedError
 from infinity.modules.execution import Executions
+from infinity.modules.facade import Facade
 from infinity.modules.hooks import Hooks
 from infinity.modules.interleave import Interleaver
 from infinity.modules.load import persistent_buffers
@@ -87,6 +88,7 @@ class Engine:
         vars(model)[ATTRIBUTE] = self
         vars(model)["zero_grad"] = self.zero_grad
         vars(model)["no_sync"] = self.no_sync
+        Facade.attach(model)
 
     # Gradients
 
@@ -307,6 +309,7 @@ class Engine:
             finally:
                 for name in (ATTRIBUTE, "zero_grad", "no_sync"):
                     vars(model).pop(name, None)
+                Facade.detach(model)
 
     def __enter__(self) -> Engine:
         return self

@@ -55,16 +55,24 @@ _METADATA = {
     "names",
 }
 
+_DTYPES = {
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "double": torch.float64,
+}
+"""Methods that convert to a dtype."""
+
 _BEFORE = "do that before infinity.wrap, which then manages what it makes of the parameters"
-_MOVED = (
+MOVED = (
     "the engine moves the model: Config(precision=..., tuning=Tuning(device=...)) say "
     "its dtype and where it runs"
 )
-_SAVED = (
+SAVED = (
     "engine = infinity.engine(model) saves it: engine.save_checkpoint(directory, "
     "optimizer), or torch.save(engine.state_dict())"
 )
-_COPIED = (
+COPIED = (
     "for a copy build the model again, and let it "
     "load_state_dict(infinity.engine(model).state_dict())"
 )
@@ -76,16 +84,17 @@ _READ = (
     "use infinity.engine(model).state_dict(), or call it inside `with infinity.gathered(model):`"
 )
 _WAYS = {
-    ("torch.nn.modules.module", "_apply"): _MOVED,
+    ("infinity.modules.facade", "_apply"): MOVED,
+    ("torch.nn.modules.module", "_apply"): MOVED,
     ("torch.nn.modules.module", "state_dict"): _READ,
     ("torch.nn.parallel.distributed", "__init__"): _AVERAGED,
     ("torch.nn.utils.parametrize", "register_parametrization"): _BEFORE,
     ("torch.nn.utils.weight_norm", "apply"): _BEFORE,
     ("torch.nn.utils.spectral_norm", "apply"): _BEFORE,
     ("torch.nn.utils.prune", "apply"): _BEFORE,
-    ("torch.serialization", "save"): _SAVED,
-    ("torch.nn.parameter", "__reduce_ex__"): _SAVED,
-    ("copy", "deepcopy"): _COPIED,
+    ("torch.serialization", "save"): SAVED,
+    ("torch.nn.parameter", "__reduce_ex__"): SAVED,
+    ("copy", "deepcopy"): COPIED,
 }
 """What to do instead of functions that touch parameters, by module and name."""
 
@@ -127,6 +136,8 @@ class ShardedParameter(nn.Parameter):
         ):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if args and isinstance(args[0], ShardedParameter) and _keeps(args[0], name, args, kwargs):
+            return args[0]
         owner, parameter = next(
             ((type(a), a) for a in _flatten((args, kwargs)) if isinstance(a, ShardedParameter)),
             (cls, None),
@@ -177,6 +188,30 @@ class ShardedParameter(nn.Parameter):
             return False
         unit = type(args[0]).unit
         return unit.gradients.has(unit.position(args[0]))
+
+
+def _keeps(parameter: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
+    """Whether the method `name` is a conversion that gives the parameter itself, as in torch: it
+    has the dtype and the device that are asked for."""
+    device: torch.device | None = None
+    dtype = _DTYPES.get(name)
+    others, named = args[1:], kwargs or {}
+    copies = "copy" in named or sum(isinstance(other, bool) for other in others) > 1
+    if name == "to" and not copies:
+        device, dtype, _, form = torch._C._nn._parse_to(*others, **named)
+        if form is not None:
+            return False
+    elif name in ("cpu", "cuda"):
+        found = (others[0] if others else named.get("device")) or name
+        device = torch.device(name, found) if isinstance(found, int) else torch.device(found)
+    elif dtype is None:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        return dtype in (None, parameter.dtype) and (
+            device is None
+            or (device.type, device.index or 0)
+            == (parameter.device.type, parameter.device.index or 0)
+        )
 
 
 def asks_to_zero(frame: FrameType | None) -> bool:
