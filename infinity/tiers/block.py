@@ -113,10 +113,13 @@ class DeviceCopy:
         self._move_to(CopyState.RESERVED)
 
     def to_outdated(self) -> None:
-        """READY -> RESERVED: what the lease holds is not the content. It stays, as in
-        `to_failed`."""
-        self._expect(CopyState.READY)
+        """READY -> RESERVED: what the lease holds is not the content. It stays, as in `to_failed`.
+        An UPDATING block stays so: the end of its update fetches the content."""
+        self._expect(CopyState.READY, CopyState.UPDATING)
+        before = self.state
         self._move_to(CopyState.RESERVED)
+        if before is CopyState.UPDATING:
+            self.state = before
 
     def to_absent(self) -> None:
         """Any state -> ABSENT. The lease, if any, ends."""

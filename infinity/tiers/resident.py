@@ -297,12 +297,13 @@ class Residency:
 
     def discard(self, block: Block) -> None:
         """Somebody wrote to the copy of `block`, so it is not clean: the next use fetches the
-        content again, to the same place.
+        content again, to the same place. What an update put there is written, and then fetched.
 
         Where the compute device is the home of `block`, the copy is the content, and stays.
         """
         with self._changed:
-            if block.copy.state is CopyState.READY and not block.permanent:
+            there = block.copy.state in (CopyState.READY, CopyState.UPDATING)
+            if there and not block.permanent:
                 block.copy.to_outdated()
                 self._changed.notify_all()
 

@@ -18,8 +18,11 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.optim.chunk import Chunk
+from infinity.placement.spec import Kind
 from infinity.sharding.layout import FlatLayout
 from infinity.sharding.use import Views, Window
+from infinity.tiers.block import CopyState
 from support import smallest
 from support.smallest import WIDTH, Block, Wrap, wrapping
 
@@ -276,6 +279,37 @@ def test_a_write_inside_of_a_forward_is_refused(
         model(batch())
     model.special.act = lambda self, x: x @ self.weight.data  # reading it is all right
     model(batch())
+
+
+def test_a_write_inside_of_a_forward_is_undone_while_an_update_is_being_written(
+    wrap: Wrap, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrap(make(lambda: Model(Weighted(lambda self, x: x @ self.weight))), PLACEMENTS["nvme"])
+    engine, optimizer = infinity.engine(model), infinity.AdamW(model.parameters())
+    weight = engine.units[0].blocks[Kind.PARAM]
+    assert weight.tier == "nvme" and engine.units[0].names == ["special.weight"]
+    written, plain = threading.Event(), Chunk.release
+
+    def release(chunk: Chunk) -> None:
+        assert chunk.job.unit is not engine.units[0] or written.wait(60)
+        plain(chunk)
+
+    monkeypatch.setattr(Chunk, "release", release)
+    written.set()
+    model(batch()).square().mean().backward()
+    engine.drain()
+    written.clear()
+    optimizer.step()
+    optimizer.zero_grad()
+    use, model.special.act = model.special.act, lambda self, x: in_place(self.weight)
+    with pytest.raises(infinity.ShardedParameterError, match=r"^special\.weight was changed"):
+        model(batch())
+    assert weight.copy.state is CopyState.UPDATING
+    written.set()
+    model.special.act = use
+    home = engine.state_dict()["special.weight"]
+    with infinity.gathered(model.special):
+        assert torch.equal(model.special.weight, home)
 
 
 @pytest.mark.parametrize("write", WRITES)

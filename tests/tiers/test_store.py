@@ -739,6 +739,24 @@ def test_what_an_update_made_is_used_before_it_is_written(tmp_path):
         assert store.meter.read == read
 
 
+def test_a_write_to_what_an_update_made_does_not_outlive_the_update(tmp_path):
+    store = make_store(tmp_path)
+    block = param_of_two_chunks(store)
+    with opened(store, concurrent=block.spec.span):
+        old, new = content(block.nbytes, 1), content(block.nbytes, 2)
+        put(store, block, old)
+        assert torch.equal(fetched(store, block), old)
+        store.resident.begin_update(block, keep=True)
+        assert renew(store, block, new) == [True, True]
+        store.resident.start(block)
+        store.resident.wait(block).fill_(7)
+        store.resident.discard(block)
+        store.resident.release(block)
+        write_chunks(store, block, new)
+        store.resident.end_update([block])
+        assert torch.equal(fetched(store, block), new)
+
+
 def test_a_guess_lies_in_the_place_of_the_copy_until_somebody_uses_it(tmp_path):
     store = make_store(tmp_path)
     block = param_of_two_chunks(store)
