@@ -40,6 +40,7 @@ from infinity.modules.snapshot import Snapshot
 from infinity.observe import Recorder
 from infinity.optim.job import JobQueue
 from infinity.optim.kernels import Kernels
+from infinity.optim.lazy_gradient import LazyGradients
 from infinity.optim.speculation import Policy
 from infinity.optim.updater import StepListeners, Updater
 from infinity.placement.calibrate import Rates
@@ -316,8 +317,9 @@ class Build:
             self._model, self.users, units, runtime, executions, updater, self._recorder, offloader
         )
         self.undo.callback(hooks.close)
+        grads = LazyGradients(units, updater, self.device.torch)
         for unit in units:
-            unit.connect(UnitListeners(updater, hooks))
+            unit.connect(UnitListeners(updater, hooks, grads))
         finalizer = end_with(self._model, hooks, updater, self.buffer, store, units)
         self.undo.callback(finalizer.detach)
         reporter = Reporter(
@@ -333,6 +335,7 @@ class Build:
             executions,
             updater,
             hooks,
+            grads,
             reporter,
             finalizer,
         )

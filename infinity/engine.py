@@ -25,6 +25,7 @@ from infinity.modules.hooks import Hooks
 from infinity.modules.interleave import Interleaver
 from infinity.modules.load import persistent_buffers
 from infinity.observe import Recorder
+from infinity.optim.lazy_gradient import LazyGradients
 from infinity.optim.norm import clip, clip_factor
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.step import UnitShare
@@ -55,6 +56,7 @@ class Parts:
     executions: Executions
     updater: Updater
     hooks: Hooks
+    grads: LazyGradients
     reporter: Reporter
     finalizer: weakref.finalize[Any, Any]
 
@@ -79,6 +81,7 @@ class Engine:
         self._executions = parts.executions
         self._updater = parts.updater
         self._hooks = parts.hooks
+        self._grads = parts.grads
         self._finalizer = parts.finalizer
         self._reporter = parts.reporter
         self._checkpoints = Checkpoints(self._units, self._updater, self._exchange)
@@ -131,17 +134,7 @@ class Engine:
         unit = next((unit for unit in self._units if unit.has(parameter)), None)
         if unit is None:
             raise ConfigError("engine.gradient takes a parameter of the wrapped model")
-        self._updater.settle([other for other in self._units if other.trainable])
-        index = unit.position(parameter)
-        if not unit.gradients.has(index):
-            return None
-        place = unit.layout.places[index]
-        scale = unit.gradients.loss_scale
-        clip = unit.gradients.clip_of(index)
-        found = unit.states.gather(Kind.GRAD)[place.offset : place.end].view(place.shape)
-        gradient = whole(found, unit.parameters[index]).clone()
-        gradient = gradient if scale == 1.0 else gradient.float() / scale
-        return gradient if clip == 1.0 else gradient.mul_(clip)
+        return self._grads.fetch(unit, unit.position(parameter))
 
     def interleaver(self) -> Interleaver:
         """What runs micro-batches together, once; `RuntimeError` inside of a forward, a backward,

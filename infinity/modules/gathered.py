@@ -79,8 +79,8 @@ class _Reading:
     def begin(self) -> None:
         """Gather the unit and show its parameters."""
         unit = self._unit
-        updates, border = unit.listeners
-        border.check_thread("infinity.gathered")
+        updates = unit.listeners.updates
+        unit.listeners.border.check_thread("infinity.gathered")
         if self._write:
             updates.drain()
         else:

@@ -36,29 +36,29 @@ class GradientNorm:
         self.asked = self._asked_now
         self._asked_now = 0
 
-    def of(self, shares: Sequence[UnitShare], further: float = 1.0) -> float:
+    def of(self, shares: Sequence[UnitShare]) -> float:
         """The common L2 norm of the settled gradients of `shares` as an update would take them:
-        unscaled, as far as they are clipped, and times `further`. Summed in double precision over
-        the units and the ranks, of which all get the same bits; infinite or NaN if and only if a
-        gradient is.
+        unscaled, and as far as they are clipped. Summed in double precision over the units and the
+        ranks, of which all get the same bits; infinite or NaN if and only if a gradient is.
         """
         self._asked_now += 1
-        total = sum(self._squared_norm(share.unit, share.present(), further) for share in shares)
+        total = sum(self._squared_norm(share.unit, share.present()) for share in shares)
         return math.sqrt(self._sum_over_shards([total], "of squared gradients")[0])
 
-    def _squared_norm(self, unit: Unit, positions: Sequence[int], further: float) -> float:
+    def _squared_norm(self, unit: Unit, positions: Sequence[int]) -> float:
         alike: dict[float, list[int]] = {}  # parameters whose gradients have one factor
         for index in positions:
-            alike.setdefault(unit.gradients.factor(index, further), []).append(index)
+            alike.setdefault(unit.gradients.factor(index), []).append(index)
         return sum(factor**2 * self._squares(unit, same) for factor, same in alike.items())
 
     def _squares(self, unit: Unit, positions: Sequence[int]) -> float:
-        found = unit.gradients.measured() if positions == unit.gradients.present() else None
-        return (
-            squared_gradient_norm(unit, self._store, self._kernels, positions)
-            if found is None
-            else found
-        )
+        gradients, everything = unit.gradients, positions == unit.gradients.present()
+        found = gradients.measured() if everything else None
+        if found is None:
+            found = squared_gradient_norm(unit, self._store, self._kernels, positions)
+            if everything:
+                gradients.note_squares(found)
+        return found
 
     def square_ahead(self, unit: Unit) -> float | None:
         """What `of` will ask of `unit`: read on the thread that brings gradients from a device with
@@ -122,7 +122,10 @@ def clip(shares: Sequence[UnitShare], factor: float) -> None:
 
 def apply_clips(shares: Sequence[UnitShare], factor: float) -> None:
     """The settled gradients of `shares` are about to be multiplied by `factor`: as they are clipped
-    already, so they are."""
+    already, so they are. Powers of two round nothing and stay factors: a `GradScaler` divides by
+    them."""
     for share in shares if factor != 1.0 else ():
-        if present := share.present():
-            share.unit.gradients.apply_clips(present)
+        gradients = share.unit.gradients
+        rounding = [i for i in share.present() if math.frexp(gradients.clip_of(i))[0] != 0.5]
+        if rounding:
+            gradients.apply_clips(rounding)

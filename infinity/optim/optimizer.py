@@ -2,9 +2,9 @@
 and updates.
 
 [Note: torch.amp.GradScaler]
-`scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()` works: GradScaler leaves
-optimizers whose `step` takes it as `grad_scaler` to divide by the scale themselves, and asks only
-what they found; with a FutureWarning, for this way may end some day. It is for fp32 parameters
+`scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()` works as with an optimizer
+of torch. GradScaler divides `.grad` by the scale, which becomes a factor of a lazy gradient
+(`optim/lazy_gradient`), and leaves out `step` where one is not finite. It is for fp32 parameters
 under autocast. The scale is not known before the step, so no update that began in backward is kept.
 """
 
@@ -67,8 +67,6 @@ class Optimizer(torch.optim.Optimizer):
     optimizer or does not belong to a wrapped model. `step` raises `NonFiniteError` also when the
     smallest loss scale is too large.
     """
-
-    _step_supports_amp_scaling = True  # see [Note: torch.amp.GradScaler]
 
     states: ClassVar[dict[str, Kind]]
     """The states by torch's names; `master` is added for parameters that have one."""
@@ -213,16 +211,9 @@ class Optimizer(torch.optim.Optimizer):
         return scaled_loss(loss, self.loss_scaler.scale, self.updater.scales)
 
     @torch.no_grad()
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        grad_scaler: torch.amp.GradScaler | None = None,
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Start the update of every parameter that has a gradient, and return; `closure`, if any,
-        computes the loss first.
-
-        `grad_scaler` is given by `torch.amp.GradScaler.step`. There are three phases:
+        computes the loss first. There are three phases:
 
         1. Measure: gradients become final on all ranks, and their norm is computed where anything
            depends on it.
@@ -235,55 +226,40 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         shares = list(self._shares.values())
-        norm = self._measure(shares, grad_scaler)
-        step = self._fix(shares, norm, grad_scaler)
+        norm = self._measure(shares)
+        step = self._fix(shares, norm)
         if step is not None:
             self._post(step)
             self._steps.update(step.counts)
-            if (
-                self.loss_scaler is not None
-                and grad_scaler is None
-                and norm is not None
-                and math.isfinite(norm)
-            ):
+            if self.loss_scaler is not None and norm is not None and math.isfinite(norm):
                 self.loss_scaler.update(finite=True)
         return loss
 
-    def _measure(
-        self, shares: Sequence[UnitShare], grad_scaler: torch.amp.GradScaler | None
-    ) -> float | None:
+    def _measure(self, shares: Sequence[UnitShare]) -> float | None:
         """Phase 1. Returns the norm of the gradients, unscaled, or None where nothing depends on
         it."""
         self.updater.settle([share.unit for share in shares])
-        if grad_scaler is None and self.loss_scaler is not None:
+        if self.loss_scaler is not None:
             self._remind(shares, self.loss_scaler)
         norm = None
-        if self._skips(grad_scaler) or self.error_if_nonfinite or self.max_grad_norm is not None:
-            norm = self.updater.norm.of(shares, _unscaling(grad_scaler))
+        if self._skips or self.error_if_nonfinite or self.max_grad_norm is not None:
+            norm = self.updater.norm.of(shares)
         self.grad_norm = self.clipped_grad_norm = norm
-        if grad_scaler is not None:
-            _tell(grad_scaler, self, norm)
         return norm
 
-    def _fix(
-        self,
-        shares: Sequence[UnitShare],
-        norm: float | None,
-        grad_scaler: torch.amp.GradScaler | None,
-    ) -> Step | None:
+    def _fix(self, shares: Sequence[UnitShare], norm: float | None) -> Step | None:
         """Phase 2. Returns None for a step that is left out, because a gradient is not finite."""
         if norm is not None and not math.isfinite(norm):
-            if self._skips(grad_scaler):
-                self._skip(shares, grad_scaler)
+            if self._skips:
+                self._skip(shares)
                 return None
             self.updater.norm.take_nonfinite(
                 norm, shares, self.updater.next_number, self.error_if_nonfinite
             )
-        factor = _unscaling(grad_scaler)
+        factor = 1.0
         if norm is not None and self.max_grad_norm is not None:
-            clip = clip_factor(norm, self.max_grad_norm)
-            self.clipped_grad_norm = norm * clip
-            factor *= clip
+            factor = clip_factor(norm, self.max_grad_norm)
+            self.clipped_grad_norm = norm * factor
         apply_clips(shares, factor)
         segments = {share: self.segments(share.unit, factor) for share in shares if share.present()}
         updated = [
@@ -301,16 +277,17 @@ class Optimizer(torch.optim.Optimizer):
         """Phase 3. Raises before anything is changed."""
         self.updater.post(step)
 
-    def _skips(self, grad_scaler: torch.amp.GradScaler | None) -> bool:
+    @property
+    def _skips(self) -> bool:
         """Whether a step with a gradient that is not finite is left out."""
-        return self.skip_nonfinite or self.loss_scaler is not None or grad_scaler is not None
+        return self.skip_nonfinite or self.loss_scaler is not None
 
-    def _skip(self, shares: Sequence[UnitShare], grad_scaler: torch.amp.GradScaler | None) -> None:
+    def _skip(self, shares: Sequence[UnitShare]) -> None:
         """Leave a step out: a gradient is not finite."""
         name, number = self.updater.norm.first_nonfinite(shares), self.updater.next_number
         self.updater.skip(shares)
         self.skipped_steps += 1
-        if self.loss_scaler is None or grad_scaler is not None:
+        if self.loss_scaler is None:
             log.warning("step %d is skipped: the gradient of %s is not finite", number, name)
             return
         before = self.loss_scaler.scale
@@ -460,16 +437,3 @@ class Optimizer(torch.optim.Optimizer):
     def units(self) -> tuple[Unit, ...]:
         """The units with parameters that this optimizer may update."""
         return tuple(share.unit for share in self._shares.values())
-
-
-def _unscaling(grad_scaler: torch.amp.GradScaler | None) -> float:
-    """What gradients are multiplied by before anything else."""
-    return 1.0 if grad_scaler is None else 1.0 / grad_scaler.get_scale()
-
-
-def _tell(grad_scaler: torch.amp.GradScaler, optimizer: Optimizer, norm: float | None) -> None:
-    """What `GradScaler.update` wants to know of every optimizer: whether it met an infinity or a
-    NaN."""
-    found = torch.tensor(0.0 if norm is not None and math.isfinite(norm) else 1.0)
-    found_inf_per_device: dict[Any, Any] = grad_scaler._found_inf_per_device(optimizer)
-    found_inf_per_device[found.device] = found

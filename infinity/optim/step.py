@@ -35,7 +35,7 @@ class Step:
     number: int
     """Of all steps of the engine, those included that were left out; from 1."""
     factor: float
-    """What clips the gradients, over the scale of a `GradScaler`. The segments have it already."""
+    """What clips the gradients. The segments have it already."""
     loss_scale: float
     """What this optimizer multiplied the loss by; 1 where nothing does. The segments have it
     already."""

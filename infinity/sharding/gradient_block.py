@@ -41,9 +41,9 @@ class GradientBlock:
         place = self._unit.layout.places[index]
         return self.flat()[place.offset : place.end].view(place.shape)
 
-    def rewrite(self, factors: Mapping[int, float | None]) -> None:
+    def rewrite(self, factors: Mapping[int, float | torch.Tensor | None]) -> None:
         """Multiply the gradients of these parameters, by their index; with None they become zeros,
-        whatever they were.
+        whatever they were, and with a tensor (numel,) what that is.
 
         Reads and writes the chunks of this rank's shard that have any of them.
         """
@@ -69,6 +69,9 @@ class GradientBlock:
                     factor = factors[index]
                     if factor is None:
                         values[low:high].zero_()
+                    elif isinstance(factor, torch.Tensor):
+                        skipped = overlaps[index].in_parameter - overlaps[index].in_shard + begin
+                        values[low:high].copy_(factor[low + skipped : high + skipped])
                     else:
                         values[low:high].mul_(factor)
                 chunk.commit()

@@ -97,6 +97,8 @@ class Gradients:
         self._buffer: GradientBuffer | None = None
         self._state = GradientState.EMPTY
         self._entries = [GradientEntry()] * len(unit.parameters)
+        # How often each was forgotten.
+        self._generations = [0] * len(unit.parameters)
         self._loss_scale = 1.0
         self._collected = self._expected = 0
         # The sum of squares after so many gradients.
@@ -141,6 +143,10 @@ class Gradients:
         """The product of the clip factors so far."""
         return self._entries[index].clip
 
+    def generation(self, index: int) -> int:
+        """A number that is another one when the gradient of the parameter was forgotten since."""
+        return self._generations[index]
+
     def factor(self, index: int, further: float = 1.0) -> float:
         """What an update multiplies the gradient by, `further` clipped by that."""
         return self._entries[index].clip * further / self._loss_scale
@@ -149,6 +155,10 @@ class Gradients:
         """The sum of squares of all that there are, as they lie in the block, if that is known."""
         collected, squares = self._measured
         return squares if collected == self._collected else None
+
+    def note_squares(self, squares: float) -> None:
+        """The sum of squares of all that there are, as they lie in the block."""
+        self._measured = self._collected, squares
 
     def summary(self) -> list[float]:
         """What the ranks add up for `settle`."""
@@ -195,6 +205,8 @@ class Gradients:
         """There are no gradients of these parameters any more, as if there had never been any;
         several ranks do alike."""
         unit, indices = self._unit, set(indices)
+        for index in indices:
+            self._generations[index] += 1
         left = set(self.present()) - indices
         if len(indices) == len(self._entries) or (unit.ranks.number == 1 and not left):
             self.clear()
@@ -228,6 +240,24 @@ class Gradients:
             self._measured = 0, None
             for index in present:
                 self._entries[index] = GradientEntry(Where.HOME)
+
+    def assign(self, index: int, values: torch.Tensor) -> None:
+        """`values`, what this rank has of the whole gradient of the parameter, replace its gradient
+        or become it. What there is must be settled."""
+        if not self.present():
+            self.clear()
+        self._unit.rollback()
+        self._await_readers()
+        changes: dict[int, float | torch.Tensor | None] = {}
+        if self._state is GradientState.EMPTY:
+            changes |= dict.fromkeys(range(len(self._entries)))
+            self._set(changes, Where.ZEROED)
+            self._state = GradientState.SETTLED
+        self._expect(GradientState.SETTLED, GradientState.SPENT)
+        scaled = values if self._loss_scale == 1.0 else values * self._loss_scale
+        self._block.rewrite(changes | {index: scaled.reshape(-1)})
+        self._entries[index] = GradientEntry(Where.HOME)
+        self._measured = 0, None
 
     def scale(self, indices: Iterable[int], factor: float) -> None:
         """Multiply the settled gradients of these parameters by a clip factor."""
@@ -287,6 +317,7 @@ class Gradients:
         self._unit.rollback()
         self._state = GradientState.EMPTY
         self._entries = [GradientEntry()] * len(self._entries)
+        self._generations = [number + 1 for number in self._generations]
         self._loss_scale, self._collected, self._is_apart = 1.0, 0, False
         if self._buffer is not None:
             self._buffer.discard(self._unit)

@@ -80,6 +80,10 @@ _AVERAGED = (
     "leave that out: infinity.wrap(model, config) averages gradients over all "
     "ranks of torch.distributed"
 )
+_UPDATED = (
+    "update with infinity.AdamW and its family, or with any other by "
+    "infinity.adapt(torch.optim.RMSprop, model.parameters(), ...)"
+)
 _READ = (
     "use infinity.engine(model).state_dict(), or call it inside `with infinity.gathered(model):`"
 )
@@ -92,6 +96,7 @@ _WAYS = {
     ("torch.nn.utils.weight_norm", "apply"): _BEFORE,
     ("torch.nn.utils.spectral_norm", "apply"): _BEFORE,
     ("torch.nn.utils.prune", "apply"): _BEFORE,
+    ("torch.optim.optimizer", "wrapper"): _UPDATED,
     ("torch.serialization", "save"): SAVED,
     ("torch.nn.parameter", "__reduce_ex__"): SAVED,
     ("copy", "deepcopy"): COPIED,
@@ -120,20 +125,12 @@ class ShardedParameter(nn.Parameter):
         )
         name = attribute or accessor
         plain = name in _METADATA and accessor != "__set__"
-        plain = plain or (
-            attribute in ("requires_grad", "grad")
-            and accessor == "__set__"
-            and not torch.is_tensor(args[1])
-        )
-        if attribute == "grad" and (
-            asks_to_zero(sys._getframe(1)) if accessor == "__get__" else args[1] is None
-        ):
-            cls._forget_gradient(args[0])
+        plain = plain or (attribute == "requires_grad" and accessor == "__set__")
+        if attribute == "grad":
+            return _grad(args[0], *args[1:])
         if name == "requires_grad_" or (attribute == "requires_grad" and accessor == "__set__"):
             cls._check_thaw(*args, **(kwargs or {}))
-        if plain or (
-            attribute == "grad" and accessor == "__get__" and not cls._holds_gradient(args)
-        ):
+        if plain:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if args and isinstance(args[0], ShardedParameter) and _keeps(args[0], name, args, kwargs):
@@ -149,22 +146,12 @@ class ShardedParameter(nn.Parameter):
                 f"{who} has no data any more, because its engine was closed; save the data "
                 "first, then close"
             )
-        if attribute == "grad":
-            raise kept_by_engine(who)
         if unit.listeners.border.touched(unit):
             return func(*args, **(kwargs or {}))
         raise ShardedParameterError(
             f"{who} (unit {unit.name}) lives on {unit.tier} and its data was touched ({name}) "
             f"outside of its module's forward; {_way_out()}"
         )
-
-    @staticmethod
-    def _forget_gradient(parameter: torch.Tensor) -> None:
-        """`parameter.grad = None`: the step has none of it."""
-        if isinstance(parameter, ShardedParameter):
-            unit = type(parameter).unit
-            if unit.tier:
-                unit.gradients.forget([unit.position(parameter)])
 
     @staticmethod
     def _check_thaw(parameter: torch.Tensor, requires_grad: bool = True) -> None:
@@ -182,12 +169,15 @@ class ShardedParameter(nn.Parameter):
                 "parameter.requires_grad_(False) keeps the place"
             )
 
-    @classmethod
-    def _holds_gradient(cls, args: Any) -> bool:
-        if not isinstance(args[0], ShardedParameter):
-            return False
-        unit = type(args[0]).unit
-        return unit.gradients.has(unit.position(args[0]))
+
+def _grad(parameter: ShardedParameter, *value: torch.Tensor | None) -> torch.Tensor | None:
+    """Read `.grad`, or set it to `value`."""
+    unit = type(parameter).unit
+    index = unit.position(parameter)
+    if not value:
+        return unit.data.grad(index)
+    unit.data.set_grad(index, *value)
+    return None
 
 
 def _keeps(parameter: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
@@ -212,22 +202,6 @@ def _keeps(parameter: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
             or (device.type, device.index or 0)
             == (parameter.device.type, parameter.device.index or 0)
         )
-
-
-def asks_to_zero(frame: FrameType | None) -> bool:
-    """Whether `torch.nn.Module.zero_grad`, of a part of the model, asks for a gradient in `frame`;
-    it sets it to None next."""
-    return frame is not None and frame.f_code is nn.Module.zero_grad.__code__
-
-
-def kept_by_engine(who: str) -> ShardedParameterError:
-    """For those who take the gradient of the parameter `who` from `.grad`, or put one there."""
-    return ShardedParameterError(
-        f"the gradient of {who} is kept by the engine and not in .grad; clip with "
-        "infinity.AdamW(..., max_grad_norm=...) or infinity.engine(model).clip_grad_norm_(...), "
-        "read it with infinity.engine(model).gradient(parameter), update with infinity.AdamW and "
-        "its family, or any other by infinity.adapt(torch.optim.RMSprop, model.parameters(), ...)"
-    )
 
 
 def _way_out() -> str:

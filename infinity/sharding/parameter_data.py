@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from infinity.sharding.parameter import guard_for, kept_by_engine
+from infinity.sharding.parameter import guard_for
 from infinity.sharding.tensor_parallel import attach, local
-from infinity.sharding.use import GatheredParameter, Views, Window
+from infinity.sharding.use import GatheredParameter, GradCalls, Views, Window
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
@@ -55,7 +55,11 @@ class ParameterData:
             id(t): i for those in (parameters, self._tensors) for i, t in enumerate(those)
         }
         self.views = Views(
-            parameters, self._tensors, unit.layout.places, checked, self._assign_gradient
+            parameters,
+            self._tensors,
+            unit.layout.places,
+            checked,
+            GradCalls(self.grad, self.set_grad),
         )
         """The parameters, as they point at the bytes of the unit while that is shown."""
         self._window: Window | None = None
@@ -126,8 +130,13 @@ class ParameterData:
         for tensor, plain, _ in self._guarded:
             tensor.__class__ = plain
 
-    def _assign_gradient(self, index: int, value: torch.Tensor | None) -> None:
-        """The `.grad` of a parameter that is shown was set."""
-        if value is not None:
-            raise kept_by_engine(self._unit.names[index])
-        self._unit.gradients.forget([index])
+    def grad(self, index: int) -> torch.Tensor | None:
+        """`.grad` of parameter `index`; None once the engine is closed."""
+        unit = self._unit
+        return unit.listeners.grads.get(unit, index) if unit.tier else None
+
+    def set_grad(self, index: int, value: torch.Tensor | None) -> None:
+        """Set `.grad` of parameter `index`."""
+        unit = self._unit
+        if unit.tier:
+            unit.listeners.grads.set(unit, index, value)

@@ -76,11 +76,23 @@ class Updates:
         """Return when parameters may be read."""
 
 
+class Grads:
+    """Whoever answers for `.grad` of the parameters of a unit. This base class has none."""
+
+    def get(self, unit: Unit, index: int) -> torch.Tensor | None:
+        """`.grad` of parameter `index`."""
+        return None
+
+    def set(self, unit: Unit, index: int, value: torch.Tensor | None) -> None:
+        """Set `.grad` of parameter `index`; None forgets it."""
+
+
 class UnitListeners(NamedTuple):
     """Who is told of what happens to a unit, and asked for what it cannot know."""
 
     updates: Updates
     border: Border
+    grads: Grads
 
 
 class Unit:
@@ -119,7 +131,7 @@ class Unit:
         self.blocks: dict[Kind, Block] = {}
         self.tier = ""
         """Where its parameters are at home; "" while nobody manages them."""
-        self.listeners = UnitListeners(Updates(), Border())
+        self.listeners = UnitListeners(Updates(), Border(), Grads())
         """Who is told; nobody before `connect`."""
         self.gradients = Gradients(self)
         """Those of the step under way."""

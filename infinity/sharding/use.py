@@ -15,16 +15,14 @@ end (`GatheredParameter`). With `Tuning.poison` there is a digest of everything.
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from infinity.sharding.layout import ParameterPlace
-from infinity.sharding.parameter import asks_to_zero
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
@@ -100,16 +98,21 @@ class GatheredParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """As of any tensor: None, for the engine has the gradient."""
-        if asks_to_zero(sys._getframe(1)):
-            self.grad = None
+        """What the engine has of the gradient, as of a parameter that is not gathered."""
+        for views in GatheredParameter.views:
+            index = views.index(self)
+            if index is not None:
+                return views.grads.get(index)
         found: torch.Tensor | None = _GRAD.__get__(self)
         return found
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         for views in GatheredParameter.views:
-            views.assign_gradient(self, value)
+            index = views.index(self)
+            if index is not None:
+                views.grads.set(index, value)
+                return
         _GRAD.__set__(self, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -120,13 +123,20 @@ class GatheredParameter(nn.Parameter):
         return copied
 
 
+class GradCalls(NamedTuple):
+    """Reads and sets `.grad` of a parameter, by its index."""
+
+    get: Callable[[int], torch.Tensor | None]
+    set: Callable[[int, torch.Tensor | None], None]
+
+
 class Views:
     """The parameters of a unit as views of its bytes; `attach` makes the parameters point there,
     until `detach`.
 
     `tensors` hold the data, and `parameters` have the version counters: of a DTensor the former is
     its local tensor. With `checked` each stay is checked by a digest of the whole content.
-    `assign_gradient` is called with the index of a parameter whose `.grad` is set, and what to.
+    `grads` answers for `.grad`.
     """
 
     def __init__(
@@ -135,9 +145,10 @@ class Views:
         tensors: Sequence[torch.Tensor],
         places: Sequence[ParameterPlace],
         checked: bool,
-        assign_gradient: Callable[[int, torch.Tensor | None], None],
+        grads: GradCalls,
     ) -> None:
-        self._assign_gradient = assign_gradient
+        self.grads = grads
+        """Who answers for `.grad`."""
         self._parameters = parameters
         self._tensors = tensors
         self._places = places
@@ -196,11 +207,11 @@ class Views:
             if tensor is parameter and index not in self._digests:
                 self._digests[index] = self._windows[index].digest()
 
-    def assign_gradient(self, parameter: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Somebody sets the gradient of `parameter`, if that is one of these."""
-        for index, tensor in enumerate(self._tensors):
-            if tensor is parameter:
-                self._assign_gradient(index, value)
+    def index(self, parameter: torch.Tensor) -> int | None:
+        """The index of `parameter`, if that is one of these and shown."""
+        if not self._versions:
+            return None
+        return next((i for i, tensor in enumerate(self._tensors) if tensor is parameter), None)
 
     def referenced(self) -> list[int]:
         """The parameters whose bytes somebody else refers to."""

@@ -465,30 +465,6 @@ def test_load_state_dict_of_a_wrapped_model_says_how(wrapped: Transformer) -> No
     )
 
 
-def test_gradients_are_not_silently_elsewhere(wrapped: Transformer) -> None:
-    optimizer = infinity.AdamW(wrapped.parameters())
-    kept = (
-        r"^the gradient of tokens\.weight is kept by the engine and not in \.grad; clip "
-        r"with .* read it with .*gradient\("
-    )
-    weight = wrapped.tokens.weight
-    with pytest.raises(infinity.ShardedParameterError, match=kept):
-        weight.grad = torch.zeros(64, 32)
-    wrapped(**text_batch(0)).loss.backward()
-    for clip in (
-        nn.utils.clip_grad_norm_,
-        nn.utils.clip_grad_value_,
-        lambda parameters, _: parameters[0].grad,
-    ):
-        with pytest.raises(infinity.ShardedParameterError, match=kept):
-            clip([weight], 1.0)
-    with pytest.raises(infinity.ShardedParameterError, match="kept by the engine"):
-        torch.optim.SGD(wrapped.parameters(), 0.1).step()
-    assert infinity.engine(wrapped).gradient(weight).abs().sum() > 0
-    optimizer.zero_grad()
-    assert weight.grad is None
-
-
 def test_gathering_more_than_fits(tmp_path: Path, smallest: Callable[..., dict[str, int]]) -> None:
     """Is refused, and leaves nothing in use."""
     fits = r"does not fit into gpu_memory=\d+ KiB beside the units in use at the same time"

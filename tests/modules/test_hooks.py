@@ -304,26 +304,24 @@ def test_a_change_in_place_inside_of_a_forward(wrap: Wrap) -> None:
 
 @pytest.mark.parametrize("gradients", ["cpu", "nvme"])
 def test_grad_in_gathered_is_as_outside(gradients: str, wrap: Wrap) -> None:
-    """None forgets the gradient of that parameter alone, a tensor is refused, and a read finds
-    nothing."""
+    """None forgets the gradient of that parameter alone, a tensor replaces it, and a read finds
+    it."""
     model = wrap(transformer(), gradients=gradients)
     engine, block = infinity.engine(model), model.blocks[0]
     weight = block.up.weight
     for zero in (
         lambda: setattr(weight, "grad", None),
         block.up.zero_grad,
-        lambda: block.up.zero_grad(set_to_none=False),
     ):
         model(**text_batch(0)).loss.backward()
         before = {name: engine.gradient(p) for name, p in model.named_parameters()}
         with infinity.gathered(block):
-            assert weight.grad is None
-            with pytest.raises(
-                infinity.ShardedParameterError,
-                match=r"^the gradient of blocks\.0\.up\.weight is kept by the engine",
-            ):
-                weight.grad = torch.zeros_like(weight)
-            assert engine.gradient(weight) is not None
+            assert torch.equal(weight.grad.clone(), before["blocks.0.up.weight"])
+            weight.grad = torch.zeros_like(weight)
+            assert not engine.gradient(weight).any()
+            weight.grad = before["blocks.0.up.weight"]
+            weight.grad.zero_()
+            assert not engine.gradient(weight).any()
             zero()
             assert engine.gradient(weight) is None
         assert engine.gradient(weight) is None

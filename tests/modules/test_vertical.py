@@ -320,7 +320,7 @@ def test_torch_grad_scaler(tmp_path: Path) -> None:
         (tmp_path / order).mkdir()
         model = wrap(transformer(), tmp_path / order, precision="fp32")
         optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
-        with infinity.engine(model) as engine, pytest.warns(FutureWarning, match="GradScaler"):
+        with infinity.engine(model) as engine:
             infinity.accumulate(
                 model, [text_batch(n) for n in range(3)], scale=scaler.scale, order=order
             )  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""What scripts do to a plain model works alike on all ranks of a wrapped one."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from support.configs import config_of
+from support.models import text_batch, transformer
+from support.rank_group import RANKS, OnRanks
+
+STAGES = (0, 1, 2, 3)
+
+
+def work(task: Any, where: Path, rank: int) -> None:
+    """One rank of two: see `support/rank_group`."""
+    for stage in STAGES:
+        found = globals()[task](stage, where, rank)
+        torch.save(found, where / f"{stage}_{rank}.pt")
+
+
+def wrapped(stage: int, where: Path, rank: int) -> nn.Module:
+    (where / str(stage)).mkdir(exist_ok=True)
+    on_gpu = {"parameters": "gpu", "gradients": "gpu"} if stage in (1, 2) else {}
+    config = config_of(
+        **on_gpu,
+        nvme=where / str(stage),
+        gpu_memory=4 << 20,
+        cpu_memory=8 << 20,
+        cache=0,
+        precision="fp32",
+        stage=stage,
+    )
+    return infinity.wrap(transformer(), config)
+
+
+def gradients(stage: int, where: Path, rank: int) -> dict[str, Any]:
+    """Norms, gradients and weights after clips and changes."""
+    model = wrapped(stage, where, rank)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    with contextlib.closing(infinity.engine(model)) as engine:
+        model(**text_batch(rank)).loss.backward()
+        norms = [float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))]
+        norms.append(float(model.tokens.weight.grad.norm()))
+        norms.append(float(nn.utils.get_total_norm([model.norm.weight.grad], float("inf"))))
+        model.tokens.weight.grad[0] = 0.0
+        model.norm.weight.grad = torch.full(model.norm.weight.shape, 0.5)
+        kept = {name: engine.gradient(p) for name, p in model.named_parameters()}
+        optimizer.step()
+        return {"norms": norms, "gradients": kept, "weights": engine.state_dict()}
+
+
+def results(on_ranks: OnRanks, task: str, where: Path) -> list[list[Any]]:
+    assert on_ranks(task) == ["done"] * RANKS
+    return [[torch.load(where / f"{stage}_{rank}.pt") for rank in range(RANKS)] for stage in STAGES]
+
+
+def plain_gradients() -> dict[str, Any]:
+    model = transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sum(model(**text_batch(rank)).loss / RANKS for rank in range(RANKS)).backward()
+    norms = [float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))]
+    norms.append(float(model.tokens.weight.grad.norm()))
+    norms.append(float(nn.utils.get_total_norm([model.norm.weight.grad], float("inf"))))
+    model.tokens.weight.grad[0] = 0.0
+    model.norm.weight.grad = torch.full(model.norm.weight.shape, 0.5)
+    kept = {name: p.grad.clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    return {"norms": norms, "gradients": kept, "weights": model.state_dict()}
+
+
+@pytest.mark.timeout(240)
+def test_gradients_are_read_clipped_and_changed(on_ranks: OnRanks, tmp_path: Path) -> None:
+    expected = plain_gradients()
+    for stage in results(on_ranks, "gradients", tmp_path):
+        for found in stage:
+            assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+            for name, value in expected["gradients"].items():
+                torch.testing.assert_close(found["gradients"][name], value, rtol=1e-4, atol=1e-7)
+            for name, value in expected["weights"].items():
+                torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-4)
