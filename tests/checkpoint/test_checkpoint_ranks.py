@@ -10,10 +10,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import selectors
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from infinity.checkpoint import state
 from support.children import CHILD
 from support.configs import config_of
 from support.models import text_batch, transformer
+from support.rank_group import run_ranks
 
 ROOMY = {"gpu_memory": "8MiB", "cpu_memory": "16MiB", "device": "cpu", "threads": 1, "poison": True}
 FORMATS: dict[str, dict[str, Any]] = {
@@ -163,39 +162,8 @@ def run(where: Path, ranks: int, form: str, **values: Any) -> list[dict[str, Any
             torch.set_num_threads(before)
             state.PIECE = Task.piece
     (where / "task.json").write_text(json.dumps(dataclasses.asdict(task)))
-    processes = []
-    for rank in range(ranks):
-        with (where / f"errors{rank}.txt").open("w") as errors:
-            command = [sys.executable, __file__, str(where), str(rank), str(ranks)]
-            processes.append(subprocess.Popen(command, env=ENVIRONMENT, stderr=errors))
-    assert all_end(processes) == [0] * ranks, "\n".join(
-        (where / f"errors{rank}.txt").read_text() for rank in range(ranks)
-    )
+    run_ranks(__file__, where, ranks)
     return [torch.load(where / f"result{rank}.pt", weights_only=True) for rank in range(ranks)]
-
-
-def all_end(processes: Sequence[subprocess.Popen[Any]]) -> list[int]:
-    """The exit statuses when all have ended; as soon as one has failed, the others, which may wait
-    for it, are killed.
-
-    There is no patience: how long ranks take depends on the machine, and what hangs is ended by
-    pytest's own limit.
-    """
-    try:
-        with selectors.DefaultSelector() as selector:
-            for process in processes:
-                selector.register(os.pidfd_open(process.pid), selectors.EVENT_READ, process)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    if key.data.wait():
-                        for process in processes:
-                            process.kill()
-    finally:
-        for process in processes:
-            process.kill()
-    return [process.wait() for process in processes]
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
@@ -287,13 +255,6 @@ def test_what_is_damaged_is_told_by_all_ranks(tmp_path: Path) -> None:
             result["error"]
             == f"{data} is cut off: it has {size - 1} of {size} bytes; take an earlier checkpoint"
         )
-
-
-def test_the_ranks_that_wait_for_one_that_failed_are_ended() -> None:
-    waits = subprocess.Popen(["sleep", "100000"])
-    fails = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    assert all_end([waits, fails]) == [-9, 3]
-    assert all_end([subprocess.Popen(["true"]), subprocess.Popen(["true"])]) == [0, 0]
 
 
 def test_torchrun_restarts_the_ranks_and_they_go_on(tmp_path: Path) -> None:

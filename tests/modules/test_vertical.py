@@ -12,8 +12,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import traceback
@@ -35,10 +33,10 @@ from typer.testing import CliRunner
 import infinity
 from infinity.modules.interleave import Interleaver
 from infinity.placement.spec import Kind
-from support.children import CHILD
 from support.configs import config_of
 from support.models import FAMILIES, text_batch, transformer
 from support.probe import Probe, assert_unused
+from support.rank_group import RANKS, run_ranks
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(120)]
 
@@ -704,11 +702,10 @@ def test_modes_devices_saved_tensors_and_context_reach_the_threads(tmp_path: Pat
 # Ranks and the command line
 
 
-def serve(rank: int, folder: Path) -> None:
-    """Train in both orders as one of two ranks; print what came out."""
-    torch.set_num_threads(1)
+def serve(folder: Path, rank: int, ranks: int) -> None:
+    """Train in both orders as one of the ranks; write down what came out."""
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2
+        "gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=ranks
     )
     place, found = folder / str(rank), {}
     place.mkdir()
@@ -729,23 +726,13 @@ def serve(rank: int, folder: Path) -> None:
                 [loss.item().hex() for loss in losses],
                 [weights.double().sum().item().hex(), weights.norm().item().hex()],
             )
-    print(json.dumps(found))
+    (folder / f"results{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 def test_ranks_take_the_same_order(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(tmp_path)], stdout=subprocess.PIPE, **CHILD
-        )
-        for rank in range(2)
-    ]
-    try:
-        found = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    run_ranks(__file__, tmp_path, RANKS)
+    found = [json.loads((tmp_path / f"results{rank}.json").read_text()) for rank in range(RANKS)]
     assert found[0]["vertical"] == found[0]["horizontal"]
     assert found[1]["vertical"] == found[1]["horizontal"]
     assert found[0]["vertical"][1] == found[1]["vertical"][1]
@@ -788,7 +775,3 @@ def test_the_command_line_moves_less_and_learns_the_same(tmp_path: Path) -> None
         for run in (vertical, horizontal)
     ]
     assert read[0] < read[1] - 3
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), Path(sys.argv[2]))

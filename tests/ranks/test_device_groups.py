@@ -8,7 +8,6 @@ rank runs.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,9 +23,9 @@ import infinity
 from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.ranks import Ranks, check_reach
-from support.children import CHILD
 from support.configs import config_of
 from support.discrete import DiscreteDevice
+from support.rank_group import run_ranks
 from support.stages import CASES, flat, same, train
 
 RANKS = 2
@@ -165,10 +164,9 @@ def agree(directory: Path, rank: int) -> bool:
     return chosen[0] < chosen[1]
 
 
-def serve(directory: Path, rank: int) -> None:
-    torch.set_num_threads(1)
+def serve(directory: Path, rank: int, ranks: int) -> None:
     meeting = f"file://{directory}/rendezvous"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     results = {}
     for name in NAMES:
         expected = train(CASES[name], directory / f"{name} {rank}", rank, dist.group.WORLD)
@@ -194,14 +192,7 @@ def serve(directory: Path, rank: int) -> None:
 def test_a_group_of_the_device_alone(tmp_path: Path) -> None:
     """The same bits as over a group of the host, for what trains, what is read and what is
     saved."""
-    command = [sys.executable, __file__, str(tmp_path)]
-    options = CHILD | {"env": CHILD["env"] | {"GLOO_SOCKET_IFNAME": "lo"}}
-    processes = [
-        subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, **options)
-        for rank in range(RANKS)
-    ]
-    said = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * RANKS, "\n".join(said)
+    run_ranks(__file__, tmp_path, RANKS)
     for rank in range(RANKS):
         results = torch.load(tmp_path / f"results{rank}.pt", weights_only=True)
         assert [name for name, (equal, _) in results.items() if not equal] == []
@@ -223,7 +214,3 @@ def test_a_group_without_the_device_is_refused(tmp_path: Path) -> None:
             check_reach(Ranks(dist.group.WORLD), "cuda")
     finally:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]))

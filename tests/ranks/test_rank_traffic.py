@@ -14,8 +14,6 @@ import os
 import re
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,9 +26,9 @@ from torch.nn import functional
 
 import infinity
 from infinity.sharding import collectives
-from support.children import CHILD
 from support.configs import config_of
 from support.probe import Probe
+from support.rank_group import run_ranks
 
 WIDTH, WORDS, ROWS, STEPS, MAX_GRAD_NORM = 64, 384, 12, 20, 1.2
 SIZES = [4 * WIDTH * WORDS * count for count in (1, 2, 4, 6, 8, 3)]
@@ -315,7 +313,6 @@ def train(
 
 def serve(directory: Path, rank: int, ranks: int) -> None:
     """One rank, from start to end."""
-    torch.set_num_threads(1)
     meeting = f"file://{directory}/rendezvous"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     results = {
@@ -337,14 +334,7 @@ def measured(
 ) -> list[dict[str, Any]]:
     """By rank, what `serve` saves."""
     directory, ranks = tmp_path_factory.mktemp(f"ranks{request.param}"), request.param
-    options = CHILD | {"env": CHILD["env"] | {"GLOO_SOCKET_IFNAME": "lo"}}
-    command = [sys.executable, __file__, str(directory)]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(ranks)], stderr=subprocess.PIPE, **options)
-        for rank in range(ranks)
-    ]
-    said = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
+    run_ranks(__file__, directory, ranks)
     return [torch.load(directory / f"results{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
@@ -476,7 +466,3 @@ def test_every_rank_reads_and_writes_its_share_of_nvme(
         )
         for name in ("cpu", "room for all", "data parallel"):
             assert result[name]["moved"] == (0, 0), name
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

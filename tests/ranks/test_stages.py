@@ -6,8 +6,6 @@ This file is also what each rank runs: all the cases of one number of ranks, one
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import infinity
-from support.children import CHILD
 from support.configs import config_of
+from support.rank_group import run_ranks
 from support.stages import CASES, GPU, HYBRID, Model, flat, same, train
 
 
 def serve(directory: Path, rank: int, ranks: int) -> None:
     """One rank, from start to end."""
-    torch.set_num_threads(1)
     meeting = f"file://{directory}/rendezvous"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     results = {
@@ -50,14 +47,7 @@ def results(
 ) -> list[dict[str, Any]]:
     """By rank, then by case."""
     directory, ranks = tmp_path_factory.mktemp(f"ranks{request.param}"), request.param
-    command = [sys.executable, __file__, str(directory)]
-    options = CHILD | {"env": CHILD["env"] | {"GLOO_SOCKET_IFNAME": "lo"}}
-    processes = [
-        subprocess.Popen([*command, str(rank), str(ranks)], stderr=subprocess.PIPE, **options)
-        for rank in range(ranks)
-    ]
-    said = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(said)
+    run_ranks(__file__, directory, ranks)
     return [torch.load(directory / f"results{rank}.pt", weights_only=True) for rank in range(ranks)]
 
 
@@ -184,7 +174,3 @@ def test_one_rank_needs_no_collectives(tmp_path: Path) -> None:
     found = train({"stage": 2} | GPU, tmp_path / "nvme", 0)
     assert not any(found["calls"].values())
     assert found["losses"] == train({}, tmp_path / "other", 0)["losses"]
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

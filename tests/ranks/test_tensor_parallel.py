@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -41,10 +39,10 @@ from infinity.checkpoint import state as checkpoint_state
 from infinity.optim.kernels import squared_gradient_norm
 from infinity.sharding.ranks import ALONE, Ranks, whole_group
 from infinity.sharding.tensor_parallel import bounds_of, local, with_tensor_parallel
-from support.children import CHILD
 from support.configs import config_of
 from support.models import FAMILIES, text_batch
 from support.probe import Probe
+from support.rank_group import run_ranks
 from support.stages import flat
 
 RANKS, WIDTH, HEAD, WORDS, ROWS, LENGTH, STEPS = 4, 32, 8, 41, 8, 8, 10
@@ -673,11 +671,10 @@ class Rank:
             infinity.engine(model).close()
 
 
-def serve(directory: Path, rank: int) -> None:
+def serve(directory: Path, rank: int, ranks: int) -> None:
     """One rank, from start to end."""
-    torch.set_num_threads(1)
     meeting = f"file://{directory}/rendezvous"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     this = Rank(directory, rank)
     results: dict[str, Any] = {
         name: this.train(case, STEPS if name in LONG else SHORT) for name, case in CASES.items()
@@ -759,21 +756,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(place: Path) -> list[dict[str, Any]]:
     """What each rank found."""
-    command = [sys.executable, __file__, str(place)]
-    options = CHILD | {"env": CHILD["env"] | {"GLOO_SOCKET_IFNAME": "lo"}}
-    processes = []
-    for rank in range(RANKS):
-        with (place / f"errors{rank}.txt").open("w") as errors:
-            processes.append(subprocess.Popen([*command, str(rank)], stderr=errors, **options))
-    try:
-        codes = [process.wait() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * RANKS, "\n".join(
-        (place / f"errors{rank}.txt").read_text() for rank in range(RANKS)
-    )
+    run_ranks(__file__, place, RANKS)
     return [torch.load(place / f"results{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
@@ -1175,7 +1158,3 @@ def test_a_plain_tensor_is_all_there(tmp_path: Path) -> None:
             assert Probe(engine).exchange is None, "one rank needs nobody"
     finally:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,8 +1,10 @@
-"""Two processes over gloo that all test files share: started once, and told what to do, line by
-line.
+"""Ranks: processes over gloo that call a function of a test file.
 
-A rank loads the test file that asks, and calls its `work(task, where, rank)`. Tests ask by the
-fixture `on_ranks`.
+They are forked from a server that has imported what ranks need. So a rank starts in a fraction of
+the three CPU seconds that these imports take.
+
+`run_ranks` starts ranks for one task. `Group` is two ranks that all test files share; tests ask for
+it by the fixture `on_ranks`.
 """
 
 from __future__ import annotations
@@ -10,24 +12,34 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import json
-import queue
-import subprocess
+import multiprocessing
+import os
 import sys
-import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from support.children import CHILD
-
 RANKS = 2
 PATIENCE = 240.0  # seconds that a rank waits for another one, less than the limit of a test
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    [
+        "hypothesis",
+        "infinity",
+        "pytest",
+        "torch.distributed.tensor.parallel",
+        "torch.testing",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
 
 # The other side: a rank
 
@@ -43,107 +55,129 @@ def load(path: str) -> Any:
     return module
 
 
-def serve(directory: Path, rank: int) -> None:
-    """A process that joins the group, and works for each line of its input: a test file, a
-    directory and a task.
-
-    Says "ready", then "done" or "failed ..." for each line.
-    """
+def _become_rank(errors: Path) -> None:
+    """Say on the file `errors` what a process says on its standard error."""
+    with errors.open("w") as file:
+        os.dup2(file.fileno(), 2)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=PATIENCE)
+
+
+def _run(errors: Path, path: str, work: str, *arguments: Any) -> None:
+    _become_rank(errors)
+    getattr(load(path), work)(*arguments)
+
+
+def _serve(errors: Path, rendezvous: Path, rank: int, tasks: Connection) -> None:
+    """Join the group, and work for each task: a test file, a directory and what its `work` takes.
+
+    Sends "ready", then "done" or "failed ..." for each task.
+    """
+    _become_rank(errors)
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{directory}/rendezvous",
+        init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=RANKS,
-        timeout=timeout,
+        timeout=timedelta(seconds=PATIENCE),
     )
-    print("ready", flush=True)
-    for line in sys.stdin:
-        path, where, task = json.loads(line)
+    tasks.send("ready")
+    while True:
+        path, where, task = tasks.recv()
         try:
-            load(path).work(task, Path(where), rank)
-            print("done", flush=True)
+            load(path).work(task, where, rank)
+            tasks.send("done")
         except BaseException as error:
             traceback.print_exc()
-            print(f"failed {type(error).__name__}: {error}".replace("\n", " "), flush=True)
-    dist.destroy_process_group()
+            tasks.send(f"failed {type(error).__name__}: {error}".replace("\n", " "))
 
 
 # This side
 
 
+def run_ranks(path: str, directory: Path, ranks: int, work: str = "serve") -> None:
+    """Let `ranks` processes call `work(directory, rank, ranks)` of the test file at `path`; returns
+    when all have ended.
+
+    As soon as one fails the others are killed, for they may wait for it, and what all of them said
+    is raised. There is no patience: pytest's own limit ends what hangs.
+    """
+    said = [directory / f"errors{rank}.txt" for rank in range(ranks)]
+    processes = [
+        SERVER.Process(target=_run, args=(said[rank], path, work, directory, rank, ranks))
+        for rank in range(ranks)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        running = {process.sentinel: process for process in processes}
+        while running:
+            for sentinel in wait(list(running)):
+                process = running.pop(sentinel)  # type: ignore[index]
+                process.join()
+                if process.exitcode:
+                    _end(processes)
+    finally:
+        _end(processes)
+    if any(process.exitcode for process in processes):
+        exits = [process.exitcode for process in processes]
+        raise AssertionError("\n".join([f"ranks ended with {exits}", *map(_content, said)]))
+
+
+def _end(processes: Sequence[ForkServerProcess]) -> None:
+    for process in processes:
+        if process.pid is not None:
+            process.kill()
+            process.join()
+
+
+def _content(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
 class Group:
-    """The processes of all ranks, and a queue of what each says; `close` ends them however they
-    are."""
+    """Two ranks that wait for tasks; `close` ends them however they are."""
 
     def __init__(self, directory: Path) -> None:
-        environment = CHILD["env"] | {"GLOO_SOCKET_IFNAME": "lo"}
-        self.said: list[queue.SimpleQueue[str]] = [queue.SimpleQueue() for _ in range(RANKS)]
-        self.processes: list[subprocess.Popen[str]] = []
-        self.listeners: list[threading.Thread] = []
+        self._tasks: list[Connection] = []
+        self._processes: list[ForkServerProcess] = []
         for rank in range(RANKS):
-            with (directory / f"errors{rank}.txt").open("w") as errors:
-                command = [sys.executable, __file__, str(directory), str(rank)]
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                    env=environment,
-                )
-            self.processes.append(process)
-            listener = threading.Thread(
-                target=self._listen, args=(process, self.said[rank]), daemon=True
-            )
-            listener.start()
-            self.listeners.append(listener)
+            ours, theirs = SERVER.Pipe()
+            arguments = (directory / f"errors{rank}.txt", directory / "rendezvous", rank, theirs)
+            process = SERVER.Process(target=_serve, args=arguments)
+            self._tasks.append(ours)
+            self._processes.append(process)
+            process.start()
+            theirs.close()
         try:
-            assert self.answers() == ["ready"] * RANKS
+            assert self._answers() == ["ready"] * RANKS
         except BaseException:
             self.close()
             raise
 
-    @staticmethod
-    def _listen(process: subprocess.Popen[str], said: queue.SimpleQueue[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            said.put(line.strip())
-        said.put("gone")
-
-    def answers(self) -> list[str]:
+    def _answers(self) -> list[str]:
         """What every rank says next, or "gone"."""
-        return [said.get() for said in self.said]
+        answers = []
+        for connection in self._tasks:
+            try:
+                answers.append(connection.recv())
+            except (EOFError, ConnectionResetError):
+                answers.append("gone")
+        return answers
 
     def do(self, path: Path, task: Any, where: Path) -> list[str]:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(
-                json.dumps(
-                    [
-                        str(path),
-                        str(where),
-                        dataclasses.asdict(task) if dataclasses.is_dataclass(task) else task,
-                    ]
-                )
-                + "\n"
-            )
-            process.stdin.flush()
-        return self.answers()
+        """Let every rank call `work(task, where, rank)` of the test file at `path`: what each
+        says."""
+        values = dataclasses.asdict(task) if dataclasses.is_dataclass(task) else task
+        for connection in self._tasks:
+            connection.send((str(path), where, values))
+        return self._answers()
 
     def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-        for process, listener in zip(self.processes, self.listeners, strict=True):
-            process.wait()
-            listener.join()
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                pipe.close()
+        """End the ranks."""
+        _end(self._processes)
+        for connection in self._tasks:
+            connection.close()
 
 
 OnRanks = Callable[[Any], list[str]]
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]))
