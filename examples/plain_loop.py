@@ -12,7 +12,7 @@ from torch import nn
 import infinity
 
 directory = sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()
-config = infinity.Config(nvme=directory, gpu_memory="256MiB", cpu_memory="256MiB")
+config = infinity.Config(nvme=directory)
 with infinity.init():  # parameters take no memory here
     model = nn.Sequential(
         *(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4)), nn.Linear(512, 1)

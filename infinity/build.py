@@ -29,6 +29,7 @@ from infinity.config import Config
 from infinity.device import ComputeDevice, profiler_ranges
 from infinity.engine import ATTRIBUTE, Engine, Parts
 from infinity.errors import ConfigError
+from infinity.free_memory import Available, choose, read_host
 from infinity.modules.check import check_model
 from infinity.modules.execution import Executions
 from infinity.modules.grouping import find_owners, find_users, group_parameters, join_small
@@ -54,7 +55,7 @@ from infinity.sharding.gradient_buffer import GradientBuffer
 from infinity.sharding.ranks import GivenGroup, check_reach, find_ranks
 from infinity.sharding.tensor_parallel import with_tensor_parallel
 from infinity.sharding.unit import Unit, UnitListeners
-from infinity.sharding.watch import together
+from infinity.sharding.watch import announce, ranks_of_this_node, together
 from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store
 
@@ -74,7 +75,7 @@ PROBE_ROUNDS = 3
 
 def wrap(
     model: Model,
-    config: Config,
+    config: Config | None = None,
     *,
     weights: str | Path | None = None,
     units: Units = None,
@@ -83,6 +84,9 @@ def wrap(
 ) -> Model:
     """Move the states of `model` to the tiers that `config` says, and train it from then on;
     returns the same module.
+
+    Without `config` the states are at home in host memory, in budgets that follow from what is
+    free.
 
     Parameters built inside `infinity.init()` get their values from the safetensors in `weights`, a
     Hugging Face directory or one file. Without `weights` the modules initialize them under `seed`.
@@ -108,13 +112,16 @@ def wrap(
     keep.
     """
     with ExitStack() as files, ExitStack() as undo:
-        build = Build(model, config, group, undo)
+        build = Build(model, Config() if config is None else config, group, undo)
         with build.together():
             build.check()
             values = None if weights is None else files.enter_context(open_weights(weights, model))
             build.group(units)
             build.size()
+        with build.together() as least:
+            least += build.look()
         with build.together() as numbers:
+            build.budget(least)
             numbers += build.measure()
         with build.together():  # nobody waits in collectives for a rank that has no room
             build.place(numbers)
@@ -152,6 +159,7 @@ class Build:
 
     def check(self) -> None:
         """Refuse what cannot be wrapped."""
+        announce(self.ranks)
         self.device = ComputeDevice(self._config.tuning.device)
         self.undo.callback(self.device.close)
         check_reach(self.ranks, self.device.torch.type)
@@ -209,6 +217,21 @@ class Build:
         """Whether gradients go home beside the model, on the thread of an exchange."""
         return self.ranks.number > 1 or not self.device.unified_memory
 
+    def look(self) -> Sequence[float]:
+        """Choose the budgets that the configuration leaves open, by what is free now."""
+        config, place = self._config, self.store.placement
+        least = place.least(_concurrent_bytes(self._model, self.users, place), self._reserve)
+        found = Available(read_host(), self.device.memory(), ranks_of_this_node(self.ranks))
+        self._choice = choose(config.gpu_memory, config.cpu_memory, found, least)
+        return self._choice.budgets
+
+    def budget(self, least: Sequence[float]) -> None:
+        """Take the budgets that the ranks agree on, the `least` of theirs."""
+        self._choice = self._choice.at_most(least)
+        self.store.budgets = self._choice.budgets
+        if not self._choice.is_given:
+            log.info("%s", self._choice.describe())
+
     def measure(self) -> Sequence[float]:
         """`Rates` of this machine, in the format that most parameters have, where placement depends
         on that; else nothing.
@@ -226,7 +249,9 @@ class Build:
             return ()
         dtype, count = elements.most_common(1)[0]
         links = copies(
-            ComputeDevice(config.tuning.device), min(PROBE_BYTES, config.gpu_memory), PROBE_ROUNDS
+            ComputeDevice(config.tuning.device),
+            min(PROBE_BYTES, self.store.budgets.gpu),
+            PROBE_ROUNDS,
         )
         few = min(PROBE_PARAMETERS, count)
         update = updates(
@@ -323,7 +348,15 @@ class Build:
         finalizer = end_with(self._model, hooks, updater, self.buffer, store, units)
         self.undo.callback(finalizer.detach)
         reporter = Reporter(
-            config, store, units, runtime, updater, self.exchange, meter, self._recorder
+            config,
+            self._choice,
+            store,
+            units,
+            runtime,
+            updater,
+            self.exchange,
+            meter,
+            self._recorder,
         )
         parts = Parts(
             self._recorder,

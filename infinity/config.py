@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,6 +35,18 @@ def _as_activation_memory(value: Any) -> Any:
         return value if value == "auto" else parse_bytes(value) // 4096 * 4096
     except ValueError as error:
         raise ValueError(f"{error}, or 'auto' for half of what homes leave of cpu_memory") from None
+
+
+def _as_budget(value: Any) -> Any:
+    match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    if match and Fraction(match[1]) > 100:
+        raise ValueError(f"{value} is more than all of the memory; write at most 100%")
+    if match or value == "auto":
+        return f"{match[1]}%" if match else value
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, a part of the whole such as 80%, or 'auto'") from None
 
 
 def _as_paths(value: Any) -> Any:
@@ -60,8 +74,12 @@ def _as_tuning(value: Any) -> Any:
     return value
 
 
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
+
 Tier = Literal["gpu", "cpu", "nvme"]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+BytesOrPart = Annotated[int | str, BeforeValidator(_as_budget)]
+"""Bytes, "auto", or a part of the whole as in "80%"."""
 BytesOrAuto = Annotated[Literal["auto"] | int, BeforeValidator(_as_cache)]
 ActivationBytes = Annotated[Literal["auto"] | int, BeforeValidator(_as_activation_memory)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_as_paths)]
@@ -232,9 +250,12 @@ class Tuning(_Knobs):
 class Config(_Knobs):
     """Budgets, places and formats of one engine.
 
-    `gpu_memory` and `cpu_memory` are upper limits, in bytes, on what the engine holds on the
-    compute device and in host memory ("20GiB" or an integer). Without a GPU the compute device is
+    `gpu_memory` and `cpu_memory` are upper limits on what the engine holds on the compute device
+    and in host memory: bytes ("20GiB" or an integer), a part of all that there is ("80%"), or
+    "auto" for a part of what is free when the model is wrapped. Without a GPU the compute device is
     the CPU, and `gpu_memory` is its budget in RAM.
+
+    Without an `nvme` directory, parameters and optimizer states are at home in host memory.
 
     Raises `ConfigError` (a `ValueError`) that names the key, what is wrong with it and what is
     allowed.
@@ -242,17 +263,33 @@ class Config(_Knobs):
 
     nvme: Paths = ()
     """A directory on NVMe, or several to stripe over drives."""
-    gpu_memory: Bytes
-    """Budget on the compute device of each rank (RAM where there is no GPU)."""
-    cpu_memory: Bytes
-    """Budget in host memory."""
+    gpu_memory: BytesOrPart = "auto"
+    """Budget on the compute device of each rank (RAM where there is no GPU).
+
+    "auto" is half of what is free, or more where states at home there need it. The rest is for
+    activations. "80%" is a part of all of its memory, free or not.
+    """
+    cpu_memory: BytesOrPart = "auto"
+    """Budget in host memory.
+
+    "auto" is what is free, less a reserve of a tenth of all memory: at least 2 GiB, at most 16 GiB,
+    and at most half of what is free. Limits of control groups count. "80%" is a part of all host
+    memory. The ranks of a node get equal parts of both. Where the compute device is the CPU, a
+    quarter of that stays for activations, and the rest is for `gpu_memory` and `cpu_memory`.
+    """
 
     parameters: Tier = "nvme"
-    """Home of the parameters."""
+    """Home of the parameters.
+
+    Where `nvme` has no directory, the default is "cpu".
+    """
     gradients: Tier = "cpu"
     """Home of the gradients."""
     optimizer: Tier = "nvme"
-    """Home of the optimizer states."""
+    """Home of the optimizer states.
+
+    Where `nvme` has no directory, the default is "cpu".
+    """
     activations: Tier = "gpu"
     """Where what a forward saves waits for its backward.
 
@@ -284,6 +321,12 @@ class Config(_Knobs):
 
     tuning: Annotated[Tuning, BeforeValidator(_as_tuning)] = Tuning()
     """What the engine chooses where nothing is set, as a `Tuning` or a dict."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_drives(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Where nobody speaks of drives, nothing is at home there. An empty list is a mistake."""
+        return values if "nvme" in values else {"parameters": "cpu", "optimizer": "cpu", **values}
 
     @model_validator(mode="after")
     def _check(self) -> Config:

@@ -32,6 +32,7 @@ import torch
 
 from infinity import native
 from infinity.errors import ConfigError
+from infinity.free_memory import Memory
 from infinity.observe import Meter, Ranges
 
 HUGE_PAGE = 2 << 20
@@ -273,6 +274,15 @@ class ComputeDevice:
     def name(self) -> str:
         """What people call it."""
         return "CPU" if self.torch.type == "cpu" else torch.cuda.get_device_name(self.torch)
+
+    def memory(self) -> Memory | None:
+        """What it has and what is free now, that which torch keeps for later included; None where
+        that is host memory."""
+        if self.torch.type == "cpu":
+            return None
+        free, total = torch.cuda.mem_get_info(self.torch)
+        kept = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
+        return Memory(total, min(free + kept, total), "the GPU")
 
     def peak_bytes(self, reset: bool = False) -> int | None:
         """The most that torch held of its memory since the last `reset`; None where that is host

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from infinity.config import Config
 from infinity.device import ComputeDevice
+from infinity.free_memory import Choice
 from infinity.observe import Recorder
 from infinity.optim.step import StepRun
 from infinity.optim.updater import Updater
@@ -82,6 +83,9 @@ class Report:
     """Bytes of them that were read back from NVMe in the last finished step."""
     activations_peak: int = 0
     """The most bytes of them that were off the compute device at any time."""
+    budget_sources: dict[str, str] = field(default_factory=dict)
+    """Where the budgets "gpu" and "cpu" come from: "given", or what was free and what of it stays
+    so."""
 
     @property
     def limits(self) -> dict[str, int]:
@@ -129,6 +133,7 @@ class Reporter:
     def __init__(
         self,
         config: Config,
+        choice: Choice,
         store: Store,
         units: Sequence[Unit],
         runtime: Runtime,
@@ -138,6 +143,7 @@ class Reporter:
         recorder: Recorder,
     ) -> None:
         self._config = config
+        self._choice = choice
         self._store = store
         self._units = units
         self._runtime = runtime
@@ -207,9 +213,9 @@ class Reporter:
             on_nvme=on_nvme,
             gpu_resident=self._store.layout.placement.gpu_cache_bytes,
             peaks=self._store.peaks(),
+            budget_sources={"gpu": self._choice.gpu.source, "cpu": self._choice.cpu.source},
             budgets={
-                "gpu": config.gpu_memory,
-                "cpu": config.cpu_memory,
+                **self._choice.budgets._asdict(),
                 "nvme": config.tuning.nvme_memory or self._store.used()["nvme"],
             },
         )

@@ -25,6 +25,8 @@ from infinity.bench.machine import (
     memlock_limit,
 )
 from infinity.cli.failure import plain_failures
+from infinity.errors import ConfigError
+from infinity.free_memory import Available, Budgets, Memory, choose, read_host
 from infinity.quantities import format_bytes
 
 _PACKAGES = ("zero-infinity", "torch", "numpy", "safetensors", "transformers", "matplotlib")
@@ -71,6 +73,15 @@ def _path(directory: Path) -> dict[str, Any]:
     }
 
 
+def _budgets(gpu: Memory | None) -> dict[str, dict[str, Any]] | str:
+    """What "auto" would be for one rank now, before states ask for more; else why there is none."""
+    try:
+        choice = choose("auto", "auto", Available(read_host(), gpu), Budgets(0, 0))
+    except ConfigError as error:
+        return str(error)
+    return {"gpu_memory": choice.gpu._asdict(), "cpu_memory": choice.cpu._asdict()}
+
+
 def examine(nvme: list[Path]) -> dict[str, Any]:
     """Everything `infinity doctor` knows, JSON-ready; sizes in bytes, None for "no limit" and "no
     problem"."""
@@ -78,7 +89,8 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
 
     from infinity.device import ComputeDevice
 
-    device = str(ComputeDevice("auto").torch)
+    computing = ComputeDevice("auto")
+    device = str(computing.torch)
     return {
         "python": platform.python_version(),
         "kernel": platform.release(),
@@ -91,6 +103,7 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
         "native": _native(),
         "io_uring_problem": io_engine_problem(),
         "gpu_direct_problem": gpu_direct_problem(device, nvme),
+        "budgets": _budgets(computing.memory()),
         "memlock": memlock_limit(),
         "huge_pages": huge_pages(),
         "nvme": [_path(directory) for directory in nvme],
@@ -135,6 +148,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
             f"{problem}; parameters on nvme pass host memory" if problem else "available",
         )
     )
+    rows += _budget_rows(facts["budgets"])
     memlock = facts["memlock"]
     rows.append((True, "memlock limit", "none" if memlock is None else format_bytes(memlock)))
     pages = facts["huge_pages"]
@@ -151,6 +165,15 @@ def _rows(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
             (path["problem"] is None, path["path"], (path["problem"] or "O_DIRECT works") + free)
         )
     return rows
+
+
+def _budget_rows(budgets: dict[str, Any] | str) -> list[tuple[bool, str, str]]:
+    if isinstance(budgets, str):
+        return [(False, "budgets", budgets)]
+    return [
+        (True, key, f"{format_bytes(budget['nbytes'])} ({budget['source']})")
+        for key, budget in budgets.items()
+    ]
 
 
 def doctor(

@@ -211,6 +211,7 @@ def summarize(
             for tier in TIERS
             if tier in report.peaks
         },
+        "budget_sources": dict(report.budget_sources),
         "output": str(output) if output else None,
         **files,
     }

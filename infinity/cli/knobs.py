@@ -17,15 +17,24 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import typer
 
 from infinity.cli.options import MOST, TIERS, parse_size
-from infinity.config import ActivationBytes, Bytes, BytesOrAuto, Config, Paths, Shares, Tuning
+from infinity.config import (
+    ActivationBytes,
+    Bytes,
+    BytesOrAuto,
+    BytesOrPart,
+    Config,
+    Paths,
+    Shares,
+    Tuning,
+)
 from infinity.quantities import format_bytes
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
 OF_A_NODE = ("cpu_memory", "nvme_memory", "activation_memory")
 """Budgets that a command takes for all ranks of a node together, and an engine for its own rank."""
-DEFAULTS: dict[str, Any] = {"gpu_memory": 1 << 30, "cpu_memory": 2 << 30, "precision": "bf16"}
-"""Of fields that have none, or another one, in `Config`."""
+DEFAULTS: dict[str, Any] = {"precision": "bf16"}
+"""Of fields that have another one in `Config`."""
 _FIELDS = {
     name: field for name, field in Config.model_fields.items() if name != "tuning"
 } | Tuning.model_fields
@@ -34,6 +43,11 @@ _TYPES = get_type_hints(Config, include_extras=True) | get_type_hints(Tuning, in
 
 def _parse_cache(value: Any) -> int | str:
     return "auto" if value == "auto" else parse_size(value)
+
+
+def _parse_budget(value: Any) -> int | str:
+    is_part = isinstance(value, str) and value.strip().endswith("%")
+    return value if is_part or value == "auto" else parse_size(value)
 
 
 def _parse_shares(value: Any) -> Any:
@@ -49,6 +63,7 @@ def _parse_shares(value: Any) -> Any:
 
 _PARSED: dict[Any, tuple[Any, Callable[[Any], Any], str]] = {
     Bytes: (int, parse_size, "BYTES"),
+    BytesOrPart: (Any, _parse_budget, "auto|BYTES|PERCENT"),
     BytesOrAuto: (Any, _parse_cache, "auto|BYTES"),
     ActivationBytes: (Any, _parse_cache, "auto|BYTES"),
     Shares: (Any, _parse_shares, "measured|equal|N,N,..."),
@@ -95,7 +110,7 @@ def _option(name: str, defaults: Mapping[str, Any]) -> inspect.Parameter:
         kind, optional, default = list[Path], True, None
     elif kind in _PARSED:
         kind, details["parser"], details["metavar"] = _PARSED[kind]
-        if kind is int and default is not None:
+        if isinstance(default, int):
             details["show_default"] = format_bytes(default).replace(" ", "")
     elif get_origin(kind) is Annotated:
         kind, (limits,) = get_args(kind)[0], get_args(kind)[1:]

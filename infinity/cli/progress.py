@@ -195,6 +195,11 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(
             (f"peak {tier}", format_bytes(memory["peak"]) + budget_text(summary, tier, " of "))
         )
+    rows += [
+        (f"budget {tier}", source)
+        for tier, source in summary["budget_sources"].items()
+        if source != "given"
+    ]
     if summary["cached"]["of"]:
         rows.append(("cached in host memory", cached_text(summary["cached"])))
     if summary["gpu_resident"]:

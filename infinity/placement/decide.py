@@ -15,10 +15,11 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from infinity.config import Config, Tier
 from infinity.errors import BudgetError
+from infinity.free_memory import Budgets
 from infinity.placement.budget import (
     CHUNK_ELEMENTS,
     PAGE,
@@ -89,7 +90,7 @@ class Layout:
         copies = min(copies, sum(spec.span for spec in place.travelling()))
         need = place.home_bytes("gpu") + round_up(self.most_reserve, PAGE) + copies
         return BudgetError(
-            f"{wanted.name} does not fit into gpu_memory={format_bytes(place.config.gpu_memory)} "
+            f"{wanted.name} does not fit into gpu_memory={format_bytes(place.budgets.gpu)} "
             "beside the units in use at the same time "
             f"({', '.join(spec.name for spec in pinned)}); gpu_memory={need} "
             f"({format_bytes(need)}) is enough for these{place.fixed()}"
@@ -102,6 +103,7 @@ class Placement:
     a `Layout`."""
 
     config: Config
+    budgets: Budgets
     machine: Machine
     specs: tuple[BlockSpec, ...]
     gpu_cache_bytes: int = 0
@@ -151,7 +153,7 @@ class Placement:
         return [list(unit.values()) for unit in units.values()]
 
     def _room(self, reserve: int) -> int:
-        return max(self.config.gpu_memory - self.home_bytes("gpu") - reserve, 0)
+        return max(self.budgets.gpu - self.home_bytes("gpu") - reserve, 0)
 
     def _may_choose(self) -> bool:
         can_update = (
@@ -204,7 +206,7 @@ class Placement:
         resident = min(1.0, passing / max(spans, 1))
         try:
             homes = self.home_bytes("cpu")
-            plan, _ = self._divide_host(self.config.cpu_memory - homes, homes)
+            plan, _ = self._divide_host(self.budgets.cpu - homes, homes)
         except BudgetError:  # if nothing can be, `layout` says so
             return None
         return moves(self.specs, resident, self._choose(plan.cache, resident))
@@ -217,7 +219,7 @@ class Placement:
         """Whether `layout` would find enough memory on the compute device."""
         return (
             self.home_bytes("gpu") + (concurrent if self.travelling() else 0) + reserve
-            <= self.config.gpu_memory
+            <= self.budgets.gpu
         )
 
     # Homes
@@ -253,31 +255,30 @@ class Placement:
         bytes for gradient buffers, beside what is at home there. With a larger budget these might
         be `most_reserve` bytes.
         """
-        budget, home, travelling = self.config, self.home_bytes("gpu"), self.travelling()
+        home, travelling = self.home_bytes("gpu"), self.travelling()
+        tuning = self.config.tuning
         least = (concurrent if travelling else 0) + reserve
         if not self.fits(concurrent, reserve):
-            asked = budget.tuning.gpu_cache not in ("auto", 0)
+            asked = tuning.gpu_cache not in ("auto", 0)
             way_out = ", or set a smaller gpu_cache" if asked else ""
             raise BudgetError(
-                f"gpu_memory={format_bytes(budget.gpu_memory)} is too small: states at home there "
+                f"gpu_memory={format_bytes(self.budgets.gpu)} is too small: states at home there "
                 f"take {format_bytes(home)}, the units in use at once and the next one "
                 f"{format_bytes(least)}; the smallest gpu_memory that works is {home + least} "
                 f"({format_bytes(home + least)}){way_out} (invariant I10)"
             )
         useful = sum(spec.span for spec in travelling) + reserve
-        device = min(budget.gpu_memory // PAGE * PAGE, home + max(useful, least))
+        device = min(self.budgets.gpu // PAGE * PAGE, home + max(useful, least))
         homes = self.home_bytes("cpu")
-        plan, saved = self._divide_host(budget.cpu_memory - homes, homes)
+        plan, saved = self._divide_host(self.budgets.cpu - homes, homes)
         free = (
-            budget.cpu_memory
+            self.budgets.cpu
             - homes
             - plan.slots * plan.chunk_elements * WIDEST_ELEMENT
             - plan.cache
             - saved
         )
-        shadowed = self._shadowed(
-            free + (saved // 2 if budget.tuning.activation_memory == "auto" else 0)
-        )
+        shadowed = self._shadowed(free + (saved // 2 if tuning.activation_memory == "auto" else 0))
         more = _home_bytes(shadowed)
         cached = self._choose(
             plan.cache, resident=min(1.0, (device - home - reserve) / max(useful - reserve, 1))
@@ -304,9 +305,18 @@ class Placement:
             for spec in self.specs
         )
 
-    def _divide_host(self, available: int, home: int) -> tuple[HostPlan, int]:
-        """The plan for `available` bytes beside the `home` bytes of states, and the bytes for saved
-        activations; raises `BudgetError` when there is none."""
+    def least(self, concurrent: int, reserve: int) -> Budgets:
+        """The smallest budgets that `layout` accepts, by the same arguments."""
+        fixed = self.config.tuning.gpu_cache != "auto"
+        place = self.with_gpu_cache(concurrent, reserve) if fixed else self
+        gpu = place.home_bytes("gpu") + (concurrent if place.travelling() else 0) + reserve
+        staged, saved = place._staged()
+        fixed_saved = 0 if saved == "auto" else saved
+        return Budgets(gpu, place.home_bytes("cpu") + fixed_saved + staged.least)
+
+    def _staged(self) -> tuple[Staged, int | Literal["auto"]]:
+        """What passes through host memory or may be cached there, and the bytes that are asked for
+        saved activations."""
         on_nvme = [spec for spec in self.specs if self._may_be_cached(spec)]
         others = {
             spec.kind
@@ -321,13 +331,18 @@ class Placement:
         staged = Staged(
             len(kinds) + spare, len(others) + spare, self._granule, longest, elements, all_of_it
         )
-        wanted = self.config.tuning.activation_memory if self.moves_activations() else 0
+        return staged, self.config.tuning.activation_memory if self.moves_activations() else 0
+
+    def _divide_host(self, available: int, home: int) -> tuple[HostPlan, int]:
+        """The plan for `available` bytes beside the `home` bytes of states, and the bytes for saved
+        activations; raises `BudgetError` when there is none."""
+        staged, wanted = self._staged()
         fixed = 0 if wanted == "auto" else wanted
         least = home + fixed + staged.least
         if available < least - home:
             also = f", saved activations {format_bytes(fixed)} (activation_memory)" if fixed else ""
             raise BudgetError(
-                f"cpu_memory={format_bytes(self.config.cpu_memory)} is too small: states at home "
+                f"cpu_memory={format_bytes(self.budgets.cpu)} is too small: states at home "
                 f"in host memory take {format_bytes(home)}{also} and staging at least "
                 f"{format_bytes(staged.least)}; the smallest cpu_memory that works is {least} "
                 f"({format_bytes(least)}) (invariant I10)"

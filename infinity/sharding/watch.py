@@ -8,10 +8,13 @@ all goes well. A rank without a note computes, or has ended.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -127,6 +130,41 @@ class Watch:
             except Exception:  # a note is an aid: what it would explain is the error to raise
                 return None
         return None
+
+
+def announce(ranks: Ranks) -> None:
+    """Let the other `ranks` know which machine this process runs on."""
+    if ranks.groups():
+        _machines().set(str(dist.get_rank()), _this_machine())
+
+
+def ranks_of_this_node(ranks: Ranks) -> int:
+    """How many ranks share the host memory of this node: what torchrun says in LOCAL_WORLD_SIZE,
+    else those that have announced this machine; one where `ranks` are none.
+
+    Each rank announces before it asks. So the last one to ask on a node counts all.
+    """
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    if not ranks.groups():
+        return 1
+    machines, here = _machines(), _this_machine().encode()
+    announced = (rank for rank in map(str, range(dist.get_world_size())) if machines.check([rank]))
+    return sum(machines.get(rank) == here for rank in announced)
+
+
+def _machines() -> distributed_c10d.Store:
+    store = distributed_c10d._get_default_store()
+    return distributed_c10d.PrefixStore("infinity/machines", store)
+
+
+def _this_machine() -> str:
+    """What all processes on one kernel have in common, in whatever container."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 @contextmanager

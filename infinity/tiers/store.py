@@ -22,6 +22,7 @@ from typing import Any
 from infinity.config import Config, Tier
 from infinity.device import ComputeDevice
 from infinity.errors import ConfigError
+from infinity.free_memory import Budgets
 from infinity.observe import Meter, Recorder
 from infinity.placement.decide import Layout, Machine, Placement
 from infinity.placement.spec import BlockSpec, Kind
@@ -71,6 +72,14 @@ class Store:
             own,
         )
         self._changed = threading.Condition()
+        self.budgets = Budgets(
+            *(
+                each if isinstance(each, int) else 0
+                for each in (config.gpu_memory, config.cpu_memory)
+            )
+        )
+        """What may be taken of each memory. What the configuration leaves open is 0 here, until
+        somebody says it."""
         self._blocks: list[Block] = []
         self._arenas: dict[str, Arena] = {}
         # What `close` does, the last first, each whatever the others meet.
@@ -98,7 +107,9 @@ class Store:
     def placement(self) -> Placement:
         """What was declared so far, to be asked before `open` what would fit."""
         machine = Machine(self._device.unified_memory, self._device.has_kernels)
-        return Placement(self._config, machine, tuple(block.spec for block in self._blocks))
+        return Placement(
+            self._config, self.budgets, machine, tuple(block.spec for block in self._blocks)
+        )
 
     def measure_drives(self) -> float:
         """Before `open`: bytes per second of all drives together, half read and half written;

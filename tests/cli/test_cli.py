@@ -799,6 +799,9 @@ def test_doctor_knows_versions_limits_and_paths(tmp_path: Path) -> None:
     assert set(facts["native"]) == {"_aio", "_cpu_adam", "_cuda"}
     assert facts["gpu_direct_problem"] == "there is no GPU" or facts["device"] != "cpu"
     assert facts["nvme"][0]["free"] > 0
+    for budget in (facts["budgets"][key] for key in ("gpu_memory", "cpu_memory")):
+        assert budget["nbytes"] > 0
+        assert budget["source"].startswith("auto: ")
     assert facts["nvme"][1] == {
         "path": str(tmp_path / "no"),
         "problem": "not a directory",
@@ -816,6 +819,8 @@ def test_doctor_says_the_same_in_a_table(tmp_path: Path) -> None:
         "GPUDirect Storage",
         "memlock",
         "huge pages",
+        "gpu_memory",
+        "cpu_memory",
         "infinity._cuda",
     ):
         assert shown in result.stdout
@@ -901,9 +906,16 @@ def test_real_runs_learn_and_agree_whatever_the_placement(
         "--optimizer",
         "cpu",
         "--no-checkpoint-activations",
+        "--gpu-memory",
+        "auto",
+        "--cpu-memory",
+        "10%",
         "--output",
         tmp_path / "b",
     )
+    assert first["budget_sources"] == {"gpu": "given", "cpu": "given"}
+    assert second["budget_sources"]["gpu"].startswith("auto: ")
+    assert second["budget_sources"]["cpu"].startswith("10% of ")
     assert first["loss"] == second["loss"]
     assert first["loss"]["last"] < first["loss"]["first"] - 0.5
     weights = [load_file(tmp_path / name / "model.safetensors") for name in "ab"]

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 # modules of `infinity` itself.
 LAYERS = """\
 0 infinity: config errors quantities
+1 infinity: free_memory
 1 directories
 2 infinity: backward device native observe
 2 placement

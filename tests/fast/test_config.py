@@ -27,6 +27,8 @@ LEAST = {"nvme": "/mnt/nvme0", "gpu_memory": "1GiB", "cpu_memory": "4GiB"}
 NOT_SHARES = "is neither 'measured' nor 'equal' nor a positive number for each directory"
 NOT_BYTES = "is not a number of bytes; write for example 512MiB, 2GiB or 2000000000"
 
+PART_OR_AUTO = "a part of the whole such as 80%, or 'auto'"
+
 
 def make(**changes: Any) -> Config:
     return config_of(**(LEAST | changes))
@@ -76,10 +78,20 @@ def test_without_nvme_everything_may_live_in_memory() -> None:
         ({"zzz": 1}, f"unknown config key 'zzz'. The keys are: {KEYS}"),
         ({"parameters": "disk"}, "parameters: Input should be 'gpu', 'cpu' or 'nvme', not 'disk'"),
         ({"precision": 8}, "precision: Input should be 'auto', 'bf16', 'fp16' or 'fp32', not 8"),
-        ({"gpu_memory": "much"}, f"gpu_memory: 'much' {NOT_BYTES}"),
-        ({"gpu_memory": True}, f"gpu_memory: True {NOT_BYTES}"),
+        ({"gpu_memory": "much"}, f"gpu_memory: 'much' {NOT_BYTES}, {PART_OR_AUTO}"),
+        ({"gpu_memory": True}, f"gpu_memory: True {NOT_BYTES}, {PART_OR_AUTO}"),
+        ({"gpu_memory": 0.8}, f"gpu_memory: 0.8 {NOT_BYTES}, {PART_OR_AUTO}"),
+        ({"cpu_memory": None}, f"cpu_memory: None {NOT_BYTES}, {PART_OR_AUTO}"),
+        (
+            {"cpu_memory": "100.5%"},
+            "cpu_memory: 100.5% is more than all of the memory; write at most 100%",
+        ),
+        ({"cpu_memory": "-1%"}, f"cpu_memory: '-1%' {NOT_BYTES}, {PART_OR_AUTO}"),
         ({"nvme_memory": 1.5}, f"nvme_memory: 1.5 {NOT_BYTES}"),
-        ({"cpu_memory": -1}, "cpu_memory: a number of bytes cannot be negative: -1"),
+        (
+            {"cpu_memory": -1},
+            f"cpu_memory: a number of bytes cannot be negative: -1, {PART_OR_AUTO}",
+        ),
         ({"cache": "much"}, f"cache: 'much' {NOT_BYTES}, or 'auto'"),
         ({"gpu_cache": "all"}, f"gpu_cache: 'all' {NOT_BYTES}, or 'auto'"),
         (
@@ -140,8 +152,8 @@ def test_without_nvme_everything_may_live_in_memory() -> None:
         (
             {"gpu_memory": "x", "parameters": "y"},
             (
-                f"gpu_memory: 'x' {NOT_BYTES}; parameters: Input should be 'gpu', 'cpu' or "
-                "'nvme', not 'y'"
+                f"gpu_memory: 'x' {NOT_BYTES}, {PART_OR_AUTO}; parameters: Input should be "
+                "'gpu', 'cpu' or 'nvme', not 'y'"
             ),
         ),
     ],
@@ -154,11 +166,24 @@ def test_what_cannot_work_is_refused_with_one_sentence(
     assert isinstance(caught.value, ValueError)
 
 
-def test_missing_budgets_are_named() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^gpu_memory: Field required; cpu_memory: Field required$"
-    ):
-        Config()
+def test_a_directory_is_enough() -> None:
+    config = Config(nvme="/mnt/nvme0")
+    assert (config.parameters, config.gradients, config.optimizer) == ("nvme", "cpu", "nvme")
+    assert (config.gpu_memory, config.cpu_memory) == ("auto", "auto")
+
+
+def test_without_a_directory_states_are_at_home_in_host_memory() -> None:
+    config = Config()
+    assert (config.parameters, config.gradients, config.optimizer) == ("cpu", "cpu", "cpu")
+    assert Config(parameters="gpu").optimizer == "cpu"
+    with pytest.raises(ConfigError, match=r"^config: parameters on nvme, but no directory is g"):
+        Config(parameters="nvme")
+
+
+def test_a_part_of_the_memory_is_kept_as_it_was_written() -> None:
+    config = Config(gpu_memory=" 80 % ", cpu_memory="12.5%")
+    assert (config.gpu_memory, config.cpu_memory) == ("80%", "12.5%")
+    assert Config.model_validate_json(config.model_dump_json()) == config
 
 
 def test_a_config_does_not_change_after_it_was_checked() -> None:

@@ -12,7 +12,6 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 import typer
 from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
 from typer.testing import CliRunner
 
 from infinity.cli.bench.step.command import step
@@ -23,8 +22,8 @@ from infinity.config import Config, Tuning
 TIERS = "'gpu' | 'cpu' | 'nvme'"
 CONFIG = {
     "nvme": ("tuple[Path, ...]", ()),
-    "gpu_memory": ("int", PydanticUndefined),
-    "cpu_memory": ("int", PydanticUndefined),
+    "gpu_memory": ("int | str", "auto"),
+    "cpu_memory": ("int | str", "auto"),
     "parameters": (TIERS, "nvme"),
     "gradients": (TIERS, "cpu"),
     "optimizer": (TIERS, "nvme"),
@@ -61,8 +60,8 @@ FINETUNE = {
     "sequence_length": 256,
     "seed": 0,
     "nvme": None,
-    "gpu_memory": 1 << 30,
-    "cpu_memory": 2 << 30,
+    "gpu_memory": "auto",
+    "cpu_memory": "auto",
     "parameters": "nvme",
     "gradients": "cpu",
     "optimizer": "nvme",
@@ -207,8 +206,7 @@ def test_an_option_has_the_default_and_the_type_of_its_field(made: typer.Typer) 
     defaults = {name: default for name, (_, default) in (CONFIG | TUNING).items()}
     for name in ("tuning", "poison", "collective_timeout"):
         del defaults[name]
-    defaults |= {"first": 1, "last": 2, "nvme": None, "gpu_memory": 1 << 30, "cpu_memory": 2 << 30}
-    defaults |= {"precision": "bf16", "delayed_after": 7}
+    defaults |= {"first": 1, "last": 2, "nvme": None, "precision": "bf16", "delayed_after": 7}
     assert given(made) == defaults
     chosen = given(
         made,
@@ -293,6 +291,7 @@ def test_the_config_of_options_has_each_in_its_place() -> None:
         configured(knobs)
     knobs |= {
         "nvme": ["x"],
+        "cpu_memory": 2 << 30,
         "cache": 4096,
         "update": "exact",
         "activations": "nvme",

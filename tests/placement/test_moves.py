@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import infinity
 from infinity import native, rates
+from infinity.free_memory import Budgets
 from infinity.placement.calibrate import Rates
 from infinity.placement.decide import Machine, Placement
 from infinity.placement.spec import BF16, FP32, SPLIT, BlockSpec, Format, Kind
@@ -63,7 +64,8 @@ def placed(
             specs.append(
                 BlockSpec(unit, kind, elements, form, home, form.bytes_of(elements), 0, name)
             )
-    return Placement(config, Machine(unified_memory=False, has_kernels=True), tuple(specs))
+    machine = Machine(unified_memory=False, has_kernels=True)
+    return Placement(config, Budgets(memory, values["cpu_memory"]), machine, tuple(specs))
 
 
 def gpu_resident(placement: Placement) -> list[int]:

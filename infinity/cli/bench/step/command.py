@@ -58,7 +58,9 @@ LEFT_OUT = (
 )
 
 
-@mirrors(before="steps", leave_out=LEFT_OUT, delayed_after=0)
+@mirrors(
+    before="steps", leave_out=LEFT_OUT, delayed_after=0, gpu_memory=1 << 30, cpu_memory=2 << 30
+)
 def step(
     model: Model = "llama-tiny",
     checkpoint_activations: o.CheckpointActivations = True,

@@ -1,0 +1,276 @@
+"""How much memory an engine may take where its `Config` does not say bytes: readings of what there
+is, and arithmetic on them. Imports no torch.
+
+[Note: what stays free]
+Host memory. Data loaders, other processes and the page cache need a part: a tenth of all, at least
+2 GiB and at most 16 GiB, but never more than half of what is free.
+
+A GPU. Before the first step nobody knows what the model's own computation takes: activations,
+workspaces, logits. Half of what is free stays for it. Example: of 24 GB with 23 free, states get
+11.5. A model of 7 billion parameters with checkpointed activations, 4 x 2048 tokens and 32,000
+words takes 5.2 of the rest: 2.1 for the inputs of 32 blocks, 1 inside of a block, and 2.1 for two
+fp32 copies of the logits.
+
+The CPU as compute device. All of this lies in host memory. Of what the reserve leaves, a quarter
+stays for the computation.
+
+States that must be somewhere are not refused for these guesses. They may take nine tenths of what
+is free on a GPU, and in host memory all but the reserve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from infinity.errors import BudgetError, ConfigError
+from infinity.quantities import format_bytes
+
+LEAST_RESERVE = 2 << 30
+MOST_RESERVE = 16 << 30
+
+
+class Memory(NamedTuple):
+    """Bytes of one memory: all, and those that are free now. `owner` has it, for messages."""
+
+    total: int
+    free: int
+    owner: str
+
+
+class Available(NamedTuple):
+    """What this node has for its `ranks` ranks.
+
+    They share the host memory, where None is not known. Each has the memory of its GPU alone; None
+    where the compute device is the CPU.
+    """
+
+    host: Memory | None
+    gpu: Memory | None
+    ranks: int = 1
+
+
+class Budgets(NamedTuple):
+    """Bytes that one rank may take on the compute device, and in host memory."""
+
+    gpu: int
+    cpu: int
+
+
+class Budget(NamedTuple):
+    """One of them, and where the number comes from. Where it `is_given`, the machine had no say."""
+
+    nbytes: int
+    source: str
+    is_given: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The budgets of one engine."""
+
+    gpu: Budget
+    cpu: Budget
+
+    @property
+    def budgets(self) -> Budgets:
+        """The numbers."""
+        return Budgets(self.gpu.nbytes, self.cpu.nbytes)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the configuration says both."""
+        return self.gpu.is_given and self.cpu.is_given
+
+    def at_most(self, least: Sequence[float]) -> Choice:
+        """The same where several ranks choose, of whose `budgets` these are the `least`."""
+        lowered = [
+            Budget(int(number), f"{own.source}; another rank has less")
+            if number < own.nbytes and not own.is_given
+            else own
+            for own, number in zip((self.gpu, self.cpu), least, strict=False)
+        ]
+        return Choice(*lowered) if lowered else self
+
+    def describe(self) -> str:
+        """One line for a log."""
+        return "; ".join(
+            f"{key} is {format_bytes(budget.nbytes)} ({budget.source})"
+            for key, budget in (("gpu_memory", self.gpu), ("cpu_memory", self.cpu))
+        )
+
+
+# Readings
+
+
+def read_host(root: Path = Path("/")) -> Memory | None:
+    """The host memory that this process may use, as the kernel and its control groups say; None
+    where the kernel does not say.
+
+    The file systems /proc and /sys lie below `root`. What can be reclaimed counts as free.
+    """
+    known = _numbers(root / "proc/meminfo")
+    if "MemTotal" not in known or "MemAvailable" not in known:
+        return None
+    found = Memory(known["MemTotal"] * 1024, known["MemAvailable"] * 1024, "this machine")
+    for limit, used in _control_groups(root):
+        total, owner = (limit, "the control group") if limit < found.total else found[::2]
+        found = Memory(total, min(found.free, max(limit - used, 0)), owner)
+    return found
+
+
+def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
+    """The limit and the use in bytes of each control group around this process that limits
+    memory."""
+    mounts = root / "sys/fs/cgroup"
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            places, kind = [mounts, mounts / "unified"], ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            places = [mounts / "memory"]
+            kind = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        own = PurePosixPath(path.lstrip("/"))
+        # A container sees its own group at the top, and its path from outside or with "..".
+        for group in (own, *own.parents):
+            for place in places if ".." not in group.parts else ():
+                limit, used = (_number(place / group / name) for name in kind)
+                if limit is not None and used is not None:
+                    yield limit, max(used - _reclaimable(place / group), 0)
+
+
+def _reclaimable(group: Path) -> int:
+    """Bytes of files in the page cache that count as use of a control group. Version 1 has them
+    with those of the groups below under another name."""
+    known = _numbers(group / "memory.stat")
+    return sum(
+        known.get(f"total_{name}", known.get(name, 0)) for name in ("inactive_file", "active_file")
+    )
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdecimal() else None  # else "max", or no such file
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """The first number of each line, by its first word."""
+    lines = (line.replace(":", " ").split() for line in _lines(path))
+    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+
+
+# Arithmetic
+
+
+def reserve(host: Memory) -> int:
+    """Bytes of host memory that no engine takes by itself; see [Note: what stays free]."""
+    return min(max(host.total // 10, LEAST_RESERVE), MOST_RESERVE, host.free // 2)
+
+
+def choose(gpu: int | str, cpu: int | str, found: Available, least: Budgets) -> Choice:
+    """The budgets of one rank, by the fields `gpu_memory` and `cpu_memory` of a `Config`.
+
+    The states need `least`. Raises `BudgetError` for more than there is, and `ConfigError` where
+    that has to be known and is not.
+    """
+    lies_in_host = found.gpu is None
+    stated_gpu = _stated(
+        "gpu_memory",
+        gpu,
+        found.host if lies_in_host else found.gpu,
+        found.ranks if lies_in_host else 1,
+    )
+    stated_cpu = _stated("cpu_memory", cpu, found.host, found.ranks)
+    if stated_gpu and stated_cpu:
+        return Choice(stated_gpu, stated_cpu)
+    if found.gpu is not None:
+        stated_gpu = stated_gpu or _of_gpu(found.gpu, least.gpu)
+        return Choice(
+            stated_gpu, stated_cpu or _of_host(_known("cpu_memory", found.host), found.ranks)
+        )
+    key = "cpu_memory" if stated_gpu else "gpu_memory"
+    return _of_both(stated_gpu, stated_cpu, _known(key, found.host), found.ranks, least)
+
+
+def _stated(key: str, value: int | str, memory: Memory | None, sharing: int) -> Budget | None:
+    """What the configuration says; None for "auto"."""
+    if value == "auto":
+        return None
+    if isinstance(value, str):
+        memory = _known(key, memory)
+        nbytes = int(memory.total * Fraction(value.rstrip("%")) / 100) // sharing
+        return Budget(nbytes, f"{value} of {format_bytes(memory.total)}{_among(sharing)}")
+    if memory is not None and value > memory.total:
+        raise BudgetError(
+            f"{key}={value} ({format_bytes(value)}) is more than {memory.owner} has, "
+            f"{memory.total} ({format_bytes(memory.total)}); lower it, or leave it out for a part "
+            "of what is free"
+        )
+    return Budget(value, "given", is_given=True)
+
+
+def _known(key: str, memory: Memory | None) -> Memory:
+    if memory is None:
+        raise ConfigError(
+            f"{key} is to be a part of the memory, but /proc/meminfo does not say how much there "
+            f"is; give {key} in bytes"
+        )
+    return memory
+
+
+def _of_gpu(memory: Memory, least: int) -> Budget:
+    half = memory.free // 2
+    nbytes = max(half, min(least, memory.free * 9 // 10))
+    part = "half of" if nbytes == half else "what states need of"
+    return Budget(nbytes, f"auto: {part} the {format_bytes(memory.free)} that are free")
+
+
+def _of_host(host: Memory, ranks: int) -> Budget:
+    return Budget((host.free - reserve(host)) // ranks, f"{_free(host)}{_among(ranks)}")
+
+
+def _of_both(
+    gpu: Budget | None, cpu: Budget | None, host: Memory, ranks: int, least: Budgets
+) -> Choice:
+    """Budgets that lie in host memory both; one of them may be there already.
+
+    Beside what states need at least, the compute device gets a quarter of the rest. With all states
+    elsewhere it needs room for units in use and units that come, and the rest is cache.
+    """
+    spare = (host.free - reserve(host)) // ranks
+    need_gpu = gpu.nbytes if gpu else least.gpu
+    need_cpu = cpu.nbytes if cpu else least.cpu
+    states = max(spare - spare // 4, min(need_gpu + need_cpu, spare))
+    left = max(states - need_gpu - need_cpu, 0)
+    source = (
+        f"{_free(host)} and {format_bytes((spare - states) * ranks)} for the computation"
+        f"{_among(ranks)}"
+    )
+    if gpu is None:
+        part = left if cpu else left // 4
+        gpu = Budget(min(need_gpu, states) + part, source)
+        cpu = cpu or Budget(states - gpu.nbytes, source)
+    elif cpu is None:  # what is given for the compute device may be more than it will take
+        cpu = Budget(max(states - gpu.nbytes, min(least.cpu, spare)), source)
+    return Choice(gpu, cpu)
+
+
+def _free(host: Memory) -> str:
+    free, stays = format_bytes(host.free), format_bytes(reserve(host))
+    return f"auto: {free} of {host.owner} are free, less {stays}"
+
+
+def _among(ranks: int) -> str:
+    return f", among {ranks} ranks of this node" if ranks > 1 else ""
