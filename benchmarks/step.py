@@ -253,7 +253,7 @@ class Infinity:
             if options.child == "infinity-nvme"
             else WHOLE.get(options.model, "8GiB"),
         }
-        with infinity.init():
+        with infinity.init(exact=False):
             model = LlamaForCausalLM(config_of(options.model))
         tuning = infinity.Tuning(
             device=options.device, threads=options.threads, update=options.update

@@ -89,7 +89,8 @@ def wrap(
     free.
 
     Parameters built inside `infinity.init()` get their values from the safetensors in `weights`, a
-    Hugging Face directory or one file. Without `weights` the modules initialize them under `seed`.
+    Hugging Face directory or one file. Without `weights` they get those that their constructors
+    wrote; with `seed`, those of constructors after `torch.manual_seed(seed)`.
     `units` chooses classes or modules whose parameters move together (default: the repeated blocks,
     small ones with those beside them).
 
@@ -181,7 +182,7 @@ class Build:
         owners = find_owners(model, given)
         self._snapshot = Snapshot(model)
         self.undo.callback(self._snapshot.restore)
-        self._empty = {id(module._parameters[name]) for module, name, _ in replace_meta(model)}
+        self._empty = replace_meta(model)
         groups = group_parameters(model, owners, DTYPES.get(self._config.precision))
         if not groups:
             raise ConfigError("the model has no parameters to manage")

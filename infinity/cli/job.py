@@ -233,7 +233,7 @@ def assemble(
     optimizer."""
     import infinity
 
-    with infinity.init():
+    with infinity.init(exact=False):
         model = source.build(job.checkpoint_activations)
     try:
         model = infinity.wrap(

@@ -1,57 +1,107 @@
-"""Models built without memory, and the values of parameters that were."""
+"""Models built without memory, and where the values of their parameters come from."""
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.modules.origins import Origin, ParameterWriter, WriterWatch, fix, frames, origins_of
+from infinity.modules.tape import Place, Tape
+from infinity.modules.taping import Taping
 from infinity.sharding.tensor_parallel import form_of, local, part_in
+
+log = logging.getLogger("infinity")
+
+_ATTRIBUTE = "_infinity_origins"  # of a module: by the names of its parameters
+
+
+class Origin(NamedTuple):
+    """How the values of a parameter without memory are made: they are at `place` of `tape`.
+
+    `version` and `number` are those of the parameter when `init` ended.
+    """
+
+    tape: Tape
+    place: Place
+    version: int
+    number: int
+    problem: str = ""
+    """Why these are not its values any more."""
+
+    def values(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The values of `parameter`, or of the part of it that this rank has; not to be written."""
+        values = self.tape.values(self.place)
+        return values if values.shape == local(parameter).shape else part_in(values, parameter)
 
 
 @contextmanager
-def init() -> Iterator[None]:
+def init(*, exact: bool = True) -> Iterator[None]:
     """Build modules whose parameters take no memory: they are created on the meta device; buffers
     are real.
 
-    `infinity.wrap` gives them values unit by unit, from `weights=` or by the modules' own
-    initialisation. Values that a constructor gives a parameter otherwise are kept where they are
-    one constant; else `wrap` refuses without `weights=`. Parameters exist one at a time while a
-    constructor runs. Only for the thread that enters it; do not nest.
+    `infinity.wrap` gives them values unit by unit: from `weights=`, or those that the constructors
+    wrote (`reset_parameters`, `self.apply(fn)`, `nn.init`, writes to `.data` or under `no_grad`),
+    with the bits of the plain constructors after the same `torch.manual_seed`. What constructors do
+    is noted and done again for one parameter at a time. That takes the memory of one parameter, of
+    the temporary tensors it is made of, and 5 KB for each that is drawn. Tensors from elsewhere
+    (NumPy, a file) stay in memory until `wrap` is done.
 
-    Raises `ConfigError` where a parameter is registered inside of a `from_pretrained`, whose
-    weights would be lost.
+    Random numbers are drawn while models are built, to move the generator on as plain constructors
+    do, and drawn again by `wrap`. With `exact=False` they are drawn by `wrap` alone, and only those
+    that are needed: faster before `weights=`, but with other values than plain constructors give.
+
+    Only for the thread that enters it; do not nest. Raises `ConfigError` where a parameter is
+    registered inside of a `from_pretrained`, whose weights would be lost.
     """
     register = nn.Module.register_parameter
     outside = list(frames(sys._getframe()))  # kept, so that no other frame is taken for one of them
-    watch = WriterWatch()
+    thread = threading.get_ident()
+    taping = Taping(Tape(), exact)
+    holders: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is None:
+        if parameter is None or threading.get_ident() != thread:
             return
         _refuse_loading(outside)
+        holders.setdefault(module, set()).add(name)
         if parameter.device.type != "meta":
             kind, values = type(parameter), dict(vars(parameter))
-            replaced = kind(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            handle = taping.handle(parameter)
+            replaced = kind(handle, requires_grad=parameter.requires_grad)
             vars(replaced).update(values)
             module._parameters[name] = replaced
-        watch.registered(module, name, parameter)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
-        with watch:
+        with taping:
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
         outside.clear()
+        taping.tape.end()
+        for module, names in holders.items():
+            for name in names:
+                _note(module, name, taping)
+
+
+def _note(module: nn.Module, name: str, taping: Taping) -> None:
+    """Tell `module` where the values of its parameter `name` come from."""
+    parameter = module._parameters.get(name)
+    if parameter is None or not taping.is_handle(local(parameter)):
+        return
+    origins = vars(module).setdefault(_ATTRIBUTE, {})
+    place = taping.tape.place(local(parameter))
+    origins[name] = Origin(taping.tape, place, parameter._version, id(parameter))
 
 
 def _refuse_loading(outside: Sequence[FrameType]) -> None:
@@ -74,14 +124,15 @@ def _refuse_loading(outside: Sequence[FrameType]) -> None:
         )
 
 
-def replace_meta(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def replace_meta(model: nn.Module) -> dict[int, Origin | None]:
     """Give every meta parameter a placeholder of its shape and dtype that takes no memory, tied
     ones the same one.
 
-    Returns (module, name, meta parameter) of each, with which `put_back` undoes it.
+    Returns by the ids of the placeholders the origins of their values; None where nobody knows any.
     """
     made: dict[int, nn.Parameter] = {}
-    replaced = []
+    origins: dict[int, Origin | None] = {}
+    tapes = _tapes(model)
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter.device.type != "meta":
@@ -95,161 +146,93 @@ def replace_meta(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
                 place = place if form is None else form.wrap(place)
                 made[id(parameter)] = nn.Parameter(place, requires_grad=parameter.requires_grad)
                 vars(made[id(parameter)]).update(vars(parameter))
-            fix(module, name)
+            origin = _origin_of(module, name, parameter, tapes)
+            number = id(made[id(parameter)])
+            origins[number] = origins.get(number) or origin
             module._parameters[name] = made[id(parameter)]
-            replaced.append((module, name, parameter))
-    return replaced
+    return origins
 
 
-def put_back(replaced: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> None:
-    """Undo `replace_meta`."""
-    for module, name, parameter in replaced:
-        module._parameters[name] = parameter
+def _tapes(model: nn.Module) -> list[Tape]:
+    """The tapes of the constructors of `model`."""
+    found = {
+        id(origin.tape): origin.tape
+        for module in model.modules()
+        for origin in vars(module).get(_ATTRIBUTE, {}).values()
+    }
+    return list(found.values())
 
 
-def initialise(model: nn.Module, parameters: Sequence[tuple[nn.Parameter, torch.Tensor]]) -> None:
-    """Run the initialisation of the modules that hold `parameters`, each with the memory for its
-    values, and change no others.
-
-    A transformers model initialises by `_init_weights(module)`, first the modules that hold
-    parameters and then, inside out, the modules around them, which may scale what theirs hold;
-    others by each module's `reset_parameters()`, and so does a module that `_init_weights` left
-    alone when it was built. A tied parameter gets its values from the first module that holds it.
-    What was built with one value for all elements gets that value. Of a DTensor the whole is
-    initialised and this rank keeps its part, so that with one seed all ranks have parts of the
-    same.
-    """
-    stands: dict[int, nn.Parameter] = {}
-    constants = _constants(origins_of(model))
-    for parameter, values in parameters:
-        if id(parameter) in constants:
-            values.copy_(constants[id(parameter)])
-        if local(parameter) is parameter:
-            parameter.data = values
-        else:
-            empty = torch.empty(parameter.shape, dtype=values.dtype)
-            stands[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    replaced = [
-        (m, name, p)
-        for m in model.modules()
-        for name, p in m._parameters.items()
-        if p is not None and id(p) in stands
-    ]
-    for module, name, parameter in replaced:
-        module._parameters[name] = stands[id(parameter)]
-    try:
-        _initialise(model, [stands.get(id(parameter), parameter) for parameter, _ in parameters])
-    finally:
-        put_back(replaced)
-    for parameter, values in parameters:
-        if id(parameter) in stands:
-            values.copy_(part_in(stands[id(parameter)], parameter))
-
-
-def check_initialisable(model: nn.Module, parameters: set[int]) -> None:
-    """Raise `ConfigError` if values of one of `parameters` (their ids) would be lost, or if its
-    module cannot initialise it. The error names the first such parameter or module."""
-    initialisers, wanted, origins = _initialisers(model), set(parameters), origins_of(model)
-    constants = _constants(origins)
-    for name, module in model.named_modules():
-        mine = {
-            key: p for key, p in module._parameters.items() if p is not None and id(p) in wanted
-        }
-        wanted -= {id(p) for p in mine.values()}
-        by_model = module in initialisers
-        for key, parameter in mine.items():
-            _check_origin(
-                f"{name}.{key}" if name else key, module, origins.get(id(parameter)), by_model
-            )
-        drawn = any(id(parameter) not in constants for parameter in mine.values())
-        if drawn and not by_model and not callable(getattr(module, "reset_parameters", None)):
-            raise ConfigError(
-                f"{name or 'the model'} ({type(module).__name__}) was built inside infinity.init() "
-                "and has no reset_parameters(); give wrap(..., weights=DIRECTORY), or build that "
-                "module outside of init()"
-            )
-
-
-def _check_origin(name: str, module: nn.Module, origin: Origin | None, by_model: bool) -> None:
-    """Raise `ConfigError` where the initialisation of `module` would give the parameter `name`
-    other values."""
-    can_reset = callable(getattr(module, "reset_parameters", None))
-    if (
-        origin is None
-        or not (by_model or can_reset)
-        or origin.writer not in (ParameterWriter.OTHER, ParameterWriter.MODEL)
-    ):
-        return
-    way = (
-        "build that module outside of init(), give wrap(..., weights=DIRECTORY), or write these "
-        "values after wrap instead, inside `with infinity.gathered(parameter, write=True):`"
-    )
-    if origin.writer is ParameterWriter.OTHER:
-        where = (
-            origin.where
-            if origin.where.startswith("after")
-            else f"inside infinity.init() ({origin.where})"
-        )
-        again = "_init_weights" if by_model else f"{type(module).__name__}.reset_parameters()"
-        raise ConfigError(
-            f"{name} was given values {where}, when it had no memory for them, and {again} "
-            f"would give it others; {way}"
-        )
-    if not by_model:
-        raise ConfigError(
-            f"{name} was initialised by the _init_weights of a module that is no part of this "
-            f"model, and {type(module).__name__}.reset_parameters() would give it other values; "
-            f"{way}"
-        )
-
-
-def _constants(origins: Mapping[int, Origin]) -> dict[int, torch.Tensor]:
-    """The values of parameters all of whose elements have one, by their ids."""
-    return {key: origin.constant for key, origin in origins.items() if origin.constant is not None}
-
-
-def _initialisers(model: nn.Module) -> dict[nn.Module, Callable[[nn.Module], object]]:
-    """The `_init_weights` that initialises each module, where there is one: that of the outermost
-    module around it."""
-    found: dict[nn.Module, Callable[[nn.Module], object]] = {}
-    pending: list[tuple[nn.Module, Any]] = [(model, None)]
-    while pending:
-        module, around = pending.pop()
-        own = getattr(module, "_init_weights", None)
-        by_model = around if around is not None else own if callable(own) else None
-        if by_model is not None:
-            found.setdefault(module, by_model)
-        pending += [(child, by_model) for child in module.children()]
-    return found
-
-
-def _initialise(model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Like `initialise`, of parameters that have memory; those of one value have it already."""
-    given, origins = {id(p) for p in parameters}, origins_of(model)
-    wanted = given - _constants(origins).keys()
-    initialisers = _initialisers(model)
-    for module in model.modules():
-        mine = {id(p): p for p in module.parameters(recurse=False) if id(p) in wanted}
-        if not mine:
+def _origin_of(
+    module: nn.Module, name: str, parameter: nn.Parameter, tapes: Sequence[Tape]
+) -> Origin | None:
+    """The origin of the meta parameter `name` of `module`."""
+    known: Origin | None = vars(module).get(_ATTRIBUTE, {}).get(name)
+    for tape in tapes:
+        if tape.cell(local(parameter)) is None:
             continue
-        wanted -= mine.keys()
-        others = {
-            key: p for key, p in module._parameters.items() if p is not None and id(p) not in mine
-        }
-        for key, p in others.items():  # of another unit: without data now, or initialised already
-            module._parameters[key] = nn.Parameter(
-                torch.empty(p.shape, dtype=p.dtype), requires_grad=p.requires_grad
+        place = tape.place(local(parameter))
+        if known is not None and known.number == id(parameter):
+            problem = "was given values" if known.version != parameter._version else ""
+            return Origin(tape, place, 0, 0, problem)
+        return Origin(tape, place, 0, 0)
+    if known is not None and form_of(parameter) is not None:
+        return known  # a DTensor that was made of it
+    if known is not None and known.number == id(parameter):
+        return known._replace(problem="was converted or replaced")
+    return None
+
+
+def meta_buffers(model: nn.Module) -> dict[str, Origin | None]:
+    """The buffers of `model` on the meta device, and where their values come from."""
+    tapes = _tapes(model)
+    return {
+        name: next(
+            (Origin(tape, tape.place(buffer), 0, 0) for tape in tapes if tape.cell(buffer)), None
+        )
+        for name, buffer in model.named_buffers()
+        if buffer.is_meta
+    }
+
+
+def check_values(model: nn.Module, origins: Mapping[int, Origin | None]) -> None:
+    """Raise `ConfigError` for the first parameter of `origins` (by ids) that has no values, and log
+    a warning for those that no constructor wrote."""
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in origins:
+            continue
+        origin = origins[id(parameter)]
+        if origin is None:
+            raise ConfigError(
+                f"{name} is on the meta device and has no values, because it was not built inside "
+                "infinity.init(); build the model inside infinity.init(), or give "
+                "wrap(..., weights=...)"
             )
-        by_model = initialisers.get(module)
-        reset = [key in origins and origins[key].writer is ParameterWriter.RESET for key in mine]
-        try:
-            if by_model is None or any(reset):
-                module.reset_parameters()  # type: ignore[operator]
-            if by_model is not None and not all(reset):
-                by_model(module)
-        finally:
-            module._parameters.update(others)
-    for module in reversed(list(model.modules())):
-        below = {id(p) for p in module.parameters()}
-        if module in initialisers and below and below <= given and not module._parameters:
-            initialisers[module](module)
+        if origin.problem:
+            raise ConfigError(
+                f"{name} {origin.problem} after infinity.init(), when it had no memory for them; "
+                "do that inside infinity.init(), give wrap(..., weights=...), or write the values "
+                "after wrap, inside `with infinity.gathered(parameter, write=True):`"
+            )
+        if not origin.tape.is_written(origin.place.cell):
+            log.warning("%s: no constructor wrote its values; it starts as zeros", name)
+
+
+def seed_values(origins: Mapping[int, Origin | None], seed: int) -> None:
+    """From now on, values are those of constructors after `torch.manual_seed(seed)`."""
+    for origin in origins.values():
+        if origin is not None:
+            origin.tape.seeded(seed)
+
+
+def forget(model: nn.Module) -> None:
+    """All parameters of `model` have values now."""
+    for module in model.modules():
+        vars(module).pop(_ATTRIBUTE, None)
+
+
+def frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """`frame`, and those that led to it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

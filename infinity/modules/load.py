@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from infinity.errors import ConfigError, WeightsError
-from infinity.modules.init import check_initialisable, initialise
-from infinity.modules.origins import forget
+from infinity.modules.init import Origin, check_values, forget, meta_buffers, seed_values
 from infinity.nvme.safetensors import DTYPES
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import bounds_of, local
@@ -115,7 +114,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def fill_units(
     model: nn.Module,
     units: Sequence[Unit],
-    empty: set[int],
+    empty: Mapping[int, Origin | None],
     weights: Weights | None,
     seed: int | None,
 ) -> None:
@@ -123,12 +122,21 @@ def fill_units(
     time.
 
     Values come from `weights`; without them from the parameters, and for those whose ids are in
-    `empty` from the modules' own initialisation. Raises `ConfigError` before anything is moved
-    where these cannot be initialised. What the parameters held is freed if nobody else holds it.
-    See [Note: low bits].
+    `empty` from what their constructors wrote, drawn anew where a `seed` is given. Raises
+    `ConfigError` before anything is moved where there are none. What the parameters held is freed
+    if nobody else holds it. See [Note: low bits].
     """
+    buffers = meta_buffers(model)
     if weights is None:
-        check_initialisable(model, empty)
+        check_values(model, empty)
+        if seed is not None:
+            seed_values(empty, seed)
+    for name, origin in buffers.items():
+        if origin is None and (weights is None or name not in weights):
+            raise ConfigError(
+                f"the buffer {name} is on the meta device and has no values; build the model "
+                "inside infinity.init() instead of torch.device('meta')"
+            )
     aliases = _aliases(model)
     with torch.random.fork_rng(devices=[], enabled=seed is not None), torch.no_grad():
         if seed is not None:
@@ -140,20 +148,26 @@ def fill_units(
             ]
             kind, dtype = _kept_of(unit, names, empty, weights)
             flat = torch.zeros(unit.layout.numel, dtype=dtype)
-            uninitialised = []
             for parameter, name, place in zip(
                 unit.parameters, names, unit.layout.places, strict=True
             ):
                 view = flat[place.offset : place.end].view(place.shape)
                 if weights is not None:
                     weights.read_into(name, view, bounds_of(parameter))
-                elif id(parameter) in empty:
-                    uninitialised.append((parameter, view))
+                elif (origin := empty.get(id(parameter))) is not None:
+                    view.copy_(origin.values(parameter))
                 else:
                     view.copy_(local(parameter.data))
-            initialise(model, uninitialised)
             unit.states.write(kind, unit.shard_of(flat))
             unit.data.guard()
+        for name, origin in buffers.items():
+            path, _, key = name.rpartition(".")
+            buffer = model.get_buffer(name)
+            model.get_submodule(path)._buffers[key] = (
+                torch.empty_like(buffer, device="cpu")
+                if origin is None
+                else origin.tape.values(origin.place).clone()
+            )
     forget(model)
     for name, buffer in persistent_buffers(model):
         if weights is not None and name in weights:
@@ -161,7 +175,7 @@ def fill_units(
 
 
 def _kept_of(
-    unit: Unit, names: Sequence[str], empty: set[int], weights: Weights | None
+    unit: Unit, names: Sequence[str], empty: Mapping[int, Origin | None], weights: Weights | None
 ) -> tuple[Kind, torch.dtype]:
     """What of `unit` is written first, its parameters or its masters, and the dtype in which its
     values are put together.

@@ -69,7 +69,7 @@ def test_without_a_gpu_it_says_so() -> None:
 def test_parameters_are_counted_as_the_model_has_them(name: str) -> None:
     source = find_source(str(FOLDER / "configs" / f"{name}.json"), "bf16")
     source.config.num_hidden_layers = 2
-    with infinity.init():
+    with infinity.init(exact=False):
         built = source.build()
     expected = sum(p.numel() for p in built.parameters())
     assert sizes.count(CONFIGS[name] | {"num_hidden_layers": 2}) == expected

@@ -839,14 +839,13 @@ def test_models_and_units_that_make_no_sense(
     assert files(tmp_path) == {}
 
 
-def test_a_module_that_cannot_initialise_itself(
-    tmp_path: Path, footprint: Callable[[], object]
-) -> None:
-    with infinity.init():
+def test_a_model_without_values(tmp_path: Path, footprint: Callable[[], object]) -> None:
+    with torch.device("meta"):
         model = transformer()
+    model.scale = torch.tensor(0.5)
     text = (
-        "the model (Transformer) was built inside infinity.init() and has no reset_parameters(); "
-        "give wrap(..., weights=DIRECTORY), or build that module outside of init()"
+        "places is on the meta device and has no values, because it was not built inside "
+        "infinity.init(); build the model inside infinity.init(), or give wrap(..., weights=...)"
     )
     with (
         unchanged(model, footprint, tmp_path),

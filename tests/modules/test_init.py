@@ -1,11 +1,13 @@
-"""Models built without memory get the values that their own initialisation would give them."""
+"""Models built without memory get the values that their constructors give them, to the bit."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,33 +17,432 @@ import infinity
 from support.models import FAMILIES
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5"])
-def test_scales_that_a_parent_module_sets_are_kept(family: str, tmp_path: Path) -> None:
-    """GPT-2's attention scales its child's weight by depth, T5's layers theirs by width: the parent
-    initialises the child."""
-    model = FAMILIES[family].build()
-    plain = {
-        name: parameter.detach().std()
-        for name, parameter in model.named_parameters()
-        if parameter.numel() >= 1024
-    }
+def wrapped_values(model: nn.Module, tmp_path: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """The state dict of `model`, wrapped."""
+    (tmp_path / "nvme").mkdir(exist_ok=True)
+    config = infinity.Config(nvme=[tmp_path / "nvme"], gpu_memory="8MiB", cpu_memory="16MiB")
+    with infinity.engine(infinity.wrap(model, config, **options)) as engine:
+        return engine.state_dict()
+
+
+def check_bits(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """What `make` builds inside of `init()` takes no memory, and has the bits of the plain model
+    after `wrap`; the generator of random numbers is where the plain constructor leaves it."""
+    torch.manual_seed(3)
+    plain = make()
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
     with infinity.init():
-        empty = type(model)(model.config)
-    assert all(parameter.is_meta for parameter in empty.parameters())
-    wrapped = infinity.wrap(
-        empty, infinity.Config(nvme=tmp_path, gpu_memory="64MiB", cpu_memory="64MiB"), seed=1
+        model = make()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    values = wrapped_values(model, tmp_path)
+    assert torch.equal(torch.get_rng_state(), state)
+    expected = plain.state_dict()
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        assert values[name].dtype is value.dtype
+        assert torch.equal(values[name], value), name
+
+
+# Architectures
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "cohere": SMALL,
+    "deepseek_v3": SMALL
+    | {
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 1,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    },
+    "falcon": {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    },
+    "gemma2": SMALL | {"head_dim": 8},
+    "gpt2": {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2},
+    "gpt_neox": SMALL,
+    "jamba": SMALL | {"num_experts": 2, "mamba_d_state": 4, "num_experts_per_tok": 1},
+    "llama": SMALL,
+    "mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    "mixtral": SMALL | {"num_local_experts": 4},
+    "opt": {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+        "word_embed_proj_dim": 32,
+    },
+    "phi3": SMALL,
+    "qwen2_moe": SMALL
+    | {
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3": SMALL | {"head_dim": 8},
+    "stablelm": SMALL,
+}
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_causal_models_of_transformers(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def make() -> nn.Module:
+        description = AutoConfig.for_model(kind, **ARCHITECTURES[kind])
+        return AutoModelForCausalLM.from_config(description)
+
+    check_bits(make, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "vit"])
+def test_other_models_of_transformers(family: str, tmp_path: Path) -> None:
+    """The position embeddings of ViT come of `trunc_normal_`, which rejects numbers in a loop."""
+    check_bits(FAMILIES[family].build, tmp_path)
+
+
+def test_a_model_in_bf16(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    description = AutoConfig.for_model("llama", **SMALL)
+    check_bits(
+        lambda: AutoModelForCausalLM.from_config(description, dtype=torch.bfloat16), tmp_path
     )
-    with infinity.engine(wrapped) as engine:
-        values = engine.state_dict()
-    assert len(plain) > 5
-    for name, std in plain.items():
-        torch.testing.assert_close(
-            values[name].std(),
-            std,
-            rtol=0.2,
-            atol=1e-6,
-            msg=lambda text, name=name: f"{name}: {text}",
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "Linear": lambda: nn.Linear(4, 4),
+    "Bilinear": lambda: nn.Bilinear(2, 3, 4),
+    "Conv2d": lambda: nn.Conv2d(4, 4, 3),
+    "ConvTranspose1d": lambda: nn.ConvTranspose1d(4, 4, 3),
+    "Embedding": lambda: nn.Embedding(7, 4, padding_idx=0),
+    "EmbeddingBag": lambda: nn.EmbeddingBag(7, 4),
+    "LSTM": lambda: nn.LSTM(4, 4, 2, bidirectional=True, proj_size=2),
+    "GRUCell": lambda: nn.GRUCell(4, 4),
+    "BatchNorm2d": lambda: nn.BatchNorm2d(4),
+    "GroupNorm": lambda: nn.GroupNorm(2, 4),
+    "LayerNorm": lambda: nn.LayerNorm(4),
+    "RMSNorm": lambda: nn.RMSNorm(4),
+    "PReLU": lambda: nn.PReLU(4),
+    "AdaptiveLogSoftmaxWithLoss": lambda: nn.AdaptiveLogSoftmaxWithLoss(
+        8, 20, [4, 10], div_value=1.5
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_torch(name: str, tmp_path: Path) -> None:
+    check_bits(MODULES[name], tmp_path)
+
+
+# Ways to write values
+
+
+class Written(nn.Module):
+    """A linear module, and what `write` does to it in the constructor."""
+
+    def __init__(self, write: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.other = nn.Linear(6, 6, bias=False)
+        write(self)
+
+
+def _in_place(module: Any) -> None:
+    with torch.no_grad():
+        module.linear.weight[0] = 0
+        module.linear.weight[1:3, ::2].uniform_(-3, -2)
+        module.linear.bias += torch.arange(6)
+
+
+def _mask(module: Any) -> None:
+    weight = module.linear.weight.data
+    weight[weight > 0] = 2.0
+
+
+def _rejected(module: Any) -> None:
+    while module.linear.weight.std() > 0.2:
+        module.linear.reset_parameters()
+    module.linear.weight.data /= module.linear.weight.data.norm().item()
+
+
+def _kept_object(module: Any) -> None:
+    parameter = nn.Parameter(torch.empty(3, 3))
+    module.mine = parameter
+    nn.init.normal_(parameter)  # the object that was registered, and not module.mine
+    module.mine.data.mul_(2)
+    module.copied = nn.Parameter(parameter.detach() + 1)
+
+
+def _views(module: Any) -> None:
+    module.first, module.second = (nn.Parameter(each) for each in torch.randn(2, 4).unbind())
+
+
+def _generator(module: Any) -> None:
+    generator = torch.Generator().manual_seed(11)
+    nn.init.normal_(module.linear.weight, generator=generator)
+    module.linear.bias.data.uniform_(generator=generator)
+
+
+def _buffer(module: Any) -> None:
+    module.register_buffer("average", torch.zeros_like(module.linear.weight))
+    module.register_buffer("scale", module.linear.weight.detach().abs().mean())
+    module.register_buffer("noise", torch.randn(3, device=module.linear.weight.device))
+
+
+def _moved(module: Any) -> None:
+    module.to("cpu").to(torch.float64).half()
+
+
+WAYS: dict[str, Callable[[Any], object]] = {
+    "normal_": lambda m: nn.init.normal_(m.linear.weight, std=0.02),
+    "trunc_normal_": lambda m: nn.init.trunc_normal_(m.linear.weight, std=0.5),
+    "narrow trunc_normal_": lambda m: nn.init.trunc_normal_(m.linear.weight, a=2.0, b=3.0),
+    "orthogonal_": lambda m: nn.init.orthogonal_(m.linear.weight),
+    "sparse_": lambda m: nn.init.sparse_(m.linear.weight, 0.5),
+    "dirac_": lambda m: nn.init.dirac_(m.linear.weight.data.view(6, 6, 1)),
+    "constant_": lambda m: nn.init.constant_(m.linear.weight, 0.25),
+    ".data": lambda m: m.linear.weight.data.normal_(std=0.02),
+    ".data.mul_": lambda m: m.linear.weight.data.mul_(0.1),
+    "set .data": lambda m: setattr(m.linear.weight, "data", torch.randn(6, 6)),
+    "no_grad": _in_place,
+    "mask": _mask,
+    "apply": lambda m: m.apply(
+        lambda each: isinstance(each, nn.Linear) and nn.init.xavier_normal_(each.weight)
+    ),
+    "again": lambda m: m.linear.reset_parameters(),
+    "copy_": lambda m: m.linear.weight.data.copy_(torch.eye(6)),
+    "of another": lambda m: m.linear.weight.data.copy_(m.other.weight.data.T * 2),
+    "NumPy": lambda m: m.linear.weight.data.copy_(torch.from_numpy(np.eye(6) * 3)),
+    "list": lambda m: m.linear.bias.data.copy_(m.linear.bias.new_tensor([1, 2, 3, 4, 5, 6])),
+    "registered": lambda m: setattr(m, "mine", nn.Parameter(torch.randn(6, 6) * 0.02)),
+    "registered trunc_normal_": lambda m: setattr(
+        m, "mine", nn.Parameter(nn.init.trunc_normal_(torch.zeros(1, 5, 6), std=0.02))
+    ),
+    "registered numbers": lambda m: setattr(m, "mine", nn.Parameter(torch.tensor([1.0, 2.0]))),
+    "registered integers": lambda m: setattr(
+        m, "mine", nn.Parameter(torch.arange(5, dtype=torch.int8), requires_grad=False)
+    ),
+    "kept object": _kept_object,
+    "views": _views,
+    "deepcopy": lambda m: setattr(m, "copy", copy.deepcopy(m.linear)),
+    "tied": lambda m: setattr(m.other, "weight", m.linear.weight),
+    "read": _rejected,
+    "generator": _generator,
+    "buffers": _buffer,
+    "moved": _moved,
+    "weight_norm": lambda m: nn.utils.parametrizations.weight_norm(m.linear),
+    "spectral_norm": lambda m: nn.utils.parametrizations.spectral_norm(m.other),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_values_that_a_constructor_writes(way: str, tmp_path: Path) -> None:
+    check_bits(lambda: Written(WAYS[way]), tmp_path)
+
+
+def test_values_on_the_meta_device_inside_of_init(tmp_path: Path) -> None:
+    """A constructor that asks for the device of its parameters gets tensors with values."""
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).state_dict()
+    torch.manual_seed(3)
+    with infinity.init():
+        model = make()
+    values = wrapped_values(model, tmp_path)
+    assert all(torch.equal(values[name], plain[name]) for name in plain)
+
+
+def test_a_parameter_that_a_constructor_leaves_uninitialised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def leave(module: Any) -> None:
+        module.left = nn.Parameter(torch.empty(4))
+
+    with infinity.init():
+        model = Written(leave)
+    values = wrapped_values(model, tmp_path)
+    assert torch.equal(values["left"], torch.zeros(4))
+    assert "left: no constructor wrote its values; it starts as zeros" in caplog.text
+
+
+# Seeds
+
+
+def test_a_seed_gives_the_values_after_manual_seed(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(Written(WAYS["trunc_normal_"]), nn.Linear(6, 6), nn.LayerNorm(6))
+
+    torch.manual_seed(5)
+    plain = make().state_dict()
+    torch.manual_seed(6)
+    with infinity.init():
+        model = make()
+    state = torch.get_rng_state()
+    values = wrapped_values(model, tmp_path, seed=5)
+    assert all(torch.equal(values[name], plain[name]) for name in plain)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_seed_after_a_constructor_that_looked_is_refused(tmp_path: Path) -> None:
+    with infinity.init():
+        model = Written(WAYS["read"])
+    with pytest.raises(
+        infinity.ConfigError,
+        match=r"^the constructor looked at numbers that it drew, so wrap\(seed=\.\.\.\) cannot "
+        r"replace them; call torch\.manual_seed\(seed\) before infinity\.init\(\) instead$",
+    ):
+        wrapped_values(model, tmp_path, seed=5)
+
+
+def test_draws_can_be_put_off(tmp_path: Path) -> None:
+    """With `exact=False` nothing is drawn before `wrap`, and one seed gives one model."""
+    found = []
+    for _ in range(2):
+        state = torch.get_rng_state()
+        with infinity.init(exact=False):
+            model = Written(WAYS["normal_"])
+        assert torch.equal(torch.get_rng_state(), state)
+        found.append(wrapped_values(model, tmp_path, seed=7))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert 0.01 < found[0]["linear.weight"].std() < 0.03
+    assert found[0]["other.weight"].std() > 0.1
+
+
+def test_two_models_differ_as_plain_ones_do(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    plain = [nn.Linear(6, 6).weight.detach() for _ in range(2)]
+    torch.manual_seed(1)
+    models = []
+    for _ in range(2):
+        with infinity.init():
+            models.append(nn.Linear(6, 6))
+    for model, weight in zip(models, plain, strict=True):
+        assert torch.equal(wrapped_values(model, tmp_path)["weight"], weight)
+
+
+# What is refused
+
+
+def test_values_written_between_init_and_wrap_are_refused(tmp_path: Path) -> None:
+    with infinity.init():
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    nn.init.normal_(model[1].weight)
+    with pytest.raises(
+        infinity.ConfigError,
+        match=r"^1\.weight was given values after infinity\.init\(\), when it had no memory",
+    ):
+        wrapped_values(model, tmp_path)
+
+
+def test_a_conversion_between_init_and_wrap_is_refused(tmp_path: Path) -> None:
+    with infinity.init():
+        model = nn.Sequential(nn.Linear(6, 6))
+    with pytest.raises(
+        infinity.ConfigError,
+        match=r"^0\.weight was converted or replaced after infinity\.init\(\), when it had no",
+    ):
+        wrapped_values(model.half(), tmp_path)
+
+
+def test_a_source_that_is_changed_before_wrap_is_refused(tmp_path: Path) -> None:
+    source = torch.randn(6, 6)
+    with infinity.init():
+        model = Written(lambda m: m.linear.weight.data.copy_(source))
+    source.zero_()
+    with pytest.raises(
+        infinity.ConfigError,
+        match=r"^a tensor of shape \(6, 6\) that a constructor inside infinity\.init\(\) copied "
+        r"from was changed after that",
+    ):
+        wrapped_values(model, tmp_path)
+
+
+def test_a_model_of_the_meta_device_needs_weights(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    with pytest.raises(
+        infinity.ConfigError,
+        match=r"^0\.weight is on the meta device and has no values, because it was not built "
+        r"inside infinity\.init\(\); build the model inside infinity\.init\(\), or give "
+        r"wrap\(\.\.\., weights=\.\.\.\)$",
+    ):
+        wrapped_values(model, tmp_path, seed=0)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).state_dict()
+    save_file(plain, tmp_path / "model.safetensors")
+    values = wrapped_values(model, tmp_path, weights=tmp_path)
+    assert all(torch.equal(values[name], value) for name, value in plain.items())
+
+
+def test_a_source_without_values_is_refused() -> None:
+    strange = torch.empty(6, 6, device="meta")
+    with (
+        pytest.raises(
+            infinity.ConfigError,
+            match=r"^a constructor inside infinity\.init\(\) copies from a tensor on the meta",
+        ),
+        infinity.init(),
+    ):
+        Written(lambda m: m.linear.weight.data.copy_(strange))
+
+
+# Models of several parts
+
+
+def test_a_parameter_that_is_replaced_after_init_is_another_one(tmp_path: Path) -> None:
+    with infinity.init():
+        model = nn.Sequential(
+            nn.Embedding(7, 6, padding_idx=0),
+            nn.Linear(6, 7, bias=False),
+            nn.Linear(7, 7, bias=False),
         )
+    model[1].weight = model[0].weight
+    model[2].weight = nn.Parameter(torch.ones(7, 7))
+    values = wrapped_values(model, tmp_path)
+    assert torch.equal(values["0.weight"], values["1.weight"])
+    assert values["0.weight"][1:].count_nonzero() == 36
+    assert torch.equal(values["2.weight"], torch.ones(7, 7))
+
+
+def test_what_is_built_outside_of_init_keeps_everything(tmp_path: Path) -> None:
+    with infinity.init():
+        model = nn.Sequential(nn.Linear(6, 6))
+    model.append(Written(WAYS["no_grad"]))
+    expected = {name: value.clone() for name, value in model[1].state_dict().items()}
+    values = wrapped_values(model, tmp_path)
+    assert all(torch.equal(values[f"1.{name}"], value) for name, value in expected.items())
 
 
 def test_a_parameter_without_dimensions_is_trained_like_any_other(tmp_path: Path) -> None:
@@ -72,212 +473,6 @@ def test_a_parameter_without_dimensions_is_trained_like_any_other(tmp_path: Path
         assert steps(model, infinity.SGD(model.parameters(), lr=0.125)) == expected
 
 
-# Values that constructors write
-
-
-class Gained(nn.Module):
-    """A norm as many models have it: one value, without an initialisation of its own."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.full((6,), value))
-        self.codes = nn.Parameter(torch.zeros(6, dtype=torch.int8), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.gain + self.codes
-
-
-class Constant(nn.Linear):
-    """Writes one value after the initialisation of its base class."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(6, 6)
-        if how == "nn.init":
-            nn.init.constant_(self.weight, 0.25)
-            nn.init.zeros_(self.bias)
-        else:
-            self.weight.data.fill_(0.25)
-            self.bias.data.zero_()
-
-
-class Own(nn.Linear):
-    """Has an initialisation of its own, and calls it again."""
-
-    def __init__(self) -> None:
-        super().__init__(6, 6)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.trunc_normal_(self.weight, std=0.5)
-        self.bias.data.fill_(3.0)
-
-
-class Gpt(nn.Module):
-    """Initialises some modules by `_init_weights`, and leaves the others to themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.norm = nn.LayerNorm(6)
-        self.gained = Gained(0.5)
-        self.apply(self._init_weights)
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            module.weight.data.normal_(std=0.02)
-            nn.init.ones_(module.bias)
-
-
-class Holder(nn.Module):
-    """Has no initialisation itself; what is inside of it has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Gpt()
-        self.outer = nn.Linear(6, 6)
-
-
-def wrap_empty(
-    make: Callable[[], nn.Module], tmp_path: Path, **options: Any
-) -> dict[str, torch.Tensor]:
-    """The weights of what `make` builds inside of `init()`, and `wrap` initialises."""
-    with infinity.init():
-        model = make()
-    assert all(parameter.is_meta for parameter in model.parameters())
-    config = infinity.Config(nvme=[tmp_path], gpu_memory="1MiB", cpu_memory="4MiB")
-    with infinity.engine(infinity.wrap(model, config, **{"seed": 0} | options)) as engine:
-        return engine.state_dict()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: nn.Sequential(Gained(2.0), nn.Linear(6, 6)),
-        lambda: Constant("nn.init"),
-        lambda: Constant(".data"),
-        Gpt,
-        Holder,
-        Own,
-    ],
-    ids=["registered", "nn.init", ".data", "_init_weights", "inside", "own"],
-)
-def test_one_value_for_all_elements_is_kept(make: Callable[[], nn.Module], tmp_path: Path) -> None:
-    """And what draws numbers draws them from the distribution that its constructor took last."""
-    plain, values = make(), wrap_empty(make, tmp_path)
-    for name, parameter in plain.state_dict().items():
-        assert values[name].dtype is parameter.dtype
-        if (parameter == parameter.flatten()[0]).all():
-            assert torch.equal(values[name], parameter), name
-        else:
-            assert 0.3 * parameter.std() < values[name].std() < 3 * parameter.std(), name
-
-
-class Scaled(nn.Linear):
-    """Changes what the initialisation of its base class has drawn."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(6, 6)
-        if how == "nn.init":
-            nn.init.normal_(self.weight)
-        elif how == "trunc_normal_":
-            nn.init.trunc_normal_(self.weight)
-        elif how == ".data":
-            self.weight.data.mul_(0.1)
-        elif how == "row":
-            with torch.no_grad():
-                self.weight[0] = 0
-        elif how == "registered":
-            self.weight = nn.Parameter(torch.randn(6, 6))
-        elif how == "copied":
-            with torch.no_grad():
-                self.weight.copy_(torch.eye(6))
-
-
-@pytest.mark.parametrize(
-    "how", ["nn.init", "trunc_normal_", ".data", "row", "registered", "copied"]
-)
-def test_other_values_of_a_constructor_are_refused(how: str, tmp_path: Path) -> None:
-    text = (
-        r"^1\.weight was given values inside infinity\.init\(\) \(test_init\.py:\d+\), when it had "
-        r"no memory for them, and Scaled\.reset_parameters\(\) would give it others; build that "
-        r"module outside of init\(\), give wrap\(\.\.\., weights=DIRECTORY\), or write these "
-        r"values after wrap instead, inside `with infinity\.gathered\(parameter, write=True\):`$"
-    )
-
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 6), Scaled(how))
-
-    with pytest.raises(infinity.ConfigError, match=text):
-        wrap_empty(make, tmp_path)
-    (tmp_path / "weights").mkdir()
-    plain = make()
-    save_file(plain.state_dict(), tmp_path / "weights" / "model.safetensors")
-    values = wrap_empty(make, tmp_path, weights=tmp_path / "weights")
-    assert all(torch.equal(values[name], value) for name, value in plain.state_dict().items())
-
-
-def test_a_parent_that_initialises_its_child_is_refused(tmp_path: Path) -> None:
-    class Parent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.child = nn.Linear(6, 6)
-            self.reset_parameters()
-
-        def reset_parameters(self) -> None:
-            nn.init.xavier_normal_(self.child.weight)
-
-    with pytest.raises(
-        infinity.ConfigError, match=r"^child\.weight was given values inside infinity\.init\(\)"
-    ):
-        wrap_empty(Parent, tmp_path)
-
-
-def test_values_written_between_init_and_wrap_are_refused(tmp_path: Path) -> None:
-    with infinity.init():
-        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).half().requires_grad_(True)
-    config = infinity.Config(nvme=[tmp_path], gpu_memory="1MiB", cpu_memory="4MiB")
-    infinity.engine(infinity.wrap(model, config, seed=0)).close()
-    with infinity.init():
-        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).bfloat16()
-    nn.init.normal_(model[1].weight)
-    with pytest.raises(
-        infinity.ConfigError,
-        match=r"^1\.weight was given values after init\(\), when it had no memory",
-    ):
-        infinity.wrap(model, config, seed=0)
-
-
-def test_a_parameter_that_is_replaced_after_init_is_another_one(tmp_path: Path) -> None:
-    with infinity.init():
-        model = nn.Sequential(
-            nn.Embedding(7, 6, padding_idx=0),
-            nn.Linear(6, 7, bias=False),
-            nn.Linear(7, 7, bias=False),
-        )
-    model[1].weight = model[0].weight  # which was written more often
-    model[2].weight = nn.Parameter(torch.ones(7, 7))
-    config = infinity.Config(nvme=[tmp_path], gpu_memory="1MiB", cpu_memory="4MiB")
-    with infinity.engine(infinity.wrap(model, config, seed=0)) as engine:
-        values = engine.state_dict()
-    assert (
-        torch.equal(values["0.weight"], values["1.weight"])
-        and values["0.weight"][1:].count_nonzero() == 36
-    )
-    assert torch.equal(values["2.weight"], torch.ones(7, 7))
-
-
-def test_what_is_built_outside_of_init_keeps_everything(tmp_path: Path) -> None:
-    with infinity.init():
-        model = nn.Sequential(nn.Linear(6, 6))
-    model.append(Scaled("row"))
-    values = {name: value.clone() for name, value in model[1].state_dict().items()}
-    config = infinity.Config(nvme=[tmp_path], gpu_memory="1MiB", cpu_memory="4MiB")
-    with infinity.engine(infinity.wrap(model, config, seed=0)) as engine:
-        assert all(
-            torch.equal(engine.state_dict()[f"1.{name}"], value) for name, value in values.items()
-        )
-
-
 def test_attributes_of_a_parameter_stay(tmp_path: Path) -> None:
     with infinity.init():
         model = nn.Linear(6, 6)
@@ -287,47 +482,6 @@ def test_attributes_of_a_parameter_stay(tmp_path: Path) -> None:
     )
     with infinity.engine(model):
         assert vars(model.weight) == {"no_decay": True} and vars(model.bias) == {}
-
-
-MODULES: dict[str, Callable[[], nn.Module]] = {
-    "Linear": lambda: nn.Linear(4, 4),
-    "Bilinear": lambda: nn.Bilinear(2, 3, 4),
-    "Conv2d": lambda: nn.Conv2d(4, 4, 3),
-    "ConvTranspose1d": lambda: nn.ConvTranspose1d(4, 4, 3),
-    "Embedding": lambda: nn.Embedding(7, 4, padding_idx=0),
-    "EmbeddingBag": lambda: nn.EmbeddingBag(7, 4),
-    "LSTM": lambda: nn.LSTM(4, 4, 2, bidirectional=True, proj_size=2),
-    "GRUCell": lambda: nn.GRUCell(4, 4),
-    "BatchNorm2d": lambda: nn.BatchNorm2d(4),
-    "GroupNorm": lambda: nn.GroupNorm(2, 4),
-    "LayerNorm": lambda: nn.LayerNorm(4),
-    "RMSNorm": lambda: nn.RMSNorm(4),
-    "PReLU": lambda: nn.PReLU(4),
-    "AdaptiveLogSoftmaxWithLoss": lambda: nn.AdaptiveLogSoftmaxWithLoss(
-        8, 20, [4, 10], div_value=1.5
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_of_torch_are_not_refused(name: str, tmp_path: Path) -> None:
-    values, plain = wrap_empty(MODULES[name], tmp_path), MODULES[name]()
-    for key, parameter in plain.named_parameters():
-        assert values[key].shape == parameter.shape
-        assert (values[key] == 0).all() == (parameter == 0).all(), key
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_models_of_transformers_are_not_refused(family: str, tmp_path: Path) -> None:
-    plain = FAMILIES[family].build()
-    with infinity.init():
-        model = type(plain)(plain.config)
-    config = infinity.Config(nvme=[tmp_path], gpu_memory="64MiB", cpu_memory="64MiB")
-    with infinity.engine(infinity.wrap(model, config, seed=0)) as engine:
-        values = engine.state_dict()
-    for name, parameter in plain.named_parameters():
-        if (parameter == parameter.flatten()[0]).all():
-            assert torch.equal(values[name], parameter), name
 
 
 # from_pretrained

@@ -113,19 +113,15 @@ def shape_of(model: nn.Module, config: Any) -> Shape:
 
 
 def fill_randomly(model: nn.Module, seed: int, scale: float) -> None:
-    """Have `model`, built inside `infinity.init()`, initialised as the note above says."""
+    """Give `model` values as the note above says; inside of `infinity.init()`."""
     pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(seed)) * scale
-
-    def initialise(module: nn.Module) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim < 2:
-                parameter.data.fill_(float(name.endswith("weight")))
-                continue
-            values, flat = pattern.to(parameter.dtype), parameter.data.view(-1)
-            for part in flat.split(_PATTERN):
-                part.copy_(values[: part.numel()])
-
-    vars(model)["_init_weights"] = initialise
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            parameter.data.fill_(float(name.endswith("weight")))
+            continue
+        values, flat = pattern.to(parameter.dtype), parameter.data.view(-1)
+        for part in flat.split(_PATTERN):
+            part.copy_(values[: part.numel()])
 
 
 @dataclass(frozen=True)
@@ -153,13 +149,13 @@ def train(work: Workload, say: Callable[[str], None]) -> Trained:
     there.
     """
     torch.manual_seed(work.seed)
-    with infinity.init():
+    with infinity.init(exact=False):
         model = work.source.build(work.recomputes)
+        if work.source.directory is None:
+            fill_randomly(
+                model, work.seed, float(getattr(work.source.config, "initializer_range", 0.02))
+            )
     shape = shape_of(model, work.source.config)
-    if work.source.directory is None:
-        fill_randomly(
-            model, work.seed, float(getattr(work.source.config, "initializer_range", 0.02))
-        )
     model = infinity.wrap(model, work.config, weights=work.source.directory, seed=work.seed)
     with infinity.engine(model) as engine:
         optimizer = infinity.AdamW(model.parameters(), lr=work.lr, max_grad_norm=1.0)
