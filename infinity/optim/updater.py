@@ -246,8 +246,7 @@ class Updater(Updates):
         used = [unit.name for unit in units if unit.blocks[Kind.PARAM].copy.pins]
         if used:
             raise RuntimeError(
-                f"{', '.join(used)} cannot be updated inside of a forward or of "
-                "infinity.gathered (invariant I7)"
+                f"{', '.join(used)} cannot be updated inside of a forward or of infinity.gathered"
             )
         self.land()
 

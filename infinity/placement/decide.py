@@ -265,7 +265,7 @@ class Placement:
                 f"gpu_memory={format_bytes(self.budgets.gpu)} is too small: states at home there "
                 f"take {format_bytes(home)}, the units in use at once and the next one "
                 f"{format_bytes(least)}; the smallest gpu_memory that works is {home + least} "
-                f"({format_bytes(home + least)}){way_out} (invariant I10)"
+                f"({format_bytes(home + least)}){way_out}"
             )
         useful = sum(spec.span for spec in travelling) + reserve
         device = min(self.budgets.gpu // PAGE * PAGE, home + max(useful, least))
@@ -345,7 +345,7 @@ class Placement:
                 f"cpu_memory={format_bytes(self.budgets.cpu)} is too small: states at home "
                 f"in host memory take {format_bytes(home)}{also} and staging at least "
                 f"{format_bytes(staged.least)}; the smallest cpu_memory that works is {least} "
-                f"({format_bytes(least)}) (invariant I10)"
+                f"({format_bytes(least)})"
             )
         cache = None if self.config.tuning.cache == "auto" else self.config.tuning.cache
         return divide_with_activations(available, staged, cache, wanted)

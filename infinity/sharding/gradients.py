@@ -375,9 +375,7 @@ class Gradients:
 
     def _expect(self, *states: GradientState) -> None:
         if self._state not in states:
-            raise RuntimeError(
-                f"the gradients of {self._unit.name} are {self._state.name} (invariant I7)"
-            )
+            raise RuntimeError(f"the gradients of {self._unit.name} are {self._state.name}")
 
     def _await_readers(self) -> None:
         """Return when no update reads the gradient block any more."""

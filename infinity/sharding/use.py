@@ -257,7 +257,7 @@ class Use:
         """The bytes may go. Raises `RuntimeError` when the use has ended before."""
         leave, self._leave = self._leave, None
         if leave is None:
-            raise RuntimeError(f"a use of {self.unit.name} was ended twice (invariant I3)")
+            raise RuntimeError(f"a use of {self.unit.name} was ended twice")
         self._hide()
         leave(self.unit)
 

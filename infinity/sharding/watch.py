@@ -241,7 +241,7 @@ def diverged(rank: int, mine: Note, others: Mapping[int, Note | None]) -> str:
                     f"{number} is {mine.at(number)} on rank {rank} (after "
                     f"{mine.until(number - 1) or 'nothing'}), and {theirs} on rank {other} (after "
                     f"{note.until(number - 1) or 'nothing'}); all ranks must run the same modules "
-                    "in one order (invariant I6)"
+                    "in one order"
                 )
     return ""
 

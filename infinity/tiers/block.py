@@ -158,7 +158,7 @@ class DeviceCopy:
     def _expect(self, *states: CopyState) -> None:
         if self.state not in states:
             expected = " or ".join(state.name for state in states)
-            raise RuntimeError(f"{self._name} is {self.state.name}, not {expected} (invariant I1)")
+            raise RuntimeError(f"{self._name} is {self.state.name}, not {expected}")
 
 
 class Block:

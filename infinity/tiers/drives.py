@@ -122,8 +122,7 @@ class NvmeTier:
         if self._budget is not None and total > self._budget:
             raise BudgetError(
                 f"nvme_memory={format_bytes(self._budget)} cannot hold the states on nvme, which "
-                f"need {format_bytes(total)}; the smallest nvme_memory that works is {total} "
-                "(invariant I10)"
+                f"need {format_bytes(total)}; the smallest nvme_memory that works is {total}"
             )
         self._enter()
         try:

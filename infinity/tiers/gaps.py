@@ -33,7 +33,7 @@ class Gaps:
         if (at and self._ends[at - 1] > start) or (
             at < len(self._starts) and self._starts[at] < end
         ):
-            raise ValueError(f"bytes {start}..{end} are free already (invariant I3)")
+            raise ValueError(f"bytes {start}..{end} are free already")
         self.free += nbytes
         if at < len(self._starts) and self._starts[at] == end:
             end = self._ends[at]

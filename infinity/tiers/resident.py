@@ -405,9 +405,7 @@ class Residency:
             with self._changed:
                 if block.copy.pending is None:
                     if block.copy.pins:
-                        raise RuntimeError(
-                            f"{block.name} is in use and cannot be updated (invariant I7)"
-                        )
+                        raise RuntimeError(f"{block.name} is in use and cannot be updated")
                     block.copy.to_updating(keep)
                     block.home.updates += 1
                     if not keep:

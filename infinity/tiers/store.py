@@ -227,7 +227,7 @@ class Store:
         told."""
         lease = self._arenas[tier].lease(object(), nbytes)
         if lease is None:
-            raise RuntimeError(f"{nbytes} bytes were not set aside on {tier} (invariant I10)")
+            raise RuntimeError(f"{nbytes} bytes were not set aside on {tier}")
         return lease
 
     # While it is open

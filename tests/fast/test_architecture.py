@@ -212,6 +212,22 @@ def test_placement_knows_neither_torch_nor_tiers() -> None:
         assert not live, f"{module} imports {', '.join(live)}"
 
 
+def test_no_message_cites_an_invariant_by_number() -> None:
+    """A user does not have the list at hand. Comments and docstrings may cite it."""
+    wrong = []
+    for module, tree in TREES.items():
+        said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        wrong += [
+            f"{module}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant)
+            and id(node) not in said
+            and isinstance(node.value, str)
+            and re.search(r"invariant I?\d", node.value)
+        ]
+    assert not wrong, wrong
+
+
 def test_torch_cuda_is_said_in_one_file() -> None:
     wrong = [
         at
