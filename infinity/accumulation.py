@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity.engine import Engine, engine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, in_words
 from infinity.modules.interleave import MicroBatch
 
 
@@ -47,7 +47,12 @@ def accumulate(
     Raises `ConfigError` for values that cannot be, under `torch.no_grad()`, and when `model` is not
     wrapped; `RuntimeError` inside of a forward or backward of the model, or of another call.
     """
-    interleaver, batches = engine(model).interleaver(), list(micro_batches)
+    interleaver, batches = engine(model).interleaver(), _listed(micro_batches)
+    if loss is not None and not callable(loss):
+        raise ConfigError(
+            f"infinity.accumulate: loss is {in_words(loss)}; give a function of what the model "
+            "returned and of its micro-batch"
+        )
     _check("order", order, ("vertical", "horizontal"))
     _check("reduction", reduction, ("mean", "sum"))
     if not batches:
@@ -70,8 +75,9 @@ def accumulate(
             for kind, options in autocast:
                 stack.enter_context(torch.autocast(kind, **options))
             outputs = _call(model, batch)
-            value = outputs.loss if loss is None else loss(outputs, batch)
+            value = _loss_of(outputs) if loss is None else loss(outputs, batch)
             del outputs
+            _check_loss(value)
         losses[index] = value.detach()
         total = value / len(batches) if reduction == "mean" else value
         total = total if scale is None else scale(total)
@@ -115,6 +121,43 @@ def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(
             f"infinity.accumulate: {name}={value!r} must be one of {', '.join(map(repr, allowed))}"
+        )
+
+
+def _listed(micro_batches: object) -> list[Any]:
+    """All micro-batches; raises `ConfigError` for a single one, which has other things in it."""
+    if isinstance(micro_batches, (Mapping, torch.Tensor, str)):
+        raise ConfigError(
+            f"infinity.accumulate takes a list of micro-batches, not {in_words(micro_batches)}; "
+            "for a single one write [batch]"
+        )
+    if not isinstance(micro_batches, Iterable):
+        raise ConfigError(
+            f"infinity.accumulate takes a list of micro-batches, not {in_words(micro_batches)}"
+        )
+    return list(micro_batches)
+
+
+def _loss_of(outputs: Any) -> Any:
+    """The loss that a model of transformers returns where it was given labels."""
+    found = getattr(outputs, "loss", None)
+    if found is None:
+        raise ConfigError(
+            f"the model returned no loss, but {in_words(outputs)}: put labels into each "
+            "micro-batch, or give infinity.accumulate(..., loss=function)"
+        )
+    return found
+
+
+def _check_loss(value: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        found = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else in_words(value)
+        )
+        raise ConfigError(
+            f"infinity.accumulate: the loss is {found}; it must be a tensor of one element"
         )
 
 

@@ -30,7 +30,7 @@ from infinity.device import ComputeDevice, profiler_ranges
 from infinity.engine import ATTRIBUTE, Engine, Parts
 from infinity.errors import ConfigError
 from infinity.free_memory import Available, choose, read_host
-from infinity.modules.check import check_model
+from infinity.modules.check import check_arguments, check_model
 from infinity.modules.execution import Executions
 from infinity.modules.grouping import find_owners, find_users, group_parameters, join_small
 from infinity.modules.hooks import Hooks
@@ -112,6 +112,7 @@ def wrap(
     model beside `cpu_memory`; a model that was built inside `infinity.init()` has no memory to
     keep.
     """
+    check_arguments(model, config, units, seed)
     with ExitStack() as files, ExitStack() as undo:
         build = Build(model, Config() if config is None else config, group, undo)
         with build.together():
@@ -172,7 +173,10 @@ class Build:
                         "model that holds it alone"
                     )
                     if name
-                    else "the model is wrapped already; close its engine first"
+                    else (
+                        "the model is wrapped already: use it as it is, or close its engine and "
+                        "build the model again"
+                    )
                 )
         check_model(self._model, DTYPES.get(self._config.precision))
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, in_words
 from infinity.quantities import parse_bytes
 
 
@@ -96,7 +96,13 @@ class _Knobs(BaseModel):
         use_attribute_docstrings=True,
     )
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *given: Any, **values: Any) -> None:
+        if given:
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name} takes keys, not {in_words(given[0])}; write "
+                f"{name}({next(iter(type(self).model_fields))}=...), or {name}(**values) for a dict"
+            )
         for key in values:
             if key not in type(self).model_fields:
                 raise ConfigError(_unknown(key, in_tuning=isinstance(self, Tuning)))

@@ -18,7 +18,7 @@ from infinity.checkpoint.checkpoints import Checkpoints
 from infinity.closing import shut_down
 from infinity.config import Config
 from infinity.device import ComputeDevice
-from infinity.errors import ConfigError, EngineClosedError
+from infinity.errors import ConfigError, EngineClosedError, in_words
 from infinity.modules.execution import Executions
 from infinity.modules.facade import Facade
 from infinity.modules.hooks import Hooks
@@ -108,6 +108,8 @@ class Engine:
         makes the finite ones zeros. With `error_if_nonfinite` raises `NonFiniteError` instead,
         which names the parameter, before anything is changed.
         """
+        if not isinstance(max_norm, (int, float, torch.Tensor)):
+            raise ConfigError(f"max_norm is {in_words(max_norm)}; give a number")
         shares = self._all_shares()
         self._updater.settle([share.unit for share in shares])
         norm = self._updater.norm.of(shares)
@@ -318,6 +320,10 @@ class Engine:
 
 def engine(model: nn.Module) -> Engine:
     """The engine of a wrapped model; raises `ConfigError` for any other."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"infinity.engine takes the module that infinity.wrap returned, not {in_words(model)}"
+        )
     found = vars(model).get(ATTRIBUTE)
     if not isinstance(found, Engine):
         raise ConfigError(

@@ -92,6 +92,17 @@ class NvmeError(InfinityError, OSError):
         self.done = done
 
 
+def in_words(value: object) -> str:
+    """A value of a wrong kind, in a few words: "None", "'x'", "the class Linear", "a value of type
+    dict"."""
+    if value is None or isinstance(value, (str, int, float, os.PathLike)):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:60]}..."
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"a value of type {type(value).__name__}"
+
+
 def sentence(error: BaseException) -> str:
     """`error` in one line: "PATH: reason" for an `OSError`, and the cause that an `InfinityError`
     names."""

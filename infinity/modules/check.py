@@ -3,9 +3,10 @@ anything is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import NamedTuple
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import NoneType, SimpleNamespace
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from infinity.config import Config, Tuning
 from infinity.device import is_graphed
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, in_words
 from infinity.modules.grouping import stored_as
 from infinity.rates import DTYPES
 from infinity.sharding.parameter import ShardedParameter
@@ -24,6 +26,37 @@ from infinity.sharding.use import GatheredParameter
 
 _ANYWHERE = 1 << 20
 """The address that a tensor without memory is taken to start at: numpy takes no null pointer."""
+
+
+def check_arguments(model: object, config: object, units: object, seed: object) -> None:
+    """Raise `ConfigError` for arguments of `infinity.wrap` that are no model, configuration, list
+    of units or seed."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"infinity.wrap takes a torch.nn.Module, not {in_words(model)}")
+    if config is not None and not isinstance(config, Config):
+        raise ConfigError(f"config is {in_words(config)}; {_way_to_a_config(config)}")
+    if isinstance(units, (str, type)) or not isinstance(units, (Iterable, NoneType)):
+        raise ConfigError(
+            f"units is {in_words(units)}; give a list of classes or modules of the model, for "
+            "example units=[torch.nn.TransformerEncoderLayer]"
+        )
+    for unit in units if isinstance(units, Sequence) else ():
+        if not isinstance(unit, (type, nn.Module)):
+            raise ConfigError(
+                f"units holds {in_words(unit)}; give classes or modules of the model themselves"
+            )
+    if not isinstance(seed, (SupportsIndex, NoneType)):
+        raise ConfigError(f"seed is {in_words(seed)}; give an integer")
+
+
+def _way_to_a_config(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "for its keys write infinity.Config(**config)"
+    if isinstance(value, Tuning):
+        return "write infinity.Config(tuning=...)"
+    if isinstance(value, (str, os.PathLike)):
+        return "for a directory on NVMe write infinity.Config(nvme=...)"
+    return "give an infinity.Config, or leave it out"
 
 
 def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
-from infinity.errors import ShardedParameterError
+from infinity.errors import ConfigError, ShardedParameterError, in_words
 from infinity.placement.spec import Kind
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.unit import Unit
@@ -33,13 +34,10 @@ def gathered(
 
     Raises `ShardedParameterError` at the end when a parameter was changed without `write`, which is
     undone, and when a view of one outlives the block: keep a copy (`.clone()`). Raises
-    `RuntimeError` while another thread is inside of a forward.
+    `RuntimeError` while another thread is inside of a forward, and `ConfigError` for what is no
+    parameter.
     """
-    parameters: list[torch.Tensor]
-    if isinstance(target, nn.Module):
-        parameters = list(target.parameters())
-    else:
-        parameters = [target] if isinstance(target, torch.Tensor) else list(target)
+    parameters = _parameters(target)
     units = list(dict.fromkeys(type(p).unit for p in parameters if isinstance(p, ShardedParameter)))
     del parameters
     reads = [_Reading(unit, write) for unit in units]
@@ -62,6 +60,21 @@ def gathered(
             f"a view of {described(left)} outlives infinity.gathered, which ends the right "
             "to its memory; keep a copy (.clone())"
         )
+
+
+def _parameters(target: object) -> list[torch.Tensor]:
+    """The parameters that `target` is, or holds; raises `ConfigError` where it is anything else."""
+    if isinstance(target, nn.Module):
+        return list(target.parameters())
+    found = [target] if isinstance(target, (str, torch.Tensor)) else target
+    parameters: list[Any] = list(found) if isinstance(found, Iterable) else [found]
+    wrong = [each for each in parameters if not isinstance(each, torch.Tensor)]
+    if wrong:
+        raise ConfigError(
+            "infinity.gathered takes a module, a parameter or a list of parameters, not "
+            f"{in_words(wrong[0])}; model.get_parameter(name) finds one by its name"
+        )
+    return parameters
 
 
 class _Reading:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from infinity.optim.kernels import Hyper
-from infinity.optim.optimizer import Optimizer
+from infinity.optim.optimizer import Optimizer, are_decay_rates
 from infinity.optim.scaler import LossScaler
 from infinity.placement.spec import Kind
 
@@ -29,10 +29,17 @@ class Adam(Optimizer):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
+        **torch_options: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(
-            params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
+            params,
+            defaults,
+            max_grad_norm,
+            skip_nonfinite,
+            loss_scaler,
+            error_if_nonfinite,
+            torch_options,
         )
 
     def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -41,13 +48,10 @@ class Adam(Optimizer):
 
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
-        for name, good in (
-            ("lr", group["lr"] >= 0),
-            ("betas", all(0 <= beta < 1 for beta in group["betas"])),
-            ("eps", group["eps"] > 0),
-            ("weight_decay", group["weight_decay"] >= 0),
-        ):
-            self._check(name, group[name], good)
+        for name in ("lr", "weight_decay"):
+            self._check(name, group[name], lambda value: value >= 0)
+        self._check("betas", group["betas"], are_decay_rates, "two numbers")
+        self._check("eps", group["eps"], lambda eps: eps > 0)
 
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
@@ -79,6 +83,7 @@ class AdamW(Adam):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
+        **torch_options: Any,
     ) -> None:
         super().__init__(
             params,
@@ -90,6 +95,7 @@ class AdamW(Adam):
             skip_nonfinite,
             loss_scaler,
             error_if_nonfinite,
+            **torch_options,
         )
 
 

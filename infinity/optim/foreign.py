@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity import nvme
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, in_words
 from infinity.optim.kernels import Segment
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.scaler import LossScaler
@@ -66,7 +66,7 @@ def adapt(
     ) or issubclass(optimizer, Optimizer):
         raise ConfigError(
             "infinity.adapt takes a class of torch.optim optimizers that is not "
-            f"infinity's own, not {optimizer!r}"
+            f"infinity's own, not {in_words(optimizer)}"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
-from infinity.errors import ConfigError, NonFiniteError
+from infinity.errors import ConfigError, NonFiniteError, in_words
 from infinity.optim.kernels import Hyper, Segment, segments_of
 from infinity.optim.norm import apply_clips, clip_factor
 from infinity.optim.scaler import LossScaler, scaled_loss
@@ -38,6 +39,12 @@ from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.unit import Unit
 
 log = logging.getLogger("infinity")
+
+
+WITHOUT_EFFECT = ("foreach", "fused", "capturable")
+"""Options by which torch chooses how to compute the same numbers."""
+UNSUPPORTED = ("amsgrad", "maximize")
+"""Options by which torch computes other numbers."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -66,6 +73,8 @@ class Optimizer(torch.optim.Optimizer):
     Raises `ConfigError` when a value is out of range. Raises it, too, when a parameter has another
     optimizer or does not belong to a wrapped model. `step` raises `NonFiniteError` also when the
     smallest loss scale is too large.
+
+    `foreach`, `fused` and `capturable` of torch's optimizers are accepted and change nothing.
     """
 
     states: ClassVar[dict[str, Kind]]
@@ -81,8 +90,11 @@ class Optimizer(torch.optim.Optimizer):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
+        torch_options: Mapping[str, Any] | None = None,
     ) -> None:
-        self._check("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0)
+        self._check_parameters(params)
+        self._check_torch_options(torch_options or {})
+        self._check("max_grad_norm", max_grad_norm, lambda norm: norm is None or norm > 0)
         if skip_nonfinite and error_if_nonfinite:
             raise ConfigError(
                 f"{type(self).__name__}: a step is skipped or raises; give skip_nonfinite "
@@ -119,7 +131,7 @@ class Optimizer(torch.optim.Optimizer):
     def refuse_unsupported(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when `group`, from a state dict of torch, asks for what the kernels
         do not do."""
-        for name in ("amsgrad", "maximize"):
+        for name in UNSUPPORTED:
             if group.get(name):
                 raise ConfigError(
                     f"{type(self).__name__}: {name}=True is not supported; infinity.adapt "
@@ -139,9 +151,51 @@ class Optimizer(torch.optim.Optimizer):
                     f"infinity.Config(algorithm={self.algorithms(group)[0]!r})"
                 )
 
-    def _check(self, name: str, value: Any, good: bool) -> None:
-        if not good:
-            raise ConfigError(f"{type(self).__name__}: {name}={value} is out of range")
+    def _check(
+        self, name: str, value: Any, is_good: Callable[[Any], bool], kind: str = "a number"
+    ) -> None:
+        """Raise `ConfigError` where the value of a hyper-parameter is not of its `kind`, which
+        `is_good` then cannot compare, or not good."""
+        try:
+            problem = "" if is_good(value) else f"={value} is out of range"
+        except (TypeError, ValueError):
+            problem = f" is {in_words(value)}, not {kind}"
+            if _is_written_number(value):
+                problem += f"; write {name}=float({value!r})"
+        if problem:
+            raise ConfigError(f"{type(self).__name__}: {name}{problem}")
+
+    def _check_parameters(self, params: Any) -> None:
+        """Raise `ConfigError` for what is one thing, and no list of parameters or groups."""
+        if isinstance(params, (str, torch.Tensor, nn.Module)) or not isinstance(params, Iterable):
+            way_out = "; for a single one write [parameter]" * isinstance(params, torch.Tensor)
+            raise ConfigError(
+                f"{type(self).__name__} takes a list of parameters such as model.parameters(), "
+                f"not {in_words(params)}{way_out}"
+            )
+
+    def _check_torch_options(self, options: Mapping[str, Any]) -> None:
+        """Accept what the optimizers of torch take beside hyper-parameters.
+
+        Raises `ConfigError` for what the kernels do not do, and `TypeError` for what nobody knows.
+        """
+        who = type(self).__name__
+        for name in options:
+            if name not in (*WITHOUT_EFFECT, *UNSUPPORTED, "differentiable"):
+                raise TypeError(f"{who} has no option {name!r}")
+        if options.get("differentiable"):
+            raise ConfigError(
+                f"{who}: differentiable=True is not supported, because updates run outside of "
+                "autograd; leave it out"
+            )
+        self.refuse_unsupported(dict(options))
+        ignored = [f"{name}={value}" for name, value in options.items() if value]
+        if ignored:
+            log.warning(
+                "%s: %s changes nothing: the engine has kernels of its own, for whole units",
+                who,
+                " and ".join(ignored),
+            )
 
     # Groups
 
@@ -437,3 +491,17 @@ class Optimizer(torch.optim.Optimizer):
     def units(self) -> tuple[Unit, ...]:
         """The units with parameters that this optimizer may update."""
         return tuple(share.unit for share in self._shares.values())
+
+
+def _is_written_number(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
+
+
+def are_decay_rates(betas: Any) -> bool:
+    """Whether `betas` are two decay rates; raises `TypeError` or `ValueError` where they are no two
+    numbers."""
+    first, second = betas
+    return bool(0 <= first < 1 and 0 <= second < 1)

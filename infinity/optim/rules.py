@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from infinity.optim.kernels import Hyper
-from infinity.optim.optimizer import Optimizer
+from infinity.optim.optimizer import Optimizer, are_decay_rates
 from infinity.optim.scaler import LossScaler
 from infinity.placement.spec import Kind
 
@@ -31,10 +32,17 @@ class Adagrad(Optimizer):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
+        **torch_options: Any,
     ) -> None:
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
         super().__init__(
-            params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
+            params,
+            defaults,
+            max_grad_norm,
+            skip_nonfinite,
+            loss_scaler,
+            error_if_nonfinite,
+            torch_options,
         )
 
     def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -44,10 +52,10 @@ class Adagrad(Optimizer):
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
         for name in ("lr", "lr_decay", "weight_decay"):
-            self._check(name, group[name], group[name] >= 0)
-        self._check("eps", group["eps"], group["eps"] > 0)
+            self._check(name, group[name], lambda value: value >= 0)
+        self._check("eps", group["eps"], lambda eps: eps > 0)
         start = group.get("initial_accumulator_value", 0)
-        self._check("initial_accumulator_value", start, start == 0)
+        self._check("initial_accumulator_value", start, lambda start: start == 0)
 
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
@@ -78,10 +86,17 @@ class Lion(Optimizer):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
+        **torch_options: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(
-            params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
+            params,
+            defaults,
+            max_grad_norm,
+            skip_nonfinite,
+            loss_scaler,
+            error_if_nonfinite,
+            torch_options,
         )
 
     def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -90,9 +105,9 @@ class Lion(Optimizer):
 
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
-        self._check("betas", group["betas"], all(0 <= beta < 1 for beta in group["betas"]))
+        self._check("betas", group["betas"], are_decay_rates, "two numbers")
         for name in ("lr", "weight_decay"):
-            self._check(name, group[name], group[name] >= 0)
+            self._check(name, group[name], lambda value: value >= 0)
 
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the
@@ -128,6 +143,7 @@ class SGD(Optimizer):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
+        **torch_options: Any,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -137,7 +153,13 @@ class SGD(Optimizer):
             "nesterov": nesterov,
         }
         super().__init__(
-            params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
+            params,
+            defaults,
+            max_grad_norm,
+            skip_nonfinite,
+            loss_scaler,
+            error_if_nonfinite,
+            torch_options,
         )
 
     def algorithms(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -147,9 +169,11 @@ class SGD(Optimizer):
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` when a hyper-parameter of `group` is out of range."""
         for name in ("lr", "momentum", "weight_decay"):
-            self._check(name, group[name], group[name] >= 0)
+            self._check(name, group[name], lambda value: value >= 0)
+        self._check("dampening", group["dampening"], math.isfinite)
         fits = not group["nesterov"] or (group["momentum"] > 0 and group["dampening"] == 0)
-        self._check("nesterov", f"{group['nesterov']} without momentum, or with dampening,", fits)
+        wrong = f"{group['nesterov']} without momentum, or with dampening,"
+        self._check("nesterov", wrong, lambda _: fits)
 
     def hyper(self, group: dict[str, Any], step: int) -> Hyper:
         """The hyper-parameters of update number `step` (from 1) of a parameter of `group`, as the

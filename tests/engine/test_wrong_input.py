@@ -597,7 +597,8 @@ def test_one_optimizer_for_two_models(
 def test_wrapping_twice(wrapped: Transformer, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("other")
     with pytest.raises(
-        infinity.ConfigError, match=r"^the model is wrapped already; close its engine first$"
+        infinity.ConfigError,
+        match=r"^the model is wrapped already: use it as it is, or close its engine and b",
     ):
         infinity.wrap(wrapped, config(other))
     assert files(other) == {}
