@@ -24,6 +24,7 @@ from infinity.modules.facade import Facade
 from infinity.modules.hooks import Hooks
 from infinity.modules.interleave import Interleaver
 from infinity.modules.load import persistent_buffers
+from infinity.modules.mapped import mapped
 from infinity.observe import Recorder
 from infinity.optim.lazy_gradient import LazyGradients
 from infinity.optim.norm import clip, clip_factor
@@ -91,7 +92,7 @@ class Engine:
         vars(model)[ATTRIBUTE] = self
         vars(model)["zero_grad"] = self.zero_grad
         vars(model)["no_sync"] = self.no_sync
-        Facade.attach(model)
+        Facade.attach(model, self._state_directory)
 
     # Gradients
 
@@ -180,14 +181,15 @@ class Engine:
             yield name, buffer.detach().cpu()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What `model.state_dict()` of the plain model would be, on the host: needs as much memory
-        as the weights.
+        """What `model.state_dict()` of the plain model would be, on the host. Parameters are mapped
+        from unnamed files in the first NVMe directory, or where `tempfile` puts files, and take no
+        memory that the kernel cannot have back (`modules/mapped`).
 
         With several ranks every rank must call it, and each gets the whole, which any number of
         data and tensor parallel ranks can take: of DTensors, too, plain tensors of the whole shape,
         as `get_model_state_dict` of torch gives for FSDP2 with `full_state_dict=True`.
         """
-        values = dict(self.weights())
+        values = {name: mapped(value, self._state_directory) for name, value in self.weights()}
         first = {
             id(p): name
             for unit in self._units
@@ -198,6 +200,11 @@ class Engine:
             for name, p in self.model.named_parameters(remove_duplicate=False)
         }
         return result | {name: values[name] for name, _ in persistent_buffers(self.model)}
+
+    @property
+    def _state_directory(self) -> Path | None:
+        """Where state dicts are mapped from; None leaves that to `tempfile`."""
+        return self.config.nvme[0] if self.config.nvme else None
 
     # Checkpoints
 

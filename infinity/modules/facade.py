@@ -9,36 +9,123 @@ somebody puts around it. The class of a module stays what it is.
 | call | what it does |
 |---|---|
 | `to`, `cuda`, `half` and their kin | nothing where parameters stay as they are, else it raises |
+| `state_dict` | gives ordinary tensors, each mapped from a file on the drive (`modules/mapped`) |
+| `load_state_dict` | writes to the parameters through `gathered`, unit by unit |
 | `pickle`, `torch.save(model)`, `copy.deepcopy` | raises a sentence that names the way out |
+
+With several ranks all of them call `state_dict` and `load_state_dict`: each gets the whole, and
+gives the same.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from infinity.errors import ShardedParameterError
+from infinity.modules.gathered import gathered
+from infinity.modules.mapped import mapped
+from infinity.placement.spec import Kind
 from infinity.sharding.parameter import COPIED, MOVED, SAVED, ShardedParameter
+from infinity.sharding.tensor_parallel import local, part_in, whole
+from infinity.sharding.unit import Unit
+from infinity.sharding.use import GatheredParameter
 
-_METHODS = ("_apply", "__reduce_ex__", "__deepcopy__")
+_METHODS = (
+    *("_apply", "state_dict", "load_state_dict", "_load_from_state_dict"),
+    *("__reduce_ex__", "__deepcopy__"),
+)
+
+
+class LoadTarget(torch.Tensor):
+    """Stands for a parameter while torch loads a state dict: it has its shape, and keeps what is
+    copied into it."""
+
+    _is_param = True  # for `isinstance(target, nn.Parameter)`
+    given: torch.Tensor | None = None
+    """What was copied into it."""
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> LoadTarget:
+        """One for `parameter`."""
+        some = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+        target = some.expand(parameter.shape).as_subclass(cls)
+        target.requires_grad_(parameter.requires_grad)
+        return target
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "copy_" and isinstance(args[0], LoadTarget):
+            args[0].given = args[1]
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Loads:
+    """What the `load_state_dict` under way of one model has for its parameters. The outermost one
+    writes it, unit by unit, also when it raises: torch loads what fits and then tells of the rest.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._values: dict[Unit, dict[int, torch.Tensor]] = {}
+
+    def add(self, parameter: ShardedParameter, value: torch.Tensor) -> None:
+        """`parameter` gets `value` when the outermost load ends."""
+        unit = type(parameter).unit
+        self._values.setdefault(unit, {})[unit.position(parameter)] = value
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """A load, or a part of one."""
+        self._depth += 1
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failed = error
+        except BaseException:
+            self._values.clear()
+            raise
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            values, self._values = self._values, {}
+            for unit in sorted(values, key=lambda unit: unit.index):
+                self._write(unit, values.pop(unit))
+        if failed is not None:
+            raise failed
+
+    def _write(self, unit: Unit, values: Mapping[int, torch.Tensor]) -> None:
+        parameters = {index: unit.parameters[index] for index in values}
+        with torch.no_grad(), gathered(list(parameters.values()), write=True):
+            for index, parameter in parameters.items():
+                local(parameter).copy_(part_in(values[index], parameter))
 
 
 class Facade:
     """Stands in for methods of one module of a wrapped model, from `attach` to `detach`. See
     [Note: facade]."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, loads: Loads, directory: Path | None) -> None:
         self._reference = weakref.ref(module)
+        self._loads = loads
+        self._directory = directory
 
     @classmethod
-    def attach(cls, model: nn.Module) -> None:
-        """Give every module of `model` a facade."""
+    def attach(cls, model: nn.Module, directory: Path | None) -> None:
+        """Give every module of `model` a facade. `state_dict` maps files in `directory`, or in that
+        of `tempfile`."""
+        loads = Loads()
         for module in model.modules():
-            facade = cls(module)
+            facade = cls(module, loads, directory)
             vars(module).update((name, getattr(facade, name)) for name in _METHODS)
 
     @staticmethod
@@ -76,6 +163,69 @@ class Facade:
             held.update(others)
             vars(module)["_parameters"] = held
         return module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As of a plain module, on the host. Tied parameters share memory. `keep_vars=True` gives
+        the parameters themselves."""
+        named = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+        module = self._module
+        state: dict[str, Any] = type(module).state_dict(module, **named | {"keep_vars": True})
+        if named.get("keep_vars", False):
+            return state
+        values = self._mapped(
+            {id(value): value for value in state.values() if isinstance(value, nn.Parameter)}
+        )
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                state[name] = values.get(id(value), value).detach()
+        return state
+
+    def _mapped(self, wanted: Mapping[int, nn.Parameter]) -> dict[int, torch.Tensor]:
+        """Those of `wanted` parameters that the engine keeps or shows, by their id, one unit at a
+        time."""
+        found = {
+            key: mapped(parameter, self._directory)
+            for key, parameter in wanted.items()
+            if isinstance(parameter, GatheredParameter)
+        }
+        kept = [p for p in wanted.values() if isinstance(p, ShardedParameter)]
+        units = sorted({type(p).unit for p in kept}, key=lambda unit: unit.index)
+        if units:
+            units[0].listeners.updates.look()
+        for unit in units:
+            flat = unit.states.gather(Kind.PARAM)
+            for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
+                if id(parameter) in wanted:
+                    value = flat[place.offset : place.end].view(place.shape)
+                    found[id(parameter)] = mapped(whole(value, parameter), self._directory)
+            del flat  # before the next one is made
+        return found
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of a plain module. `assign=True` copies, too: parameters stay what they are."""
+        with self._loads.under_way():
+            return type(self._module).load_state_dict(self._module, *args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """What `load_state_dict` calls for every module, also that of a module around this one."""
+        module = self._module
+        held = module._parameters
+        kept = {name: p for name, p in held.items() if isinstance(p, ShardedParameter)}
+        targets: dict[str, Any] = {name: LoadTarget.of(p) for name, p in kept.items()}
+        vars(module)["_parameters"] = loaded = held | targets
+        with self._loads.under_way():
+            try:
+                type(module)._load_from_state_dict(module, *args, **kwargs)
+            finally:
+                vars(module)["_parameters"] = held
+            for name, parameter in loaded.items():
+                target = targets.get(name)
+                if target is None:
+                    held[name] = parameter
+                elif parameter is not target:  # assigned
+                    self._loads.add(kept[name], parameter.detach())
+                elif target.given is not None:
+                    self._loads.add(kept[name], target.given)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """What `pickle` and `torch.save` ask a module for."""

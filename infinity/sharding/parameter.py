@@ -81,16 +81,12 @@ _AVERAGED = (
     "ranks of torch.distributed"
 )
 _UPDATED = (
-    "update with infinity.AdamW and its family, or with any other by "
+    "update with infinity.AdamW and its family, or any other by "
     "infinity.adapt(torch.optim.RMSprop, model.parameters(), ...)"
-)
-_READ = (
-    "use infinity.engine(model).state_dict(), or call it inside `with infinity.gathered(model):`"
 )
 _WAYS = {
     ("infinity.modules.facade", "_apply"): MOVED,
     ("torch.nn.modules.module", "_apply"): MOVED,
-    ("torch.nn.modules.module", "state_dict"): _READ,
     ("torch.nn.parallel.distributed", "__init__"): _AVERAGED,
     ("torch.nn.utils.parametrize", "register_parametrization"): _BEFORE,
     ("torch.nn.utils.weight_norm", "apply"): _BEFORE,

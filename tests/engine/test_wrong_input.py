@@ -411,7 +411,6 @@ def test_a_parameter_may_be_asked_what_it_is(wrapped: Transformer) -> None:
 MOVED = "the engine moves the model: Config\\(precision="
 SAVED = r"infinity\.engine\(model\) saves it"
 COPIED = "for a copy build the model again"
-READ = r"use infinity\.engine\(model\)\.state_dict\(\)"
 BEFORE = "do that before infinity.wrap"
 USES: dict[str, tuple[Callable[[Any], object], str]] = {
     "to dtype": (lambda model: model.to(torch.bfloat16), MOVED),
@@ -428,7 +427,6 @@ USES: dict[str, tuple[Callable[[Any], object], str]] = {
     "pickle": (pickle.dumps, SAVED),
     "pickle of a part": (lambda model: pickle.dumps(model.blocks), SAVED),
     "save": (lambda model: torch.save(model, io.BytesIO()), SAVED),
-    "state_dict": (lambda model: model.state_dict(), READ),
     "weight norm": (
         lambda model: nn.utils.parametrizations.weight_norm(model.blocks[0].up),
         BEFORE,
@@ -451,18 +449,6 @@ def test_a_wrapped_model_used_as_if_it_held_its_data(name: str, wrapped: Transfo
         use(wrapped)
     assert wrapped.scale.dtype == torch.float32
     train(wrapped, infinity.AdamW(wrapped.parameters()))
-
-
-def test_load_state_dict_of_a_wrapped_model_says_how(wrapped: Transformer) -> None:
-    state = transformer(seed=1).state_dict()
-    with pytest.raises(RuntimeError, match=r"lives on nvme and its data was touched \(copy_\)"):
-        wrapped.load_state_dict(state)
-    with infinity.gathered(wrapped, write=True):
-        wrapped.load_state_dict(state)
-    assert all(
-        torch.equal(value, state[name])
-        for name, value in infinity.engine(wrapped).state_dict().items()
-    )
 
 
 def test_gathering_more_than_fits(tmp_path: Path, smallest: Callable[..., dict[str, int]]) -> None:

@@ -3,6 +3,8 @@ one."""
 
 from __future__ import annotations
 
+import errno
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import nn
 
 import infinity
 from support.configs import config_of
-from support.models import Transformer, text_batch, transformer
+from support.models import FAMILIES, Transformer, text_batch, transformer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,8 +26,8 @@ def wrapped(tmp_path: Path) -> Iterator[Any]:
         nvme=tmp_path, gpu_memory=1 << 20, cpu_memory=1 << 26, precision="fp32", poison=True
     )
     model = infinity.wrap(transformer(), config)
-    yield model
-    infinity.engine(model).close()
+    with infinity.engine(model):
+        yield model
 
 
 def goes_on(model: nn.Module) -> bool:
@@ -83,3 +85,133 @@ def test_a_closed_engine_leaves_nothing_on_the_modules(tmp_path: Path) -> None:
     model = infinity.wrap(plain, config_of(nvme=tmp_path, gpu_memory=1 << 20, cpu_memory=1 << 26))
     infinity.engine(model).close()
     assert before == {name: set(vars(module)) for name, module in model.named_modules()}
+
+
+# State dicts
+
+
+def same_weights(model: nn.Module, plain: nn.Module) -> bool:
+    found, expected = model.state_dict(), plain.state_dict()
+    return list(found) == list(expected) and all(
+        torch.equal(found[name], value) for name, value in expected.items()
+    )
+
+
+def test_a_state_dict_is_that_of_the_plain_model(wrapped: Transformer, tmp_path: Path) -> None:
+    plain = transformer()
+    state = wrapped.state_dict()
+    assert vars(state) == vars(plain.state_dict())  # versions of modules
+    assert all(type(value) is torch.Tensor for value in state.values())
+    assert state["head.weight"].data_ptr() == state["tokens.weight"].data_ptr()
+    assert same_weights(wrapped, plain)
+    assert same_weights(wrapped.blocks[1], plain.blocks[1])
+    assert same_weights(nn.ModuleDict({"inner": wrapped}), nn.ModuleDict({"inner": plain}))
+    assert list(wrapped.norm.state_dict(prefix="a.")) == ["a.weight", "a.bias"]
+    assert wrapped.state_dict(keep_vars=True)["head.weight"] is wrapped.tokens.weight
+    torch.save(state, tmp_path / "state.pt")
+    infinity.engine(wrapped).close()
+    assert torch.equal(state["norm.weight"], plain.norm.weight)  # it outlives the engine
+    fresh = transformer(seed=1)
+    fresh.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert same_weights(fresh, plain)
+
+
+def file_of(tensor: torch.Tensor) -> str:
+    """The file that the memory of `tensor` is mapped from."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return line.split(maxsplit=5)[5] if len(line.split()) > 5 else ""
+    return ""
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("nvme", [True, False])
+def test_a_state_dict_lies_in_unnamed_files(nvme: bool, tmp_path: Path) -> None:
+    """On the drive, or without one where `tempfile` puts files. They keep no descriptor open."""
+    home = {"nvme": tmp_path} if nvme else {"parameters": "cpu", "optimizer": "cpu"}
+    model = infinity.wrap(transformer(), config_of(**home, gpu_memory=1 << 20, cpu_memory=1 << 26))
+    files, opened = sorted(tmp_path.rglob("*")), descriptors()
+    folder = str(tmp_path) if nvme else tempfile.gettempdir()
+    for state in (model.state_dict(), infinity.engine(model).state_dict()):
+        for name, parameter in model.named_parameters():
+            found = file_of(state[name])
+            assert found.startswith(folder) and found.endswith("(deleted)"), name
+            assert state[name].shape == parameter.shape
+    assert sorted(tmp_path.rglob("*")) == files
+    assert descriptors() == opened
+    infinity.engine(model).close()
+
+
+def test_a_full_drive_is_named(wrapped: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def __init__(self, **_: Any) -> None:
+            raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", Full)
+    with pytest.raises(OSError, match="No space left on device: '/"):
+        wrapped.state_dict()
+    monkeypatch.undo()
+    assert goes_on(wrapped)
+
+
+def values(seed: int) -> dict[str, torch.Tensor]:
+    return transformer(seed=seed).state_dict()
+
+
+LOADS: dict[str, Callable[[Any], object]] = {
+    "all": lambda model: model.load_state_dict(values(1)),
+    "assign": lambda model: model.load_state_dict(values(2), assign=True),
+    "a part": lambda model: model.blocks[0].load_state_dict(
+        transformer(seed=3).blocks[0].state_dict()
+    ),
+    "some": lambda model: model.load_state_dict({"norm.weight": torch.ones(32)}, strict=False),
+    "inside": lambda model: nn.ModuleDict({"inner": model}).load_state_dict(
+        {f"inner.{name}": value for name, value in values(4).items()}
+    ),
+    "its own": lambda model: model.load_state_dict(
+        {name: value * 2 for name, value in model.state_dict().items()}
+    ),
+}
+
+
+def test_loading_a_state_dict(wrapped: Transformer) -> None:
+    plain = transformer()
+    parameters = dict(wrapped.named_parameters(remove_duplicate=False))
+    for name, load in LOADS.items():
+        assert str(load(wrapped)) == str(load(plain)), name
+        assert same_weights(wrapped, plain), name
+    for name, parameter in wrapped.named_parameters(remove_duplicate=False):
+        assert parameter is parameters[name]
+    assert torch.equal(wrapped(**text_batch(0)).loss, plain(**text_batch(0)).loss)
+
+
+def test_a_state_dict_that_does_not_fit_is_loaded_as_far_as_it_does(wrapped: Transformer) -> None:
+    """As by torch, which then raises."""
+    plain = transformer()
+    state = {"norm.weight": torch.ones(32), "norm.bias": torch.ones(3), "other": torch.ones(1)}
+    texts = []
+    for model in (plain, wrapped):
+        with pytest.raises(RuntimeError, match=r"size mismatch for norm\.bias") as caught:
+            model.load_state_dict(state)
+        texts.append(str(caught.value))
+    assert texts[0] == texts[1]
+    assert same_weights(wrapped, plain)
+
+
+def test_a_family_of_transformers_is_saved_and_loaded(tmp_path: Path) -> None:
+    plain, model = FAMILIES["llama"].build(), FAMILIES["llama"].build()
+    (tmp_path / "drive").mkdir()
+    infinity.wrap(
+        model,
+        config_of(
+            nvme=tmp_path / "drive", gpu_memory=1 << 20, cpu_memory=1 << 26, precision="fp32"
+        ),
+    )
+    model.save_pretrained(tmp_path / "saved", max_shard_size="30KB")
+    again = type(plain).from_pretrained(tmp_path / "saved")
+    assert same_weights(again, plain)
+    infinity.engine(model).close()

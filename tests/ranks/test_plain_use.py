@@ -56,6 +56,18 @@ def gradients(stage: int, where: Path, rank: int) -> dict[str, Any]:
         return {"norms": norms, "gradients": kept, "weights": engine.state_dict()}
 
 
+def weights(stage: int, where: Path, rank: int) -> dict[str, Any]:
+    """A state dict, one that was loaded, and that of a part."""
+    model = wrapped(stage, where, rank)
+    with contextlib.closing(infinity.engine(model)):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict({name: value + 1 for name, value in before.items()})
+        loaded = dict(model.state_dict())
+        model.blocks[1].load_state_dict(model.blocks[0].state_dict())
+        part = dict(model.blocks[1].state_dict())
+        return {"before": before, "loaded": loaded, "part": part}
+
+
 def results(on_ranks: OnRanks, task: str, where: Path) -> list[list[Any]]:
     assert on_ranks(task) == ["done"] * RANKS
     return [[torch.load(where / f"{stage}_{rank}.pt") for rank in range(RANKS)] for stage in STAGES]
@@ -85,3 +97,16 @@ def test_gradients_are_read_clipped_and_changed(on_ranks: OnRanks, tmp_path: Pat
                 torch.testing.assert_close(found["gradients"][name], value, rtol=1e-4, atol=1e-7)
             for name, value in expected["weights"].items():
                 torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.timeout(240)
+def test_state_dicts_are_whole_on_every_rank(on_ranks: OnRanks, tmp_path: Path) -> None:
+    expected = transformer().state_dict()
+    for stage in results(on_ranks, "weights", tmp_path):
+        for found in stage:
+            assert list(found["before"]) == list(expected)
+            for name, value in expected.items():
+                assert torch.equal(found["before"][name], value)
+                assert torch.equal(found["loaded"][name], value + 1)
+                if name.startswith("blocks.0."):
+                    assert torch.equal(found["part"][name.removeprefix("blocks.0.")], value + 1)

@@ -536,7 +536,6 @@ class Rank:
             weight.full_tensor,
             lambda: weight._local_tensor.sum(),
             lambda: weight.redistribute(placements=[Replicate()]),
-            lambda: model.state_dict(),
         ]
         with infinity.engine(model) as engine:
             for way in ways:
@@ -553,7 +552,9 @@ class Rank:
             before = engine.state_dict()
             with infinity.gathered(weight, write=True), torch.no_grad():
                 weight.mul_(2)
-            after = engine.state_dict()
+            after = model.state_dict()
+            model.load_state_dict(after)
+            assert all(torch.equal(value, after[n]) for n, value in engine.state_dict().items())
             assert torch.equal(
                 after["blocks.0.feed.down.weight"], 2 * before["blocks.0.feed.down.weight"]
             )
@@ -966,11 +967,9 @@ def test_a_touch_outside_of_the_forward_is_told(results: list[dict[str, Any]]) -
     )
     for result in results:
         *touches, told, facts, edited, closed = result["touches"]
-        *touches, all_of_it = touches
         assert len(touches) == 5
         for said in touches:
             assert re.match(text, said), said
-        assert "lives on cpu" in all_of_it
         assert edited.startswith(
             "blocks.0.feed.down.weight was changed in place inside of a forward"
         )

@@ -1,0 +1,42 @@
+"""Tensors in files that have no name: ordinary ones, which take no memory of their own.
+
+[Note: mapped tensors]
+A state dict of the size of the model would fill host memory. So each tensor is written to a file of
+its own, and mapped. The file is in the first NVMe directory, or without one where `tempfile` puts
+files (`TMPDIR`). Its pages are in the page cache, and the kernel drops them when it needs memory;
+whoever reads the tensor brings them back. A file has no name, so its space is free again when its
+tensor is gone, also after a kill. Each tensor has a storage of its own, because `save_pretrained`
+and safetensors copy tensors that share one.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+_PIECE = 64 << 20  # bytes that are written at once
+
+
+def mapped(tensor: torch.Tensor, directory: Path | None) -> torch.Tensor:
+    """A copy of `tensor`, plain and on the host, in an unnamed file in `directory`.
+
+    Raises `OSError` that names the directory when that has no space.
+    """
+    if tensor.numel() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    where = str(directory or tempfile.gettempdir())
+    try:
+        with tempfile.TemporaryFile(dir=where) as file:
+            for piece in flat.split(_PIECE):
+                file.write(memoryview(piece.numpy()))
+            file.flush()
+            path = f"/proc/self/fd/{file.fileno()}"
+            storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=flat.numel())
+    except OSError as error:
+        raise OSError(error.errno, os.strerror(error.errno or 0), where) from None
+    made = torch.empty(0, dtype=tensor.dtype)
+    return made.set_(storage, 0, tensor.shape)  # type: ignore[call-overload,no-any-return]
