@@ -428,7 +428,7 @@ def a_rank_skips_a_unit(directory: Path, rank: int) -> None:
     assert found[1] != found[4]
     assert {found[2], found[5]} == {"0", "1"}
     assert found[3] == found[6], "up to there they are the same"
-    assert "I6" in text
+    assert text.endswith("all ranks must run the same modules in one order")
     infinity.engine(model).close()
 
 
