@@ -22,6 +22,10 @@ twice. An update that begins before its step puts what it makes there, too, once
 the unit. Who uses the unit before the step is fixed, or rolls the update back, fetches the old
 content again (`rollback`).
 
+The drive reads the new content from a staging slot, never from the place, on the CPU too. The model
+uses the place while the write is under way. What its code writes there must not reach the home: it
+is refused, and undone by a fetch (`discard`).
+
 [Note: what a place may be filled after]
 A stream device queues the model's work. Long after `release` a kernel may still read the copy. So
 each `release` marks where the model's stream is (`DeviceCopy.used`). A copy into the place, for

@@ -21,7 +21,9 @@ import infinity
 from infinity.optim.chunk import Chunk
 from infinity.placement.spec import Kind
 from infinity.sharding.layout import FlatLayout
+from infinity.sharding.unit import Unit
 from infinity.sharding.use import Views, Window
+from infinity.tiers.access import Checkout
 from infinity.tiers.block import CopyState
 from support import smallest
 from support.smallest import WIDTH, Block, Wrap, wrapping
@@ -284,32 +286,59 @@ def test_a_write_inside_of_a_forward_is_refused(
 def test_a_write_inside_of_a_forward_is_undone_while_an_update_is_being_written(
     wrap: Wrap, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = wrap(make(lambda: Model(Weighted(lambda self, x: x @ self.weight))), PLACEMENTS["nvme"])
-    engine, optimizer = infinity.engine(model), infinity.AdamW(model.parameters())
-    weight = engine.units[0].blocks[Kind.PARAM]
-    assert weight.tier == "nvme" and engine.units[0].names == ["special.weight"]
-    written, plain = threading.Event(), Chunk.release
+    """Neither what the model uses next nor what the drive gets has anything of it."""
+    forward_ended: dict[Unit, threading.Event] = {}
+    held: dict[Checkout, Chunk] = {}
+    apply, commit, release = Chunk.apply, Checkout.commit, Chunk.release
 
-    def release(chunk: Chunk) -> None:
-        assert chunk.job.unit is not engine.units[0] or written.wait(60)
-        plain(chunk)
+    def update(chunk: Chunk, *args: Any) -> None:
+        apply(chunk, *args)
+        if chunk.job.unit in forward_ended:
+            held.update(dict.fromkeys(chunk.outs.values(), chunk))
 
-    monkeypatch.setattr(Chunk, "release", release)
-    written.set()
-    model(batch()).square().mean().backward()
-    engine.drain()
-    written.clear()
-    optimizer.step()
-    optimizer.zero_grad()
-    use, model.special.act = model.special.act, lambda self, x: in_place(self.weight)
-    with pytest.raises(infinity.ShardedParameterError, match=r"^special\.weight was changed"):
-        model(batch())
-    assert weight.copy.state is CopyState.UPDATING
-    written.set()
-    model.special.act = use
-    home = engine.state_dict()["special.weight"]
-    with infinity.gathered(model.special):
-        assert torch.equal(model.special.weight, home)
+    def write(out: Checkout, background: bool = False) -> None:
+        if out not in held:
+            commit(out, background)
+
+    def retire(chunk: Chunk) -> None:
+        if chunk in held.values():
+            assert forward_ended[chunk.job.unit].wait(60)
+            for kind, out in chunk.outs.items():
+                if kind is not Kind.GRAD:
+                    commit(out)
+        release(chunk)
+
+    monkeypatch.setattr(Chunk, "apply", update)
+    monkeypatch.setattr(Checkout, "commit", write)
+    monkeypatch.setattr(Chunk, "release", retire)
+
+    def results(acts: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        model = wrap(
+            make(lambda: Model(Weighted(lambda self, x: x @ self.weight))), PLACEMENTS["nvme"]
+        )
+        engine, optimizer = infinity.engine(model), infinity.AdamW(model.parameters())
+        unit = engine.units[0]
+        weight = unit.blocks[Kind.PARAM]
+        assert weight.moved_bytes == weight.nbytes and unit.names == ["special.weight"]
+        model(batch()).square().mean().backward()
+        engine.drain()
+        if acts:
+            forward_ended[unit] = threading.Event()
+        optimizer.step()
+        optimizer.zero_grad()
+        if acts:
+            use, model.special.act = model.special.act, lambda self, x: in_place(self.weight)
+            with pytest.raises(infinity.ShardedParameterError, match=r"^special\.weight was"):
+                model(batch())
+            model.special.act = use
+            assert weight.copy.state is CopyState.UPDATING
+            forward_ended[unit].set()
+        home = engine.state_dict()["special.weight"]
+        with infinity.gathered(model.special):
+            return home, model.special.weight.detach().clone()
+
+    expected, *others = *results(acts=False), *results(acts=True)
+    assert all(torch.equal(other, expected) for other in others)
 
 
 @pytest.mark.parametrize("write", WRITES)

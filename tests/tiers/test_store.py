@@ -105,14 +105,15 @@ def write_chunks(store: Store, block: Block, data: torch.Tensor) -> None:
             chunk.release()
 
 
-def get(store: Store, block: Block) -> torch.Tensor:
-    """The whole content, as a checkpoint would read it."""
+def get(store: Store, block: Block, updates: bool = False) -> torch.Tensor:
+    """The whole content, as a checkpoint would read it, or an update."""
     parts = []
     for begin in chunks(store, block):
-        (chunk,) = store.staging.check_out(ChunkRequest([block], begin, [block]))
+        request = ChunkRequest([block], begin, [block], updates=updates)
+        (chunk,) = store.staging.check_out(request)
         try:
             chunk.wait()
-            parts.append(chunk.tensor.clone())
+            parts.append((chunk.tensor if chunk.source is None else chunk.source).clone())
         finally:
             chunk.release()
     return torch.cat(parts)
@@ -224,14 +225,19 @@ class Machine(RuleBasedStateMachine):
         self.pins = dict.fromkeys(self.params, 0)
         # What `wait` gave for blocks that are still pinned.
         self.seen: dict[Block, torch.Tensor] = {}
-        self.updating: set[Block] = set()
+        # While a block is updated `contents` has what is new, and `before` what home still has.
+        self.before: dict[Block, torch.Tensor] = {}
         self.seed = 0
         for block in self.params:
             self.write(block)
+        self.coming = {block: self.another(block) for block in self.params}
+
+    def another(self, block: Block) -> torch.Tensor:
+        self.seed += 1
+        return content(block.nbytes, self.seed)
 
     def write(self, block: Block) -> None:
-        self.seed += 1
-        self.contents[block] = content(block.nbytes, self.seed)
+        self.contents[block] = self.another(block)
         put(self.store, block, self.contents[block])
 
     @rule(uses=st.lists(st.integers(0, 8), min_size=6, max_size=6))
@@ -266,7 +272,13 @@ class Machine(RuleBasedStateMachine):
         )
 
     def pinned(self) -> list[Block]:
-        return [block for block, pins in self.pins.items() if pins and block not in self.updating]
+        """The pinned blocks that no update still has to bring."""
+        return [block for block, pins in self.pins.items() if pins and self.is_at_hand(block)]
+
+    def is_at_hand(self, block: Block) -> bool:
+        """Whether no update has to end before it can be used: its place has all that is new."""
+        renewed = block.copy.renewed >= set(chunks(self.store, block))
+        return block not in self.before or (renewed and not block.permanent)
 
     @precondition(lambda self: self.pinned())
     @rule(data=st.data())
@@ -277,7 +289,9 @@ class Machine(RuleBasedStateMachine):
                 self.store.resident.wait(block)
             return
         span = self.store.resident.wait(block)
-        assert span.numel() == block.spec.span and block.copy.state is CopyState.READY
+        updating = block in self.before
+        assert block.copy.state is (CopyState.UPDATING if updating else CopyState.READY)
+        assert span.numel() == block.spec.span
         assert self.store.resident.block_at(span.data_ptr() + block.spec.span - 1) == (
             block,
             block.spec.span - 1,
@@ -293,25 +307,54 @@ class Machine(RuleBasedStateMachine):
         if not self.pins[block]:
             self.seen.pop(block, None)
 
-    @rule(which=st.integers(0, 5))
-    def begin_update(self, which: int) -> None:
+    @rule(which=st.integers(0, 5), writes=st.booleans())
+    def use(self, which: int, writes: bool) -> None:
+        """From start to end; nothing is left of what somebody `writes` to a copy."""
+        block = self.params[which]
+        if self.pins[block] or not self.is_at_hand(block) or not self.fits(block):
+            return
+        self.store.resident.start(block)
+        span = self.store.resident.wait(block)
+        assert torch.equal(span[block.spec.at :][: block.nbytes], self.contents[block])
+        if writes and not block.permanent:
+            span.fill_(7)
+            self.store.resident.discard(block)
+        self.store.resident.release(block)
+
+    @rule(which=st.integers(0, 5), keep=st.booleans())
+    def begin_update(self, which: int, keep: bool) -> None:
         block = self.params[which]
         if self.pins[block]:
             with pytest.raises(RuntimeError, match="is in use and cannot be updated"):
-                self.store.resident.begin_update(block)
-        elif block not in self.updating:
-            self.store.resident.begin_update(block)
-            self.updating.add(block)
+                self.store.resident.begin_update(block, keep)
+        elif block not in self.before:
+            self.store.resident.begin_update(block, keep)
+            self.before[block] = self.contents[block]
+            self.contents[block] = self.coming[block]
 
-    @precondition(lambda self: self.updating)
+    @rule(which=st.integers(0, 5), first=st.integers(0, 1))
+    def renew(self, which: int, first: int) -> None:
+        """During an update, or as a guess before it, which leaves what is in use as it is."""
+        block = self.params[which]
+        for begin in chunks(self.store, block)[first:]:
+            renewed = renew_chunk(self.store, block, begin, self.coming[block])
+            assert not renewed or block in self.before or not self.pins[block]
+
+    @precondition(lambda self: self.before)
     @rule(data=st.data())
     def end_update(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(sorted(self.updating, key=lambda b: b.unit)))
-        self.seed += 1
-        self.contents[block] = content(block.nbytes, self.seed)
+        block = data.draw(st.sampled_from(sorted(self.before, key=lambda b: b.unit)))
         write_chunks(self.store, block, self.contents[block])
         self.store.resident.end_update([block])
-        self.updating.remove(block)
+        del self.before[block]
+        self.coming[block] = self.another(block)
+
+    @rule(which=st.integers(0, 5))
+    def read_for_an_update(self, which: int) -> None:
+        """What may be read of the copy on the compute device is what home has."""
+        block = self.params[which]
+        old = get(self.store, block, updates=True)
+        assert torch.equal(old, self.before.get(block, self.contents[block]))
 
     @rule(which=st.integers(0, 3))
     def update_state(self, which: int) -> None:
@@ -325,8 +368,8 @@ class Machine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9))
     def read(self, which: int) -> None:
         block = (self.params + self.states)[which]
-        if block not in self.updating:
-            assert torch.equal(get(self.store, block), self.contents[block])
+        expected = self.before.get(block, self.contents[block])
+        assert torch.equal(get(self.store, block), expected)
 
     @invariant()
     def what_is_pinned_stays_and_is_right(self) -> None:
@@ -348,7 +391,7 @@ class Machine(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             for block in self.params:
-                if block not in self.updating and not any(self.pins.values()):
+                if block not in self.before and not any(self.pins.values()):
                     assert torch.equal(fetched(self.store, block), self.contents[block])
         finally:
             self.store.close()
@@ -710,7 +753,9 @@ def renew(store: Store, block: Block, data: torch.Tensor) -> list[bool]:
 
 
 def renew_chunk(store: Store, block: Block, begin: int, data: torch.Tensor) -> bool:
-    placing = store.resident.renew(block, begin, data[begin:][:CHUNK_ELEMENTS])
+    end = next((start for start in chunks(store, block) if start > begin), block.elements)
+    part = data[block.format.bytes_of(begin) : block.format.bytes_of(end)]
+    placing = store.resident.renew(block, begin, part)
     if placing is not None:
         placing.finish()
     return placing is not None
