@@ -80,7 +80,7 @@ def states(optimizer: infinity.AdamW) -> dict[str, torch.Tensor]:
 
 @each_place
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_fifty_steps_of_which_some_are_clipped(
+def test_steps_of_which_some_are_clipped(
     where: str, precision: str, wrap: Callable[..., infinity.Engine]
 ) -> None:
     outcomes = []
@@ -88,7 +88,7 @@ def test_fifty_steps_of_which_some_are_clipped(
         engine = wrap(mode, precision=precision, **WHERE[where])
         optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-3, max_grad_norm=100)
         norms = []
-        for number in range(50):
+        for number in range(20):
             (
                 engine.model(**text_batch(number)).loss * (1e4 if number % 5 in (1, 3) else 1)
             ).backward()
@@ -96,12 +96,12 @@ def test_fifty_steps_of_which_some_are_clipped(
             optimizer.zero_grad()
             norms.append(optimizer.grad_norm)
         clipped = sum(norm > 100 for norm in norms if norm is not None)
-        assert clipped == 20
+        assert clipped == 8
         outcomes.append((norms, engine.state_dict(), states(optimizer)))
         if mode == "speculative":
             units = len(engine.units)
             # The first step has nothing to guess by.
-            assert counts(engine) == (29 * units, 20 * units)
+            assert counts(engine) == (11 * units, 8 * units)
         elif mode != "auto":
             assert counts(engine) == (0, 0)
     for norms, weights, optimizer_states in outcomes[1:]:
@@ -347,11 +347,12 @@ def test_what_the_next_forward_needs_first_is_updated_first(
     begun = Probe(engine).speculative_jobs
     until(engine, lambda: all(job.written for job in begun.values()))
     updated = [span.name for span in engine.recorder.spans()[seen:] if span.lane == "adam"]
-    first_uses = [engine.units[index].name for index in Probe(engine).trace.first_uses()]
     assert len(updated) > len(engine.units)  # several chunks each
-    # The pipeline was waiting with a chunk of it, chosen before all were there.
-    came_first, *others = dict.fromkeys(updated)
-    assert others == [name for name in first_uses if name != came_first]
+    first_uses = [engine.units[index].name for index in Probe(engine).trace.first_uses()]
+    places = [first_uses.index(name) for name in updated]
+    # The pipeline was waiting with one chunk, which it chose before all were there.
+    others = (places[:one] + places[one + 1 :] for one in range(len(places)))
+    assert any(rest == sorted(rest) for rest in others)
 
 
 def test_a_unit_whose_states_have_no_second_place_waits_for_its_step(

@@ -74,7 +74,7 @@ SAME = (
     ("accumulated", "accumulated vertically"),
     ("sequence parallel", "sequence parallel, nvme"),
 )  # bit for bit
-LONG = ("stage 3", "stage 2", "stage 1", "nvme")
+LONG = ("stage 3", "nvme")
 WAYS = {
     "2 x 2": ("2 x 2", "4 x 1", "1 x 4", "replicas", "1 x 2"),
     "4 x 1": ("2 x 2", "1 x 4"),
