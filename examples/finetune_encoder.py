@@ -27,7 +27,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from torch.nn.functional import cross_entropy, normalize
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoTokenizer
 
 import infinity
 
@@ -96,10 +96,8 @@ def main() -> None:
             precision="fp32",
         )
         with infinity.init():
-            model = AutoModel.from_config(
-                AutoConfig.from_pretrained(source), add_pooling_layer=False
-            )
-        model = infinity.wrap(model, config, weights=source)
+            model = AutoModel.from_pretrained(source, add_pooling_layer=False)
+        model = infinity.wrap(model, config)
         optimizer = infinity.AdamW(
             model.parameters(), lr=2e-5, weight_decay=0.01, max_grad_norm=1.0
         )

@@ -17,7 +17,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
@@ -38,6 +37,7 @@ from infinity.modules.init import replace_meta
 from infinity.modules.load import Weights, fill_units, open_weights, persistent_buffers
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
+from infinity.modules.tensors import Source
 from infinity.observe import Recorder
 from infinity.optim.job import JobQueue
 from infinity.optim.kernels import Kernels
@@ -77,7 +77,7 @@ def wrap(
     model: Model,
     config: Config | None = None,
     *,
-    weights: str | Path | None = None,
+    weights: Source | Weights | None = None,
     units: Units = None,
     group: GivenGroup = "auto",
     seed: int | None = None,
@@ -88,9 +88,14 @@ def wrap(
     Without `config` the states are at home in host memory, in budgets that follow from what is
     free.
 
-    Parameters built inside `infinity.init()` get their values from the safetensors in `weights`, a
-    Hugging Face directory or one file. Without `weights` they get those that their constructors
-    wrote; with `seed`, those of constructors after `torch.manual_seed(seed)`.
+    Parameters get their values from `weights`: a safetensors file or one of `torch.save`, an index
+    or a directory with them, the id of a model in the cache of the Hugging Face hub, or a state
+    dict. Names and layouts are converted as transformers does, and what PEFT adds to names is left
+    out. A parameter without a tensor there keeps its values. A warning lists those, and tensors
+    that the model does not use.
+
+    Without `weights`, parameters built inside `infinity.init()` get the values that their
+    constructors wrote; with `seed`, those of constructors after `torch.manual_seed(seed)`.
     `units` chooses classes or modules whose parameters move together (default: the repeated blocks,
     small ones with those beside them).
 
@@ -113,11 +118,12 @@ def wrap(
     keep.
     """
     check_arguments(model, config, units, seed)
-    with ExitStack() as files, ExitStack() as undo:
+    with ExitStack() as undo:
         build = Build(model, Config() if config is None else config, group, undo)
         with build.together():
             build.check()
-            values = None if weights is None else files.enter_context(open_weights(weights, model))
+            if weights is not None and not isinstance(weights, Weights):
+                weights = open_weights(weights, model)
             build.group(units)
             build.size()
         with build.together() as least:
@@ -130,7 +136,7 @@ def wrap(
             build.allocate()
         with build.together():
             build.meet()
-            build.fill(values, seed)
+            build.fill(weights, seed)
             build.move_buffers()
             build.hook()
         undo.pop_all()

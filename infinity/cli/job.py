@@ -232,28 +232,16 @@ def assemble(
     """Build the model without memory, stream its weights into the tiers, and give it an
     optimizer."""
     import infinity
+    from infinity.modules.load import check_complete, open_weights
 
     with infinity.init(exact=False):
         model = source.build(job.checkpoint_activations)
+    weights = None
+    if source.directory is not None:
+        weights = open_weights(source.directory, model)
+        check_complete(weights, model)
     try:
-        model = infinity.wrap(
-            model, config, weights=source.directory, seed=job.seed, group=world.group
-        )
-    except infinity.WeightsError:
-        # Another model, or files of an older layout, which transformers converts as it loads them.
-        whole = source.load_whole(
-            sum(parameter.numel() for parameter in model.parameters()), job.checkpoint_activations
-        )
-        if whole is None:
-            raise
-        log.warning(
-            (
-                "%s is of an older layout: it is loaded whole into host memory before it "
-                "moves to its tiers"
-            ),
-            source.name,
-        )
-        model = infinity.wrap(whole, config, group=world.group)
+        model = infinity.wrap(model, config, weights=weights, seed=job.seed, group=world.group)
     except BudgetError as error:
         shared = [
             option for option in ("cpu_memory", "nvme_memory") if str(error).startswith(option)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from infinity.directories.directory import Directory
 from infinity.directories.drafts import Drafts, drafting, remove_leftovers
 from infinity.models.tokenizer import Tokenizer
-from infinity.modules.load import INDEX, SINGLE
+from infinity.modules.tensors import INDEX, SINGLE
 from infinity.nvme import safetensors
 
 if TYPE_CHECKING:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from infinity.models.description import NAME, described_by, read_description
 from infinity.models.tokenizer import BOS, BYTE_VOCABULARY, EOS, PAD
-from infinity.modules.load import INDEX, SINGLE
+from infinity.modules.tensors import INDEX, SINGLE
 
 if TYPE_CHECKING:
     import torch
@@ -93,35 +91,6 @@ class ModelSource:
             model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
         return self._recomputing(model, checkpoint_activations)
 
-    def load_whole(
-        self, parameters: int, checkpoint_activations: bool = False
-    ) -> torch.nn.Module | None:
-        """The model with its weights, all in host memory, converted by `transformers` where the
-        files are of an older layout.
-
-        None when the files do not have all of its weights, or are too small for that many
-        `parameters`.
-        """
-        from transformers import AutoModelForCausalLM
-
-        directory = cast("Path", self.directory)
-        if parameters > sum(path.stat().st_size for path in directory.glob("*.safetensors")):
-            return None
-        where: dict[str, Any] = {
-            "local_files_only": True,
-            "trust_remote_code": False,
-            "use_safetensors": True,
-        }
-        with described_by(self.described), _quiet():
-            model, loaded = AutoModelForCausalLM.from_pretrained(
-                directory,
-                config=self.config,
-                dtype=self.config.dtype,
-                output_loading_info=True,
-                **where,
-            )
-        return None if loaded["missing_keys"] else self._recomputing(model, checkpoint_activations)
-
     @staticmethod
     def _recomputing(model: Any, checkpoint_activations: bool) -> torch.nn.Module:
         from torch.utils.checkpoint import checkpoint
@@ -135,24 +104,6 @@ class ModelSource:
             recompute = partial(checkpoint, use_reentrant=False)
             model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=recompute)
         return cast("torch.nn.Module", model)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the bars of `transformers`, and its reports on what a file lacks, which the refusal
-    says in a sentence."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    shown = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        if shown:
-            logging.enable_progress_bar()
 
 
 def find_model(name: str, precision: str) -> ModelSource:

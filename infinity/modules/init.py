@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.modules.pretrained import streamed
 from infinity.modules.tape import Place, Tape
 from infinity.modules.taping import Taping
 from infinity.sharding.tensor_parallel import form_of, local, part_in
@@ -59,20 +58,20 @@ def init(*, exact: bool = True) -> Iterator[None]:
     do, and drawn again by `wrap`. With `exact=False` they are drawn by `wrap` alone, and only those
     that are needed: faster before `weights=`, but with other values than plain constructors give.
 
-    Only for the thread that enters it; do not nest. Raises `ConfigError` where a parameter is
-    registered inside of a `from_pretrained`, whose weights would be lost.
+    `from_pretrained` of transformers reads no weights: `wrap` streams them from their files. Import
+    transformers before; otherwise the weights stay in memory until `wrap` is done.
+
+    Only for the thread that enters it; do not nest.
     """
     register = nn.Module.register_parameter
-    outside = list(frames(sys._getframe()))  # kept, so that no other frame is taken for one of them
     thread = threading.get_ident()
     taping = Taping(Tape(), exact)
     holders: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is None or threading.get_ident() != thread:
+        if parameter is None or taping.is_paused or threading.get_ident() != thread:
             return
-        _refuse_loading(outside)
         holders.setdefault(module, set()).add(name)
         if parameter.device.type != "meta":
             kind, values = type(parameter), dict(vars(parameter))
@@ -83,11 +82,10 @@ def init(*, exact: bool = True) -> Iterator[None]:
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
     try:
-        with taping:
+        with taping, streamed(taping):
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-        outside.clear()
         taping.tape.end()
         for module, names in holders.items():
             for name in names:
@@ -102,26 +100,6 @@ def _note(module: nn.Module, name: str, taping: Taping) -> None:
     origins = vars(module).setdefault(_ATTRIBUTE, {})
     place = taping.tape.place(local(parameter))
     origins[name] = Origin(taping.tape, place, parameter._version, id(parameter))
-
-
-def _refuse_loading(outside: Sequence[FrameType]) -> None:
-    """Raise `ConfigError` inside of a `from_pretrained` that did not call `init` itself. That of
-    `nn.Embedding` takes a tensor, and is like any other constructor."""
-    for frame in frames(sys._getframe(2)):
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if (
-            frame.f_code.co_name != "from_pretrained"
-            or package == "torch"
-            or any(frame is each for each in outside)
-        ):
-            continue
-        kind = getattr(frame.f_locals.get("cls"), "__name__", None)
-        raise ConfigError(
-            f"{kind + '.' if kind else ''}from_pretrained inside infinity.init() loads weights "
-            "into parameters without memory, so they would be lost; build the model inside init() "
-            "by from_config, and give infinity.wrap(..., weights=DIRECTORY); or call "
-            "from_pretrained outside of init()"
-        )
 
 
 def replace_meta(model: nn.Module) -> dict[int, Origin | None]:
@@ -229,10 +207,3 @@ def forget(model: nn.Module) -> None:
     """All parameters of `model` have values now."""
     for module in model.modules():
         vars(module).pop(_ATTRIBUTE, None)
-
-
-def frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """`frame`, and those that led to it."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

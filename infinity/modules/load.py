@@ -13,94 +13,148 @@ flat buffer of one unit in fp32.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from infinity.errors import ConfigError, WeightsError
 from infinity.modules.init import Origin, check_values, forget, meta_buffers, seed_values
-from infinity.nvme.safetensors import DTYPES
+from infinity.modules.matching import Matches, is_adapter, match, plain_name, pretrained_in
+from infinity.modules.tensors import Source, open_tensors
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import bounds_of, local
 from infinity.sharding.unit import Unit
 
 log = logging.getLogger("infinity")
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+_SHOWN = 20  # names in a warning
 
 
 class Weights:
-    """The tensors of a directory of safetensors files, by name."""
+    """The tensors of `where` for a model, by the names of its parameters and buffers."""
 
-    def __init__(self, directory: Path, files: dict[str, Any]) -> None:
-        self.directory, self._files = directory, files
+    def __init__(self, matches: Matches, names: Mapping[str, str], exact: set[str]) -> None:
+        self.where = matches.tensors.where
+        self._matches = matches
+        self._names = names
+        self._exact = exact
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def names(self) -> set[str]:
-        """All names."""
-        return set(self._files)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of tensor `name`."""
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return name in self._exact or self._names.get(name, "") in self._matches
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype of tensor `name` in its file."""
-        code = str(self._files[name].get_slice(name).get_dtype())
-        return DTYPES[code] if code in DTYPES else self._files[name].get_tensor(name).dtype
+        """The dtype in which `name` is stored."""
+        if name in self._exact:
+            return self._matches.tensors.dtype(name)
+        return self._matches.dtype(self._names[name])
 
     def read_into(self, name: str, target: torch.Tensor, bounds: tuple[slice, ...] = ()) -> None:
         """Copy tensor `name`, or the part of it within `bounds`, into `target` of the same shape,
         converting the dtype."""
-        file = self._files[name]
-        target.copy_(file.get_slice(name)[bounds] if bounds else file.get_tensor(name))
+        if name in self._exact:
+            target.copy_(self._matches.tensors.read(name, bounds))
+        else:
+            target.copy_(self._matches.read(self._names[name], bounds))
 
 
-@contextmanager
-def open_weights(source: str | Path, model: nn.Module) -> Iterator[Weights]:
-    """Open the safetensors of a Hugging Face directory, or one file, and check that they have what
-    `model` needs.
+def open_weights(source: Source, model: nn.Module) -> Weights:
+    """Open the tensors of `source` (see `open_tensors`), and find those for `model`, under the
+    names and in the layouts that transformers and PEFT know.
 
-    Raises `ConfigError` when there are none, one is broken, or a name is missing or has another
-    shape.
+    Logs what is missing, left over and renamed. Raises `ConfigError` where nothing can be read, or
+    a shape differs, and `WeightsError` where nothing fits.
     """
-    path = Path(source)
-    if path.is_file():
-        files = [path]
-    elif (path / INDEX).is_file():
-        try:
-            index = json.loads((path / INDEX).read_text())
-            files = [path / name for name in sorted(set(index["weight_map"].values()))]
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(
-                f"{path / INDEX} is not an index of safetensors files: {reason}"
-            ) from error
-    elif (path / SINGLE).is_file():
-        files = [path / SINGLE]
-    else:
-        raise ConfigError(f"{path} holds neither {SINGLE} nor {INDEX}")
-    with ExitStack() as stack:
-        names: dict[str, Any] = {}
-        for file in files:
-            try:
-                opened = stack.enter_context(safe_open(str(file), framework="pt"))
-            except (OSError, ValueError, SafetensorError) as error:
-                raise ConfigError(f"{file} cannot be read as safetensors: {error}") from error
-            names.update(dict.fromkeys(opened.keys(), opened))
-        weights = Weights(path, names)
-        _check(weights, model)
-        yield weights
+    tensors = open_tensors(source)
+    prefix, pretrained = pretrained_in(model)
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *persistent_buffers(model),
+        )
+    }
+    names = {name: plain_name(name, prefix) for name in shapes}
+    wanted = {names[name]: shape for name, shape in shapes.items()}
+    matches = match(tensors, pretrained, prefix, wanted)
+    exact = {name for name in shapes if name != names[name]} & tensors.names()
+    weights = Weights(matches, names, exact)
+    wrong = matches.wrong + [
+        (name, tensors.shape(name), shapes[name])
+        for name in sorted(exact)
+        if tensors.shape(name) != shapes[name]
+    ]
+    if wrong:
+        text = "; ".join(
+            f"{name} in {tensors.where} has shape {stored}, the model needs {needed}"
+            for name, stored, needed in wrong[:_SHOWN]
+        )
+        raise ConfigError(text + (f"; and {len(wrong) - _SHOWN} more" * (len(wrong) > _SHOWN)))
+    _report(weights, matches, model)
+    return weights
+
+
+def missing_in(weights: Weights, model: nn.Module) -> list[str]:
+    """The parameters of `model` that `weights` lack, adapters of PEFT aside; tied ones count
+    once."""
+    return [
+        names[0]
+        for names in _aliases(model).values()
+        if not any(name in weights for name in names) and not is_adapter(model, names[0])
+    ]
+
+
+def check_complete(weights: Weights, model: nn.Module) -> None:
+    """Raise `WeightsError` where `weights` lack a parameter of `model`."""
+    absent = missing_in(weights, model)
+    if absent:
+        raise WeightsError(
+            f"{weights.where} has no tensor for {_some(absent, 5)}; it belongs to another model"
+        )
+
+
+def _some(names: Sequence[str], most: int) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" * (len(names) > most))
+
+
+def _report(weights: Weights, matches: Matches, model: nn.Module) -> None:
+    """Log how names differ. Raises `WeightsError` where no parameter has a tensor."""
+    absent = missing_in(weights, model)
+    if not any(name in weights for name, _ in model.named_parameters()):
+        check_complete(weights, model)
+    unexpected = matches.unexpected
+    adjust = getattr(matches.pretrained, "_adjust_missing_and_unexpected_keys", None)
+    if adjust is not None:
+        info = SimpleNamespace(missing_keys=set(absent), unexpected_keys=set(unexpected))
+        adjust(info)
+        absent = [name for name in absent if name in info.missing_keys]
+        unexpected = info.unexpected_keys
+    if matches.renamed:
+        key, name = next(iter(matches.renamed.items()))
+        log.info(
+            "%s: %d tensors have another name in the model, as %s, which is (a part of) %s",
+            weights.where,
+            len(matches.renamed),
+            key,
+            name,
+        )
+    if absent:
+        log.warning(
+            "%s has no tensor for %d of the model's parameters, which keep the values that their "
+            "constructors gave them: %s",
+            weights.where,
+            len(absent),
+            _some(absent, _SHOWN),
+        )
+    if unexpected:
+        log.warning(
+            "%s has %d tensors that the model does not use: %s",
+            weights.where,
+            len(unexpected),
+            _some(sorted(unexpected), _SHOWN),
+        )
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -127,17 +181,21 @@ def fill_units(
     if nobody else holds it. See [Note: low bits].
     """
     buffers = meta_buffers(model)
-    if weights is None:
-        check_values(model, empty)
-        if seed is not None:
-            seed_values(empty, seed)
+    aliases = _aliases(model)
+    lacking = {
+        key: origin
+        for key, origin in empty.items()
+        if weights is None or not any(name in weights for name in aliases[key])
+    }
+    check_values(model, lacking)
+    if seed is not None:
+        seed_values(lacking, seed)
     for name, origin in buffers.items():
         if origin is None and (weights is None or name not in weights):
             raise ConfigError(
                 f"the buffer {name} is on the meta device and has no values; build the model "
                 "inside infinity.init() instead of torch.device('meta')"
             )
-    aliases = _aliases(model)
     with torch.random.fork_rng(devices=[], enabled=seed is not None), torch.no_grad():
         if seed is not None:
             torch.manual_seed(seed)
@@ -152,7 +210,7 @@ def fill_units(
                 unit.parameters, names, unit.layout.places, strict=True
             ):
                 view = flat[place.offset : place.end].view(place.shape)
-                if weights is not None:
+                if weights is not None and name:
                     weights.read_into(name, view, bounds_of(parameter))
                 elif (origin := empty.get(id(parameter))) is not None:
                     view.copy_(origin.values(parameter))
@@ -183,18 +241,19 @@ def _kept_of(
     `names` are those of its parameters in `weights`. Parameters of the modules' own initialisation
     are drawn in their own dtype, as without the engine, and rounded after that.
     """
-    sources = (
-        [p.dtype for p in unit.parameters]
-        if weights is None
-        else [weights.dtype(name) for name in names]
-    )
+    sources = [
+        p.dtype if weights is None or not name else weights.dtype(name)
+        for p, name in zip(unit.parameters, names, strict=True)
+    ]
     if unit.dtype not in (torch.bfloat16, torch.float16) or not any(
         _has_more_bits(s, unit.dtype) for s in sources
     ):
         return Kind.PARAM, unit.dtype
     if Kind.MASTER in unit.blocks:
         return Kind.MASTER, torch.float32
-    is_drawn = weights is None and any(id(parameter) in empty for parameter in unit.parameters)
+    is_drawn = any(
+        not name and id(p) in empty for p, name in zip(unit.parameters, names, strict=True)
+    )
     return Kind.PARAM, torch.float32 if is_drawn else unit.dtype
 
 
@@ -214,37 +273,3 @@ def _aliases(model: nn.Module) -> dict[int, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return names
-
-
-def _check(weights: Weights, model: nn.Module) -> None:
-    shapes = {id(parameter): tuple(parameter.shape) for parameter in model.parameters()}
-    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model)}
-    needed = {name: buffers[name] for name in buffers if name in weights}
-    known = set(buffers)
-    absent = []
-    for key, names in _aliases(model).items():
-        known.update(names)
-        name = next((name for name in names if name in weights), None)
-        if name is None:
-            absent.append(names[0])
-        else:
-            needed[name] = shapes[key]
-    for name, shape in needed.items():
-        if weights.shape(name) != shape:
-            raise ConfigError(
-                f"{name} in {weights.directory} has shape {weights.shape(name)}, the model "
-                f"needs {shape}"
-            )
-    if absent:
-        some = ", ".join(absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
-        raise WeightsError(
-            f"{weights.directory} has no tensor for {some}; it belongs to another model"
-        )
-    extra = sorted(weights.names() - known)
-    if extra:
-        log.warning(
-            "%s has %d tensors that the model does not use, %s first",
-            weights.directory,
-            len(extra),
-            extra[0],
-        )

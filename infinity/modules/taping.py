@@ -80,10 +80,10 @@ class Taping(TorchDispatchMode):
         self._functions.__exit__(*error)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is noted."""
+    def paused(self, pause: bool = True) -> Iterator[None]:
+        """Inside, nothing is noted; or something is again."""
         before = self.is_paused
-        self.is_paused = True
+        self.is_paused = pause
         try:
             yield
         finally:
@@ -326,6 +326,8 @@ class _Functions(TorchFunctionMode):
             if caller.f_globals.get("__name__") == "torch.nn.init":
                 taping.call(*_call_of(caller))
                 return True
+            if taping.is_handle(args[0]):
+                return False  # `load_state_dict` would warn that it does nothing
         elif func == _SET_DATA and taping.is_handle(args[0]) and not args[1].is_meta:
             args = (args[0], taping.handle(args[1]))
         return func(*args, **kwargs)

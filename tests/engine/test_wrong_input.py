@@ -899,9 +899,11 @@ WEIGHTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: None,
         r"^{0} holds neither model\.safetensors nor model\.safetensors\.index\.json$",
     ),
-    "missing name": (
-        lambda path: save_file(state(norm__weight=None, places=None), path / "model.safetensors"),
-        r"^{0} has no tensor for places, norm\.weight; it belongs to another model$",
+    "another model": (
+        lambda path: save_file({"w": torch.zeros(2)}, path / "model.safetensors"),
+        r"^{0} has no tensor for places, tokens\.weight, blocks\.0\.norm1\.weight, "
+        r"blocks\.0\.norm1\.bias, blocks\.0\.attention\.qkv\.weight and \d+ more; it belongs to "
+        r"another model$",
     ),
     "wrong shape": (
         lambda path: save_file(state(norm__weight=torch.zeros(33)), path / "model.safetensors"),

@@ -23,7 +23,7 @@ from infinity.bench.step.flops import Shape
 from infinity.config import Config
 from infinity.models.description import described_by, read_description
 from infinity.models.source import DTYPES, ModelSource, find_model
-from infinity.modules.load import INDEX, SINGLE
+from infinity.modules.tensors import INDEX, SINGLE
 from infinity.report import Report
 
 WAITS = ("wait nvme", "wait adam", "wait collective")

@@ -1,0 +1,170 @@
+"""`from_pretrained` of transformers inside of `infinity.init()`: its parameters are read from their
+files later, one at a time.
+
+transformers builds the model on the meta device, loads its weights, and initialises what the files
+lack. We replace the second of these steps: to read a tensor becomes an operation on the tape. So
+what comes after it (heads that are initialised, embeddings that are resized) works as with any
+other constructor. transformers ties, initialises and reports as usual.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.modules.matching import Matches, match
+from infinity.modules.tape import Operation
+from infinity.modules.taping import Taping
+from infinity.modules.tensors import Tensors, open_files
+
+_ALL = "from_pretrained"
+_LOAD = "_load_pretrained_model"
+_FINISH = "_finalize_model_loading"
+_INITIALIZED = "_is_hf_initialized"
+"""By which transformers knows what it must not initialise."""
+
+
+@contextmanager
+def streamed(taping: Taping) -> Iterator[None]:
+    """Inside, `from_pretrained` notes on the tape of `taping` from which files the values of each
+    parameter come.
+
+    Does nothing where transformers was not imported.
+    """
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers import PreTrainedModel
+
+    steps = {name: vars(PreTrainedModel).get(name) for name in (_ALL, _LOAD, _FINISH)}
+    if None in steps.values():
+        yield  # another version: its weights are taped as they are copied, and stay in memory
+        return
+    whole, finish = (
+        PreTrainedModel.from_pretrained.__func__,
+        PreTrainedModel._finalize_model_loading,
+    )
+
+    def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
+        with taping.paused():  # what the model draws while it is built is not used
+            return whole(cls, *args, **options)
+
+    def load(model: Any, state: Any, files: Any, options: Any, *others: Any, **more: Any) -> Any:
+        with taping.paused(False):
+            return _load(taping, model, state, files, options)
+
+    def finalize(*args: Any, **options: Any) -> Any:
+        with taping.paused(False):
+            return finish(*args, **options)
+
+    setattr(PreTrainedModel, _ALL, classmethod(from_pretrained))
+    setattr(PreTrainedModel, _LOAD, staticmethod(load))
+    setattr(PreTrainedModel, _FINISH, staticmethod(finalize))
+    try:
+        yield
+    finally:
+        for name, step in steps.items():
+            setattr(PreTrainedModel, name, step)
+
+
+def _load(taping: Taping, model: Any, state: Any, files: Sequence[str] | None, options: Any) -> Any:
+    """Note where the values of `model` come from; returns what `_load_pretrained_model` does."""
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    _check(model, options)
+    rules = options.weight_mapping or []
+    if state is not None:
+        tensors = Tensors("the state dict")
+        tensors.give(state, "state_dict")
+    else:
+        tensors = open_files(files or [])
+    with taping.paused():
+        there = model.state_dict()
+        wanted = {name: tuple(value.shape) for name, value in there.items()}
+        matches = match(tensors, model, "", wanted, rules)
+        wrong = {name for name, _, _ in matches.wrong}
+        _convert_dtypes(model, options.dtype_plan or {})
+    model._weight_conversions = [rule for rule in rules if rule.was_used()]
+    for name in wanted:
+        if name in matches and name not in wrong:
+            _read_later(taping, model, name, matches)
+    return LoadStateDictInfo(
+        missing_keys=matches.missing | _equal_to_tied(model, matches),
+        unexpected_keys=matches.unexpected,
+        mismatched_keys={(name, *shapes) for name, *shapes in matches.wrong},
+        error_msgs=[],
+        conversion_errors={},
+        skipped_pp_keys=set(),
+    ), None
+
+
+def _check(model: Any, options: Any) -> None:
+    """Raise `ConfigError` for what cannot be put off."""
+    name = f"{type(model).__name__}.from_pretrained inside infinity.init()"
+    if options.hf_quantizer is not None:
+        raise ConfigError(
+            f"{name} cannot quantize, because parameters have no memory yet; load the model "
+            "outside of init()"
+        )
+    if options.device_map is not None and set(map(str, options.device_map.values())) != {"cpu"}:
+        raise ConfigError(
+            f"{name} places nothing on devices; leave device_map out, infinity.wrap moves "
+            "parameters to the compute device"
+        )
+
+
+def _convert_dtypes(model: nn.Module, plan: dict[str, torch.dtype]) -> None:
+    """Give the parameters that stay in fp32 that dtype, as transformers does."""
+    if not plan:
+        return
+    from transformers.core_model_loading import build_glob_alternation
+
+    alternation, groups, _ = build_glob_alternation(list(plan))
+    for name, parameter in model.named_parameters():
+        found = alternation.search(name)
+        if found is not None:
+            parameter.data = parameter.data.to(plan[groups[found.lastgroup or ""]])
+
+
+def _read_later(taping: Taping, model: nn.Module, name: str, matches: Matches) -> None:
+    """Have the parameter or buffer `name` read from its file when its values are needed."""
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    given = module._parameters.get(key)
+    if given is None:
+        buffer = module._buffers[key]
+        if buffer is not None:
+            value = matches.read(name).to(buffer.dtype, copy=True)
+            vars(value)[_INITIALIZED] = True
+            module._buffers[key] = value
+        return
+    dtype = given.dtype
+
+    def read() -> torch.Tensor:
+        return matches.read(name).to(dtype)
+
+    with taping.paused():
+        handle = torch.empty_like(given, device="meta", requires_grad=False)
+        place = taping.tape.place(handle, torch.device("cpu"))
+        taping.tape.note(Operation(read, [], {}, [place], []))
+        parameter = nn.Parameter(handle, requires_grad=given.requires_grad)
+        vars(parameter)[_INITIALIZED] = True
+    setattr(module, key, parameter)
+
+
+def _equal_to_tied(model: Any, matches: Matches) -> set[str]:
+    """The parameters that are tied to another one whose stored values are the same: transformers
+    ties them when it takes them for missing."""
+    return {
+        target
+        for target, source in getattr(model, "all_tied_weights_keys", {}).items()
+        if target in matches
+        and source in matches
+        and torch.equal(matches.read(target), matches.read(source))
+    }

@@ -1,0 +1,180 @@
+"""Tensors by name, wherever a person keeps them: files, a directory, an index, the cache of the
+hub, a state dict. Nothing is read before it is asked for."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from infinity.errors import ConfigError
+from infinity.nvme.safetensors import DTYPES
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_PICKLED = "pytorch_model.bin"
+_IN_A_DIRECTORY = (INDEX, SINGLE, f"{_PICKLED}.index.json", _PICKLED)
+"""What is looked for, the first one first."""
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+Source = str | Path | Mapping[str, torch.Tensor]
+"""What `infinity.wrap` takes as `weights`."""
+
+
+class Tensors:
+    """The tensors of `where`, which errors name. Those of safetensors files stay there until they
+    are read, and files of `torch.save` are mapped."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self._files: dict[str, Any] = {}  # of safetensors
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def names(self) -> set[str]:
+        """All names."""
+        return {*self._files, *self._tensors}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of tensor `name`."""
+        if name in self._tensors:
+            return tuple(self._tensors[name].shape)
+        return tuple(self._files[name].get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of tensor `name`."""
+        if name in self._tensors:
+            return self._tensors[name].dtype
+        code = str(self._files[name].get_slice(name).get_dtype())
+        return DTYPES[code] if code in DTYPES else self._files[name].get_tensor(name).dtype
+
+    def read(self, name: str, bounds: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Tensor `name`, or the part of it within `bounds`; not to be written."""
+        if name in self._tensors:
+            return self._tensors[name][bounds] if bounds else self._tensors[name]
+        file = self._files[name]
+        tensor: torch.Tensor = file.get_slice(name)[bounds] if bounds else file.get_tensor(name)
+        return tensor
+
+    def add(self, path: Path) -> None:
+        """Also those of the file `path`. Raises `ConfigError` where it cannot be read."""
+        if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+            self.give(_load(path), str(path))
+            return
+        try:
+            opened: Any = safe_open(str(path), framework="pt")
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
+
+    def give(self, tensors: Mapping[Any, Any], where: str) -> None:
+        """Also those of a state dict. Raises `ConfigError` for what is none."""
+        for name, tensor in tensors.items():
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                raise ConfigError(
+                    f"{where} is not a state dict: {name!r} is a {type(tensor).__name__}, and "
+                    "tensors by name are needed"
+                )
+            self._tensors[name] = tensor.detach()
+
+
+def open_tensors(source: Source) -> Tensors:
+    """The tensors of `source`: a safetensors file or one of `torch.save`, an index or a directory
+    with them, the id of a model in the cache of the hub, or a state dict.
+
+    Raises `ConfigError` where there are none.
+    """
+    if isinstance(source, Mapping):
+        tensors = Tensors("the state dict")
+        tensors.give(source, "the mapping given as weights")
+        return tensors
+    if not isinstance(source, (str, Path)):
+        raise ConfigError(
+            f"weights is a {type(source).__name__}; give a file, a directory, the id of a model of "
+            "the hub, or a state dict"
+        )
+    path = _located(source)
+    tensors = Tensors(str(path))
+    for file in _files_of(path):
+        tensors.add(file)
+    return tensors
+
+
+def open_files(files: Iterable[str | Path]) -> Tensors:
+    """The tensors of `files`."""
+    paths = [Path(file) for file in files]
+    tensors = Tensors(str(paths[0] if len(paths) == 1 else paths[0].parent))
+    for path in paths:
+        tensors.add(path)
+    return tensors
+
+
+def _located(source: str | Path) -> Path:
+    """The path of `source`, which may be in the cache of the hub. Raises `ConfigError`."""
+    path = Path(source)
+    if path.exists() or not _HUB_ID.fullmatch(str(source)):
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return path
+    try:
+        return Path(snapshot_download(str(source), local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        raise ConfigError(
+            f"{source} is neither a path nor a model in the cache of the hub; if it is the id of a "
+            f"model there, download it first: hf download {source}"
+        ) from None
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The files with the tensors of `path`."""
+    if path.name.endswith(".index.json"):
+        return _indexed(path)
+    if path.is_file():
+        return [path]
+    for name in _IN_A_DIRECTORY:
+        if (path / name).is_file():
+            return _files_of(path / name)
+    others = sorted(path.glob("*.safetensors"))
+    if len(others) == 1:
+        return others
+    if others:
+        some = ", ".join(each.name for each in others[:3])
+        raise ConfigError(
+            f"{path} has {len(others)} safetensors files ({some}) and no {INDEX}, so it is open "
+            "which belong together; give one file"
+        )
+    raise ConfigError(f"{path} holds neither {SINGLE} nor {INDEX}")
+
+
+def _indexed(path: Path) -> list[Path]:
+    try:
+        index = json.loads(path.read_text())
+        return [path.parent / name for name in sorted(set(index["weight_map"].values()))]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} is not an index of safetensors files: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load(path: Path) -> Mapping[Any, Any]:
+    """What `torch.save` wrote to `path`, mapped; nothing in it is run. Raises `ConfigError`."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        (reason, *_) = str(error).splitlines() or [type(error).__name__]
+        raise ConfigError(
+            f"{path} cannot be mapped as a file of torch.save with tensors alone: {reason}"
+        ) from error
+    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
+        found = found["state_dict"]
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{path} is not a state dict: it holds a {type(found).__name__}")
+    return found

@@ -1,0 +1,175 @@
+"""`from_pretrained` of transformers inside of `infinity.init()` gives the model that it gives
+outside, and reads nothing before `wrap`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+import infinity
+from infinity.modules.tensors import Tensors
+from support.models import FAMILIES
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a family, in several files, in the layout of the hub."""
+    place = tmp_path_factory.mktemp("saved")
+
+    def save(family: str) -> Path:
+        if not (place / family).is_dir():
+            FAMILIES[family].build().save_pretrained(place / family, max_shard_size="50KB")
+        return place / family
+
+    return save
+
+
+def wrapped_values(model: nn.Module, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """The state dict of `model`, wrapped."""
+    config = infinity.Config(nvme=[tmp_path], gpu_memory="8MiB", cpu_memory="16MiB")
+    with infinity.engine(infinity.wrap(model, config)) as engine:
+        return engine.state_dict()
+
+
+def check(make: Callable[[], Any], tmp_path: Path) -> None:
+    """What `make` loads is the same inside of `init()`: names, buffers, ties, mode, and the bits of
+    values after `wrap`; the generator of random numbers is where the plain call leaves it."""
+    torch.manual_seed(3)
+    plain = make()
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    with infinity.init():
+        model = make()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert type(model) is type(plain)
+    assert model.training is plain.training
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    expected = plain.state_dict() | dict(plain.named_buffers())
+    values = wrapped_values(model, tmp_path) | dict(model.named_buffers())
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        assert values[name].dtype is value.dtype
+        assert torch.equal(values[name], value), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models(family: str, saved: Callable[[str], Path], tmp_path: Path) -> None:
+    """The experts of Mixtral are one tensor each in the files, and one together in the model."""
+    kind: Any = type(FAMILIES[family].build())
+    path = saved(family)
+    check(lambda: kind.from_pretrained(path), tmp_path)
+
+
+def test_another_dtype(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    check(
+        lambda: AutoModelForCausalLM.from_pretrained(saved("mixtral"), dtype=torch.bfloat16),
+        tmp_path,
+    )
+
+
+def test_parameters_that_stay_in_fp32(
+    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["norm"])
+    check(lambda: LlamaForCausalLM.from_pretrained(saved("llama"), dtype=torch.bfloat16), tmp_path)
+
+
+def test_a_head_that_the_files_lack_is_initialised(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    check(
+        lambda: AutoModelForSequenceClassification.from_pretrained(saved("llama"), num_labels=3),
+        tmp_path,
+    )
+
+
+def test_embeddings_that_are_resized_after_loading(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """New rows get the mean of the old ones, which are read for that."""
+
+    def make() -> nn.Module:
+        model = AutoModelForCausalLM.from_pretrained(saved("gpt2"))
+        model.resize_token_embeddings(70)
+        return model
+
+    check(make, tmp_path)
+
+
+def test_a_tied_weight_that_is_stored_twice(tmp_path: Path) -> None:
+    built: Any = FAMILIES["llama"].build()
+    state = {name: value.clone() for name, value in built.state_dict().items()}
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(state)
+    (tmp_path / "saved").mkdir()
+    torch.save(state, tmp_path / "saved" / "pytorch_model.bin")
+    built.config.save_pretrained(tmp_path / "saved")
+    check(lambda: LlamaForCausalLM.from_pretrained(tmp_path / "saved"), tmp_path)
+
+
+def test_each_tensor_is_read_once_and_by_wrap(
+    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: Counter[str] = Counter()
+    read = Tensors.read
+
+    def counted(tensors: Tensors, name: str, bounds: tuple[slice, ...] = ()) -> torch.Tensor:
+        reads[name] += 1
+        return read(tensors, name, bounds)
+
+    monkeypatch.setattr(Tensors, "read", counted)
+    with infinity.init():
+        model = AutoModelForCausalLM.from_pretrained(saved("mixtral"))
+    assert reads == {}
+    wrapped_values(model, tmp_path)
+    assert set(reads.values()) == {1}
+    assert len(reads) == 2 * (4 * 3 + 7) + 3
+
+
+def test_a_from_pretrained_of_another_kind_keeps_its_values(tmp_path: Path) -> None:
+    class Mine(nn.Sequential):
+        @classmethod
+        def from_pretrained(cls, path: Path) -> nn.Module:
+            model = cls(nn.Linear(6, 6), nn.LayerNorm(6))
+            model.load_state_dict(torch.load(path, weights_only=True))
+            return model
+
+    plain = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)).state_dict()
+    torch.save(plain, tmp_path / "mine.pt")
+    with infinity.init():
+        model = Mine.from_pretrained(tmp_path / "mine.pt")
+    values = wrapped_values(model, tmp_path)
+    assert all(torch.equal(values[name], plain[name]) for name in plain)
+
+
+def test_a_shape_that_differs_is_refused_by_transformers(saved: Callable[[str], Path]) -> None:
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"), infinity.init():
+        AutoModelForCausalLM.from_pretrained(saved("llama"), intermediate_size=48)
+
+
+def test_a_device_map_is_refused(saved: Callable[[str], Path]) -> None:
+    before = vars(PreTrainedModel)["_load_pretrained_model"]
+    with (
+        pytest.raises(
+            infinity.ConfigError,
+            match=r"^LlamaForCausalLM\.from_pretrained inside infinity\.init\(\) places nothing on "
+            r"devices; leave device_map out, infinity\.wrap moves parameters to the compute",
+        ),
+        pytest.MonkeyPatch.context() as patch,
+        infinity.init(),
+    ):
+        patch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: True)
+        AutoModelForCausalLM.from_pretrained(saved("llama"), device_map={"": "disk"})
+    assert vars(PreTrainedModel)["_load_pretrained_model"] is before
