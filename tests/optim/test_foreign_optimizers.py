@@ -226,14 +226,14 @@ def test_there_is_one_notice(
             infinity.AdamW,
             (
                 "infinity.adapt takes a class of torch.optim optimizers that is not "
-                "infinity's own, not <class"
+                "infinity's own, not the class"
             ),
         ),
         (
             nn.Linear,
             (
                 "infinity.adapt takes a class of torch.optim optimizers that is not "
-                "infinity's own, not <class"
+                "infinity's own, not the class"
             ),
         ),
         (

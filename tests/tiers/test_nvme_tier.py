@@ -265,7 +265,7 @@ def test_a_failed_transfer_says_what_where_and_why(tmp_path, kind):
 
 def test_a_budget_that_is_too_small_is_refused_with_the_one_that_works(tmp_path, small_stripes):
     with (
-        pytest.raises(BudgetError, match=f"the smallest nvme_memory that works is {3 * PIECE} "),
+        pytest.raises(BudgetError, match=f"the smallest nvme_memory that works is {3 * PIECE}$"),
         tier(tmp_path, 2, [3 * PIECE], budget=3 * PIECE - 1),
     ):
         pass
