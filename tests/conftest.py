@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,13 @@ from support.configs import config_of
 from support.rank_group import RANKS, Group, OnRanks
 
 elsewhere.move()
+
+# What `nohup` and `&` ignore is ignored by every child, too, and tests send these to theirs.
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
 
 TESTS = Path(__file__).parent
 
