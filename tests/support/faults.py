@@ -57,8 +57,8 @@ def fail_from_the_update_on(run: Run, **fault: int) -> None:
     updater = run.optimizer.updater
     norm = updater.norm.of
 
-    def norm_then_fail(shares: Sequence[UnitShare], further: float = 1.0) -> float:
-        found = norm(shares, further)
+    def norm_then_fail(shares: Sequence[UnitShare]) -> float:
+        found = norm(shares)
         run.engine.io.set_faults(**fault)
         return found
 
