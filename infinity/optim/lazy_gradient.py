@@ -14,8 +14,8 @@ These are answered without bringing data:
 | `zero_` | the gradient block is zeroed in chunks |
 | shape, dtype, device, `detach`, `zeros_like` | known |
 
-Any other operator gets a copy. What it writes in place becomes the gradient. Operators over lists
-take one gradient after the other.
+Any other operator gets a copy, and what it writes in place becomes the gradient (see [Note:
+operators on lazy tensors] in `sharding/lazy_tensor`).
 
 [Note: a norm that is not computed yet]
 `clip_grad_norm_` takes the norm of every gradient, and then the norm of these norms. Computed so,
@@ -31,7 +31,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map
 
 from infinity.backward import in_backward
 from infinity.errors import ShardedParameterError
@@ -39,8 +38,8 @@ from infinity.optim.norm import clip
 from infinity.optim.step import UnitShare
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
-from infinity.sharding.copied import read_only
 from infinity.sharding.gradients import GradientState
+from infinity.sharding.lazy_tensor import LazyTensor, brought
 from infinity.sharding.tensor_parallel import part_in, whole
 from infinity.sharding.unit import Grads, Unit
 
@@ -176,130 +175,10 @@ def shares_of(parts: Sequence[_Part]) -> list[UnitShare]:
     return [UnitShare(unit, tuple(sorted(found))) for unit, found in positions.items()]
 
 
-def _without_data(kind: Any, shape: Sequence[int], unit: Unit, device: torch.device) -> Any:
-    make: Any = torch.Tensor._make_wrapper_subclass
-    return make(kind, tuple(shape), dtype=dtype_of(unit), device=device)
-
-
-class LazyTensor(torch.Tensor):
-    """A tensor without data: shape, dtype and device are those of what `fetch` gives."""
-
-    def fetch(self) -> torch.Tensor:
-        """A copy of the values."""
-        raise NotImplementedError
-
-    def replace(self, values: torch.Tensor) -> None:
-        """`values` are the values from now on."""
-        raise NotImplementedError
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        with torch._C.DisableTorchFunctionSubclass():
-            if attribute == "data" and isinstance(args[0], LazyTensor):
-                return args[0].replace(args[1]) if name == "__set__" else args[0].detach()
-            if name == "__setitem__" and isinstance(args[0], LazyTensor):
-                values = args[0].fetch()
-                values[args[1]] = _brought(args[2])
-                return args[0].replace(values)
-            if name in _ON_MEMORY:
-                args, kwargs = tree_map(_brought, (tuple(args), kwargs))
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        answer = _ANSWERS.get(func)
-        if answer is not None:
-            found = answer(func, *args, **kwargs)
-            if found is not NotImplemented:
-                return found
-        if func in _LIKE:
-            some = torch.empty((), dtype=args[0].dtype, device=args[0].device)
-            return func(some.expand(args[0].shape), *args[1:], **kwargs)
-        if str(func).startswith("aten._foreach_"):
-            return _one_by_one(func, args, kwargs)
-        return _on_copies(func, args, kwargs)
-
-
-class LazyGradient(LazyTensor):
-    """`.grad` of a wrapped parameter. See [Note: what a lazy gradient answers]."""
-
-    @staticmethod
-    def __new__(cls, answers: LazyGradients, unit: Unit, index: int) -> Any:
-        return _without_data(cls, unit.parameters[index].shape, unit, answers.device)
-
-    def __init__(self, answers: LazyGradients, unit: Unit, index: int) -> None:
-        self._part = _Part(answers, unit, index)
-        self._generation = unit.gradients.generation(index)
-
-    @property
-    def part(self) -> _Part:
-        """Whose it is. Raises `ShardedParameterError` when the parameter has another one now, or
-        none."""
-        _, unit, index = self._part
-        if unit.gradients.generation(index) != self._generation or not unit.gradients.has(index):
-            raise ShardedParameterError(forgotten(unit.names[index]))
-        return self._part
-
-    def is_of(self, unit: Unit, index: int) -> bool:
-        """Whether it is the gradient of this parameter."""
-        return self.part.unit is unit and self.part.place == index
-
-    def fetch(self) -> torch.Tensor:
-        """A copy of the gradient on its device."""
-        return self.part.fetch()
-
-    def replace(self, values: torch.Tensor) -> None:
-        """`values` become the gradient of the parameter."""
-        answers, unit, index = self.part
-        answers.set(unit, index, values)
-
-
-class LazyNorm(LazyTensor):
-    """The norm of one gradient (0-dimensional), or those of several (n,), of one order. See
-    [Note: a norm that is not computed yet]."""
-
-    @staticmethod
-    def __new__(cls, parts: Sequence[_Part], order: float, several: bool) -> Any:
-        unit, device = parts[0].unit, parts[0].answers.device
-        return _without_data(cls, (len(parts),) if several else (), unit, device)
-
-    def __init__(self, parts: Sequence[_Part], order: float, several: bool) -> None:
-        self.parts = tuple(parts)
-        """The gradients."""
-        self.order = order
-        """2 for the L2 norm."""
-        self._computed: torch.Tensor | None = None
-
-    def fetch(self) -> torch.Tensor:
-        """The norms; computed once."""
-        if self._computed is None:
-            norms = [part.norm(self.order) for part in self.parts]
-            self._computed = torch.stack(norms) if self.dim() else norms[0]
-        return self._computed
-
-    def replace(self, values: torch.Tensor) -> None:
-        """The norms are what was computed of them in place."""
-        self._computed = values
-
-
-def _brought(value: Any) -> Any:
-    return value.fetch() if isinstance(value, LazyTensor) else value
-
-
 def _number(value: Any) -> float | None:
     """`value` as a factor; None when it is a tensor of several elements."""
     if isinstance(value, torch.Tensor):
-        return float(_brought(value)) if value.dim() == 0 and not value.is_complex() else None
+        return float(brought(value)) if value.dim() == 0 and not value.is_complex() else None
     return float(value) if isinstance(value, (int, float)) else None
 
 
@@ -395,61 +274,71 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _ATEN.detach.default: _detach,
     _ATEN.alias.default: _detach,
 }
-_LIKE = {
-    getattr(_ATEN, name).default
-    for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
-} | {getattr(_ATEN, name).default for name in ("new_empty", "new_zeros", "new_ones", "new_full")}
-_ON_MEMORY = {
-    *("numpy", "__array__", "tolist", "__format__", "__reduce_ex__", "__deepcopy__", "item"),
-    *("data_ptr", "untyped_storage", "storage", "share_memory_", "pin_memory", "__dlpack__"),
-}
 
 
-# What needs data
+class LazyGradient(LazyTensor):
+    """`.grad` of a wrapped parameter. See [Note: what a lazy gradient answers]."""
+
+    answers = _ANSWERS
+    way = _PART
+
+    @staticmethod
+    def __new__(cls, answers: LazyGradients, unit: Unit, index: int) -> Any:
+        return cls.without_data(unit.parameters[index].shape, dtype_of(unit), answers.device)
+
+    def __init__(self, answers: LazyGradients, unit: Unit, index: int) -> None:
+        self._part = _Part(answers, unit, index)
+        self._generation = unit.gradients.generation(index)
+
+    @property
+    def part(self) -> _Part:
+        """Whose it is. Raises `ShardedParameterError` when the parameter has another one now, or
+        none."""
+        _, unit, index = self._part
+        if unit.gradients.generation(index) != self._generation or not unit.gradients.has(index):
+            raise ShardedParameterError(forgotten(unit.names[index]))
+        return self._part
+
+    def is_of(self, unit: Unit, index: int) -> bool:
+        """Whether it is the gradient of this parameter."""
+        return self.part.unit is unit and self.part.place == index
+
+    def fetch(self) -> torch.Tensor:
+        """A copy of the gradient on its device."""
+        return self.part.fetch()
+
+    def replace(self, values: torch.Tensor) -> None:
+        """`values` become the gradient of the parameter."""
+        answers, unit, index = self.part
+        answers.set(unit, index, values)
 
 
-def _one_by_one(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator over lists, for one element after the other."""
-    number = len(args[0])
+class LazyNorm(LazyTensor):
+    """The norm of one gradient (0-dimensional), or those of several (n,), of one order. See
+    [Note: a norm that is not computed yet]."""
 
-    def at(value: Any, place: int) -> Any:
-        return (
-            [value[place]] if isinstance(value, (list, tuple)) and len(value) == number else value
-        )
+    answers = _ANSWERS
+    way = "a norm of a gradient was changed in place, which changes nothing"
 
-    found: list[Any] = []
-    for place in range(number):
-        one = _on_copies(func, *tree_at(at, args, kwargs, place))
-        found += one or []
-    return found or None
+    @staticmethod
+    def __new__(cls, parts: Sequence[_Part], order: float, several: bool) -> Any:
+        unit, device = parts[0].unit, parts[0].answers.device
+        return cls.without_data((len(parts),) if several else (), dtype_of(unit), device)
 
+    def __init__(self, parts: Sequence[_Part], order: float, several: bool) -> None:
+        self.parts = tuple(parts)
+        """The gradients."""
+        self.order = order
+        """2 for the L2 norm."""
+        self._computed: torch.Tensor | None = None
 
-def tree_at(
-    at: Callable[[Any, int], Any], args: Sequence[Any], kwargs: dict[str, Any], place: int
-) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of an operator over lists, for the element at `place`."""
-    return [at(a, place) for a in args], {name: at(value, place) for name, value in kwargs.items()}
+    def fetch(self) -> torch.Tensor:
+        """The norms; computed once."""
+        if self._computed is None:
+            norms = [part.norm(self.order) for part in self.parts]
+            self._computed = torch.stack(norms) if self.dim() else norms[0]
+        return self._computed
 
-
-def _on_copies(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An operator on copies; what it writes to replaces what was copied."""
-    copies: dict[int, tuple[LazyTensor, torch.Tensor]] = {}
-
-    def bring(value: Any) -> Any:
-        if not isinstance(value, LazyTensor):
-            return value
-        if id(value) not in copies:
-            copies[id(value)] = value, value.fetch()
-        return copies[id(value)][1]
-
-    given, named = tree_map(bring, (tuple(args), kwargs))
-    found = func(*given, **named)
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written = args[place] if place < len(args) else kwargs.get(argument.name)
-            for value in written if isinstance(written, (list, tuple)) else [written]:
-                if isinstance(value, LazyTensor):
-                    value.replace(copies[id(value)][1])
-    origins = {id(copy): lazy for lazy, copy in copies.values()}
-    found = tree_map(lambda value: origins.get(id(value), value), found)
-    return read_only(found, [copy for _, copy in copies.values()], _PART)
+    def replace(self, values: torch.Tensor) -> None:
+        """The norms are what was computed of them in place."""
+        self._computed = values

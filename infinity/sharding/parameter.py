@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError, EngineClosedError, ShardedParameterError
+from infinity.sharding.copied import writes
+from infinity.sharding.value import LazyValue, on_values, readable
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
@@ -53,6 +55,19 @@ _METADATA = {
     "__hash__",
     "_is_view",
     "names",
+    "_version",
+    "get_device",
+    "grad_dtype",
+    "has_names",
+    "is_conj",
+    "is_cpu",
+    "is_inference",
+    "is_mps",
+    "is_neg",
+    "is_same_size",
+    "is_signed",
+    "is_sparse_csr",
+    "is_xpu",
 }
 
 _DTYPES = {
@@ -62,6 +77,18 @@ _DTYPES = {
     "double": torch.float64,
 }
 """Methods that convert to a dtype."""
+
+_LIKE = {
+    *(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn")),
+    *(f"new_{kind}" for kind in ("empty", "zeros", "ones", "full")),
+}
+"""Functions that make another tensor by shape, dtype and device."""
+
+_MEMORY = {
+    *("data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "pin_memory"),
+    *("set_", "resize_", "swap_tensors", "as_subclass", "module_load"),
+}
+"""Functions that give the memory of a parameter away."""
 
 _BEFORE = "do that before infinity.wrap, which then manages what it makes of the parameters"
 MOVED = (
@@ -83,6 +110,10 @@ _AVERAGED = (
 _UPDATED = (
     "update with infinity.AdamW and its family, or any other by "
     "infinity.adapt(torch.optim.RMSprop, model.parameters(), ...)"
+)
+_GATHER = (
+    "use `with infinity.gathered(model):` (or the parameter itself) to read it, "
+    "gathered(..., write=True) to change it"
 )
 _WAYS = {
     ("infinity.modules.facade", "_apply"): MOVED,
@@ -131,6 +162,8 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if args and isinstance(args[0], ShardedParameter) and _keeps(args[0], name, args, kwargs):
             return args[0]
+        if name in _LIKE and isinstance(args[0], ShardedParameter):
+            return func(_without_data(args[0]), *args[1:], **(kwargs or {}))
         owner, parameter = next(
             ((type(a), a) for a in _flatten((args, kwargs)) if isinstance(a, ShardedParameter)),
             (cls, None),
@@ -144,9 +177,14 @@ class ShardedParameter(nn.Parameter):
             )
         if unit.listeners.border.touched(unit):
             return func(*args, **(kwargs or {}))
+        way = _way_out()
+        if not way and _reads(name, accessor, args, kwargs):
+            if name in ("data", "detach"):
+                return LazyValue(unit, unit.position(args[0]))
+            return on_values(func, args, kwargs, _place)
         raise ShardedParameterError(
             f"{who} (unit {unit.name}) lives on {unit.tier} and its data was touched ({name}) "
-            f"outside of its module's forward; {_way_out()}"
+            f"outside of its module's forward; {way or _GATHER}"
         )
 
     @staticmethod
@@ -200,18 +238,43 @@ def _keeps(parameter: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
         )
 
 
+def _without_data(parameter: torch.Tensor) -> torch.Tensor:
+    """A plain tensor of the shape, the dtype and the device of `parameter`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        some = torch.empty((), dtype=parameter.dtype, device=parameter.device)
+        return some.expand(parameter.shape)
+
+
+def _place(value: Any) -> tuple[Unit, int] | None:
+    """The unit of a parameter, and its index there; None for anything else."""
+    if not isinstance(value, ShardedParameter):
+        return None
+    unit = type(value).unit
+    return unit, unit.position(value)
+
+
+def _reads(name: str, accessor: str, args: Any, kwargs: Any) -> bool:
+    """Whether a function takes nothing but the values of parameters that this rank may read."""
+    places = [_place(value) for value in _flatten((args, kwargs))]
+    changed = [*_flatten(args[:1] if writes(name) else ()), *_flatten((kwargs or {}).get("out"))]
+    return (
+        accessor != "__set__"
+        and name not in _MEMORY
+        and not any(isinstance(value, ShardedParameter) for value in changed)
+        and all(place is None or readable(*place) for place in places)
+    )
+
+
 def _way_out() -> str:
-    """What people should do instead, which depends on who is touching a parameter."""
+    """What people should do instead of what the functions do that touch a parameter; "" where it
+    is the touch alone."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         way = _WAYS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))
         if way is not None:
             return way
         frame = frame.f_back
-    return (
-        "use `with infinity.gathered(model):` (or the parameter itself) to read it, "
-        "gathered(..., write=True) to change it"
-    )
+    return ""
 
 
 def guard_for(unit: Unit, kind: type[torch.Tensor]) -> type[ShardedParameter]:
