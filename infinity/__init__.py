@@ -2,6 +2,8 @@
 host memory and NVMe."""
 
 from infinity import nvme
+from infinity.access import get_state as get
+from infinity.access import set_state as set
 from infinity.accumulation import accumulate, no_sync
 from infinity.build import wrap
 from infinity.config import Config, Tuning
@@ -51,8 +53,10 @@ __all__ = [
     "adapt",
     "engine",
     "gathered",
+    "get",
     "init",
     "no_sync",
     "nvme",
+    "set",
     "wrap",
 ]

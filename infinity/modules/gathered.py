@@ -8,10 +8,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError, ShardedParameterError, in_words
 from infinity.placement.spec import Kind
+from infinity.sharding import collectives
 from infinity.sharding.parameter import ShardedParameter
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import Showing, collected, described
@@ -19,7 +22,10 @@ from infinity.sharding.use import Showing, collected, described
 
 @contextmanager
 def gathered(
-    target: nn.Module | torch.Tensor | Sequence[torch.Tensor], *, write: bool = False
+    target: nn.Module | torch.Tensor | Sequence[torch.Tensor],
+    *,
+    write: bool = False,
+    write_rank: int | None = None,
 ) -> Iterator[None]:
     """Make the data of a wrapped module's parameters, of one parameter or of several, readable
     inside the block.
@@ -30,7 +36,8 @@ def gathered(
     that does not fit. Units whose home is the compute device are also copied to host memory
     meanwhile. Waits for pending updates. Parameters that are plain, or gathered already, are left
     as they are: write in the outermost block. With several ranks every rank must enter, and write
-    the same values.
+    the same values. With `write_rank=r` what rank r of torch.distributed leaves in them becomes
+    their value on all ranks, and the others need not write.
 
     Raises `ShardedParameterError` at the end when a parameter was changed without `write`, which is
     undone, and when a view of one outlives the block: keep a copy (`.clone()`). Raises
@@ -38,9 +45,11 @@ def gathered(
     parameter.
     """
     parameters = _parameters(target)
+    if write_rank is not None:
+        _check_rank(write_rank, parameters)
     units = list(dict.fromkeys(type(p).unit for p in parameters if isinstance(p, ShardedParameter)))
     del parameters
-    reads = [_Reading(unit, write) for unit in units]
+    reads = [_Reading(unit, write or write_rank is not None, write_rank) for unit in units]
     with ExitStack() as stack:
         for read in reads:
             read.begin()
@@ -77,11 +86,26 @@ def _parameters(target: object) -> list[torch.Tensor]:
     return parameters
 
 
-class _Reading:
-    """One unit inside of one `gathered`."""
+def _check_rank(rank: object, parameters: Sequence[torch.Tensor]) -> None:
+    """Raise `ConfigError` for what is no rank, and where the rank has no more than its part."""
+    number = dist.get_world_size() if dist.is_initialized() else 1
+    if not isinstance(rank, int) or not 0 <= rank < number:
+        raise ConfigError(
+            f"infinity.gathered: write_rank={rank!r} must be a rank of torch.distributed, 0 to "
+            f"{number - 1}"
+        )
+    if any(isinstance(parameter, DTensor) for parameter in parameters):
+        raise ConfigError(
+            "infinity.gathered: write_rank is for plain parameters, because a rank has a part of a "
+            "DTensor; write on all ranks, with write=True"
+        )
 
-    def __init__(self, unit: Unit, write: bool) -> None:
-        self._unit, self._write = unit, write
+
+class _Reading:
+    """One unit inside of one `gathered`. `write_rank` is the rank whose values all ranks take."""
+
+    def __init__(self, unit: Unit, write: bool, write_rank: int | None = None) -> None:
+        self._unit, self._write, self._write_rank = unit, write, write_rank
         self._use: Showing | None = None
         self._before: torch.Tensor | None = None
         self.changed: list[str] = []
@@ -116,6 +140,7 @@ class _Reading:
         after = None
         try:
             if self._write:
+                self._take(unit.wait())
                 after = unit.shard_of(unit.wait()).detach().cpu().clone()
             else:
                 self.changed = unit.changed()
@@ -129,13 +154,26 @@ class _Reading:
         elif self.changed and self._before is not None:
             unit.states.write(Kind.PARAM, self._before)
 
+    def _take(self, flat: torch.Tensor) -> None:
+        """Replace what is in `flat`, the whole unit, by what the rank that writes has there."""
+        exchange, rank = self._unit.exchange, self._write_rank
+        if exchange is None or rank is None:
+            return
+        groups = [group for group in exchange.ranks[:2] if group is not None]
+
+        def join() -> None:
+            collectives.take_from(flat.view(torch.uint8), rank, groups)
+
+        exchange.post("take", self._unit.name, join, flat.nbytes).wait()
+
 
 def _write_back(unit: Unit, before: torch.Tensor, after: torch.Tensor) -> None:
     """Make `after` (shard_numel,) the unit's content, and of what differs from `before` its
     masters."""
     size = after.element_size()
     same = (before.view(torch.uint8) == after.view(torch.uint8)).view(-1, size).all(dim=1)
-    if bool(same.all()):
+    # Ranks do alike: one that writes gathers the unit again, which takes all of them.
+    if bool(same.all()) and not unit.shared:
         return
     master = unit.blocks.get(Kind.MASTER)
     # A master that was never written is the parameter, widened.

@@ -229,6 +229,15 @@ def _wait(works: Iterable[dist.Work | None]) -> None:
             work.wait()
 
 
+def take_from(values: torch.Tensor, source: int, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Replace `values` (n,), uint8, by those of rank `source` of all processes. A sum over each of
+    `groups` in turn is one over all ranks; the others add zeros, so no bit changes."""
+    if dist.get_rank() != source:
+        values.zero_()
+    for group in groups:
+        _wait([dist.all_reduce(values, group=group, async_op=True)])
+
+
 def same(value: int, group: dist.ProcessGroup) -> bool:
     """Whether all ranks of `group` call this with the same `value`, of less than 64 bits."""
     both = torch.tensor([value, -value], device=_kind_for(group))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from infinity.sharding.parameter import guard_for
 from infinity.sharding.tensor_parallel import attach, local
-from infinity.sharding.use import GatheredParameter, GradCalls, Views, Window
+from infinity.sharding.use import GatheredParameter, Views, Window
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
@@ -54,13 +54,7 @@ class ParameterData:
         self._positions = {
             id(t): i for those in (parameters, self._tensors) for i, t in enumerate(those)
         }
-        self.views = Views(
-            parameters,
-            self._tensors,
-            unit.layout.places,
-            checked,
-            GradCalls(self.grad, self.set_grad),
-        )
+        self.views = Views(parameters, self._tensors, unit.layout.places, checked, unit)
         """The parameters, as they point at the bytes of the unit while that is shown."""
         self._window: Window | None = None
 

@@ -209,21 +209,27 @@ class States:
                 for chunk in chunks:
                     stack.callback(chunk.release)
 
-    def parameter(self, kind: Kind, index: int) -> torch.Tensor:
-        """Like `gather`, of one parameter, in its shape. One rank reads no more than the chunks
-        that have some of it."""
-        place = self.unit.layout.places[index]
-        if self.unit.exchange is not None and self.unit.shared:
-            return self.gather(kind)[place.offset : place.end].view(place.shape)
-        found = torch.empty(place.end - place.offset, dtype=self.dtype_of(kind))
+    def part(self, kind: Kind, index: int) -> torch.Tensor:
+        """Like `read`, of one parameter: what this rank has of it, (n,). Reads no more than the
+        chunks that have some of it."""
+        overlap = self.unit.layout.overlap(index, self.unit.rank)
+        first, last = overlap.in_shard, overlap.in_shard + overlap.length
+        found = torch.empty(overlap.length, dtype=self.dtype_of(kind))
         starts = self.chunks()
         for begin, end in zip(starts, [*starts[1:], self.unit.layout.shard_numel], strict=True):
-            low, high = max(begin, place.offset), min(end, place.end)
+            low, high = max(begin, first), min(end, last)
             if low < high:
                 chunk = torch.empty(end - begin, dtype=found.dtype)
                 self.read_chunk(kind, begin, chunk)
-                found[low - place.offset : high - place.offset] = chunk[low - begin : high - begin]
-        return found.view(place.shape)
+                found[low - first : high - first] = chunk[low - begin : high - begin]
+        return found
+
+    def parameter(self, kind: Kind, index: int) -> torch.Tensor:
+        """Like `gather`, of one parameter, in its shape."""
+        place = self.unit.layout.places[index]
+        if self.unit.exchange is None or not self.unit.shared:
+            return self.part(kind, index).view(place.shape)
+        return self.gather(kind)[place.offset : place.end].view(place.shape)
 
     def gather(self, kind: Kind) -> torch.Tensor:
         """Like `read`, but the whole unit (numel,) from all ranks; every rank must call it."""

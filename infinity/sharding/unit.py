@@ -86,6 +86,10 @@ class Grads:
     def set(self, unit: Unit, index: int, value: torch.Tensor | None) -> None:
         """Set `.grad` of parameter `index`; None forgets it."""
 
+    def fetch(self, unit: Unit, index: int) -> torch.Tensor | None:
+        """A copy of `.grad` on the host, whole."""
+        return None
+
 
 class UnitListeners(NamedTuple):
     """Who is told of what happens to a unit, and asked for what it cannot know."""

@@ -17,12 +17,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from infinity.sharding.layout import ParameterPlace
+from infinity.sharding.parameter import ShardedParameter
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
@@ -102,7 +103,7 @@ class GatheredParameter(nn.Parameter):
         for views in GatheredParameter.views:
             index = views.index(self)
             if index is not None:
-                return views.grads.get(index)
+                return views.unit.data.grad(index)
         found: torch.Tensor | None = _GRAD.__get__(self)
         return found
 
@@ -111,7 +112,7 @@ class GatheredParameter(nn.Parameter):
         for views in GatheredParameter.views:
             index = views.index(self)
             if index is not None:
-                views.grads.set(index, value)
+                views.unit.data.set_grad(index, value)
                 return
         _GRAD.__set__(self, value)
 
@@ -123,20 +124,13 @@ class GatheredParameter(nn.Parameter):
         return copied
 
 
-class GradCalls(NamedTuple):
-    """Reads and sets `.grad` of a parameter, by its index."""
-
-    get: Callable[[int], torch.Tensor | None]
-    set: Callable[[int, torch.Tensor | None], None]
-
-
 class Views:
     """The parameters of a unit as views of its bytes; `attach` makes the parameters point there,
     until `detach`.
 
     `tensors` hold the data, and `parameters` have the version counters: of a DTensor the former is
     its local tensor. With `checked` each stay is checked by a digest of the whole content.
-    `grads` answers for `.grad`.
+    They are those of `unit`.
     """
 
     def __init__(
@@ -145,10 +139,9 @@ class Views:
         tensors: Sequence[torch.Tensor],
         places: Sequence[ParameterPlace],
         checked: bool,
-        grads: GradCalls,
+        unit: Unit,
     ) -> None:
-        self.grads = grads
-        """Who answers for `.grad`."""
+        self.unit = unit
         self._parameters = parameters
         self._tensors = tensors
         self._places = places
@@ -211,7 +204,8 @@ class Views:
         """The index of `parameter`, if that is one of these and shown."""
         if not self._versions:
             return None
-        return next((i for i, tensor in enumerate(self._tensors) if tensor is parameter), None)
+        both = zip(self._tensors, self._parameters, strict=True)
+        return next((i for i, those in enumerate(both) if any(p is parameter for p in those)), None)
 
     def referenced(self) -> list[int]:
         """The parameters whose bytes somebody else refers to."""
@@ -237,6 +231,19 @@ class Views:
             if self._digests[index] != old:
                 found.add(index)
         return sorted(found)
+
+
+def place_of(parameter: torch.Tensor) -> tuple[Unit, int] | None:
+    """The unit of a parameter of a wrapped model, and its index there, whether it is shown or not;
+    None for any other tensor."""
+    if isinstance(parameter, ShardedParameter):
+        unit = type(parameter).unit
+        return unit, unit.position(parameter)
+    for views in GatheredParameter.views:
+        index = views.index(parameter)
+        if index is not None:
+            return views.unit, index
+    return None
 
 
 class Use:

@@ -68,6 +68,29 @@ def weights(stage: int, where: Path, rank: int) -> dict[str, Any]:
         return {"before": before, "loaded": loaded, "part": part}
 
 
+def states(stage: int, where: Path, rank: int) -> dict[str, Any]:
+    """What each rank gets and sets, as a whole and in parts."""
+    model = wrapped(stage, where, rank)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    with contextlib.closing(infinity.engine(model)):
+        model(**text_batch(rank)).loss.backward()
+        optimizer.step()
+        weight, found = model.tokens.weight, {}
+        for name in ("value", "grad", "exp_avg", "exp_avg_sq"):
+            part = infinity.get(weight, name, local=True)
+            found[name] = infinity.get(weight, name), part
+            infinity.set(weight, name, part + 1, local=True)
+            found[f"{name} in parts"] = infinity.get(weight, name)
+            infinity.set(weight, name, found[name][0])
+            found[f"{name} again"] = infinity.get(weight, name)
+        with torch.no_grad(), infinity.gathered(model.norm, write_rank=1):
+            model.norm.weight.fill_(rank + 5)
+        found["written"] = infinity.get(model.norm.weight)
+        optimizer.zero_grad()
+        found["loss"] = model(**text_batch(0)).loss.detach()
+        return found
+
+
 def results(on_ranks: OnRanks, task: str, where: Path) -> list[list[Any]]:
     assert on_ranks(task) == ["done"] * RANKS
     return [[torch.load(where / f"{stage}_{rank}.pt") for rank in range(RANKS)] for stage in STAGES]
@@ -110,3 +133,20 @@ def test_state_dicts_are_whole_on_every_rank(on_ranks: OnRanks, tmp_path: Path) 
                 assert torch.equal(found["loaded"][name], value + 1)
                 if name.startswith("blocks.0."):
                     assert torch.equal(found["part"][name.removeprefix("blocks.0.")], value + 1)
+
+
+@pytest.mark.timeout(240)
+def test_states_are_read_and_set_in_parts(on_ranks: OnRanks, tmp_path: Path) -> None:
+    for number, stage in zip(STAGES, results(on_ranks, "states", tmp_path), strict=True):
+        for name in ("value", "grad", "exp_avg", "exp_avg_sq"):
+            whole = stage[0][name][0]
+            parts = [found[name][1] for found in stage]
+            joined = parts[0] if number == 0 else torch.cat(parts)
+            assert torch.equal(joined, whole.view(-1)), name
+            for found in stage:
+                assert torch.equal(found[name][0], whole), name
+                assert torch.equal(found[f"{name} in parts"], whole + 1), name
+                assert torch.equal(found[f"{name} again"], whole), name
+        for found in stage:
+            assert torch.equal(found["written"], torch.full((32,), 6.0))
+            assert torch.equal(found["loss"], stage[0]["loss"])

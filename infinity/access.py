@@ -1,0 +1,124 @@
+"""The states of one parameter, by name: `infinity.get` and `infinity.set`."""
+
+from __future__ import annotations
+
+import torch
+
+from infinity.errors import ConfigError, EngineClosedError
+from infinity.placement.spec import Kind
+from infinity.sharding.tensor_parallel import part_in, whole
+from infinity.sharding.unit import Unit
+from infinity.sharding.use import place_of
+
+_MOMENTS: dict[str, dict[str, Kind]] = {
+    "adam": {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ},
+    "adagrad": {"sum": Kind.EXP_AVG_SQ},
+    "lion": {"exp_avg": Kind.EXP_AVG},
+    "momentum": {"momentum_buffer": Kind.EXP_AVG},
+}
+"""The moments of each `Config.algorithm`, by torch's names."""
+
+
+def get_state(
+    parameter: torch.Tensor, name: str = "value", *, local: bool = False
+) -> torch.Tensor | None:
+    """`infinity.get`: a copy of one state of `parameter`, of a wrapped model, on the host.
+
+    `name` is "value" (in the parameter's dtype), "grad" (as `Engine.gradient`), "master" (fp32), or
+    a moment by torch's name, in fp32: "exp_avg" and "exp_avg_sq" of Adam, "exp_avg" of Lion, "sum"
+    of Adagrad, "momentum_buffer" of SGD. Before the first step a moment is zeros, and a master the
+    value. None for a gradient that there is not.
+
+    The state has the shape of the parameter, and every rank must call this. With `local=True` it is
+    what this rank has of the flat parameter, (n,), maybe nothing; ranks need not call it alike, but
+    for a gradient. Waits for pending updates.
+
+    Raises `ConfigError` for a parameter of no wrapped model, and for a state that it has not.
+    """
+    unit, index, kind = _find(parameter, name)
+    if kind is Kind.GRAD:
+        gradient = unit.listeners.grads.fetch(unit, index)
+        if gradient is None or not local:
+            return gradient
+        return _local_part(unit, index, part_in(gradient, unit.parameters[index]))
+    unit.listeners.updates.drain()
+    found = unit.states.part(kind, index) if local else unit.states.parameter(kind, index)
+    if name == "master":
+        found = found.float()
+    return found if local else whole(found, unit.parameters[index])
+
+
+def set_state(
+    parameter: torch.Tensor, name: str, value: torch.Tensor, *, local: bool = False
+) -> None:
+    """`infinity.set`: replace one state of `parameter`, by the names and shapes of `infinity.get`.
+
+    `value` may have any dtype and device. A new value takes its master along, and a new master its
+    value, which is the master rounded. Every rank must call it: with the same `value`, or with
+    `local=True` with its own part. Waits for pending updates.
+
+    Raises `ConfigError` like `infinity.get`, and for a wrong shape; `RuntimeError` inside of a
+    forward, a backward or `infinity.gathered`.
+    """
+    unit, index, kind = _find(parameter, name)
+    given = parameter.shape if not local else (unit.layout.overlap(index, unit.rank).length,)
+    if tuple(value.shape) != tuple(given):
+        raise ConfigError(
+            f"infinity.set: the {name} of {unit.names[index]} has shape {tuple(given)}, not "
+            f"{tuple(value.shape)}"
+        )
+    value = value.detach().cpu()
+    if kind is Kind.GRAD:
+        unit.listeners.grads.set(unit, index, _spread(unit, index, value) if local else value)
+        return
+    if unit.blocks[Kind.PARAM].copy.pins:
+        raise RuntimeError(
+            f"infinity.set: {unit.names[index]} cannot be set inside of a forward, a backward or "
+            "infinity.gathered"
+        )
+    if kind is Kind.PARAM and Kind.MASTER in unit.blocks:
+        kind = Kind.MASTER  # which takes the value along
+    unit.listeners.updates.drain()
+    part = value if local else _local_part(unit, index, part_in(value, unit.parameters[index]))
+    before = unit.states.read(kind)
+    after = before.clone()
+    overlap = unit.layout.overlap(index, unit.rank)
+    after[overlap.in_shard : overlap.in_shard + overlap.length] = part
+    unit.states.write(kind, after)
+    if kind in (Kind.PARAM, Kind.MASTER):
+        unit.outdate()
+
+
+def _find(parameter: torch.Tensor, name: str) -> tuple[Unit, int, Kind]:
+    """The unit of `parameter`, its index there, and the kind of block that has state `name`."""
+    place = place_of(parameter)
+    if place is None:
+        raise ConfigError("infinity.get and infinity.set take a parameter of a wrapped model")
+    unit, index = place
+    if not unit.tier:
+        raise EngineClosedError(
+            f"{unit.names[index]} has no data any more, because its engine was closed"
+        )
+    kinds = {"value": Kind.PARAM}
+    if unit.trainable:
+        master = Kind.MASTER if Kind.MASTER in unit.blocks else Kind.PARAM
+        kinds |= {"grad": Kind.GRAD, "master": master, **_MOMENTS.get(unit.algorithm, {})}
+    if name not in kinds:
+        raise ConfigError(
+            f"{unit.names[index]} has no state {name!r}; it has {', '.join(map(repr, kinds))}"
+        )
+    return unit, index, kinds[name]
+
+
+def _local_part(unit: Unit, index: int, values: torch.Tensor) -> torch.Tensor:
+    """What this rank has of `values`, which are all that tensor parallel ranks leave it."""
+    overlap = unit.layout.overlap(index, unit.rank)
+    return values.reshape(-1)[overlap.in_parameter : overlap.in_parameter + overlap.length]
+
+
+def _spread(unit: Unit, index: int, part: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape of a parameter of which this rank's part is `part`."""
+    place, overlap = unit.layout.places[index], unit.layout.overlap(index, unit.rank)
+    full = torch.zeros(place.end - place.offset, dtype=part.dtype)
+    full[overlap.in_parameter : overlap.in_parameter + overlap.length] = part
+    return full.view(place.shape)
