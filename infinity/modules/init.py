@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from infinity.errors import ConfigError
 from infinity.modules.pretrained import streamed
-from infinity.modules.tape import Place, Tape
+from infinity.modules.tape import Place, Tape, number_of
 from infinity.modules.taping import Taping
 from infinity.sharding.tensor_parallel import form_of, local, part_in
 
@@ -51,8 +52,8 @@ def init(*, exact: bool = True) -> Iterator[None]:
     wrote (`reset_parameters`, `self.apply(fn)`, `nn.init`, writes to `.data` or under `no_grad`),
     with the bits of the plain constructors after the same `torch.manual_seed`. What constructors do
     is noted and done again for one parameter at a time. That takes the memory of one parameter, of
-    the temporary tensors it is made of, and 5 KB for each that is drawn. Tensors from elsewhere
-    (NumPy, a file) stay in memory until `wrap` is done.
+    the temporary tensors it is made of, and about 10 KB for each that is drawn. Tensors from
+    elsewhere (NumPy, a file) stay in memory until `wrap` is done.
 
     Random numbers are drawn while models are built, to move the generator on as plain constructors
     do, and drawn again by `wrap`. With `exact=False` they are drawn by `wrap` alone, and only those
@@ -73,7 +74,8 @@ def init(*, exact: bool = True) -> Iterator[None]:
         if parameter is None or taping.is_paused or threading.get_ident() != thread:
             return
         holders.setdefault(module, set()).add(name)
-        if parameter.device.type != "meta":
+        is_plain = number_of(parameter) is not None and not is_lazy(parameter)
+        if parameter.device.type != "meta" and is_plain:  # others, such as sparse ones, stay
             kind, values = type(parameter), dict(vars(parameter))
             handle = taping.handle(parameter)
             replaced = kind(handle, requires_grad=parameter.requires_grad)
@@ -183,8 +185,8 @@ def check_values(model: nn.Module, origins: Mapping[int, Origin | None]) -> None
         if origin is None:
             raise ConfigError(
                 f"{name} is on the meta device and has no values, because it was not built inside "
-                "infinity.init(); build the model inside infinity.init(), or give "
-                "wrap(..., weights=...)"
+                "infinity.init(); build the model, and what is added to it, inside "
+                "infinity.init(), or give wrap(..., weights=...)"
             )
         if origin.problem:
             raise ConfigError(

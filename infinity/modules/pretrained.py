@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,18 +47,26 @@ def streamed(taping: Taping) -> Iterator[None]:
     if None in steps.values():
         yield  # another version: its weights are taped as they are copied, and stay in memory
         return
-    whole, finish = (
-        PreTrainedModel.from_pretrained.__func__,
-        PreTrainedModel._finalize_model_loading,
-    )
+    whole = PreTrainedModel.from_pretrained.__func__
+    read = PreTrainedModel._load_pretrained_model
+    finish = PreTrainedModel._finalize_model_loading
 
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
         with taping.paused():  # what the model draws while it is built is not used
             return whole(cls, *args, **options)
 
-    def load(model: Any, state: Any, files: Any, options: Any, *others: Any, **more: Any) -> Any:
+    def load(
+        model: Any,
+        state_dict: Any,
+        checkpoint_files: Any,
+        load_config: Any,
+        expected_keys: Any = None,
+    ) -> Any:
         with taping.paused(False):
-            return _load(taping, model, state, files, options)
+            if expected_keys is not None:  # an adapter, which is small; not on the meta device
+                options = replace(load_config, device_map=None)
+                return read(model, state_dict, checkpoint_files, options, expected_keys)
+            return _load(taping, model, state_dict, checkpoint_files, load_config)
 
     def finalize(*args: Any, **options: Any) -> Any:
         with taping.paused(False):

@@ -58,6 +58,8 @@ class Cell:
         """The storage without memory that stands for this cell in parameters."""
         self.is_ahead = False
         """Whether the handle was written, and the memory it was made from was not."""
+        self.is_shown = False
+        """Whether others may write the memory, out of sight."""
         self._is_kept = False
 
     def keep(self) -> None:
@@ -130,10 +132,10 @@ class Operation:
 
     def read(self) -> Iterator[Cell]:
         """The cells whose content it needs."""
-        skipped = {id(place.cell) for place in self.written} if self.overwrites else set()
-        for each in places((self.args, self.kwargs)):
-            if id(each.cell) not in skipped and not self.is_uninitialised:
-                yield each.cell
+        used = [] if self.is_uninitialised else list(places((self.args, self.kwargs)))
+        for place in self.written if self.overwrites else ():
+            used.remove(place)  # once: it may be copied from, too
+        yield from (place.cell for place in used)
 
     def changed(self) -> Iterator[Cell]:
         """The cells that hold something else after it ran."""
@@ -159,9 +161,10 @@ class _ReplayMemory:
             self._storages[id(cell)] = self._first(cell)
         return self._storages[id(cell)]
 
-    def put(self, cell: Cell, storage: torch.UntypedStorage) -> None:
-        """An operation has made the memory of `cell`."""
-        self._storages[id(cell)] = storage
+    def put(self, cell: Cell, storage: torch.UntypedStorage, is_fresh: bool) -> None:
+        """An operation has given the memory of `cell`; a fresh one is nobody else's."""
+        may_keep = is_fresh or id(cell) not in self._written
+        self._storages[id(cell)] = storage if may_keep else storage.clone()
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Free the memory of the cells with these numbers."""
@@ -267,6 +270,22 @@ class Tape:
             for number in self._writers.get(id(cell), ())
         )
 
+    def catch_up(self, tensor: torch.Tensor) -> None:
+        """Write to the memory of `tensor` what its handle was written since; and note what others
+        wrote to it."""
+        cell = self.cell(tensor)
+        if cell is None or tensor.is_meta or not (cell.is_ahead or cell.is_shown):
+            return
+        whole = Place(cell, torch.uint8, (cell.nbytes,), (1,), 0)
+        memory = whole.over(tensor.untyped_storage())
+        if cell.is_ahead:
+            cell.keep()
+            memory.copy_(self.values(whole))
+            cell.is_ahead = False
+        else:
+            kept = memory.clone()
+            self.note(Operation(lambda: kept, [], {}, [whole], []))
+
     def slice(self, cell: Cell) -> list[Operation]:
         """The operations that make the content of `cell`, in their order."""
         taken: set[int] = set()
@@ -319,7 +338,7 @@ class Tape:
         else:
             state = self._states.get(id(each), each.state)
             if state is None:
-                each.state = state_of(each.device, each.generator)
+                self._states[id(each)] = state_of(each.device, each.generator)
                 results = each.function(*args, **kwargs)
             elif each.generator is None:
                 with _drawing_from(each.device, state):
@@ -334,14 +353,17 @@ class Tape:
             if (place.stride, place.offset) != (result.stride(), result.storage_offset()):
                 result = place.over(memory.of(place.cell)).copy_(result)
             else:
-                memory.put(place.cell, result.untyped_storage())
+                is_fresh = isinstance(each.function, torch._ops.OpOverload)
+                memory.put(place.cell, result.untyped_storage(), is_fresh)
 
     def seeded(self, seed: int) -> None:
         """From now on, values are those of a constructor after `torch.manual_seed(seed)`.
 
         Raises `ConfigError` where the constructor looked at numbers that it drew.
         """
-        if self._seed == seed or all(each.state is None for each in self._drawing()):
+        if all(each.state is None for each in self._drawing()):
+            self._states.clear()  # of an earlier replay: draws are put off, and made anew
+        if self._seed == seed or not any(each.state is not None for each in self._drawing()):
             return
         if self.was_read:
             raise ConfigError(

@@ -54,6 +54,8 @@ _PASSED = {"aten::lift_fresh", "aten::set_"}
 """Operators that no values depend on."""
 _OF_DATA = {torch.as_tensor, torch.asarray, torch.tensor, torch.Tensor.new_tensor}
 """Functions that make a tensor of Python's numbers, out of sight of `Taping` on the meta device."""
+_OUT_OF_SIGHT = {torch.Tensor.__array__, torch.Tensor.numpy, torch.Tensor.tolist}
+"""Methods that give values away, or memory that others may write."""
 _SHOWS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -156,9 +158,6 @@ class Taping(TorchDispatchMode):
         operation: Operation | None,
     ) -> Any:
         """Run an operator on memory, and note it."""
-        for tensor in tree_iter((args, kwargs)):
-            if isinstance(tensor, torch.Tensor):
-                self._catch_up(tensor)
         if operation is None:
             return func(*args, **kwargs)
         for place in operation.written:
@@ -202,6 +201,9 @@ class Taping(TorchDispatchMode):
         operation = self._operation(func, args, kwargs)
         given, named = tree_map(filled, (args, kwargs))
         result = self._run(func, given, named, operation)
+        for tensor in _written(func, args, kwargs):
+            cell = self.tape.place(tensor).cell
+            cell.is_ahead = tensor.is_meta and cell.handle is not None
         return tree_map(lambda value: handles.get(id(value), value), result)
 
     def _operation(
@@ -236,6 +238,16 @@ class Taping(TorchDispatchMode):
             self._spec(tensor)
             return self.tape.handle(tensor)
 
+    def shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, or the values of a handle, for others to see and write."""
+        with self.paused():
+            cell = self._spec(tensor).cell
+            self.tape.was_read |= any(each.draws for each in self.tape.slice(cell))
+            if self.is_handle(tensor):
+                return self.tape.values(self.tape.place(tensor)).clone()
+            cell.is_shown = True
+            return tensor
+
     def _spec(self, tree: Any) -> Any:
         """Arguments with places for tensors, one for each."""
         made: dict[int, Place] = {}
@@ -245,6 +257,7 @@ class Taping(TorchDispatchMode):
                 return value
             if id(value) not in made:
                 is_known = self.tape.cell(value) is not None
+                self.tape.catch_up(value)
                 made[id(value)] = place = self.tape.place(value)
                 if not is_known:
                     place.cell.given = value  # not detached, which would count versions apart
@@ -258,21 +271,13 @@ class Taping(TorchDispatchMode):
         used = {id(place.cell) for place in _places_of(operation)}
         for each in tensors_of(result):
             place = None
-            if isinstance(each, torch.Tensor):
+            if isinstance(each, torch.Tensor) and number_of(each) is not None:
                 place = self.tape.place(each, home)
                 place = None if id(place.cell) in used else place
             operation.results.append(place)
         for written in operation.written:
             written.cell.is_ahead = home is not None and written.cell.handle is not None
         self.tape.note(operation)
-
-    def _catch_up(self, tensor: torch.Tensor) -> None:
-        """Write to memory what its handle was written since."""
-        cell = self.tape.cell(tensor)
-        if cell is not None and cell.is_ahead and not tensor.is_meta:
-            place = self.tape.place(tensor)
-            tensor.copy_(self.tape.values(place))
-            cell.is_ahead = False
 
     def call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """Note `function` of `torch.nn.init`, which writes its argument `tensor`, and run it where
@@ -328,6 +333,8 @@ class _Functions(TorchFunctionMode):
                 return True
             if taping.is_handle(args[0]):
                 return False  # `load_state_dict` would warn that it does nothing
+        elif func in _OUT_OF_SIGHT and not taping.is_paused:
+            args = (taping.shown(args[0]), *args[1:])
         elif func == _SET_DATA and taping.is_handle(args[0]) and not args[1].is_meta:
             args = (args[0], taping.handle(args[1]))
         return func(*args, **kwargs)

@@ -837,7 +837,8 @@ def test_a_model_without_values(tmp_path: Path, footprint: Callable[[], object])
     model.scale = torch.tensor(0.5)
     text = (
         "places is on the meta device and has no values, because it was not built inside "
-        "infinity.init(); build the model inside infinity.init(), or give wrap(..., weights=...)"
+        "infinity.init(); build the model, and what is added to it, inside infinity.init(), or "
+        "give wrap(..., weights=...)"
     )
     with (
         unchanged(model, footprint, tmp_path),

@@ -12,8 +12,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
+from infinity.modules.init import replace_meta
 from support.models import FAMILIES
 
 
@@ -202,6 +205,31 @@ def _kept_object(module: Any) -> None:
     module.copied = nn.Parameter(parameter.detach() + 1)
 
 
+def _own_memory(module: Any) -> None:
+    weight = module.linear.weight.data
+    weight.copy_(weight.T.clone())
+    module.linear.bias.data.copy_(module.linear.bias.data)
+    module.other.weight.data[:3].copy_(module.other.weight.data[3:])
+
+
+def _alias(module: Any) -> None:
+    """The handle is written, and then the memory that it was made from is read and written."""
+    given = torch.arange(36.0).view(6, 6)
+    module.mine = nn.Parameter(given)
+    module.mine.data.add_(1)
+    given[0].mul_(2)
+    module.seen = nn.Parameter(given[1:].clone())
+
+
+def _through_numpy(module: Any) -> None:
+    """NumPy writes memory that torch made, before and after it is a parameter."""
+    memory = torch.zeros(6, 6)
+    memory.numpy()[:] = np.eye(6)
+    module.mine = nn.Parameter(memory)
+    module.linear.weight.data.copy_(torch.from_numpy(module.other.weight.detach().numpy() * 2))
+    module.linear.bias.data.fill_(module.other.weight.tolist()[0][0])
+
+
 def _views(module: Any) -> None:
     module.first, module.second = (nn.Parameter(each) for each in torch.randn(2, 4).unbind())
 
@@ -252,6 +280,9 @@ WAYS: dict[str, Callable[[Any], object]] = {
         m, "mine", nn.Parameter(torch.arange(5, dtype=torch.int8), requires_grad=False)
     ),
     "kept object": _kept_object,
+    "own memory": _own_memory,
+    "alias": _alias,
+    "through NumPy": _through_numpy,
     "views": _views,
     "deepcopy": lambda m: setattr(m, "copy", copy.deepcopy(m.linear)),
     "tied": lambda m: setattr(m.other, "weight", m.linear.weight),
@@ -298,6 +329,45 @@ def test_a_parameter_that_a_constructor_leaves_uninitialised(
     assert "left: no constructor wrote its values; it starts as zeros" in caplog.text
 
 
+# Memory
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors with memory that operators made, and that are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._storages: list[tuple[StorageWeakRef, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result.is_meta:
+            storage = result.untyped_storage()
+            self._storages.append((StorageWeakRef(storage), storage.nbytes()))
+        self._storages = [each for each in self._storages if not each[0].expired()]
+        live = {reference.cdata: nbytes for reference, nbytes in self._storages}
+        self.most = max(self.most, sum(live.values()))
+        return result
+
+
+def test_no_more_than_one_parameter_and_what_it_is_drawn_on_is_in_memory() -> None:
+    size = 256 * 256 * 4
+    some = 64 << 10  # states of the generator, scalars
+    with LiveBytes() as building, infinity.init():
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+        for module in model:
+            nn.init.trunc_normal_(module.weight)
+    assert size <= building.most <= 5 * size + some  # `trunc_normal_` takes some itself
+    origins = replace_meta(model)
+    with LiveBytes() as making:
+        for parameter in model.parameters():
+            origin = origins[id(parameter)]
+            assert origin is not None
+            assert origin.values(parameter).shape == (256, 256)
+    assert size <= making.most <= 5 * size + some
+
+
 # Seeds
 
 
@@ -339,6 +409,35 @@ def test_draws_can_be_put_off(tmp_path: Path) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert 0.01 < found[0]["linear.weight"].std() < 0.03
     assert found[0]["other.weight"].std() > 0.1
+
+
+def test_another_seed_after_a_wrap_that_failed(tmp_path: Path) -> None:
+    def build(exact: bool) -> nn.Module:
+        with infinity.init(exact=exact):
+            return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for exact in (True, False):
+        model = build(exact)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("infinity.build.Build.move_buffers", fail)
+            wrapped_values(model, tmp_path, seed=1)
+        values = wrapped_values(model, tmp_path, seed=2)
+        expected = wrapped_values(build(exact), tmp_path, seed=2)
+        assert all(torch.equal(values[name], expected[name]) for name in values)
+
+
+def test_parameters_that_take_no_handle_are_left_alone(tmp_path: Path) -> None:
+    with infinity.init():
+        lazy = nn.Sequential(nn.LazyLinear(3))
+        sparse = nn.Linear(3, 3)
+        sparse.weight = nn.Parameter(torch.eye(3).to_sparse())
+    with pytest.raises(infinity.ConfigError, match="its module is lazy"):
+        wrapped_values(lazy, tmp_path)
+    with pytest.raises(infinity.ConfigError, match=r"weight is a sparse_coo tensor"):
+        wrapped_values(sparse, tmp_path)
 
 
 def test_two_models_differ_as_plain_ones_do(tmp_path: Path) -> None:
@@ -396,8 +495,8 @@ def test_a_model_of_the_meta_device_needs_weights(tmp_path: Path) -> None:
     with pytest.raises(
         infinity.ConfigError,
         match=r"^0\.weight is on the meta device and has no values, because it was not built "
-        r"inside infinity\.init\(\); build the model inside infinity\.init\(\), or give "
-        r"wrap\(\.\.\., weights=\.\.\.\)$",
+        r"inside infinity\.init\(\); build the model, and what is added to it, "
+        r"inside infinity\.init\(\), or give wrap\(\.\.\., weights=\.\.\.\)$",
     ):
         wrapped_values(model, tmp_path, seed=0)
     plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).state_dict()

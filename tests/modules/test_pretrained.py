@@ -17,6 +17,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
 )
+from transformers.modeling_utils import LoadStateDictConfig
 
 import infinity
 from infinity.modules.tensors import Tensors
@@ -109,6 +110,21 @@ def test_embeddings_that_are_resized_after_loading(
     check(make, tmp_path)
 
 
+def test_weights_that_are_changed_after_loading(tmp_path: Path) -> None:
+    """The file is mapped, and a change must not reach it."""
+    built: Any = FAMILIES["llama"].build()
+    built.config.save_pretrained(tmp_path / "saved")
+    torch.save(built.state_dict(), tmp_path / "saved" / "pytorch_model.bin")
+
+    def make() -> nn.Module:
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
+        model.model.norm.weight.data.mul_(2)
+        model.model.norm.weight.data.mul_(model.model.norm.weight.sum().item())
+        return model
+
+    check(make, tmp_path)
+
+
 def test_a_tied_weight_that_is_stored_twice(tmp_path: Path) -> None:
     built: Any = FAMILIES["llama"].build()
     state = {name: value.clone() for name, value in built.state_dict().items()}
@@ -152,6 +168,29 @@ def test_a_from_pretrained_of_another_kind_keeps_its_values(tmp_path: Path) -> N
         model = Mine.from_pretrained(tmp_path / "mine.pt")
     values = wrapped_values(model, tmp_path)
     assert all(torch.equal(values[name], plain[name]) for name in plain)
+
+
+def test_an_adapter_that_is_loaded_after_the_model(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As `load_adapter` of transformers does for a directory of PEFT; it takes the device of the
+    model, which is meta."""
+    options = LoadStateDictConfig(
+        dtype=torch.float32, device_map={"": torch.device("meta")}, weight_mapping=[]
+    )
+    given = {"model.norm.weight": torch.full((32,), 3.0)}
+    with infinity.init():
+        model = AutoModelForCausalLM.from_pretrained(saved("llama"))
+        load = getattr(PreTrainedModel, "_load_pretrained_model")  # noqa: B009
+        load(
+            model=model,
+            state_dict=given,
+            checkpoint_files=None,
+            load_config=options,
+            expected_keys=list(given),
+        )
+    values = wrapped_values(model, tmp_path)
+    assert torch.equal(values["model.norm.weight"], given["model.norm.weight"])
 
 
 def test_a_shape_that_differs_is_refused_by_transformers(saved: Callable[[str], Path]) -> None:
