@@ -205,7 +205,7 @@ class Tape:
         found = None if number is None else self._cells.get(number)
         return None if found is None or found[0].expired() else found[1]
 
-    def join(self, storage: torch.UntypedStorage, cell: Cell) -> None:
+    def tie(self, storage: torch.UntypedStorage, cell: Cell) -> None:
         """`storage` is the memory of `cell`."""
         self._cells[int(storage._cdata)] = (StorageWeakRef(storage), cell)
 
@@ -215,7 +215,7 @@ class Tape:
         if cell is None:
             storage = tensor.untyped_storage()
             cell = Cell(storage.nbytes(), device or tensor.device)
-            self.join(storage, cell)
+            self.tie(storage, cell)
         return Place(
             cell,
             tensor.dtype,
@@ -229,7 +229,7 @@ class Tape:
         place = self.place(tensor)
         if place.cell.handle is None:
             place.cell.handle = torch.UntypedStorage(place.cell.nbytes, device="meta")
-            self.join(place.cell.handle, place.cell)
+            self.tie(place.cell.handle, place.cell)
         return place.over(place.cell.handle)
 
     def end(self) -> None:

@@ -118,6 +118,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "directories/lock.py _LockFile._take": NEVER,  # LOCK_NB
     "directories/lock.py _Held.__init__": NEVER,
     "modules/gathered.py _Reading.begin": STORE,
+    "modules/gathered.py _Reading._take": COLLECTIVE,
     "modules/gathered.py _Reading.end": STORE,
     "modules/interleave.py Interleaver._run_together": TURN,
     "modules/interleave.py Interleaver._await_end": (
