@@ -18,13 +18,13 @@ from infinity.checkpoint.checkpoints import Checkpoints
 from infinity.closing import shut_down
 from infinity.config import Config
 from infinity.device import ComputeDevice
+from infinity.directories.mapped import mapped
 from infinity.errors import ConfigError, EngineClosedError, in_words
 from infinity.modules.execution import Executions
 from infinity.modules.facade import Facade
 from infinity.modules.hooks import Hooks
 from infinity.modules.interleave import Interleaver
 from infinity.modules.load import persistent_buffers
-from infinity.modules.mapped import mapped
 from infinity.observe import Recorder
 from infinity.optim.lazy_gradient import LazyGradients
 from infinity.optim.norm import clip, clip_factor
@@ -183,7 +183,7 @@ class Engine:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What `model.state_dict()` of the plain model would be, on the host. Parameters are mapped
         from unnamed files in the first NVMe directory, or where `tempfile` puts files, and take no
-        memory that the kernel cannot have back (`modules/mapped`).
+        memory that the kernel cannot have back (`directories/mapped`).
 
         With several ranks every rank must call it, and each gets the whole, which any number of
         data and tensor parallel ranks can take: of DTensors, too, plain tensors of the whole shape,

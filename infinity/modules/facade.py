@@ -9,7 +9,7 @@ somebody puts around it. The class of a module stays what it is.
 | call | what it does |
 |---|---|
 | `to`, `cuda`, `half` and their kin | nothing where parameters stay as they are, else it raises |
-| `state_dict` | gives ordinary tensors, each mapped from a file on the drive (`modules/mapped`) |
+| `state_dict` | gives ordinary tensors, mapped from files (`directories/mapped`) |
 | `load_state_dict` | writes to the parameters through `gathered`, unit by unit |
 | `pickle`, `torch.save(model)`, `copy.deepcopy` | raises a sentence that names the way out |
 
@@ -28,9 +28,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from infinity.directories.mapped import mapped
 from infinity.errors import ShardedParameterError
 from infinity.modules.gathered import gathered
-from infinity.modules.mapped import mapped
 from infinity.placement.spec import Kind
 from infinity.sharding.parameter import COPIED, MOVED, SAVED, ShardedParameter
 from infinity.sharding.tensor_parallel import local, part_in, whole

@@ -403,10 +403,11 @@ class Optimizer(torch.optim.Optimizer):
         """As in torch: per parameter `step`, the states by torch's names and, for bf16 and fp16
         parameters, the fp32 `master`.
 
-        Waits for pending updates. All states are returned in host memory, so this needs as much as
-        they have bytes; with several ranks every rank must call it and gets the whole, of DTensors,
-        too: plain tensors. A parameter that was never updated has no state, as in torch; its
-        master, if it has more bits than the parameter, is in `masters`, by its number.
+        Waits for pending updates. States are mapped from unnamed files, as by `Engine.state_dict`,
+        so they take no memory that the kernel cannot have back. With several ranks every rank must
+        call it and gets the whole, of DTensors, too: plain tensors. A parameter that was never
+        updated has no state, as in torch; its master, if it has more bits than the parameter, is in
+        `masters`, by its number.
         """
         self.updater.drain()
         packed = super().state_dict()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from infinity.directories.mapped import mapped
 from infinity.errors import ConfigError
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import part_in, whole
@@ -41,8 +42,8 @@ def kinds(optimizer: Optimizer) -> list[tuple[str, Kind]]:
 
 def add_states(packed: dict[str, Any], optimizer: Optimizer, steps: Mapping[int, int]) -> None:
     """Add states to `packed`, a state dict of torch: the `state` of every parameter with more than
-    0 `steps` (by its id), and the `masters` of the others. Whole tensors on the host; every rank
-    must call it."""
+    0 `steps` (by its id), and the `masters` of the others. Whole tensors on the host, mapped from
+    unnamed files (`directories/mapped`); every rank must call it."""
     number_of = numbers(optimizer)
     masters = packed["masters"] = {}
     for unit in optimizer.units:
@@ -56,9 +57,9 @@ def add_states(packed: dict[str, Any], optimizer: Optimizer, steps: Mapping[int,
                 if count:
                     first = {"step": torch.tensor(float(count))}
                     state = packed["state"].setdefault(number_of[id(parameter)], first)
-                    state[name] = whole(part, parameter).clone()
+                    state[name] = mapped(whole(part, parameter), unit.files)
                 elif kind is Kind.MASTER and id(parameter) in number_of:
-                    masters[number_of[id(parameter)]] = whole(part, parameter).clone()
+                    masters[number_of[id(parameter)]] = mapped(whole(part, parameter), unit.files)
 
 
 def restore(unit: Unit, kind: Kind, values: list[torch.Tensor | None]) -> None:

@@ -162,7 +162,7 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         if args and isinstance(args[0], ShardedParameter) and _keeps(args[0], name, args, kwargs):
             return args[0]
-        if name in _LIKE and isinstance(args[0], ShardedParameter):
+        if name in _LIKE and isinstance(args[0], ShardedParameter) and not _way_out():
             return func(_without_data(args[0]), *args[1:], **(kwargs or {}))
         owner, parameter = next(
             ((type(a), a) for a in _flatten((args, kwargs)) if isinstance(a, ShardedParameter)),

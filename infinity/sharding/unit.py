@@ -178,6 +178,8 @@ class Unit:
         self.store, self.algorithm = store, config.algorithm
         self.data = ParameterData(self, config.tuning.poison)
         """What the parameters point at."""
+        self.files = config.nvme[0] if config.nvme else None
+        """Where state dicts are mapped from; None leaves that to `tempfile`."""
         # Directories for states that have no block.
         self.spill = config.nvme if config.optimizer == "nvme" else ()
 

@@ -146,6 +146,18 @@ def test_a_state_dict_lies_in_unnamed_files(nvme: bool, tmp_path: Path) -> None:
     infinity.engine(model).close()
 
 
+def test_states_of_an_optimizer_lie_there_too(wrapped: Transformer, tmp_path: Path) -> None:
+    optimizer = infinity.AdamW(wrapped.parameters())
+    wrapped(**text_batch(0)).loss.backward()
+    optimizer.step()
+    state = optimizer.state_dict()["state"]
+    assert len(state) == len(list(wrapped.parameters()))
+    for number, parameter in enumerate(wrapped.parameters()):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert state[number][name].shape == parameter.shape
+            assert file_of(state[number][name]).startswith(str(tmp_path))
+
+
 def test_a_full_drive_is_named(wrapped: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def __init__(self, **_: Any) -> None:
