@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.device import ComputeDevice
 from infinity.free_memory import Memory
 from support.discrete import DiscreteDevice
 from support.rank_group import RANKS, OnRanks
@@ -40,6 +41,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+@pytest.fixture(autouse=True)
+def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers on every machine."""
+    monkeypatch.setattr(f"{BUILD}.ComputeDevice", lambda kind: ComputeDevice("cpu"))
 
 
 @contextmanager
@@ -160,6 +167,7 @@ def work(task: None, where: Path, rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         memory = Memory(20 << 30, (16 - 4 * rank) << 30, "this machine")
         patch.setattr(f"{BUILD}.read_host", lambda: memory)
+        patch.setattr(f"{BUILD}.ComputeDevice", lambda kind: ComputeDevice("cpu"))
         patch.delenv("LOCAL_WORLD_SIZE", raising=False)
         with trained(infinity.Config(nvme=where)) as (losses, engine):
             report = engine.report()

@@ -104,7 +104,7 @@ def test_a_config_takes_keys() -> None:
 @pytest.fixture(scope="module")
 def wrapped() -> Iterator[nn.Module]:
     """One for all tests: whatever is refused leaves it of use."""
-    model = infinity.wrap(build())
+    model = infinity.wrap(build(), infinity.Config(tuning={"device": "cpu"}))
     yield model
     infinity.engine(model).close()
 
