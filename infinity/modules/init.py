@@ -59,6 +59,10 @@ def init(*, exact: bool = True) -> Iterator[None]:
     do, and drawn again by `wrap`. With `exact=False` they are drawn by `wrap` alone, and only those
     that are needed: faster before `weights=`, but with other values than plain constructors give.
 
+    What is written to parameters after `init` and before `wrap` is lost. `wrap` refuses it, unless
+    it was written through `.data`, which nobody can see. Ranks that train one model have to draw
+    the same numbers: seed them alike, or give `wrap` a seed.
+
     `from_pretrained` of transformers reads no weights: `wrap` streams them from their files. Import
     transformers before; otherwise the weights stay in memory until `wrap` is done.
 

@@ -31,7 +31,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def save(family: str) -> Path:
         if not (place / family).is_dir():
-            FAMILIES[family].build().save_pretrained(place / family, max_shard_size="50KB")
+            with torch.random.fork_rng():
+                FAMILIES[family].build().save_pretrained(place / family, max_shard_size="50KB")
         return place / family
 
     return save
@@ -146,8 +147,9 @@ def test_each_tensor_is_read_once_and_by_wrap(
         return read(tensors, name, bounds)
 
     monkeypatch.setattr(Tensors, "read", counted)
+    path = saved("mixtral")
     with infinity.init():
-        model = AutoModelForCausalLM.from_pretrained(saved("mixtral"))
+        model = AutoModelForCausalLM.from_pretrained(path)
     assert reads == {}
     wrapped_values(model, tmp_path)
     assert set(reads.values()) == {1}
@@ -179,8 +181,9 @@ def test_an_adapter_that_is_loaded_after_the_model(
         dtype=torch.float32, device_map={"": torch.device("meta")}, weight_mapping=[]
     )
     given = {"model.norm.weight": torch.full((32,), 3.0)}
+    path = saved("llama")
     with infinity.init():
-        model = AutoModelForCausalLM.from_pretrained(saved("llama"))
+        model = AutoModelForCausalLM.from_pretrained(path)
         load = getattr(PreTrainedModel, "_load_pretrained_model")  # noqa: B009
         load(
             model=model,
@@ -194,12 +197,14 @@ def test_an_adapter_that_is_loaded_after_the_model(
 
 
 def test_a_shape_that_differs_is_refused_by_transformers(saved: Callable[[str], Path]) -> None:
+    path = saved("llama")
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"), infinity.init():
-        AutoModelForCausalLM.from_pretrained(saved("llama"), intermediate_size=48)
+        AutoModelForCausalLM.from_pretrained(path, intermediate_size=48)
 
 
 def test_a_device_map_is_refused(saved: Callable[[str], Path]) -> None:
     before = vars(PreTrainedModel)["_load_pretrained_model"]
+    path = saved("llama")
     with (
         pytest.raises(
             infinity.ConfigError,
@@ -210,5 +215,5 @@ def test_a_device_map_is_refused(saved: Callable[[str], Path]) -> None:
         infinity.init(),
     ):
         patch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: True)
-        AutoModelForCausalLM.from_pretrained(saved("llama"), device_map={"": "disk"})
+        AutoModelForCausalLM.from_pretrained(path, device_map={"": "disk"})
     assert vars(PreTrainedModel)["_load_pretrained_model"] is before
