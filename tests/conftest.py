@@ -21,6 +21,7 @@ from support import elsewhere
 from support.budgets import BUDGETS, ROOMY
 from support.configs import config_of
 from support.rank_group import RANKS, Group, OnRanks
+from support.threads import count_threads
 
 elsewhere.move()
 
@@ -111,21 +112,12 @@ def smallest() -> Callable[..., dict[str, int]]:
     return find
 
 
-def _name(task: Path) -> str:
-    try:
-        return (task / "comm").read_text()
-    except OSError:  # it has ended since it was listed
-        return "iou-"
-
-
 class Footprint:
     """What this process holds that an engine could leave behind."""
 
     def __init__(self) -> None:
         gc.collect()
-        names = [_name(task) for task in Path("/proc/self/task").iterdir()]
-        # The kernel's workers of a ring come and go.
-        self.threads = sum(not name.startswith("iou-") for name in names)
+        self.threads = count_threads()
         self.python_threads = {thread.name for thread in threading.enumerate()}
         self.descriptors = sorted(
             str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()

@@ -27,6 +27,7 @@ from infinity.modules.hooks import Hooks
 from infinity.optim.updater import Updater
 from infinity.sharding.states import States
 from support.configs import config_of
+from support.threads import count_threads
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
 
@@ -133,8 +134,7 @@ class Seen:
             tables[:] = [[(key, id(value)) for key, value in table] for table in tables]
         self.generator = bits(torch.get_rng_state())
         self.threads = sorted(thread.name for thread in threading.enumerate())
-        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-        self.tasks = sum(not name.startswith("iou-") for name in names)
+        self.tasks = count_threads()
         self.descriptors = sorted(
             str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
         )
