@@ -1,4 +1,8 @@
-"""Saving and loading the state of one engine, while nothing of it is under way."""
+"""Saving and loading the state of one engine, while nothing of it is under way.
+
+The files that import torch.distributed.checkpoint, which takes long, are imported by the first save
+or load.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from infinity.checkpoint.loading import load
-from infinity.checkpoint.saving import save
-from infinity.checkpoint.state import EngineState
 from infinity.errors import ConfigError
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import Updater
@@ -21,6 +22,9 @@ from infinity.sharding.exchange import Exchange
 from infinity.sharding.ranks import whole_group
 from infinity.sharding.unit import MOMENTS, Unit
 from infinity.sharding.use import described
+
+if TYPE_CHECKING:
+    from infinity.checkpoint.state import EngineState
 
 Buffers = Mapping[str, torch.Tensor]
 """The persistent buffers of the model, by name; of a DTensor what this rank has."""
@@ -46,10 +50,14 @@ class Checkpoints:
         self, buffers: Buffers, directory: Path, optimizers: Optimizers, extra: Mapping[str, Any]
     ) -> None:
         """See `Engine.save_checkpoint`."""
+        from infinity.checkpoint.saving import save  # not at the top: see there
+
         save(self._state(buffers, optimizers), directory.absolute(), extra)
 
     def load(self, buffers: Buffers, directory: Path, optimizers: Optimizers) -> dict[str, Any]:
         """See `Engine.load_checkpoint`."""
+        from infinity.checkpoint.loading import load  # not at the top: see there
+
         state, owners = self._state(buffers, optimizers), self._updater.owners
         shared = owners.beside(
             {u: None for each in state.optimizers for u in each.units}, state.optimizers
@@ -70,6 +78,8 @@ class Checkpoints:
         return extra
 
     def _state(self, buffers: Buffers, given: Optimizers) -> EngineState:
+        from infinity.checkpoint.state import EngineState  # not at the top: see there
+
         optimizers = list(given) if isinstance(given, Sequence) else [given]
         if not all(
             isinstance(each, Optimizer) and each.updater is self._updater for each in optimizers

@@ -11,7 +11,6 @@ from typing import NamedTuple, SupportsIndex
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -21,6 +20,7 @@ from infinity.errors import ConfigError, in_words
 from infinity.modules.grouping import stored_as
 from infinity.rates import DTYPES
 from infinity.sharding.parameter import ShardedParameter
+from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tensor_parallel import local
 from infinity.sharding.use import GatheredParameter
 
@@ -190,7 +190,7 @@ def _spans(model: nn.Module) -> Iterator[_MemorySpan]:
 def _is_made_of_others(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no memory of its own, but tensors inside that have; not a DTensor, whose
     local tensor counts."""
-    return bool(is_traceable_wrapper_subclass(tensor)) and not isinstance(tensor, DTensor)
+    return bool(is_traceable_wrapper_subclass(tensor)) and not is_dtensor(tensor)
 
 
 def _overlap(one: _MemorySpan, other: _MemorySpan) -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError, ShardedParameterError, in_words
 from infinity.placement.spec import Kind
 from infinity.sharding import collectives
 from infinity.sharding.parameter import ShardedParameter
+from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import Showing, collected, described
 
@@ -94,7 +94,7 @@ def _check_rank(rank: object, parameters: Sequence[torch.Tensor]) -> None:
             f"infinity.gathered: write_rank={rank!r} must be a rank of torch.distributed, 0 to "
             f"{number - 1}"
         )
-    if any(isinstance(parameter, DTensor) for parameter in parameters):
+    if any(map(is_dtensor, parameters)):
         raise ConfigError(
             "infinity.gathered: write_rank is for plain parameters, because a rank has a part of a "
             "DTensor; write on all ranks, with write=True"

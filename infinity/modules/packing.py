@@ -30,6 +30,7 @@ in front of them for hooks that are entered in the checkpoint.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -90,7 +91,11 @@ class HandedDown(NamedTuple):
 
 
 def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook`, with a frame of torch's around it: torch.compile does not look into it."""
+    """`hook`, with a frame of torch's around it: torch.compile does not look into it.
+
+    It imports torch._dynamo, which takes long. So it is for objects of a wrapped model, not for
+    classes and functions, which are made when this file is imported.
+    """
     disabled: Callable[..., Any] = torch.compiler.disable(hook, reason=NO_GRAPH)
     return disabled
 
@@ -106,8 +111,12 @@ class Packer:
         bring: Callable[[PackedView], torch.Tensor],
     ) -> None:
         self._locate, self._offloader, self._bring = locate, offloader, bring
+        self.pack_hook = uncompiled(self.pack)
+        """`pack`, for torch to call, through a `_Pack`."""
         self.unpack_hook = uncompiled(self.unpack)
         """`unpack`, for torch to call."""
+        self.push = uncompiled(_push)
+        """What torch calls through a `_Push` while this packer is on top."""
 
     def context(self, recomputing: bool = False) -> saved_tensors_hooks | None:
         """Hooks to enter now, on top of those that are there; None where the packer is on top
@@ -127,7 +136,7 @@ class Packer:
             and not top[0].passes
         ):
             return None
-        return _OnTop(_Pack(self, top, recomputing), self.unpack_hook)
+        return _OnTop(_Pack(self, top, recomputing))
 
     def pack(
         self, tensor: torch.Tensor, under: _Pair | None, recomputing: bool, passes: bool
@@ -176,27 +185,38 @@ class Packer:
         return self._locate(address)
 
 
-class _Pack:
+class _Pack(functools.partial[Any]):
     """The pack hook, which can be told from those of others. `under` are the hooks below; they get
-    all that it `passes`."""
+    all that it `passes`.
 
-    def __init__(
-        self, packer: Packer, under: _Pair | None, recomputing: bool, passes: bool = False
-    ) -> None:
+    A partial, because a call of it has no frame of ours that torch.compile would look into.
+    """
+
+    packer: Packer
+    under: _Pair | None
+    recomputing: bool
+    passes: bool
+
+    def __new__(
+        cls, packer: Packer, under: _Pair | None, recomputing: bool, passes: bool = False
+    ) -> _Pack:
+        self = super().__new__(
+            cls, packer.pack_hook, under=under, recomputing=recomputing, passes=passes
+        )
         self.packer, self.under, self.recomputing, self.passes = packer, under, recomputing, passes
-
-    def __call__(self, tensor: torch.Tensor) -> Any:
-        return self.packer.pack(tensor, self.under, self.recomputing, self.passes)
-
-    __call__ = uncompiled(__call__)
+        return self
 
 
 class _OnTop(saved_tensors_hooks):
     """Enters the hooks of a packer, and until its end keeps the packer in front of hooks that are
     entered meanwhile."""
 
+    def __init__(self, hook: _Pack) -> None:
+        super().__init__(hook, hook.packer.unpack_hook)
+        self._packer = hook.packer
+
     def __enter__(self) -> None:
-        self._push = _Push.begin()
+        self._push = _Push.begin(self._packer)
         try:
             super().__enter__()
         except BaseException:
@@ -208,22 +228,26 @@ class _OnTop(saved_tensors_hooks):
         self._push.end()
 
 
-class _Push:
+class _Push(functools.partial[None]):
     """What is in the place of torch's function that enters hooks, from `begin` until as many calls
-    of `end`."""
+    of `end`. A partial for the reason that `_Pack` is one."""
 
     _changing: ClassVar = threading.Lock()
+    _plain: Callable[..., None]
+    _users: int
 
-    def __init__(self, plain: Callable[..., None]) -> None:
+    def __new__(cls, packer: Packer, plain: Callable[..., None]) -> _Push:
+        self = super().__new__(cls, packer.push, plain)
         self._plain = plain
         self._users = 0
+        return self
 
     @classmethod
-    def begin(cls) -> _Push:
+    def begin(cls, packer: Packer) -> _Push:
         """What is there now; it belongs to one more user."""
         with cls._changing:
             found = torch._C._autograd._push_saved_tensors_default_hooks
-            push = found if isinstance(found, cls) else cls(found)
+            push = found if isinstance(found, cls) else cls(packer, found)
             torch._C._autograd._push_saved_tensors_default_hooks = push
             push._users += 1
         return push
@@ -236,21 +260,23 @@ class _Push:
             if not self._users and torch._C._autograd._push_saved_tensors_default_hooks is self:
                 torch._C._autograd._push_saved_tensors_default_hooks = self._plain
 
-    def __call__(
-        self, pack_hook: Callable[[torch.Tensor], Any], unpack_hook: Callable[[Any], torch.Tensor]
-    ) -> None:
-        """Enter these hooks, with the packers in front of them that are so now."""
-        hooks: _Pair = pack_hook, unpack_hook
-        if not isinstance(pack_hook, _Pack):
-            passes = getattr(pack_hook, "__module__", None) == _CHECKPOINTS
-            for front in _in_front():
-                hooks = (
-                    _Pack(front.packer, hooks, front.recomputing, passes),
-                    front.packer.unpack_hook,
-                )
-        self._plain(*hooks)
 
-    __call__ = uncompiled(__call__)
+def _push(
+    plain: Callable[..., None],
+    pack_hook: Callable[[torch.Tensor], Any],
+    unpack_hook: Callable[[Any], torch.Tensor],
+) -> None:
+    """Enter these hooks with torch's function `plain`, with the packers in front of them that are
+    so now."""
+    hooks: _Pair = pack_hook, unpack_hook
+    if not isinstance(pack_hook, _Pack):
+        passes = getattr(pack_hook, "__module__", None) == _CHECKPOINTS
+        for front in _in_front():
+            hooks = (
+                _Pack(front.packer, hooks, front.recomputing, passes),
+                front.packer.unpack_hook,
+            )
+    plain(*hooks)
 
 
 def _top() -> _Pair | None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tensor_parallel import attach, local
 
 _TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict)]
@@ -32,7 +32,7 @@ class Snapshot:
                 (table, dict(table)) for table in (vars(module), *tables) if isinstance(table, dict)
             ]
         self._parameters = [
-            (p, type(p), local(p) if isinstance(p, DTensor) else p.data) for p in model.parameters()
+            (p, type(p), local(p) if is_dtensor(p) else p.data) for p in model.parameters()
         ]
         self._contents: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -48,7 +48,7 @@ class Snapshot:
             table.update(entries)
         for parameter, kind, data in self._parameters:
             parameter.__class__ = kind
-            if isinstance(parameter, DTensor):
+            if is_dtensor(parameter):
                 attach(parameter, data)
             else:
                 parameter.data = data

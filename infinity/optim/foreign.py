@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from infinity import nvme
 from infinity.errors import ConfigError, in_words
@@ -33,6 +32,7 @@ from infinity.optim.state_dict import misfit, numbers
 from infinity.optim.step import Step
 from infinity.placement.spec import Kind
 from infinity.quantities import round_up
+from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.unit import MOMENTS, Unit
 
 log = logging.getLogger("infinity")
@@ -201,7 +201,7 @@ class Adapted(Optimizer):
 
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ConfigError` for DTensors; the torch optimizer has checked its settings."""
-        if any(isinstance(parameter, DTensor) for parameter in group["params"]):
+        if any(map(is_dtensor, group["params"])):
             raise ConfigError(
                 f"{self.kind.__name__} would see of a DTensor what this rank has of it, and not "
                 "the whole; with tensor parallelism take infinity.AdamW or one of its family"

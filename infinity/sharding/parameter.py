@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from infinity.errors import ConfigError, EngineClosedError, ShardedParameterError
 from infinity.sharding.copied import writes
+from infinity.sharding.recognize import is_dtensor_class
 from infinity.sharding.value import LazyValue, on_values, readable
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def _way_out() -> str:
 def guard_for(unit: Unit, kind: type[torch.Tensor]) -> type[ShardedParameter]:
     """The class of those parameters of `unit`, or their local tensors, that are of class `kind`
     while they are gathered."""
-    bases = (ShardedParameter, kind) if issubclass(kind, DTensor) else (ShardedParameter,)
+    bases = (ShardedParameter, kind) if is_dtensor_class(kind) else (ShardedParameter,)
     return type("ShardedParameter", bases, {"unit": unit})
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from infinity.sharding.parameter import guard_for
+from infinity.sharding.recognize import is_dtensor
 from infinity.sharding.tensor_parallel import attach, local
 from infinity.sharding.use import GatheredParameter, Views, Window
 
@@ -44,9 +44,7 @@ class ParameterData:
         dtype = unit.dtype
         parameters = unit.parameters
         self._placeholder = torch.full((), torch.nan if dtype.is_floating_point else 0, dtype=dtype)
-        self._tensors = [
-            torch.empty(0, dtype=dtype) if isinstance(p, DTensor) else p for p in parameters
-        ]
+        self._tensors = [torch.empty(0, dtype=dtype) if is_dtensor(p) else p for p in parameters]
         held = {id(t): t for t in (*parameters, *self._tensors)}.values()
         guards = {kind: guard_for(unit, kind) for kind in dict.fromkeys(map(type, held))}
         # With their classes while gathered, and while not.
@@ -108,7 +106,7 @@ class ParameterData:
             self._unit.parameters, self._tensors, self._unit.layout.places, strict=True
         ):
             tensor.data = self._placeholder.expand(place.shape)
-            if isinstance(parameter, DTensor) and local(parameter) is not tensor:
+            if is_dtensor(parameter) and local(parameter) is not tensor:
                 attach(parameter, tensor)
         for tensor, _, guard in self._guarded:
             tensor.__class__ = guard

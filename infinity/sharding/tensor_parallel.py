@@ -24,18 +24,20 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from infinity.errors import ConfigError
 from infinity.sharding import collectives
 from infinity.sharding.ranks import Ranks
+from infinity.sharding.recognize import is_dtensor, is_fully_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 class LocalPart(NamedTuple):
@@ -64,6 +66,8 @@ class Form(NamedTuple):
 
     def wrap(self, tensor: torch.Tensor) -> DTensor:
         """The DTensor of this form whose local tensor is a view of `tensor`."""
+        from torch.distributed.tensor import DTensor  # see `recognize`
+
         return DTensor.from_local(
             tensor,
             self.mesh,
@@ -76,7 +80,7 @@ class Form(NamedTuple):
 
 def form_of(tensor: torch.Tensor) -> Form | None:
     """The form of a DTensor; None for every other tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return None
     with torch._C.DisableTorchFunctionSubclass():
         return Form(tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
@@ -84,13 +88,15 @@ def form_of(tensor: torch.Tensor) -> Form | None:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a DTensor; any other tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def cut_along(tensor: torch.Tensor) -> int | None:
     """The dimension that tensor parallel ranks divide among them; None where each has all of it."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return None
+    from torch.distributed.tensor import Shard  # see `recognize`
+
     (placement,) = tensor.placements
     return placement.dim % tensor.ndim if isinstance(placement, Shard) else None
 
@@ -130,17 +136,19 @@ def whole(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def part_in(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of `value`, a whole tensor or a DTensor, as `like` is divided."""
-    return local_gradient(value, like) if isinstance(value, DTensor) else value[bounds_of(like)]
+    return local_gradient(value, like) if is_dtensor(value) else value[bounds_of(like)]
 
 
 def local_gradient(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """What this rank keeps of `gradient`; a DTensor is first divided, or summed up, as its
     parameter is."""
-    if not isinstance(gradient, DTensor):
+    if not is_dtensor(gradient):
         return gradient
+    from torch.distributed.tensor import Replicate  # see `recognize`
+
     wanted = (
         parameter.placements
-        if isinstance(parameter, DTensor)
+        if is_dtensor(parameter)
         else (Replicate(),) * gradient.device_mesh.ndim
     )
     if gradient.placements != wanted:
@@ -165,14 +173,14 @@ def with_tensor_parallel(ranks: Ranks, model: nn.Module, device: torch.device) -
     Raises `ConfigError` for DTensors that cannot be sharded further over `ranks`, on every rank,
     before anything is changed.
     """
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if any(map(is_fully_sharded, model.modules())):
         raise ConfigError(
             "the model was given to fully_shard; infinity shards over the data parallel "
             "ranks itself: leave that out"
         )
-    parameters = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    parameters = {name: p for name, p in model.named_parameters() if is_dtensor(p)}
     for name, buffer in model.named_buffers():
-        if isinstance(buffer, DTensor) and not all(
+        if is_dtensor(buffer) and not all(
             placement.is_replicate() for placement in buffer.placements
         ):
             raise ConfigError(
@@ -211,6 +219,8 @@ def with_tensor_parallel(ranks: Ranks, model: nn.Module, device: torch.device) -
 def _check(
     name: str, parameter: DTensor, first: str, mesh: DeviceMesh, device: torch.device
 ) -> None:
+    from torch.distributed.tensor import Replicate, Shard  # see `recognize`
+
     if parameter.device_mesh != mesh:
         raise ConfigError(
             f"{first} is a DTensor on {mesh}, and {name} on {parameter.device_mesh}; all "

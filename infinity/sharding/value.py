@@ -19,13 +19,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from infinity.errors import ShardedParameterError
 from infinity.placement.spec import Kind
 from infinity.sharding.copied import read_only
 from infinity.sharding.lazy_tensor import LazyTensor
+from infinity.sharding.recognize import is_dtensor
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
@@ -39,7 +39,7 @@ _WRITE = (
 
 def readable(unit: Unit, index: int) -> bool:
     """Whether a parameter may be read outside of a forward."""
-    return not unit.shared and not isinstance(unit.parameters[index], DTensor)
+    return not unit.shared and not is_dtensor(unit.parameters[index])
 
 
 def read(unit: Unit, index: int) -> torch.Tensor:
