@@ -31,6 +31,9 @@ in front of them for hooks that are entered in the checkpoint.
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
@@ -96,6 +99,11 @@ def uncompiled(hook: Callable[..., Any]) -> Callable[..., Any]:
     It imports torch._dynamo, which takes long. So it is for objects of a wrapped model, not for
     classes and functions, which are made when this file is imported.
     """
+    if "torch._dynamo" not in sys.modules:
+        importlib.import_module("torch._dynamo")
+        # Errors that it catches meanwhile stay in cycles with the frames of all callers, and so
+        # with the model and what its parameters held before.
+        gc.collect()
     disabled: Callable[..., Any] = torch.compiler.disable(hook, reason=NO_GRAPH)
     return disabled
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 PROGRAM = """
-import contextlib, io, json, sys
+import contextlib, gc, io, json, sys, weakref
 
 def note():
     found.append(sorted(sys.modules))
@@ -23,8 +23,16 @@ with contextlib.redirect_stdout(io.StringIO()):
     app(["--help"], standalone_mode=False)
 note()
 
-model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-model = infinity.wrap(model, infinity.Config(tuning=infinity.Tuning(device="cpu")))
+def wrapped():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    return infinity.wrap(model, infinity.Config(tuning=infinity.Tuning(device="cpu")))
+
+gc.collect()
+gc.disable()
+assert weakref.ref(wrapped())() is None, "an import keeps the frames of wrap"
+gc.enable()
+
+model = wrapped()
 optimizer = infinity.AdamW(model.parameters())
 model(torch.ones(2, 4)).sum().backward()
 optimizer.step()
@@ -47,7 +55,7 @@ SLOW = {
 
 def test_modules_are_imported_when_they_are_needed() -> None:
     """`import infinity` and the help of the command import nothing that takes seconds. A training
-    step imports no checkpoints."""
+    step imports no checkpoints. What `wrap` imports does not keep the model."""
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
