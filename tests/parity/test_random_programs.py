@@ -18,7 +18,7 @@ from random_programs.mutations import MUTATIONS, Mutation
 from support.children import CHILD
 
 EACH = 10
-SEEDS = 10  # `make random-programs` runs thousands
+SEEDS = 6  # `make random-programs` runs thousands
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
