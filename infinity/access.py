@@ -5,16 +5,18 @@ from __future__ import annotations
 import torch
 
 from infinity.errors import ConfigError, EngineClosedError
+from infinity.optim.adam import Adam
+from infinity.optim.rules import SGD, Adagrad, Lion
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import part_in, whole
 from infinity.sharding.unit import Unit
 from infinity.sharding.use import place_of
 
 _MOMENTS: dict[str, dict[str, Kind]] = {
-    "adam": {"exp_avg": Kind.EXP_AVG, "exp_avg_sq": Kind.EXP_AVG_SQ},
-    "adagrad": {"sum": Kind.EXP_AVG_SQ},
-    "lion": {"exp_avg": Kind.EXP_AVG},
-    "momentum": {"momentum_buffer": Kind.EXP_AVG},
+    "adam": Adam.states,
+    "adagrad": Adagrad.states,
+    "lion": Lion.states,
+    "momentum": SGD.states,
 }
 """The moments of each `Config.algorithm`, by torch's names."""
 
@@ -80,8 +82,7 @@ def set_state(
         kind = Kind.MASTER  # which takes the value along
     unit.listeners.updates.drain()
     part = value if local else _local_part(unit, index, part_in(value, unit.parameters[index]))
-    before = unit.states.read(kind)
-    after = before.clone()
+    after = unit.states.read(kind)
     overlap = unit.layout.overlap(index, unit.rank)
     after[overlap.in_shard : overlap.in_shard + overlap.length] = part
     unit.states.write(kind, after)
