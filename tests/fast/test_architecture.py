@@ -30,6 +30,7 @@ LAYERS = """\
 9 infinity: __init__ access accumulation build closing engine report
 9 models
 10 bench
+10 deepspeed
 11 cli
 12 infinity: __main__
 """

@@ -1,0 +1,1 @@
+"""Scripts and configurations that were written for DeepSpeed."""

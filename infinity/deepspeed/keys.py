@@ -1,0 +1,542 @@
+"""Every key of a DeepSpeed configuration, as data: its values, its default, and what becomes of it.
+
+[Note: treatments]
+exact    The engine does what the key says.
+mapped   The engine has another mechanism for the same end, which `becomes` names.
+ignored  The key changes neither numbers nor places, and the engine decides by itself. A notice says
+         so.
+refused  The key asks for other numbers, or for a feature that the engine does not have.
+
+A default, and a value in `off`, asks for nothing that the engine does not do anyway. So it is
+`exact` for every key.
+
+Keys of a block with a switch count where the switch is on. Free blocks have keys that are not
+listed here; they are refused or ignored as a whole.
+
+Names, values and defaults follow the documentation of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from infinity.config import Config
+from infinity.deepspeed.kinds import (
+    ANYTHING,
+    FLAG,
+    TEXT,
+    ValueKind,
+    either,
+    number,
+    one_of,
+    several,
+    whole,
+)
+
+
+class Treatment(Enum):
+    """What happens to a key; see [Note: treatments]."""
+
+    EXACT = "exact"
+    MAPPED = "mapped"
+    IGNORED = "ignored"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key. `path` has dots between blocks."""
+
+    path: str
+    kind: ValueKind
+    default: Any
+    treatment: Treatment
+    becomes: str = ""
+    """What the key becomes; `{value}` stands for its value."""
+    reason: str = ""
+    """Why it is ignored or refused."""
+    off: tuple[Any, ...] = ()
+    """Values beside the default that ask for nothing."""
+    auto: Callable[[int], float] | None = None
+    """What "auto" means for a model of that hidden size."""
+
+    def asks(self, value: Any) -> bool:
+        """Whether `value` asks for more than the engine does anyway."""
+        return value is not None and value != self.default and value not in self.off
+
+
+@dataclass(frozen=True)
+class FreeBlock:
+    """A block that is refused or ignored as a whole, with keys that nobody reads.
+
+    It counts where any `enabled` in it is true. Without `switch` it counts where it is not empty.
+    """
+
+    path: str
+    treatment: Treatment
+    reason: str
+    switch: bool = True
+
+
+def exact(path: str, kind: ValueKind, default: Any, becomes: str) -> Key:
+    """A key that the engine does as it says."""
+    return Key(path, kind, default, Treatment.EXACT, becomes)
+
+
+def mapped(path: str, kind: ValueKind, default: Any, becomes: str) -> Key:
+    """A key for which the engine has another mechanism."""
+    return Key(path, kind, default, Treatment.MAPPED, becomes)
+
+
+def ignored(
+    path: str,
+    kind: ValueKind,
+    default: Any,
+    reason: str,
+    *off: Any,
+    auto: Callable[[int], float] | None = None,
+) -> Key:
+    """A key that changes nothing; `off` are values that ask for nothing."""
+    return Key(path, kind, default, Treatment.IGNORED, reason=reason, off=off, auto=auto)
+
+
+def refused(path: str, kind: ValueKind, default: Any, reason: str, *off: Any) -> Key:
+    """A key that cannot be honored, but for its default and the values `off`."""
+    return Key(path, kind, default, Treatment.REFUSED, reason=reason, off=off)
+
+
+def _under(block: str, *keys: Key) -> tuple[Key, ...]:
+    return tuple(replace(key, path=f"{block}.{key.path}") for key in keys)
+
+
+PLANNED = "the engine plans it from the memory budgets"
+ALWAYS = "the engine always overlaps I/O, copies and compute"
+COMMUNICATION = "the engine has one way to communicate, with the same result"
+LEGACY = "it has no effect on what the engine does"
+FILES = "the engine writes checkpoints in its own way"
+REPORTED = "engine.report() has times, bytes and stalls; log losses from your loop"
+NO_EFFECT_HERE = "any optimizer is accepted, and its home decides where it runs"
+EXTENSION_ONLY = "set infinity.gpu_memory and infinity.cpu_memory instead"
+
+_DEVICE = one_of("none", "cpu", "nvme")
+_PATHS = either(TEXT, several(TEXT))
+_DTYPE = one_of("fp32", "fp16", "bf16", "bfp16", "float32", "float16", "bfloat16")
+
+# Batch size, gradients and precision
+
+_BATCH = (
+    exact("train_batch_size", whole(1), None, "micro batch * accumulation * ranks"),
+    exact("train_micro_batch_size_per_gpu", whole(1), None, "samples of one forward of a rank"),
+    exact("gradient_accumulation_steps", whole(1), None, "forwards of a rank for each step"),
+    exact("managed_gradient_accumulation", FLAG, True, "who says where a step ends"),
+    exact("dataloader_drop_last", FLAG, False, "whether a last, smaller batch is left out"),
+)
+_GRADIENTS = (
+    exact("gradient_clipping", number(), 1.0, "max_grad_norm={value} of the optimizer"),
+    exact("gradient_allreduce_op", one_of("mean", "avg", "sum"), "mean", "how ranks reduce"),
+    mapped("communication_data_type", _DTYPE, None, "Tuning(gradient_precision=...)"),
+    mapped("data_types.grad_accum_dtype", _DTYPE, None, "Tuning(gradient_precision=...)"),
+    ignored("prescale_gradients", FLAG, False, COMMUNICATION),
+    ignored("gradient_predivide_factor", number(), 1.0, COMMUNICATION),
+    ignored("seq_parallel_communication_data_type", _DTYPE, "fp32", "there is no such collective"),
+    ignored("disable_allgather", FLAG, False, COMMUNICATION),
+    refused("sparse_gradients", FLAG, False, "gradients are dense here"),
+)
+_PRECISION = (
+    *_under(
+        "bf16",
+        exact("enabled", FLAG, False, 'Config(precision="bf16")'),
+        mapped("bf16_optimizer_states", FLAG, False, 'Config(moment_precision="bf16")'),
+        ignored(
+            "bf16_master_weights_and_grads",
+            FLAG,
+            False,
+            "masters stay in fp32: 2 bytes per parameter beside bf16 weights",
+        ),
+        ignored("immediate_grad_update", FLAG, False, ALWAYS, True),
+        exact("check_grad_overflow", FLAG, True, "skip_nonfinite={value} of the optimizer"),
+    ),
+    *_under(
+        "fp16",
+        exact("enabled", FLAG, False, 'Config(precision="fp16")'),
+        exact("auto_cast", FLAG, False, "inputs of the model are cast to fp16"),
+        exact("loss_scale", number(), 0, "a fixed loss scale; 0 is a dynamic one"),
+        exact("initial_scale_power", whole(0, 24), 16, "LossScaler(initial=2**{value})"),
+        exact("loss_scale_window", whole(1), 1000, "LossScaler(window={value})"),
+        exact("hysteresis", whole(1), 2, "LossScaler(hysteresis={value})"),
+        exact("min_loss_scale", number(), 1, "LossScaler(minimum={value})"),
+        ignored("consecutive_hysteresis", FLAG, False, "patience comes back after a window"),
+        ignored(
+            "fp16_master_weights_and_grads",
+            FLAG,
+            False,
+            "masters stay in fp32, where small updates are not lost",
+        ),
+    ),
+    *_under(
+        "torch_autocast",
+        exact("enabled", FLAG, False, "the forward runs under torch.autocast"),
+        exact("dtype", _DTYPE, "bfloat16", "torch.autocast(dtype={value})"),
+        ignored(
+            "lower_precision_safe_modules",
+            several(TEXT),
+            None,
+            "it chooses dtypes of communication, which do not change here",
+        ),
+    ),
+)
+
+# ZeRO
+
+_OFFLOAD_PARAM = _under(
+    "zero_optimization.offload_param",
+    exact("device", _DEVICE, "none", "Config(parameters=...)"),
+    exact("nvme_path", _PATHS, None, "Config(nvme=...)"),
+    mapped("max_in_cpu", number(), None, "Tuning(cache=...), in bytes"),
+    ignored("buffer_count", whole(), None, PLANNED),
+    ignored("buffer_size", number(), None, PLANNED),
+    ignored("pin_memory", FLAG, None, "host memory is pinned where there is a GPU", True),
+)
+_OFFLOAD_OPTIMIZER = _under(
+    "zero_optimization.offload_optimizer",
+    exact("device", _DEVICE, "none", "Config(optimizer=...)"),
+    exact("nvme_path", _PATHS, None, "Config(nvme=...)"),
+    ignored("buffer_count", whole(), None, PLANNED),
+    ignored("pin_memory", FLAG, None, "host memory is pinned where there is a GPU", True),
+    ignored("pipeline_read", FLAG, None, ALWAYS, True),
+    ignored("pipeline_write", FLAG, None, ALWAYS, True),
+    ignored("pipeline", FLAG, None, ALWAYS, True),
+    ignored("fast_init", FLAG, None, "states are never read from a buffer at the start", True),
+    ignored("ratio", number(0, 1), 1.0, 'Tuning(gpu_cache="auto") keeps on the GPU what pays'),
+    ignored("super_offload", FLAG, False, 'Tuning(update="speculative") has the same effect'),
+    ignored("cpuadam_cores_perc", number(0, 1), 0.8, "Tuning(threads=...) sets it"),
+)
+_ZENFLOW = "updates that leave out gradients change the numbers"
+_QUANTIZED = "quantized communication changes the numbers"
+_ZERO = (
+    *_under(
+        "zero_optimization",
+        exact("stage", whole(0, 3), 0, "Config(stage={value})"),
+        exact(
+            "stage3_gather_16bit_weights_on_model_save",
+            FLAG,
+            False,
+            "whether save_16bit_model gathers shards",
+        ),
+        exact("ignore_unused_parameters", FLAG, True, "False: a step without a gradient fails"),
+        exact("leaf_module.classes", several(TEXT), (), "one unit for each module of these"),
+        exact("leaf_module.names", several(TEXT), (), "one unit for each module of these"),
+        exact("leaf_module.name_suffixes", several(TEXT), (), "one unit for each module of these"),
+        mapped("enable_sanity_checks", FLAG, False, "Tuning(poison={value})"),
+    ),
+    *_OFFLOAD_PARAM,
+    *_OFFLOAD_OPTIMIZER,
+    *_under(
+        "zero_optimization",
+        ignored("sub_group_size", number(), None, PLANNED),
+        ignored("stage3_prefetch_bucket_size", number(), None, PLANNED, auto=lambda h: 0.9 * h * h),
+        ignored(
+            "stage3_param_persistence_threshold", number(), None, PLANNED, auto=lambda h: 10 * h
+        ),
+        ignored("stage3_model_persistence_threshold", number(), None, PLANNED),
+        ignored("stage3_max_live_parameters", number(), None, PLANNED),
+        ignored("stage3_max_reuse_distance", number(), None, PLANNED),
+        ignored("stage3_module_granularity_threshold", number(), 0, PLANNED),
+        ignored("stage3_use_all_reduce_for_fetch_params", FLAG, False, COMMUNICATION),
+        ignored("stage3_allgather_sequential", FLAG, False, COMMUNICATION),
+        ignored("reduce_bucket_size", number(), None, PLANNED, auto=lambda h: h * h),
+        ignored("allgather_bucket_size", number(), None, PLANNED),
+        ignored("allgather_partitions", FLAG, None, COMMUNICATION),
+        ignored("reduce_scatter", FLAG, None, COMMUNICATION),
+        ignored("use_multi_rank_bucket_allreduce", FLAG, None, COMMUNICATION),
+        ignored("overlap_comm", FLAG, None, ALWAYS, True),
+        ignored("contiguous_gradients", FLAG, None, "gradients always are", True),
+        ignored("round_robin_gradients", FLAG, False, PLANNED),
+        ignored("load_from_fp32_weights", FLAG, True, "masters are always in a checkpoint"),
+        ignored("elastic_checkpoint", FLAG, False, "every checkpoint loads on any ranks"),
+        ignored("legacy_stage1", FLAG, False, LEGACY),
+        ignored("pipeline_loading_checkpoint", FLAG, False, LEGACY),
+        ignored("override_module_apply", FLAG, True, LEGACY),
+        ignored("memory_efficient_linear", FLAG, True, LEGACY),
+        ignored("log_trace_cache_warnings", FLAG, False, "a changed order of modules is no fault"),
+        ignored("zero_hpz_partition_size", whole(1), 1, "only where copies lie would change"),
+        refused("zero_quantized_weights", FLAG, False, _QUANTIZED),
+        refused("zero_quantized_nontrainable_weights", FLAG, False, _QUANTIZED),
+        refused("zero_quantized_gradients", FLAG, False, _QUANTIZED),
+        refused("mics_shard_size", whole(-1), -1, "a DeviceMesh (replicate, shard) does it", 0),
+        ignored("mics_hierarchical_params_gather", FLAG, False, COMMUNICATION),
+        refused("save_muon_momentum_buffer_in_memory", FLAG, False, "there is no Muon"),
+    ),
+)
+
+# Drives, activations, checkpoints, tools
+
+_MEASURED = "the engine chooses how it submits; `infinity bench io` measures"
+_AIO = _under(
+    "aio",
+    ignored("block_size", whole(1), None, _MEASURED),
+    ignored("queue_depth", whole(1), None, _MEASURED),
+    ignored("intra_op_parallelism", whole(1), None, _MEASURED),
+    ignored("single_submit", FLAG, None, _MEASURED),
+    ignored("overlap_events", FLAG, None, _MEASURED, True),
+    mapped("use_gds", FLAG, None, "Tuning(gpu_direct=...)"),
+)
+_ACTIVATIONS = _under(
+    "activation_checkpointing",
+    mapped("cpu_checkpointing", FLAG, False, 'Config(activations="cpu")'),
+    ignored(
+        "partition_activations", FLAG, False, "without tensor parallelism there is one partition"
+    ),
+    ignored("contiguous_memory_optimization", FLAG, False, PLANNED),
+    ignored("number_checkpoints", whole(), None, PLANNED),
+    ignored("synchronize_checkpoint_boundary", FLAG, False, LEGACY),
+    ignored("profile", FLAG, False, REPORTED),
+)
+_CHECKPOINT = _under(
+    "checkpoint",
+    exact("tag_validation", one_of("ignore", "warn", "fail"), "warn", "{value} where tags differ"),
+    ignored("load_universal", FLAG, False, "every checkpoint loads on any ranks"),
+    ignored("use_node_local_storage", FLAG, False, FILES),
+    ignored("checkpoint_serialization", FLAG, None, FILES),
+    ignored("parallel_write.pipeline_stage", FLAG, False, FILES),
+)
+_TOOLS = (
+    ignored("steps_per_print", number(1), None, REPORTED, float("inf")),
+    ignored("wall_clock_breakdown", FLAG, False, REPORTED),
+    ignored("memory_breakdown", FLAG, False, REPORTED),
+    ignored("dump_state", FLAG, False, REPORTED),
+    ignored("timers.throughput.enabled", FLAG, None, REPORTED),
+    ignored("timers.throughput.synchronized", FLAG, None, REPORTED),
+    ignored("zero_allow_untested_optimizer", FLAG, None, NO_EFFECT_HERE, True),
+    ignored("zero_force_ds_cpu_optimizer", FLAG, None, NO_EFFECT_HERE, False),
+    refused("tensor_parallel.autotp_size", whole(), 0, "apply parallelize_module of torch", 1),
+    refused("sequence_parallel_size", whole(), 1, "there is no sequence parallelism", 0),
+    refused("use_data_before_expert_parallelism", FLAG, False, "experts are not spread"),
+    refused("graph_harvesting", FLAG, False, "call torch.compile on blocks of the model"),
+)
+
+# The two blocks whose parameters depend on a type
+
+_SAME_NUMBERS = "torch chooses by it how to compute the same numbers"
+_OTHER_NUMBERS = "the kernels do not have it; give an optimizer of torch that has"
+_OPTIMIZER_PARAMS = (
+    exact("lr", number(), None, "lr={value}"),
+    exact("weight_decay", number(), None, "weight_decay={value}"),
+    ignored("torch_adam", FLAG, False, "the numbers are the same"),
+    ignored("fused", FLAG, None, _SAME_NUMBERS, False),
+    ignored("foreach", FLAG, None, _SAME_NUMBERS, False),
+    ignored("capturable", FLAG, None, _SAME_NUMBERS, False),
+    ignored("set_grad_none", FLAG, True, LEGACY),
+    refused("amsgrad", FLAG, False, _OTHER_NUMBERS),
+    refused("maximize", FLAG, False, _OTHER_NUMBERS),
+    refused("max_grad_norm", number(), 0.0, "gradient_clipping is the key for it"),
+    mapped("fp32_optimizer_states", FLAG, True, "Config(moment_precision=...)"),
+)
+_ADAM = (
+    *_OPTIMIZER_PARAMS,
+    exact("betas", several(number(0, 1), 2), (0.9, 0.999), "betas={value}"),
+    exact("eps", number(), 1e-8, "eps={value}"),
+    refused("bias_correction", FLAG, True, "the kernels always correct the bias"),
+)
+
+
+@dataclass(frozen=True)
+class KnownOptimizer:
+    """An optimizer that the kernels have."""
+
+    becomes: str
+    algorithm: str
+    """That of `Config`."""
+    params: tuple[Key, ...]
+
+
+OPTIMIZERS = {
+    "adam": KnownOptimizer(
+        "infinity.AdamW; infinity.Adam with adam_w_mode=false",
+        "adam",
+        (*_ADAM, exact("adam_w_mode", FLAG, True, "decay acts on the parameter: {value}")),
+    ),
+    "adamw": KnownOptimizer(
+        "infinity.AdamW",
+        "adam",
+        (*_ADAM, ignored("adam_w_mode", FLAG, None, "the type says so", True)),
+    ),
+    "adagrad": KnownOptimizer(
+        "infinity.Adagrad",
+        "adagrad",
+        (
+            *_OPTIMIZER_PARAMS,
+            exact("eps", number(), 1e-10, "eps={value}"),
+            exact("lr_decay", number(), 0.0, "lr_decay={value}"),
+        ),
+    ),
+    "lion": KnownOptimizer(
+        "infinity.Lion",
+        "lion",
+        (
+            *_OPTIMIZER_PARAMS,
+            exact("betas", several(number(0, 1), 2), (0.9, 0.99), "betas={value}"),
+        ),
+    ),
+    "sgd": KnownOptimizer(
+        "infinity.SGD",
+        "sgd",
+        (
+            *_OPTIMIZER_PARAMS,
+            exact("momentum", number(), 0.0, "momentum={value}"),
+            exact("dampening", number(-float("inf")), 0.0, "dampening={value}"),
+            exact("nesterov", FLAG, False, "nesterov={value}"),
+        ),
+    ),
+}
+"""By type, in lower case."""
+APPROXIMATE = "its updates are approximations of its own"
+REFUSED_OPTIMIZERS = {
+    "onebitadam": APPROXIMATE,
+    "zerooneadam": APPROXIMATE,
+    "onebitlamb": APPROXIMATE,
+    "lamb": "it needs a norm for each layer",
+    "muon": "it needs whole matrices",
+    "muadam": "it needs the shapes of a base model",
+    "muadamw": "it needs the shapes of a base model",
+    "musgd": "it needs the shapes of a base model",
+}
+
+_LR = either(number(), several(number()))
+_LAST = exact("last_batch_iteration", whole(-1), -1, "the step before the first one")
+_WARMUP = (
+    exact("warmup_min_lr", _LR, 0.0, "the rate before the first step"),
+    exact("warmup_max_lr", _LR, 0.001, "the rate after the warm-up"),
+    exact("warmup_num_steps", whole(), 1000, "steps of the warm-up"),
+    exact("warmup_type", one_of("log", "linear"), "log", "the shape of the warm-up"),
+    _LAST,
+)
+SCHEDULERS: dict[str, tuple[Key, ...]] = {
+    "LRRangeTest": (
+        exact("lr_range_test_min_lr", _LR, 0.001, "the first rate"),
+        exact("lr_range_test_step_size", whole(1), 2000, "steps of one range"),
+        exact("lr_range_test_step_rate", number(), 1.0, "the growth of the rate in one range"),
+        exact("lr_range_test_staircase", FLAG, False, "whether the rate grows in stairs"),
+        _LAST,
+    ),
+    "OneCycle": (
+        exact("cycle_min_lr", _LR, None, "the lowest rate of the cycle"),
+        exact("cycle_max_lr", _LR, None, "the highest rate of the cycle"),
+        exact("decay_lr_rate", number(), 0.0, "the decay of the rate after the cycle"),
+        exact("cycle_first_step_size", whole(1), 2000, "steps up"),
+        exact("cycle_second_step_size", whole(1), None, "steps down"),
+        exact("cycle_first_stair_count", whole(), 0, "stairs up"),
+        exact("cycle_second_stair_count", whole(), None, "stairs down"),
+        exact("decay_step_size", whole(), 0, "steps of one decay"),
+        exact("cycle_momentum", FLAG, True, "whether momentum has a cycle, too"),
+        exact("cycle_min_mom", number(0, 1), 0.8, "the lowest momentum of the cycle"),
+        exact("cycle_max_mom", number(0, 1), 0.9, "the highest momentum of the cycle"),
+        exact("decay_mom_rate", number(), 0.0, "the growth of momentum after the cycle"),
+        _LAST,
+    ),
+    "WarmupLR": _WARMUP,
+    "WarmupDecayLR": (
+        exact("total_num_steps", whole(1), None, "steps until the rate is zero"),
+        *_WARMUP,
+    ),
+    "WarmupCosineLR": (
+        exact("total_num_steps", whole(1), None, "steps until the lowest rate"),
+        exact("warmup_min_ratio", number(0), 0.0, "the share of the rate before the first step"),
+        exact("cos_min_ratio", number(0), 0.0001, "the share of the rate at the end"),
+        exact("warmup_num_steps", whole(), 1000, "steps of the warm-up"),
+        exact("warmup_type", one_of("log", "linear"), "log", "the shape of the warm-up"),
+        _LAST,
+    ),
+}
+"""By type: the keys of its `params`."""
+
+# The own block of this engine, and free blocks
+
+_OWN = _under(
+    "infinity",
+    exact("strict_config", FLAG, True, "whether unknown keys are refused"),
+    *(exact(name, ANYTHING, None, f"Config({name}={{value!r}})") for name in Config.model_fields),
+)
+
+KEYS: dict[str, Key] = {
+    key.path: key
+    for key in (
+        *_BATCH,
+        *_GRADIENTS,
+        *_PRECISION,
+        *_ZERO,
+        *_AIO,
+        *_ACTIVATIONS,
+        *_CHECKPOINT,
+        *_TOOLS,
+        exact("optimizer.type", TEXT, None, "{value}"),
+        ignored("optimizer.legacy_fusion", FLAG, False, LEGACY),
+        exact("scheduler.type", TEXT, None, "{value}"),
+        *_OWN,
+    )
+}
+"""All keys with a path of their own. Those of `optimizer.params` and `scheduler.params` depend on
+the type."""
+
+_OTHER_TRAINING = "it changes what is trained"
+FREE: dict[str, FreeBlock] = {
+    block.path: block
+    for block in (
+        *(
+            FreeBlock(name, Treatment.IGNORED, REPORTED)
+            for name in (
+                "comms_logger",
+                "flops_profiler",
+                "tensorboard",
+                "wandb",
+                "csv_monitor",
+                "comet",
+            )
+        ),
+        FreeBlock("checkpoint.writer", Treatment.IGNORED, FILES, switch=False),
+        FreeBlock("zero_optimization.zenflow", Treatment.REFUSED, _ZENFLOW, switch=False),
+        FreeBlock("zero_optimization.zeropp_loco_param", Treatment.REFUSED, _QUANTIZED, False),
+        FreeBlock("pipeline", Treatment.REFUSED, "there is no pipeline parallelism", False),
+        FreeBlock("amp", Treatment.REFUSED, "Apex is not supported; use bf16 or torch_autocast"),
+        FreeBlock("msamp", Treatment.REFUSED, "MS-AMP is not supported; use bf16"),
+        FreeBlock("nebula", Treatment.REFUSED, FILES),
+        FreeBlock("datastates_ckpt", Treatment.REFUSED, FILES),
+        FreeBlock("compile", Treatment.REFUSED, "call torch.compile on blocks of the model"),
+        FreeBlock("elasticity", Treatment.REFUSED, "the number of ranks is fixed in a run"),
+        FreeBlock("autotuning", Treatment.REFUSED, "the engine plans by itself"),
+        FreeBlock("hybrid_engine", Treatment.REFUSED, "generate() runs on the wrapped model"),
+        FreeBlock("compression_training", Treatment.REFUSED, _OTHER_TRAINING),
+        FreeBlock("data_efficiency", Treatment.REFUSED, _OTHER_TRAINING),
+        FreeBlock("curriculum_learning", Treatment.REFUSED, _OTHER_TRAINING),
+        FreeBlock("progressive_layer_drop", Treatment.REFUSED, _OTHER_TRAINING),
+        FreeBlock("eigenvalue", Treatment.REFUSED, _OTHER_TRAINING),
+        FreeBlock("quantize_training", Treatment.REFUSED, _OTHER_TRAINING),
+        FreeBlock("sparse_attention", Treatment.REFUSED, "the model brings its attention", False),
+        FreeBlock("weight_quantization", Treatment.REFUSED, "it is for inference", False),
+    )
+}
+
+RENAMED = {
+    "bfloat16": "bf16",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    "zero_optimization.aio": "aio",
+    "aio.thread_count": "aio.intra_op_parallelism",
+    "aio.num_threads": "aio.intra_op_parallelism",
+    "fp16.min_scale": "fp16.min_loss_scale",
+}
+"""Old and misplaced names, and those of other tools, with the name that is meant."""
+
+
+def params_of(block: str, kind: str) -> tuple[Key, ...] | None:
+    """The keys of `optimizer.params` or `scheduler.params` for a type; None where they are free."""
+    if block == "optimizer":
+        known = OPTIMIZERS.get(kind.lower())
+        keys: Iterable[Key] | None = known.params if known else None
+    else:
+        keys = SCHEDULERS.get(kind)
+    return None if keys is None else _under(f"{block}.params", *keys)

@@ -1,0 +1,102 @@
+"""What the value of a configuration key may be. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class ValueKind(NamedTuple):
+    """A kind of value: `parse` gives the value that is meant, or raises `ValueError`."""
+
+    words: str
+    """What is allowed, for messages."""
+    parse: Callable[[Any], Any]
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"  # as the tuner of DeepSpeed prints them
+    if value in (0, 1) and isinstance(value, int):
+        return bool(value)
+    raise ValueError
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise ValueError
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError
+    return value
+
+
+FLAG = ValueKind("true or false", _flag)
+TEXT = ValueKind("text", _text)
+ANYTHING = ValueKind("anything", lambda value: value)
+
+
+def number(least: float = 0.0, most: float = math.inf) -> ValueKind:
+    """A number from `least` to `most`."""
+
+    def parse(value: Any) -> float:
+        if not least <= _number(value) <= most:
+            raise ValueError
+        return value  # type: ignore[no-any-return]
+
+    return ValueKind(f"a number{_limits(least, most)}", parse)
+
+
+def whole(least: float = 0, most: float = math.inf) -> ValueKind:
+    """A whole number from `least` to `most`. JSON writes large ones as 5e8."""
+
+    def parse(value: Any) -> int:
+        if not least <= _number(value) <= most or not float(value).is_integer():
+            raise ValueError
+        return int(value)
+
+    return ValueKind(f"a whole number{_limits(least, most)}", parse)
+
+
+def _limits(least: float, most: float) -> str:
+    if most < math.inf:
+        return f" from {least:g} to {most:g}"
+    return f" of at least {least:g}" if least > -math.inf else ""
+
+
+def one_of(*names: str) -> ValueKind:
+    """One of `names`, in any case of letters."""
+
+    def parse(value: Any) -> str:
+        if not isinstance(value, str) or value.lower() not in names:
+            raise ValueError
+        return value.lower()
+
+    return ValueKind(" or ".join(f'"{name}"' for name in names), parse)
+
+
+def several(each: ValueKind, count: int | None = None) -> ValueKind:
+    """A list of values of one kind; `count` of them, where that is fixed."""
+
+    def parse(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, (list, tuple)) or count not in (None, len(value)):
+            raise ValueError
+        return tuple(each.parse(item) for item in value)
+
+    return ValueKind(f"a list of {count or ''} {each.words}".replace("  ", " "), parse)
+
+
+def either(first: ValueKind, second: ValueKind) -> ValueKind:
+    """A value of one of two kinds."""
+
+    def parse(value: Any) -> Any:
+        try:
+            return first.parse(value)
+        except ValueError:
+            return second.parse(value)
+
+    return ValueKind(f"{first.words}, or {second.words}", parse)

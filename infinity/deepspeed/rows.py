@@ -1,0 +1,221 @@
+"""Every key of one configuration, with what becomes of it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from infinity.deepspeed.keys import (
+    FREE,
+    KEYS,
+    OPTIMIZERS,
+    REFUSED_OPTIMIZERS,
+    RENAMED,
+    SCHEDULERS,
+    FreeBlock,
+    Key,
+    Treatment,
+    params_of,
+)
+from infinity.errors import in_words
+
+AUTO = "auto"
+AUTO_LEFT = 'a Trainer or accelerate replaces "auto"; write a value'
+SWITCHED = ("bf16", "fp16", "torch_autocast")
+"""Blocks whose keys count where `enabled` is true."""
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+@dataclass(frozen=True)
+class KeyRow:
+    """One key of a configuration."""
+
+    path: str
+    value: Any
+    """The effective one: as it is meant, with its type."""
+    treatment: Treatment
+    becomes: str = ""
+    reason: str = ""
+    is_auto: bool = False
+    """Whether it is "auto" and nobody here can say what that means."""
+    is_unknown: bool = False
+
+    @property
+    def problem(self) -> str:
+        """Why the configuration is refused for this key; empty where it is not."""
+        if self.is_auto or self.treatment is not Treatment.REFUSED:
+            return ""
+        return f"{self.path}={_shown(self.value)}: {self.reason}"
+
+
+def account(config: Mapping[str, Any], hidden_size: int | None) -> list[KeyRow]:
+    """A row for every key of `config`, in its order. Names are those of the table: `modernize`
+    comes first."""
+    rows = list(_block("", config, config, hidden_size))
+    if all(row.path != "infinity.strict_config" or row.value for row in rows):
+        return rows
+    return [replace(row, treatment=Treatment.IGNORED) if row.is_unknown else row for row in rows]
+
+
+def _block(
+    path: str, block: Mapping[str, Any], config: Mapping[str, Any], hidden: int | None
+) -> Iterator[KeyRow]:
+    for name, value in block.items():
+        here = f"{path}.{name}" if path else name
+        if here in FREE:
+            yield from _free(FREE[here], here, value)
+        elif here in ("optimizer.params", "scheduler.params"):
+            yield from _params(path, value, config, hidden)
+        elif here.endswith(".type") and here in KEYS and value not in (None, AUTO):
+            yield _type(here, value)
+        elif isinstance(value, Mapping) and here in BLOCKS:
+            yield from _block(here, value, config, hidden)
+        elif here in KEYS:
+            yield _row(KEYS[here], value, hidden, _switched_off(path, config))
+        elif here in BLOCKS:
+            yield _empty_block(here, value)
+        else:
+            yield _unknown(here, value, [*KEYS, *FREE, *BLOCKS, *RENAMED])
+
+
+BLOCKS = {path[:end] for path in KEYS for end, letter in enumerate(path) if letter == "."} | {
+    f"{block}.params" for block in ("optimizer", "scheduler")
+}
+
+
+def _empty_block(path: str, value: Any) -> KeyRow:
+    if value is None:
+        return KeyRow(path, None, Treatment.EXACT, "nothing to do")
+    reason = f"it must be an object with keys, not {in_words(value)}"
+    return KeyRow(path, value, Treatment.REFUSED, reason=reason)
+
+
+def _switched_off(path: str, config: Mapping[str, Any]) -> str:
+    """The switch that turns the keys of a block off; empty where they count."""
+    if path not in SWITCHED:
+        return ""
+    value = config[path].get("enabled", False)
+    return "" if value == AUTO or _parsed(KEYS[f"{path}.enabled"], value) else f"{path}.enabled"
+
+
+def _parsed(key: Key, value: Any) -> Any:
+    try:
+        return key.kind.parse(value)
+    except ValueError:
+        return None
+
+
+def _row(key: Key, value: Any, hidden: int | None, switch: str = "") -> KeyRow:
+    if value == AUTO and key.kind.words != "anything":
+        return _auto(key, hidden)
+    if value is None:
+        return KeyRow(key.path, key.default, Treatment.EXACT, "the default")
+    try:
+        value = key.kind.parse(value)
+    except ValueError:
+        reason = f"it must be {key.kind.words}"
+        return KeyRow(key.path, value, Treatment.REFUSED, reason=reason)
+    if switch and not key.path.endswith(".enabled"):
+        return KeyRow(key.path, value, Treatment.EXACT, f"off: {switch} is false")
+    if key.treatment in (Treatment.IGNORED, Treatment.REFUSED) and not key.asks(value):
+        return KeyRow(key.path, value, Treatment.EXACT, "nothing to do")
+    becomes = key.becomes.format(value=value)
+    return KeyRow(key.path, value, key.treatment, becomes, key.reason)
+
+
+def _auto(key: Key, hidden: int | None) -> KeyRow:
+    """What "auto" means: by a rule, by the other batch sizes, or nothing to us."""
+    if key.treatment is Treatment.IGNORED:
+        value = AUTO if key.auto is None or hidden is None else int(key.auto(hidden))
+        return KeyRow(key.path, value, Treatment.EXACT, key.reason)
+    if key.path in BATCH:
+        return KeyRow(key.path, AUTO, Treatment.EXACT, "what the other two say")
+    return KeyRow(key.path, AUTO, Treatment.REFUSED, reason=AUTO_LEFT, is_auto=True)
+
+
+def _free(block: FreeBlock, path: str, value: Any) -> Iterator[KeyRow]:
+    counts = _is_on(value) if block.switch else bool(value)
+    treatment = block.treatment if counts else Treatment.EXACT
+    becomes = "" if counts else "nothing to do"
+    if not isinstance(value, Mapping) or not value:
+        yield KeyRow(path, value, treatment, becomes, block.reason if counts else "")
+        return
+    for name, inner in value.items():
+        yield KeyRow(f"{path}.{name}", inner, treatment, becomes, block.reason if counts else "")
+
+
+def _is_on(value: Any) -> bool:
+    """Whether an `enabled` is true, at any depth."""
+    if not isinstance(value, Mapping):
+        return value is True
+    return any(
+        _is_on(inner) if isinstance(inner, Mapping) else name in SWITCHES and inner is True
+        for name, inner in value.items()
+    )
+
+
+SWITCHES = ("enabled", "deepcompile")
+
+
+def _params(
+    block: str, params: Any, config: Mapping[str, Any], hidden: int | None
+) -> Iterator[KeyRow]:
+    """The keys of `optimizer.params` or `scheduler.params`."""
+    path, kind = f"{block}.params", config[block].get("type")
+    if not isinstance(params, Mapping):
+        yield _empty_block(path, params)
+        return
+    keys = params_of(block, kind) if isinstance(kind, str) else None
+    known = {key.path: key for key in keys or ()}
+    for name, value in params.items():
+        here = f"{path}.{name}"
+        if here in known:
+            yield _row(known[here], value, hidden)
+        elif keys is not None:
+            yield _unknown(here, value, list(known))
+        elif value == AUTO:
+            yield KeyRow(here, AUTO, Treatment.REFUSED, reason=AUTO_LEFT, is_auto=True)
+        else:
+            yield KeyRow(here, value, Treatment.EXACT, f"{kind}({name}={_shown(value)})")
+
+
+def _unknown(path: str, value: Any, known: list[str]) -> KeyRow:
+    """A key that is not in the table, with the nearest ones that are."""
+    near = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
+    if not near:  # right, in another block
+        leaf = path.rpartition(".")[2]
+        leaves = {name.rpartition(".")[2]: name for name in known}
+        near = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
+    meant = RENAMED.get(near[0], near[0]) if near else ""
+    hint = f"; did you mean {meant}?" if meant else ""
+    return KeyRow(path, value, Treatment.REFUSED, reason=f"unknown key{hint}", is_unknown=True)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _type(path: str, value: Any) -> KeyRow:
+    """The row of `optimizer.type` or `scheduler.type`."""
+    is_optimizer = path == "optimizer.type"
+    known: Mapping[str, Any] = OPTIMIZERS if is_optimizer else SCHEDULERS
+    others: ModuleType = torch.optim if is_optimizer else torch.optim.lr_scheduler
+    name = value.lower() if is_optimizer and isinstance(value, str) else value
+    if is_optimizer and name in REFUSED_OPTIMIZERS:
+        return KeyRow(
+            path, value, Treatment.REFUSED, reason=f"{REFUSED_OPTIMIZERS[name]}; use AdamW"
+        )
+    if name in known:
+        becomes = OPTIMIZERS[name].becomes if is_optimizer else f"{value}, as a scheduler of torch"
+        return KeyRow(path, value, Treatment.EXACT, becomes)
+    if isinstance(getattr(others, str(value), None), type):
+        return KeyRow(path, value, Treatment.MAPPED, f"{others.__name__}.{value}")
+    names = ", ".join(known)
+    reason = f"there is none of that name; known are {names}, and those of {others.__name__}"
+    return KeyRow(path, value, Treatment.REFUSED, reason=reason)

@@ -1,0 +1,412 @@
+"""`Settings`: what a DeepSpeed configuration says, in the terms of this engine.
+
+`infinity.deepspeed.keys` has the treatment of every key. Here the keys that are honored or mapped
+become fields. [Note: order of steps]
+
+1. `source.read` gives a dict, and `renamed.modernize` moves old names.
+2. `rows.account` gives a row for each key. Rows that are refused end it here, all in one message.
+3. Each function below reads the values that belong together, and makes one field of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+
+from infinity.config import Config
+from infinity.deepspeed.keys import KEYS, OPTIMIZERS, Treatment
+from infinity.deepspeed.renamed import modernize
+from infinity.deepspeed.rows import AUTO, AUTO_LEFT, KeyRow, account
+from infinity.deepspeed.source import Source, read
+from infinity.errors import ConfigError
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfp16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+}
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Numbers of samples: `train` == `micro` * `accumulation` * ranks."""
+
+    train: int
+    """Of one optimizer step."""
+    micro: int
+    """Of one forward of one rank."""
+    accumulation: int
+    """Forwards of a rank for each step."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A block with a type and its parameters: that of the optimizer, or of the scheduler."""
+
+    type: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How the loss is scaled with fp16."""
+
+    static: float | None
+    """A fixed scale, of any value; None is a dynamic one, with the numbers below."""
+    initial: float
+    window: int
+    hysteresis: int
+    minimum: float
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `infinity.initialize` does, by a configuration of DeepSpeed."""
+
+    config: Config
+    """What `infinity.wrap` gets."""
+    batches: Batches
+    managed_accumulation: bool
+    """Whether the engine counts micro-batches; else the caller says where a step ends."""
+    gradient_clipping: float
+    """The largest global norm of gradients; 0 is none."""
+    precision: Precision
+    loss_scale: LossScale | None
+    """With fp16 only."""
+    cast_inputs: bool
+    """Whether floating-point inputs of the model are cast to fp16."""
+    autocast: torch.dtype | None
+    """That of `torch.autocast` around the forward."""
+    skip_nonfinite: bool
+    """Whether a step with an infinite or NaN gradient changes nothing."""
+    average: Literal["mean", "sum"]
+    """How ranks reduce gradients."""
+    optimizer: Named | None
+    scheduler: Named | None
+    gather_16bit_weights_on_save: bool
+    refuse_unused: bool
+    """Whether a step fails where a trainable parameter got no gradient."""
+    leaf_modules: tuple[str, ...]
+    """Names of classes or modules that are one unit each."""
+    tag_validation: Literal["ignore", "warn", "fail"]
+    drop_last: bool
+    """Whether the data loader leaves out a last, smaller batch."""
+    raw: Mapping[str, Any]
+    """The configuration as it came."""
+    notices: tuple[str, ...]
+    """One line each, for a log."""
+    rows: tuple[KeyRow, ...] = field(repr=False)
+    """Every key, with what becomes of it."""
+
+    @classmethod
+    def read(
+        cls, source: Source, ranks: int = 1, hidden_size: int | None = None, partial: bool = False
+    ) -> Settings:
+        """The settings of `source` for that many ranks.
+
+        `hidden_size` of the model gives "auto" its meaning for the keys that have a rule. With
+        `partial` the configuration is not final: other "auto" and a missing batch size count as
+        left out. Raises `ConfigError` with all keys that are refused, and why.
+        """
+        explained = explain(source, ranks, hidden_size, partial)
+        if explained.settings is None:
+            raise ConfigError("; ".join(explained.problems))
+        return explained.settings
+
+
+class Explained(NamedTuple):
+    """A configuration, key by key."""
+
+    rows: tuple[KeyRow, ...]
+    problems: tuple[str, ...]
+    """Why it is refused; empty where it is not."""
+    settings: Settings | None
+    """What it says as a whole, without what is "auto"; None where it is refused."""
+
+
+def explain(
+    source: Source, ranks: int = 1, hidden_size: int | None = None, partial: bool = True
+) -> Explained:
+    """Account for every key of `source`; the arguments are those of `Settings.read`.
+
+    Raises `ConfigError` for what cannot be read at all.
+    """
+    raw = read(source)
+    config = read(raw)
+    notices = modernize(config)
+    rows = tuple(account(config, hidden_size))
+    problems = [row.problem for row in rows if row.problem]
+    autos = [row.path for row in rows if row.is_auto]
+    if autos and not partial:
+        problems.append(f"{', '.join(autos)}: {AUTO_LEFT}")
+    if problems:
+        return Explained(rows, tuple(problems), None)
+    try:
+        settings = _settings(_Values(rows), ranks, partial, (raw, notices, rows))
+    except ConfigError as error:
+        return Explained(rows, (str(error),), None)
+    return Explained(rows, (), settings)
+
+
+class _Values:
+    """The effective values of a configuration, by path."""
+
+    def __init__(self, rows: Sequence[KeyRow]) -> None:
+        self.given = {row.path: row.value for row in rows if row.value != AUTO}
+
+    def __getitem__(self, path: str) -> Any:
+        value = self.given.get(path)
+        return KEYS[path].default if value is None else value
+
+    def below(self, block: str) -> dict[str, Any]:
+        """What is in a block, by names inside of it."""
+        start = f"{block}."
+        return {
+            path.removeprefix(start): value
+            for path, value in self.given.items()
+            if path.startswith(start) and value is not None
+        }
+
+
+def _settings(
+    values: _Values,
+    ranks: int,
+    partial: bool,
+    found: tuple[Mapping[str, Any], list[str], tuple[KeyRow, ...]],
+) -> Settings:
+    raw, notices, rows = found
+    optimizer = _named(values, "optimizer")
+    precision = _precision(values)
+    leaf = values.below("zero_optimization.leaf_module").values()
+    return Settings(
+        config=_config(values, precision, optimizer, notices),
+        batches=_batches(values, ranks, partial),
+        managed_accumulation=values["managed_gradient_accumulation"],
+        gradient_clipping=float(values["gradient_clipping"]),
+        precision=precision,
+        loss_scale=_loss_scale(values) if precision == "fp16" else None,
+        cast_inputs=precision == "fp16" and values["fp16.auto_cast"],
+        autocast=_autocast(values, precision),
+        skip_nonfinite=precision == "bf16" and values["bf16.check_grad_overflow"],
+        average="sum" if values["gradient_allreduce_op"] == "sum" else "mean",
+        optimizer=optimizer,
+        scheduler=_named(values, "scheduler"),
+        gather_16bit_weights_on_save=values[
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+        ],
+        refuse_unused=not values["zero_optimization.ignore_unused_parameters"],
+        leaf_modules=tuple(name for names in leaf for name in names),
+        tag_validation=values["checkpoint.tag_validation"],
+        drop_last=values["dataloader_drop_last"],
+        raw=raw,
+        notices=(*notices, *_ignored(rows)),
+        rows=rows,
+    )
+
+
+def _ignored(rows: Sequence[KeyRow]) -> list[str]:
+    """One line for each reason."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row.treatment is Treatment.IGNORED:
+            by_reason[row.reason].append(row.path)
+    return [f"{', '.join(paths)}: ignored, {reason}" for reason, paths in by_reason.items()]
+
+
+def _named(values: _Values, block: str) -> Named | None:
+    kind = values[f"{block}.type"]
+    if kind is None:
+        if values.below(block):
+            raise ConfigError(f"{block} has no type; name one, or leave the block out")
+        return None
+    return Named(kind, values.below(f"{block}.params"))
+
+
+# Batch sizes
+
+
+def _batches(values: _Values, ranks: int, partial: bool) -> Batches:
+    """Two of the three numbers give the third; one of the first two is enough."""
+    train, micro, accumulation = (
+        values[path]
+        for path in (
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "gradient_accumulation_steps",
+        )
+    )
+    if train is None and micro is None:
+        if partial:
+            return Batches(ranks * (accumulation or 1), 1, accumulation or 1)
+        raise ConfigError(
+            "give train_batch_size, train_micro_batch_size_per_gpu, or both: train_batch_size = "
+            f"train_micro_batch_size_per_gpu * gradient_accumulation_steps * {ranks} ranks"
+        )
+    if train is None:
+        accumulation = accumulation or 1
+        return Batches(micro * accumulation * ranks, micro, accumulation)
+    if micro is None:
+        accumulation = accumulation or 1
+        micro = train // (accumulation * ranks)
+    elif accumulation is None:
+        accumulation = train // (micro * ranks)
+    if train != micro * accumulation * ranks or not micro or not accumulation:
+        raise ConfigError(_equation(train, micro, accumulation, ranks))
+    return Batches(train, micro, accumulation)
+
+
+def _equation(train: int, micro: int, accumulation: int, ranks: int) -> str:
+    product = micro * accumulation * ranks
+    return (
+        f"train_batch_size={train} is not train_micro_batch_size_per_gpu={micro} * "
+        f"gradient_accumulation_steps={accumulation} * {ranks} ranks = {product}; change one of "
+        "them, or leave one out"
+    )
+
+
+# Precision
+
+
+def _precision(values: _Values) -> Precision:
+    chosen = [name for name in ("fp16", "bf16") if values[f"{name}.enabled"]]
+    if len(chosen) > 1:
+        raise ConfigError("fp16.enabled and bf16.enabled are both true; choose one of them")
+    return cast(Precision, chosen[0] if chosen else "fp32")
+
+
+def _autocast(values: _Values, precision: Precision) -> torch.dtype | None:
+    if not values["torch_autocast.enabled"]:
+        return None
+    if precision != "fp32":
+        raise ConfigError(
+            f"torch_autocast.enabled and {precision}.enabled are both true; torch_autocast "
+            "computes in 16 bits from fp32 weights, so choose one of them"
+        )
+    return DTYPES[values["torch_autocast.dtype"]]
+
+
+def _loss_scale(values: _Values) -> LossScale:
+    static = values["fp16.loss_scale"]
+    return LossScale(
+        static=float(static) if static else None,
+        initial=2.0 ** values["fp16.initial_scale_power"],
+        window=values["fp16.loss_scale_window"],
+        hysteresis=values["fp16.hysteresis"],
+        minimum=float(values["fp16.min_loss_scale"]),
+    )
+
+
+# Places
+
+
+def _config(
+    values: _Values, precision: Precision, optimizer: Named | None, notices: list[str]
+) -> Config:
+    chosen: dict[str, Any] = {
+        "stage": values["zero_optimization.stage"],
+        "precision": "auto" if precision == "fp32" else precision,
+        "algorithm": _algorithm(optimizer),
+        **_homes(values, notices),
+    }
+    moments = _moment_precision(values, optimizer)
+    if moments != "fp32":
+        chosen["moment_precision"] = moments
+    if values["activation_checkpointing.cpu_checkpointing"]:
+        chosen["activations"] = "cpu"
+    own = values.below("infinity")
+    own.pop("strict_config", None)
+    tuning = {**_tuning(values, precision), **_as_dict(own.pop("tuning", {}))}
+    if tuning:
+        chosen["tuning"] = tuning
+    try:
+        return Config(**{**chosen, **own})
+    except ConfigError as error:
+        raise ConfigError(f"the configuration becomes one that cannot work: {error}") from None
+
+
+def _as_dict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"infinity.tuning must be an object with keys, not {value!r}")
+    return value
+
+
+def _homes(values: _Values, notices: list[str]) -> dict[str, Any]:
+    """Where states live, and the directories of those on NVMe."""
+    stage, homes, paths = values["zero_optimization.stage"], {}, []
+    for state, block in (("parameters", "offload_param"), ("optimizer", "offload_optimizer")):
+        path = f"zero_optimization.{block}"
+        device = values[f"{path}.device"]
+        if state == "parameters" and device != "none" and stage in (1, 2):
+            notices.append(
+                f"{path}.device={device!r}: ignored at stage {stage}, where every rank has all "
+                "parameters on its device; stage 3 offloads them"
+            )
+            device = "none"
+        homes[state] = "gpu" if device == "none" else device
+        if device != "nvme":
+            continue
+        found = values[f"{path}.nvme_path"]
+        if found is None and "nvme" not in values.below("infinity"):
+            raise ConfigError(f'{path}.device is "nvme", but {path}.nvme_path names no directory')
+        paths += [found] if isinstance(found, str) else list(found or ())
+    # Reduced gradients go where updates run, which for states on NVMe is host memory.
+    homes["gradients"] = "gpu" if stage == 1 or homes["optimizer"] == "gpu" else "cpu"
+    return {**homes, "nvme": tuple(dict.fromkeys(paths))} if paths else homes
+
+
+def _algorithm(optimizer: Named | None) -> str:
+    if optimizer is None:
+        return "adam"  # until the optimizer of the caller is known
+    known = OPTIMIZERS.get(optimizer.type.lower())
+    if known is None:
+        return "other"
+    return (
+        "momentum"
+        if known.algorithm == "sgd" and optimizer.params.get("momentum")
+        else known.algorithm
+    )
+
+
+def _moment_precision(values: _Values, optimizer: Named | None) -> str:
+    narrow = values["bf16.bf16_optimizer_states"] and values["bf16.enabled"]
+    narrow |= optimizer is not None and not optimizer.params.get("fp32_optimizer_states", True)
+    return "bf16" if narrow else "fp32"
+
+
+def _tuning(values: _Values, precision: Precision) -> dict[str, Any]:
+    chosen: dict[str, Any] = {}
+    if values["zero_optimization.enable_sanity_checks"]:
+        chosen["poison"] = True
+    direct = values["aio.use_gds"]
+    if direct is not None:
+        chosen["gpu_direct"] = "auto" if direct else "off"
+    kept = values["zero_optimization.offload_param.max_in_cpu"]
+    if kept is not None and values["zero_optimization.offload_param.device"] == "nvme":
+        width = 4 if precision == "fp32" else 2
+        chosen["cache"] = int(min(kept * width, 2**62))
+    if _accumulates_in_fp32(values, precision):
+        chosen["gradient_precision"] = "fp32"
+    return chosen
+
+
+def _accumulates_in_fp32(values: _Values, precision: Precision) -> bool:
+    """Whether gradients are accumulated and reduced in fp32 where parameters are narrower."""
+    asked = {}
+    for path in ("communication_data_type", "data_types.grad_accum_dtype"):
+        if values[path] is not None:
+            asked[path] = DTYPES[values[path]]
+            if asked[path] not in (torch.float32, DTYPES[precision]):
+                raise ConfigError(
+                    f"{path}={values[path]!r}: gradients are accumulated and reduced in the dtype "
+                    f"of the parameters ({precision}) or in fp32; choose one of these"
+                )
+    return precision != "fp32" and torch.float32 in asked.values()

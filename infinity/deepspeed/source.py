@@ -1,0 +1,104 @@
+"""Reading a DeepSpeed configuration: from a dict, a JSON or HJSON file, or base64 text.
+
+HJSON (JSON with comments, and without the quotes) is read by the package `hjson`, where that is
+installed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import importlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ConfigError, in_words
+
+Source = Mapping[str, Any] | str | os.PathLike[str]
+"""A dict, the path of a file, or base64 text of one."""
+
+
+def read(source: Source) -> dict[str, Any]:
+    """The configuration in `source`, as a dict of its own.
+
+    Raises `ConfigError` for text that is neither, for a key that is there twice, and for a file
+    that is not an object. `OSError` passes.
+    """
+    if isinstance(source, Mapping):
+        return _plain(source, "")
+    if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_file(source)):
+        path = Path(source)
+        return _parse(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(source, str):
+        raise ConfigError(
+            f"the configuration is {in_words(source)}; give a dict, or the path of a JSON file"
+        )
+    try:
+        text = base64.urlsafe_b64decode(source.encode()).decode()
+    except (binascii.Error, ValueError):
+        text = ""
+    if not text.lstrip().startswith("{"):
+        raise ConfigError(
+            f"the configuration {in_words(source)} is neither a file nor base64 text of a JSON "
+            "object"
+        )
+    return _parse(text, "the base64 text")
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a name, or a NUL in it
+        return False
+
+
+def _plain(source: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A copy with dicts for all mappings, so that nobody else changes it."""
+    found = {}
+    for key, value in source.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"the key {in_words(key)} {_inside(path)}is not text")
+        below = f"{path}.{key}" if path else key
+        found[key] = _plain(value, below) if isinstance(value, Mapping) else copy.deepcopy(value)
+    return found
+
+
+def _inside(path: str) -> str:
+    return f"in {path} " if path else ""
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, name))
+    except json.JSONDecodeError as error:
+        found = _parse_hjson(text, name, error)
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} holds {in_words(found)}, not an object with keys")
+    return found
+
+
+def _parse_hjson(text: str, name: str, problem: json.JSONDecodeError) -> Any:
+    try:
+        hjson = importlib.import_module("hjson")
+    except ImportError:
+        raise ConfigError(
+            f"{name} is not JSON ({problem}); if it is HJSON, pip install hjson"
+        ) from None
+    try:
+        return hjson.loads(text, object_pairs_hook=lambda pairs: _once(pairs, name))
+    except hjson.HjsonDecodeError as error:
+        raise ConfigError(f"{name} is neither JSON ({problem}) nor HJSON ({error})") from None
+
+
+def _once(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
+    """An object of these, where no key is there twice."""
+    counts = Counter(key for key, _ in pairs)
+    twice = [repr(key) for key, count in counts.items() if count > 1]
+    if twice:
+        raise ConfigError(f"{name} has a key twice: {', '.join(twice)}; leave out one of them")
+    return dict(pairs)
