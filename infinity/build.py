@@ -31,7 +31,13 @@ from infinity.errors import ConfigError
 from infinity.free_memory import Available, choose, read_host
 from infinity.modules.check import check_arguments, check_model
 from infinity.modules.execution import Executions
-from infinity.modules.grouping import find_owners, find_users, group_parameters, join_small
+from infinity.modules.grouping import (
+    find_nestings,
+    find_owners,
+    find_users,
+    group_parameters,
+    join_small,
+)
 from infinity.modules.hooks import Hooks
 from infinity.modules.init import replace_meta
 from infinity.modules.load import Weights, fill_units, open_weights, persistent_buffers
@@ -45,7 +51,8 @@ from infinity.optim.lazy_gradient import LazyGradients
 from infinity.optim.speculation import Policy
 from infinity.optim.updater import StepListeners, Updater
 from infinity.placement.calibrate import Rates
-from infinity.placement.decide import Placement, describe_choice
+from infinity.placement.decide import describe_choice
+from infinity.placement.demand import Demand, buffer_bytes
 from infinity.rates import DTYPES, copies, formats_of, updates
 from infinity.report import Reporter, StepMeter
 from infinity.schedule.runtime import Runtime
@@ -203,10 +210,9 @@ class Build:
             Unit(index, g.name, g.parameters, g.dtype, self.ranks) for index, g in enumerate(groups)
         ]
         numbers = {id(p): unit.index for unit in self.units for p in unit.parameters}
-        self.users = {
-            m: [self.units[i] for i in used]
-            for m, used in find_users(model, owners, numbers).items()
-        }
+        used = find_users(model, owners, numbers)
+        self.users = {module: [self.units[i] for i in units] for module, units in used.items()}
+        self._nestings = find_nestings(model, used)
 
     def size(self) -> None:
         """Declare what every unit needs on which tier."""
@@ -217,23 +223,26 @@ class Build:
         self.undo.callback(self.store.close)
         for unit in self.units:
             unit.declare(self.store, config)
-        through_buffer = self.exchanges_gradients or config.gradients == "nvme"
-        through_buffer &= not self.units[0].reduces_late  # the gradients' home is the whole buffer
-        sizes = [unit.gradient_nbytes for unit in self.units if unit.trainable]
-        self._buffer_bytes = max(sizes, default=0) if through_buffer else 0
-        self._reserve = (1 + self.exchanges_gradients) * self._buffer_bytes
+        shapes = [unit.shape for unit in self.units]
+        self._buffer_bytes = buffer_bytes(shapes, config, self.exchanges_gradients)
 
     @property
     def exchanges_gradients(self) -> bool:
         """Whether gradients go home beside the model, on the thread of an exchange."""
         return self.ranks.number > 1 or not self.device.unified_memory
 
+    @property
+    def demand(self) -> Demand:
+        """What the units ask, within the budgets that are known so far."""
+        return Demand(
+            self.store.placement, self._nestings, self._buffer_bytes, self.exchanges_gradients
+        )
+
     def look(self) -> Sequence[float]:
         """Choose the budgets that the configuration leaves open, by what is free now."""
-        config, place = self._config, self.store.placement
-        least = place.least(_concurrent_bytes(self._model, self.users, place), self._reserve)
+        config = self._config
         found = Available(read_host(), self.device.memory(), ranks_of_this_node(self.ranks))
-        self._choice = choose(config.gpu_memory, config.cpu_memory, found, least)
+        self._choice = choose(config.gpu_memory, config.cpu_memory, found, self.demand.least())
         return self._choice.budgets
 
     def budget(self, least: Sequence[float]) -> None:
@@ -250,8 +259,7 @@ class Build:
         Nothing, too, where there are no kernels for any parameter.
         """
         config, elements = self._config, Counter[torch.dtype]()
-        place = self.store.placement
-        if not place.needs_rates(_concurrent_bytes(self._model, self.users, place), self._reserve):
+        if not self.demand.needs_rates():
             return ()
         for unit in self.units:
             if unit.trainable:
@@ -281,19 +289,11 @@ class Build:
 
         Raises `BudgetError` where a budget cannot work (I10).
         """
-        place, rates = self.store.placement, Rates(*numbers) if numbers else None
-        place = place.with_gpu_cache(
-            _concurrent_bytes(self._model, self.users, place), self._reserve, rates
-        )
+        demand, rates = self.demand, Rates(*numbers) if numbers else None
+        placement = demand.resident(rates)
         if rates is not None:
-            log.info(describe_choice(place, rates))
-        concurrent = _concurrent_bytes(self._model, self.users, place)
-        # A second buffer is collected into while the first one is reduced; a budget that has no
-        # room for it works without.
-        self._buffers = (
-            2 if self.exchanges_gradients and place.fits(concurrent, 2 * self._buffer_bytes) else 1
-        )
-        self._layout = place.layout(concurrent, self._buffers * self._buffer_bytes, self._reserve)
+            log.info(describe_choice(placement, rates))
+        self._layout, self._buffers = demand.layout(placement)
 
     # What has to be undone
 
@@ -394,30 +394,3 @@ class Build:
             if self._config.tuning.update == "auto" and alone
             else self._config.tuning.update
         )
-
-
-def _concurrent_bytes(
-    model: nn.Module, users: dict[nn.Module, list[Unit]], placement: Placement
-) -> int:
-    """Bytes of the compute device that the forward of any module may need at once beside the units
-    that never leave, in this worst case:
-
-    the units of the module and of the hooked modules around it are in use, each in the worst place,
-    and the largest one has to come in beside them. With k runs in use the free space has k + 1
-    parts, so k more of the largest make one part fit.
-    """
-    travelling = {spec.unit for spec in placement.travelling()}
-    coming = {
-        unit: unit.nbytes if unit.index in travelling else 0
-        for used in users.values()
-        for unit in used
-    }
-    largest = max(coming.values())
-    most = 0
-    pending: list[tuple[nn.Module, dict[Unit, None]]] = [(model, {})]
-    while pending:
-        module, around = pending.pop()
-        inside = around | dict.fromkeys(unit for unit in users.get(module, ()) if coming[unit])
-        most = max(most, sum(coming[unit] for unit in inside) + largest * max(1, len(inside) - 1))
-        pending += [(child, inside) for child in module.children()]
-    return most

@@ -11,16 +11,12 @@ from infinity.free_memory import Choice
 from infinity.observe import Recorder
 from infinity.optim.step import StepRun
 from infinity.optim.updater import Updater
-from infinity.placement.spec import Kind
-from infinity.schedule.planner import Traffic, UnitCost, predict
+from infinity.schedule.planner import STATES, Traffic, cost_of, predict
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.unit import Unit
 from infinity.tiers.activations import ActivationTraffic
-from infinity.tiers.drives import ALIGNMENT
 from infinity.tiers.store import Store
-
-STATES = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
 
 
 @dataclass(frozen=True)
@@ -157,25 +153,15 @@ class Reporter:
         """The NVMe traffic of this rank in one optimizer step, in bytes, that the planner states
         for the recorded trace."""
         cycles = max(self._runtime.accumulation, 1)
-        costs = [self._cost(unit, cycles) for unit in self._units]
+        norms = self._updater.norm.asked
+        costs = [
+            cost_of({k: b.placed for k, b in unit.blocks.items()}, cycles, norms, unit.trains)
+            for unit in self._units
+        ]
         cycle = self._runtime.trace.train_cycle()
         mode, slots = self._config.tuning.update, self._store.copy_slots
         waits, delayed = mode == "plain", mode == "delayed"
         return predict(cycle.order, costs, slots, cycles, cycle.held, waits=waits, delayed=delayed)
-
-    def _cost(self, unit: Unit, cycles: int) -> UnitCost:
-        """What `unit` moves in a step of so many `cycles`."""
-
-        def on_nvme(*kinds: Kind) -> int:
-            return sum(unit.blocks[k].moved_bytes for k in kinds if k in unit.blocks)
-
-        states, param, gradient = on_nvme(*STATES), on_nvme(Kind.PARAM), on_nvme(Kind.GRAD)
-        slots = 0 if unit.blocks[Kind.PARAM].permanent else -(-unit.nbytes // ALIGNMENT)
-        old = 0 if unit.states.is_rounded else param
-        # A gradient is written by every backward, and read by all but the first, by each norm and
-        # by the update.
-        read = states + gradient * (cycles + self._updater.norm.asked)
-        return UnitCost(slots, param, old, read, states + param + gradient * cycles, unit.trains)
 
     def report(self) -> Report:
         """What the run did so far; waits for pending updates."""

@@ -17,10 +17,11 @@ import torch
 from infinity.errors import ConfigError
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.updater import Updater
+from infinity.placement.spec import MOMENTS
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Exchange
 from infinity.sharding.ranks import whole_group
-from infinity.sharding.unit import MOMENTS, Unit
+from infinity.sharding.unit import Unit
 from infinity.sharding.use import described
 
 if TYPE_CHECKING:

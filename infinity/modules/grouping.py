@@ -187,6 +187,21 @@ def find_users(
     return users
 
 
+def find_nestings(
+    model: nn.Module, users: Mapping[nn.Module, Sequence[int]]
+) -> set[frozenset[int]]:
+    """For every module the numbers of the units that its forward has in use, those of the modules
+    around it among them; each set once."""
+    found: set[frozenset[int]] = set()
+    pending: list[tuple[nn.Module, frozenset[int]]] = [(model, frozenset())]
+    while pending:
+        module, around = pending.pop()
+        inside = around.union(users.get(module, ()))
+        found.add(inside)
+        pending += [(child, inside) for child in module.children()]
+    return found
+
+
 def _with_parents(
     model: nn.Module, without: Iterable[int] = ()
 ) -> Iterator[tuple[str, nn.Module, tuple[str, nn.Module]]]:

@@ -30,10 +30,10 @@ from infinity.optim.optimizer import Optimizer
 from infinity.optim.scaler import LossScaler
 from infinity.optim.state_dict import misfit, numbers
 from infinity.optim.step import Step
-from infinity.placement.spec import Kind
+from infinity.placement.spec import MOMENTS, Kind
 from infinity.quantities import round_up
 from infinity.sharding.recognize import is_dtensor
-from infinity.sharding.unit import MOMENTS, Unit
+from infinity.sharding.unit import Unit
 
 log = logging.getLogger("infinity")
 

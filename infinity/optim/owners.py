@@ -9,8 +9,8 @@ from typing import ClassVar, Protocol
 from infinity.errors import ConfigError
 from infinity.optim.kernels import Segment
 from infinity.optim.step import UnitShare
-from infinity.placement.spec import Kind
-from infinity.sharding.unit import MOMENTS, Unit
+from infinity.placement.spec import MOMENTS, Kind
+from infinity.sharding.unit import Unit
 from infinity.tiers.store import Store
 
 

@@ -30,10 +30,10 @@ from infinity.optim.pipeline import Pipeline
 from infinity.optim.scaler import Scales
 from infinity.optim.speculation import Policy, Speculation
 from infinity.optim.step import Step, StepRun, UnitShare
-from infinity.placement.spec import Kind
+from infinity.placement.spec import MOMENTS, Kind
 from infinity.schedule.runtime import Runtime
 from infinity.sharding.gradients import GradientState
-from infinity.sharding.unit import MOMENTS, Unit, Updates
+from infinity.sharding.unit import Unit, Updates
 from infinity.tiers.store import Store
 
 

@@ -80,6 +80,17 @@ class Layout:
     most_reserve: int
     """Those that a larger budget might bring."""
 
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes on the compute device for copies of parameters."""
+        homes = self.placement.home_bytes("gpu")
+        return self.rooms.device - homes - round_up(self.reserve, PAGE)
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Bytes that blocks take on the drives, with the old content beside the new."""
+        return sum(block.moved_bytes * block.copies for block in self.blocks)
+
     def shortage(self, wanted: BlockSpec, pinned: Sequence[BlockSpec]) -> BudgetError:
         """The error where `wanted` has to come to the compute device beside `pinned`, and does not
         fit."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from infinity.config import Config
+from infinity.placement.spec import MOMENTS
 
 
 class StateBytes(NamedTuple):
@@ -28,7 +29,6 @@ class StateBytes(NamedTuple):
 
 _DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MOMENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 36864 / 32768}
-_MOMENTS = {"adam": 2, "adagrad": 1, "lion": 1, "momentum": 1, "sgd": 0, "other": 0}
 
 
 def bytes_per_parameter(config: Config) -> StateBytes:
@@ -49,7 +49,7 @@ def bytes_per_parameter(config: Config) -> StateBytes:
     return StateBytes(
         parameter,
         gradient,
-        master + _MOMENTS[config.algorithm] * _MOMENT_BYTES[config.moment_precision],
+        master + len(MOMENTS[config.algorithm]) * _MOMENT_BYTES[config.moment_precision],
     )
 
 

@@ -22,6 +22,13 @@ class Kind(str, enum.Enum):
     EXP_AVG_SQ = "exp_avg_sq"
 
 
+MOMENTS: dict[str, tuple[Kind, ...]] = {
+    "adam": (Kind.EXP_AVG, Kind.EXP_AVG_SQ), "adagrad": (Kind.EXP_AVG_SQ,), "lion": (Kind.EXP_AVG,),
+    "momentum": (Kind.EXP_AVG,), "sgd": (), "other": (),
+}  # fmt: skip
+"""The moments that each `Config.algorithm` has."""
+
+
 class Format(NamedTuple):
     """How values lie in memory and on NVMe: `elements` of them take `nbytes` bytes together, and
     cannot be moved apart."""

@@ -1,19 +1,26 @@
 """What to bring next, and what that costs: pure functions of the trace, the sizes and the budgets.
 Imports no torch.
 
-The runtime walks `look_ahead` against the real arena; `predict` walks the same function against a
-map of slots, so the bytes it states are the bytes that move.
+The runtime walks `look_ahead` against the real arena. `Walk` walks the same function against a map
+of slots, so the bytes that `predict` states are the bytes that move. `infinity plan` gives the
+events of a walk their times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import enum
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from infinity.placement.spec import Kind, Placed
+from infinity.placement.traffic import is_rounded
+from infinity.quantities import round_up
 from infinity.schedule.trace import Trace
-from infinity.tiers.slots import SlotMap
+from infinity.tiers.slots import SlotMap, SlotRun
 
+STATES = (Kind.MASTER, Kind.EXP_AVG, Kind.EXP_AVG_SQ)
+SLOT_BYTES = 4096
 MOST_STEPS = 16
 """How many steps `predict` walks at most: where sizes differ, placements may take some to settle,
 or go round for ever."""
@@ -51,6 +58,23 @@ class UnitCost:
     trainable: bool
 
 
+def cost_of(unit: Mapping[Kind, Placed], cycles: int, norms: int, trains: bool) -> UnitCost:
+    """What the blocks of one unit cost in a step of `cycles` cycles that asks `norms` times for the
+    gradient norm."""
+
+    def on_nvme(*kinds: Kind) -> int:
+        return sum(unit[kind].moved_bytes for kind in kinds if kind in unit)
+
+    states, param, gradient = on_nvme(*STATES), on_nvme(Kind.PARAM), on_nvme(Kind.GRAD)
+    spec = unit[Kind.PARAM].spec
+    slots = 0 if spec.permanent else round_up(spec.span, SLOT_BYTES) // SLOT_BYTES
+    old = 0 if is_rounded({kind: block.spec for kind, block in unit.items()}) else param
+    # A gradient is written by every backward, and read by all but the first, by each norm and by
+    # the update.
+    read = states + gradient * (cycles + norms)
+    return UnitCost(slots, param, old, read, states + param + gradient * cycles, trains)
+
+
 @dataclass(frozen=True)
 class Traffic:
     """NVMe bytes of one optimizer step in the steady state: parameters fetched, and states
@@ -65,6 +89,112 @@ class Traffic:
         return self.fetched + self.update_read
 
 
+class Event(enum.Enum):
+    """What `Walk` tells of a unit."""
+
+    USE = enum.auto()
+    """The model uses it."""
+    FETCH = enum.auto()
+    """It is brought to a place on the compute device."""
+    LAND = enum.auto()
+    """It gets a place, and its pending update fills that. The update reads the old parameter."""
+    READ = enum.auto()
+    """Its update reads the old parameter and needs no place."""
+
+
+Listener = Callable[[Event, int, tuple[int, ...]], None]
+"""Told of an event, its unit, and the units that are evicted for it."""
+
+
+class Walk:
+    """Walks training steps over a map of slots: what the runtime does, without time and content.
+
+    A step has `accumulation` cycles of `order`, with `slots` slots for copies. `held[i]` are units
+    that cannot be evicted when `order[i]` comes into use (see `Cycle`); none when it is empty. An
+    update puts its result into the place of the unit. It runs when the unit has a place, or with
+    `waits` before the step returns. With `delayed` it runs when it likes: its reads are stated as
+    if no place still held the parameter, the most they can be, and every place is filled anew
+    afterwards.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[int],
+        units: Sequence[UnitCost],
+        slots: int,
+        accumulation: int = 1,
+        held: Sequence[frozenset[int]] = (),
+        waits: bool = False,
+        delayed: bool = False,
+    ) -> None:
+        self.trainable = frozenset(i for i, unit in enumerate(units) if unit.trainable) & set(order)
+        """The units that a step updates."""
+        self._order = order
+        self._units = units
+        self._accumulation = accumulation
+        self._held = held or [frozenset()] * len(order)
+        self._waits = waits
+        self._delayed = delayed
+        self._copies: SlotMap[int] = SlotMap(slots)
+        self._trace = Trace()
+        self._pending: set[int] = set()  # to be updated, without a place
+        self._tell: Listener = lambda *_: None
+
+    @property
+    def state(self) -> tuple[dict[int, SlotRun], set[int]]:
+        """What one step leaves to the next: equal states are followed by equal steps."""
+        return dict(self._copies.runs), set(self._pending)
+
+    def cycles(self, tell: Listener) -> None:
+        """Walk the forwards and backwards of a step, and `tell` what happens, in order."""
+        self._tell = tell
+        for _ in range(self._accumulation):
+            self._trace.begin("train")
+            look_ahead(self._trace, self.has_copy, self._bring)
+            for unit, others in zip(self._order, self._held, strict=True):
+                self._trace.use(unit)
+                if not self.has_copy(unit):
+                    self._bring(unit, -1, others)
+                tell(Event.USE, unit, ())
+                look_ahead(self._trace, self.has_copy, partial(self._bring, pinned=others | {unit}))
+
+    def update(self, tell: Listener) -> None:
+        """The same for the end of a step, where updates are posted and the next forward begins."""
+        self._tell = tell
+        if self._delayed:
+            for unit in sorted(self.trainable):
+                tell(Event.READ, unit, ())
+                if unit in self._copies.runs:
+                    tell(Event.FETCH, unit, ())
+        else:
+            self._pending = {unit for unit in self.trainable if not self.has_copy(unit)}
+        look_ahead(self._trace, self.has_copy, self._bring)
+        if self._waits:
+            for unit in sorted(self._pending):
+                tell(Event.READ, unit, ())
+            self._pending.clear()
+
+    def has_copy(self, unit: int) -> bool:
+        """Whether `unit` has a place on the compute device, or lives there."""
+        return self._units[unit].slots == 0 or unit in self._copies.runs
+
+    def _bring(self, unit: int, beyond: float, pinned: frozenset[int] = frozenset()) -> bool:
+        place = self._copies.place(
+            self._units[unit].slots,
+            lambda other: None if other in pinned else self._trace.next_use(other),
+            beyond,
+        )
+        if place is None:
+            return False
+        for victim in place.evicted:
+            self._copies.give_back(victim)
+        self._copies.take(unit, place.start, self._units[unit].slots)
+        pending = unit in self._pending
+        self._pending.discard(unit)
+        self._tell(Event.LAND if pending else Event.FETCH, unit, place.evicted)
+        return True
+
+
 def predict(
     order: Sequence[int],
     units: Sequence[UnitCost],
@@ -74,70 +204,31 @@ def predict(
     waits: bool = False,
     delayed: bool = False,
 ) -> Traffic:
-    """NVMe traffic of one optimizer step of `accumulation` cycles of `order`, with `slots` slots
-    for copies.
+    """NVMe traffic of one optimizer step of a `Walk` by the same arguments, in the steady state.
 
     Walks steps from an empty arena until one leaves it as it found it, mostly the third, and states
-    that one; where sizes differ there may be none, and it is the last of `MOST_STEPS`. `held[i]`
-    are units that cannot be evicted when `order[i]` comes into use (see `Cycle`); none when it is
-    empty. An update puts its result into the place of the unit. It runs when the unit has a place,
-    or with `waits` before the step returns. With `delayed` it runs when it likes: its reads are
-    stated as if no place still held the parameter, the most they can be, and every place is filled
-    anew afterwards.
+    that one; where sizes differ there may be none, and it is the last of `MOST_STEPS`.
     """
-    copies: SlotMap[int] = SlotMap(slots)
-    trace = Trace()
+    walk = Walk(order, units, slots, accumulation, held, waits, delayed)
     fetched = reread = 0
-    trainable = frozenset(index for index, unit in enumerate(units) if unit.trainable) & set(order)
-    pending: set[int] = set()  # to be updated, without a place
 
-    def bring(unit: int, beyond: float, pinned: frozenset[int] = frozenset()) -> bool:
+    def count(event: Event, unit: int, evicted: tuple[int, ...]) -> None:
         nonlocal fetched, reread
-        place = copies.place(
-            units[unit].slots,
-            lambda other: None if other in pinned else trace.next_use(other),
-            beyond,
-        )
-        if place is None:
-            return False
-        for victim in place.evicted:
-            copies.give_back(victim)
-        copies.take(unit, place.start, units[unit].slots)
-        if unit in pending:
-            pending.remove(unit)
-            reread += units[unit].old
-        else:
+        if event is Event.FETCH:
             fetched += units[unit].fetch
-        return True
-
-    def has_copy(unit: int) -> bool:
-        return units[unit].slots == 0 or unit in copies.runs
+        elif event is not Event.USE:
+            reread += units[unit].old
 
     before = None
     for _ in range(MOST_STEPS):
         fetched = reread = 0
-        for _ in range(accumulation):
-            trace.begin("train")
-            look_ahead(trace, has_copy, bring)
-            for unit, others in zip(order, held or [frozenset()] * len(order), strict=True):
-                trace.use(unit)
-                if not has_copy(unit):
-                    bring(unit, -1, others)
-                look_ahead(trace, has_copy, partial(bring, pinned=others | {unit}))
-        if delayed:
-            reread += sum(units[unit].old for unit in trainable)
-            fetched += sum(units[unit].fetch for unit in trainable if unit in copies.runs)
-        else:
-            pending = {unit for unit in trainable if not has_copy(unit)}
-        look_ahead(trace, has_copy, bring)
-        if waits:
-            reread += sum(units[unit].old for unit in pending)
-            pending.clear()
-        after = dict(copies.runs), set(pending)
+        walk.cycles(count)
+        walk.update(count)
+        after = walk.state
         if after == before:
             break
         before = after
-    updated = [units[unit] for unit in sorted(trainable)]
+    updated = [units[unit] for unit in sorted(walk.trainable)]
     return Traffic(
         fetched,
         reread + sum(u.update_read for u in updated),

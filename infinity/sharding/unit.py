@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from infinity.config import Config, Tier
-from infinity.placement.spec import BF16, FP32, INT8, SPLIT, BlockSpec, Format, Kind
+from infinity.config import Config
+from infinity.placement.demand import UnitShape
+from infinity.placement.spec import Format, Kind
 from infinity.sharding import collectives
 from infinity.sharding.exchange import Collective, Exchange
 from infinity.sharding.gradient_buffer import GradientBuffer
@@ -23,13 +24,6 @@ from infinity.sharding.states import States
 from infinity.sharding.tensor_parallel import cut_along, local, part_of
 from infinity.tiers.block import Block
 from infinity.tiers.store import Store
-
-_MOMENT_FORMATS = {"fp32": FP32, "bf16": BF16, "int8": INT8}
-MOMENTS: dict[str, tuple[Kind, ...]] = {
-    "adam": (Kind.EXP_AVG, Kind.EXP_AVG_SQ), "adagrad": (Kind.EXP_AVG_SQ,), "lion": (Kind.EXP_AVG,),
-    "momentum": (Kind.EXP_AVG,), "sgd": (), "other": (),
-}  # fmt: skip
-"""The moments that each `Config.algorithm` has."""
 
 
 class Border:
@@ -157,6 +151,13 @@ class Unit:
         return self.layout.numel * self.dtype.itemsize
 
     @property
+    def shape(self) -> UnitShape:
+        """What placement has to know of it."""
+        form = Format(str(self.dtype).removeprefix("torch."), 1, self.dtype.itemsize)
+        numel, shards = self.layout.numel, self.layout.ranks
+        return UnitShape(self.index, self.name, numel, shards, self.rank, form, self.trainable)
+
+    @property
     def shared(self) -> bool:
         """Whether this rank has a part of the unit only, so that it has to be gathered."""
         return self.ranks.shards is not None
@@ -174,7 +175,7 @@ class Unit:
     def declare(self, store: Store, config: Config) -> None:
         """Add this unit's blocks to the store: parameters, and for a trainable unit gradients,
         master and moments."""
-        shard = self.layout.shard_numel
+        shape = self.shape
         self.store, self.algorithm = store, config.algorithm
         self.data = ParameterData(self, config.tuning.poison)
         """What the parameters point at."""
@@ -183,42 +184,11 @@ class Unit:
         # Directories for states that have no block.
         self.spill = config.nvme if config.optimizer == "nvme" else ()
 
-        def add(kind: Kind, form: Format, tier: Tier, span: int = 0, whole: bool = False) -> None:
-            name, nbytes = f"{kind.value} of {self.name}", form.bytes_of(shard)
-            at = self.rank * nbytes if span else 0
-            frozen = not self.trainable
-            spec = BlockSpec(
-                self.index, kind, shard, form, tier, span or nbytes, at, name, whole, frozen
-            )
-            self.blocks[kind] = store.add(spec)
-
-        # With stages 1 and 2 parameters stay gathered, and with stage 1 gradients stay whole until
-        # they are settled.
-        self.reduces_late = self.shared and config.stage == 1
-        add(
-            Kind.PARAM,
-            _plain(self.dtype),
-            config.parameters,
-            self.nbytes,
-            whole=self.shared and config.stage < 3,
-        )
+        self.reduces_late = shape.reduces_late(config)
         if self.trainable:
-            self.gradient_dtype = (
-                torch.float32 if config.tuning.gradient_precision == "fp32" else self.dtype
-            )
-            form = _plain(self.gradient_dtype)
-            add(
-                Kind.GRAD,
-                form,
-                config.gradients,
-                form.bytes_of(self.layout.numel) * self.reduces_late,
-                self.reduces_late,
-            )
-            if self.dtype != torch.float32:
-                split = config.tuning.split_master and self.dtype == torch.bfloat16
-                add(Kind.MASTER, SPLIT if split else FP32, config.optimizer)
-            for kind in MOMENTS[config.algorithm]:
-                add(kind, _MOMENT_FORMATS[config.moment_precision], config.optimizer)
+            self.gradient_dtype = getattr(torch, shape.gradient_format(config).name)
+        for spec in shape.blocks(config):
+            self.blocks[spec.kind] = store.add(spec)
 
     @property
     def trains(self) -> bool:
@@ -351,7 +321,3 @@ class Unit:
     def shard_of(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat buffer (numel,)."""
         return full.narrow(0, self.rank * self.layout.shard_numel, self.layout.shard_numel)
-
-
-def _plain(dtype: torch.dtype) -> Format:
-    return Format(str(dtype).removeprefix("torch."), 1, dtype.itemsize)

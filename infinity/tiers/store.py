@@ -133,7 +133,7 @@ class Store:
             # Zeros and poison, and what was there before: copies would overtake them.
             self._device.await_stream()
             gpu, chunks = self._arenas["gpu"], Chunks(rooms.host.chunk_elements, layout.cuts)
-            self.copy_slots = gpu.free_slots - gpu.slots_for(layout.reserve)
+            self.copy_slots = layout.copy_bytes // ALIGNMENT
             parts = self._device, self._nvme
             self.staging = Staging(
                 *parts, self._arenas["staging"], chunks, self.latch, self._changed, self.meter

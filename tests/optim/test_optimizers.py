@@ -15,8 +15,7 @@ from torch import nn
 
 import infinity
 from infinity import native
-from infinity.placement.spec import Kind
-from infinity.sharding.unit import MOMENTS
+from infinity.placement.spec import MOMENTS, Kind
 from support.configs import config_of
 from support.models import text_batch, transformer
 from support.optimizers import FAMILY
