@@ -86,8 +86,7 @@ def set_state(
     overlap = unit.layout.overlap(index, unit.rank)
     after[overlap.in_shard : overlap.in_shard + overlap.length] = part
     unit.states.write(kind, after)
-    if kind in (Kind.PARAM, Kind.MASTER):
-        unit.outdate()
+    unit.renew()
 
 
 def _find(parameter: torch.Tensor, name: str) -> tuple[Unit, int, Kind]:

@@ -147,6 +147,8 @@ def wrap(
             build.move_buffers()
             build.hook()
         undo.pop_all()
+        for unit in build.units:
+            unit.renew()
     return model
 
 

@@ -76,6 +76,8 @@ class Checkpoints:
             owners.forget_states(
                 share, [kind for kind in MOMENTS[share.unit.algorithm] if kind in share.unit.blocks]
             )
+        for unit in self._units:
+            unit.renew()
         return extra
 
     def _state(self, buffers: Buffers, given: Optimizers) -> EngineState:

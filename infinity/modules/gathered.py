@@ -151,6 +151,7 @@ class _Reading:
         if after is not None:
             before = unit.states.read(Kind.PARAM) if self._before is None else self._before
             _write_back(unit, before, after)
+            unit.renew()
         elif self.changed and self._before is not None:
             unit.states.write(Kind.PARAM, self._before)
 

@@ -440,6 +440,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, kind in kinds(self):
                 if kind in unit.blocks and any(state.get(name) is not None for state in mine):
                     restore(unit, kind, [state.get(name) for state in mine])
+            unit.renew()
 
     def check_hyper(self, group: dict[str, Any]) -> None:
         """Raise when `hyper` would."""

@@ -67,6 +67,8 @@ class Runtime:
         fill."""
         self.accumulation, self._cycles, self.stale = self._cycles, 0, True
         self.look_ahead()
+        for unit in self._units:
+            unit.renew()
 
     def enter(self, unit: Unit) -> torch.Tensor:
         """`unit` is in use until `Unit.release`: start bringing it and what comes next, then wait

@@ -142,6 +142,7 @@ class States:
         self.unit.rollback()
         if Kind.PARAM in kinds:
             self.unit.store.resident.begin_update(self.unit.blocks[Kind.PARAM])
+            self.unit.outdate()  # other ranks write their parts, too
         try:
             starts = self.chunks()
             for begin, end in zip(starts, [*starts[1:], self.unit.layout.shard_numel], strict=True):

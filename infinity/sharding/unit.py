@@ -243,6 +243,24 @@ class Unit:
         self._gathered_lease = block.copy.lease
         self.store.resident.gather(block, self.gather_posted)
 
+    @property
+    def stays_whole(self) -> bool:
+        """Whether this rank keeps the parameters of all ranks, on its device: stages 0 to 2."""
+        return not self.shared or self.blocks[Kind.PARAM].spec.whole
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether `wait`, after `start`, needs no collective that is not posted yet."""
+        lease = self._gathered_lease
+        posted = lease is not None and lease is self.blocks[Kind.PARAM].copy.lease
+        return not self.shared or (self.stays_whole and posted)
+
+    def renew(self) -> None:
+        """Have new content gathered where it stays whole, so that this rank may read it alone.
+        Every rank calls it, after a write."""
+        if self.stays_whole:
+            self.gather_ahead()
+
     def gathered(self) -> bool:
         """Whether `wait`, after `start`, would not wait for other ranks."""
         if not self.shared or self.gather_posted is None:

@@ -1,16 +1,17 @@
 """The values of a parameter that is read outside of its module's forward.
 
 [Note: reading outside of a forward]
-Where this rank has all of a parameter at home, code outside of a forward may read it. It gets a
-copy of the current value. A write raises, because it would change the copy: use
-`gathered(write=True)`. So does a write to a view of a copy, which is a `ReadOnlyCopy`.
+Where this rank keeps all of a parameter (one rank, and stages 0 to 2), code outside of a forward
+may read it. It gets a copy of the current value. A write raises, because it would change the copy:
+use `gathered(write=True)`. So does a write to a view of a copy, which is a `ReadOnlyCopy`.
 
 `parameter.data` and `parameter.detach()` are a `LazyValue`, which tells shape, dtype and device
 without reading. With autograd on, a parameter that requires a gradient is read through `_Read`, so
 that a loss built outside of a forward (weight decay, for example) has the gradients of plain torch.
 
-Where ranks have shards (stages 1 to 3 on several ranks), and of DTensors, reading raises: all ranks
-would have to read alike, and a script that prints on the first one would hang.
+With stages 1 and 2 the ranks post a gather of what they write when they write it (`Unit.renew`), so
+one of them may read alone. Where ranks have shards (stage 3), and of DTensors, reading raises: all
+ranks would have to read alike, and a script that prints on the first one would hang.
 """
 
 from __future__ import annotations
@@ -39,14 +40,21 @@ _WRITE = (
 
 def readable(unit: Unit, index: int) -> bool:
     """Whether a parameter may be read outside of a forward."""
-    return not unit.shared and not is_dtensor(unit.parameters[index])
+    return unit.is_readable and not is_dtensor(unit.parameters[index])
 
 
 def read(unit: Unit, index: int) -> torch.Tensor:
     """A copy of the value of parameter `index`, on its device; waits for pending updates."""
     unit.listeners.border.check_thread(f"{unit.names[index]} was read")
     unit.listeners.updates.look()
-    return unit.states.parameter(Kind.PARAM, index).to(unit.parameters[index].device)
+    if not unit.shared:
+        return unit.states.parameter(Kind.PARAM, index).to(unit.parameters[index].device)
+    place = unit.layout.places[index]
+    unit.start()
+    try:
+        return unit.wait()[place.offset : place.end].view(place.shape).clone()
+    finally:
+        unit.release()
 
 
 class LazyValue(LazyTensor):

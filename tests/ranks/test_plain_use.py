@@ -91,6 +91,49 @@ def states(stage: int, where: Path, rank: int) -> dict[str, Any]:
         return found
 
 
+def reads(stage: int, where: Path, rank: int) -> dict[str, Any]:
+    """What the last rank alone reads after each change of weights, and what all compute then."""
+    model = wrapped(stage, where, rank)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-1)
+    found: dict[str, Any] = {}
+
+    def note(after: str) -> None:
+        alone = rank == RANKS - 1 and stage < 3
+        values = [(p + 0).detach() for p in model.parameters()] if alone else []
+        state = engine.state_dict()
+        with torch.no_grad():
+            loss = model.eval()(**text_batch(0)).loss
+        model.train()
+        names = [name for name, _ in model.named_parameters()]
+        found[after] = loss, [state[name].clone() for name in names], values
+
+    def step() -> None:
+        model(**text_batch(rank)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with contextlib.closing(infinity.engine(model)) as engine:
+        note("wrap")
+        step()
+        note("step")
+        engine.save_checkpoint(where / f"checkpoint{stage}", optimizer)
+        states = optimizer.state_dict()
+        step()
+        with torch.no_grad(), infinity.gathered(model.norm, write=True):
+            model.norm.weight.fill_(2.0)
+        note("gathered")
+        infinity.set(model.tokens.weight, "value", torch.ones(model.tokens.weight.shape))
+        note("set")
+        model.load_state_dict({name: p + 1 for name, p in engine.state_dict().items()})
+        note("load_state_dict")
+        engine.load_checkpoint(where / f"checkpoint{stage}", optimizer)
+        note("load_checkpoint")
+        optimizer.load_state_dict(states)
+        step()
+        note("another step")
+        return found
+
+
 def results(on_ranks: OnRanks, task: str, where: Path) -> list[list[Any]]:
     assert on_ranks(task) == ["done"] * RANKS
     return [[torch.load(where / f"{stage}_{rank}.pt") for rank in range(RANKS)] for stage in STAGES]
@@ -150,3 +193,18 @@ def test_states_are_read_and_set_in_parts(on_ranks: OnRanks, tmp_path: Path) -> 
         for found in stage:
             assert torch.equal(found["written"], torch.full((32,), 6.0))
             assert torch.equal(found["loss"], stage[0]["loss"])
+
+
+@pytest.mark.timeout(240)
+def test_weights_are_current_whatever_changed_them(on_ranks: OnRanks, tmp_path: Path) -> None:
+    """The forward computes with them on all ranks; in stages 0 to 2 one rank alone reads them."""
+    for number, stage in zip(STAGES, results(on_ranks, "reads", tmp_path), strict=True):
+        first, last = stage
+        for after, (loss, weights, alone) in last.items():
+            assert torch.equal(loss, first[after][0]), after
+            assert len(alone) == (len(weights) if number < 3 else 0)
+            for value, weight in zip(alone, weights, strict=False):
+                assert torch.equal(value, weight), after
+        assert torch.equal(last["load_checkpoint"][0], last["step"][0])
+        assert any(bool((weight == 1).all()) for weight in last["set"][1])
+        assert not torch.equal(last["another step"][0], last["step"][0])
