@@ -31,6 +31,7 @@ from infinity.errors import ConfigError
 from infinity.free_memory import Available, choose, read_host
 from infinity.modules.check import check_arguments, check_model
 from infinity.modules.execution import Executions
+from infinity.modules.frozen import find_stored
 from infinity.modules.grouping import (
     find_nestings,
     find_owners,
@@ -131,7 +132,7 @@ def wrap(
             build.check()
             if weights is not None and not isinstance(weights, Weights):
                 weights = open_weights(weights, model)
-            build.group(units)
+            build.group(units, weights)
             build.size()
         with build.together() as least:
             least += build.look()
@@ -195,21 +196,25 @@ class Build:
                 )
         check_model(self._model, DTYPES.get(self._config.precision))
 
-    def group(self, given: Units) -> None:
+    def group(self, given: Units, values: Weights | None) -> None:
         """Find the units, and the modules that use each. Meta parameters get a stand-in."""
         model = self._model
         owners = find_owners(model, given)
         self._snapshot = Snapshot(model)
         self.undo.callback(self._snapshot.restore)
         self._empty = replace_meta(model)
-        groups = group_parameters(model, owners, DTYPES.get(self._config.precision))
+        dtype, stored = DTYPES.get(self._config.precision), {}
+        if self._config.parameters == "nvme" and self._config.tuning.read_in_place:
+            stored = find_stored(model, self._empty, values, dtype)
+        groups = group_parameters(model, owners, dtype, stored)
         if not groups:
             raise ConfigError("the model has no parameters to manage")
         if given is None:
             groups = join_small(groups, owners)
         self.ranks = with_tensor_parallel(self.ranks, model, self.device.torch)
         self.units = [
-            Unit(index, g.name, g.parameters, g.dtype, self.ranks) for index, g in enumerate(groups)
+            Unit(index, g.name, g.parameters, g.dtype, self.ranks, g.stored)
+            for index, g in enumerate(groups)
         ]
         numbers = {id(p): unit.index for unit in self.units for p in unit.parameters}
         used = find_users(model, owners, numbers)

@@ -243,6 +243,14 @@ class Tuning(_Knobs):
     block that was read so has the right bytes. "on" refuses where one cannot. Else parameters pass
     through host memory.
     """
+    read_in_place: bool = True
+    """Read frozen parameters on NVMe from the safetensors files that they come from, instead of a
+    copy.
+
+    The files are only read, and no space is taken for these parameters. It holds for those that
+    have the dtype and the layout of their file. Set it to False for files on a slow or a remote
+    drive: then they are copied to the `nvme` directories.
+    """
     instruction_set: Literal["auto", "scalar", "avx2", "avx512"] = "auto"
     """Instructions of the optimizer kernels on the CPU; "auto" is the best that it has."""
     threads: Annotated[int, Field(ge=1)] | None = None

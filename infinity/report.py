@@ -79,6 +79,9 @@ class Report:
     """Bytes of them that were read back from NVMe in the last finished step."""
     activations_peak: int = 0
     """The most bytes of them that were off the compute device at any time."""
+    in_files: int = 0
+    """Bytes of frozen parameters that stay in the user's files and are only read; they are among
+    `on_nvme`, and take no space of the directories."""
     budget_sources: dict[str, str] = field(default_factory=dict)
     """Where the budgets "gpu" and "cpu" come from: "given", or what was free and what of it stays
     so."""
@@ -197,6 +200,7 @@ class Reporter:
             waits=self._recorder.seconds("wait nvme"),
             cached=cached,
             on_nvme=on_nvme,
+            in_files=self._store.in_files(),
             gpu_resident=self._store.layout.placement.gpu_cache_bytes,
             peaks=self._store.peaks(),
             budget_sources={"gpu": self._choice.gpu.source, "cpu": self._choice.cpu.source},

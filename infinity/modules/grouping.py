@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
+from infinity.tiers.originals import StoredBytes
 
 # They hold, but have no forward.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -17,12 +18,21 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 class Group(NamedTuple):
     """A future unit: parameters of one dtype, all trainable or all frozen, below one owner module
-    (of several: the first)."""
+    (of several: the first).
+
+    If files of the user are their home, `stored` says where each lies, and they are in that order.
+    """
 
     name: str
     dtype: torch.dtype
     owner: nn.Module
     parameters: tuple[tuple[str, nn.Parameter], ...]
+    stored: tuple[StoredBytes, ...] = ()
+
+    @property
+    def kind(self) -> tuple[torch.dtype, bool, bool]:
+        """What the parameters of a unit have in common."""
+        return self.dtype, self.parameters[0][1].requires_grad, bool(self.stored)
 
 
 def find_owners(
@@ -71,17 +81,22 @@ def find_owners(
 
 
 def group_parameters(
-    model: nn.Module, owners: dict[str, nn.Module], dtype: torch.dtype | None = None
+    model: nn.Module,
+    owners: dict[str, nn.Module],
+    dtype: torch.dtype | None = None,
+    stored: Mapping[int, StoredBytes] | None = None,
 ) -> list[Group]:
     """Every parameter of `model` in exactly one group, tied ones where they come first, in the
     order of the modules.
 
     Floating-point parameters count as `dtype` when it is given: what they will be stored in. Frozen
     ones of one byte (float8) keep their own dtype: they are codes of a quantized base, whose
-    kernels and scales expect them.
+    kernels and scales expect them. Those whose ids are in `stored` stay in files of the user, in
+    units of their own.
     """
+    stored = stored or {}
     inside = {id(m): (name, owner) for name, owner in owners.items() for m in owner.modules()}
-    buckets: dict[tuple[str, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    buckets: dict[tuple[str, torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     owner_of: dict[str, nn.Module] = {}
     seen: set[int] = set()
     for path, module, parent in _with_parents(model):
@@ -92,20 +107,33 @@ def group_parameters(
             holder_path, holder = parent if isinstance(module, _CONTAINERS) else (path, module)
             unit_name, owner = inside.get(id(module), (holder_path, holder))
             owner_of[unit_name] = owner
-            key = (unit_name, stored_as(parameter, dtype), parameter.requires_grad)
+            is_stored = id(parameter) in stored
+            key = (unit_name, stored_as(parameter, dtype), parameter.requires_grad, is_stored)
             buckets.setdefault(key, []).append((f"{path}.{name}" if path else name, parameter))
-    kinds = Counter(unit_name for unit_name, _, _ in buckets)
+    kinds = Counter(unit_name for unit_name, *_ in buckets)
     groups = []
-    for (unit_name, stored, trainable), parameters in buckets.items():
-        suffix = (
-            ""
-            if kinds[unit_name] == 1
-            else f" ({str(stored).removeprefix('torch.')}{'' if trainable else ', frozen'})"
-        )
-        groups.append(
-            Group((unit_name or "model") + suffix, stored, owner_of[unit_name], tuple(parameters))
-        )
+    for (unit_name, kept, trainable, is_stored), parameters in buckets.items():
+        parts = [str(kept).removeprefix("torch.")]
+        parts += ["frozen"] * (not trainable) + ["in its files"] * is_stored
+        suffix = "" if kinds[unit_name] == 1 else f" ({', '.join(parts)})"
+        places = [stored[id(p)] for _, p in parameters] if is_stored else []
+        name = (unit_name or "model") + suffix
+        groups.append(_in_order(name, kept, owner_of[unit_name], parameters, places))
     return groups
+
+
+def _in_order(
+    name: str,
+    dtype: torch.dtype,
+    owner: nn.Module,
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    stored: Sequence[StoredBytes],
+) -> Group:
+    """A group of `parameters`, in the order of their files if they are `stored`."""
+    order = sorted(range(len(stored)), key=lambda at: stored[at][:2])
+    if order:
+        parameters = [parameters[at] for at in order]
+    return Group(name, dtype, owner, tuple(parameters), tuple(stored[at] for at in order))
 
 
 def stored_as(parameter: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -136,7 +164,7 @@ def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list
     containers = {owner: name.rpartition(".")[0] for name, owner in owners.items()}
     joined: list[list[int]] = []
     # What the next one of the same kind may be joined to.
-    last: dict[tuple[torch.dtype, bool], list[int]] = {}
+    last: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
 
     def go_together(before: list[int], number: int) -> bool:
         together = sum(sizes[each] for each in before) + sizes[number]
@@ -146,7 +174,7 @@ def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list
         )
 
     for number, group in enumerate(groups):
-        kind = group.dtype, group.parameters[0][1].requires_grad
+        kind = group.kind
         if any(owner_of[id(p)] is not group.owner for p in group.owner.parameters()):
             last.pop(kind, None)
             joined.append([number])
@@ -161,9 +189,9 @@ def join_small(groups: Sequence[Group], owners: Mapping[str, nn.Module]) -> list
 def _joined(groups: Sequence[Group]) -> Group:
     first, *_, last = [groups[0], *groups]
     name = first.name if first is last else f"{first.name} to {last.name}"
-    return first._replace(
-        name=name, parameters=tuple(named for group in groups for named in group.parameters)
-    )
+    parameters = [named for group in groups for named in group.parameters]
+    stored = [place for group in groups for place in group.stored]
+    return _in_order(name, first.dtype, first.owner, parameters, stored)
 
 
 def find_users(

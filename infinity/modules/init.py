@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from infinity.errors import ConfigError
+from infinity.modules.matching import StoredRead
 from infinity.modules.pretrained import streamed
 from infinity.modules.tape import Place, Tape, number_of
 from infinity.modules.taping import Taping
@@ -36,6 +37,15 @@ class Origin(NamedTuple):
     number: int
     problem: str = ""
     """Why these are not its values any more."""
+
+    def read(self) -> StoredRead | None:
+        """What reads the values from a file, where they are the stored tensor as it is; else
+        None."""
+        operations = self.tape.slice(self.place.cell)
+        if self.problem or len(operations) != 1 or not self.place.is_plain():
+            return None
+        read = operations[0].function
+        return read if isinstance(read, StoredRead) and read.dtype is self.place.dtype else None
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
         """The values of `parameter`, or of the part of it that this rank has; not to be written."""

@@ -27,6 +27,7 @@ from infinity.modules.tensors import Source, open_tensors
 from infinity.placement.spec import Kind
 from infinity.sharding.tensor_parallel import bounds_of, local
 from infinity.sharding.unit import Unit
+from infinity.tiers.originals import StoredBytes
 
 log = logging.getLogger("infinity")
 
@@ -50,6 +51,13 @@ class Weights:
         if name in self._exact:
             return self._matches.tensors.dtype(name)
         return self._matches.dtype(self._names[name])
+
+    def stored(self, name: str) -> StoredBytes | None:
+        """Where the bytes of `name` lie in a safetensors file, as the model wants them; None where
+        they do not. Raises `WeightsError` as `Tensors.stored`."""
+        if name in self._exact:
+            return self._matches.tensors.stored(name)
+        return self._matches.stored(self._names[name])
 
     def read_into(self, name: str, target: torch.Tensor, bounds: tuple[slice, ...] = ()) -> None:
         """Copy tensor `name`, or the part of it within `bounds`, into `target` of the same shape,
@@ -101,7 +109,7 @@ def missing_in(weights: Weights, model: nn.Module) -> list[str]:
     once."""
     return [
         names[0]
-        for names in _aliases(model).values()
+        for names in aliases_of(model).values()
         if not any(name in weights for name in names) and not is_adapter(model, names[0])
     ]
 
@@ -181,7 +189,7 @@ def fill_units(
     if nobody else holds it. See [Note: low bits].
     """
     buffers = meta_buffers(model)
-    aliases = _aliases(model)
+    aliases = aliases_of(model)
     lacking = {
         key: origin
         for key, origin in empty.items()
@@ -200,6 +208,10 @@ def fill_units(
         if seed is not None:
             torch.manual_seed(seed)
         for unit in units:
+            if unit.stored:
+                unit.store.fill_from_files(unit.blocks[Kind.PARAM])
+                unit.data.guard()
+                continue
             names = [
                 next((n for n in aliases[id(p)] if weights and n in weights), "")
                 for p in unit.parameters
@@ -267,7 +279,7 @@ def _has_more_bits(source: torch.dtype, stored: torch.dtype) -> bool:
     )
 
 
-def _aliases(model: nn.Module) -> dict[int, list[str]]:
+def aliases_of(model: nn.Module) -> dict[int, list[str]]:
     """Every name of each parameter, by its id; tied parameters have several."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -26,6 +26,7 @@ from torch import nn
 
 from infinity.errors import ConfigError, sentence
 from infinity.modules.tensors import Tensors
+from infinity.tiers.originals import StoredBytes
 
 _PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 """What PEFT adds to names."""
@@ -78,6 +79,12 @@ class Matches:
         direct = self.direct.get(name)
         return self._dtypes[name] if direct is None else self.tensors.dtype(direct)
 
+    def stored(self, name: str) -> StoredBytes | None:
+        """Where the bytes of `name` lie in a file; None where it is converted, or in no safetensors
+        file. Raises `WeightsError` as `Tensors.stored`."""
+        direct = self.direct.get(name)
+        return None if direct is None else self.tensors.stored(direct)
+
     def read(self, name: str, bounds: tuple[slice, ...] = ()) -> torch.Tensor:
         """The values of `name`, or the part of them within `bounds`; not to be written."""
         direct = self.direct.get(name)
@@ -113,6 +120,18 @@ class Matches:
             self._dtypes[name] = value.dtype
             if tuple(value.shape) != wanted[name]:
                 self.wrong.append((name, tuple(value.shape), wanted[name]))
+
+
+@dataclass(frozen=True)
+class StoredRead:
+    """Reads parameter `name` of `matches` when it is called, in `dtype`."""
+
+    matches: Matches
+    name: str
+    dtype: torch.dtype
+
+    def __call__(self) -> torch.Tensor:
+        return self.matches.read(self.name).to(self.dtype)
 
 
 def match(

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.modules.matching import Matches, match
+from infinity.modules.matching import Matches, StoredRead, match
 from infinity.modules.tape import Operation
 from infinity.modules.taping import Taping
 from infinity.modules.tensors import Tensors, open_files
@@ -153,11 +153,7 @@ def _read_later(taping: Taping, model: nn.Module, name: str, matches: Matches) -
             vars(value)[_INITIALIZED] = True
             module._buffers[key] = value
         return
-    dtype = given.dtype
-
-    def read() -> torch.Tensor:
-        return matches.read(name).to(dtype)
-
+    read = StoredRead(matches, name, given.dtype)
     with taping.paused():
         handle = torch.empty_like(given, device="meta", requires_grad=False)
         place = taping.tape.place(handle, torch.device("cpu"))

@@ -100,6 +100,11 @@ class Place:
             (size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True)
         )
 
+    def is_plain(self) -> bool:
+        """Whether it is the whole cell, row after row."""
+        shape = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        return self.is_whole() and self.offset == 0 and shape.is_contiguous()
+
 
 @dataclass
 class Operation:

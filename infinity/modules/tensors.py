@@ -4,6 +4,8 @@ hub, a state dict. Nothing is read before it is asked for."""
 from __future__ import annotations
 
 import json
+import logging
+import os
 import pickle
 import re
 from collections.abc import Iterable, Mapping
@@ -13,8 +15,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from infinity.errors import ConfigError
-from infinity.nvme.safetensors import DTYPES
+from infinity.errors import ConfigError, WeightsError
+from infinity.nvme import safetensors
+from infinity.nvme.safetensors import DTYPES, Entry
+from infinity.tiers.originals import OriginalFile, StoredBytes
+
+log = logging.getLogger("infinity")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -34,6 +40,8 @@ class Tensors:
     def __init__(self, where: str) -> None:
         self.where = where
         self._files: dict[str, Any] = {}  # of safetensors
+        self._originals: dict[str, OriginalFile] = {}  # the same files, by names of tensors
+        self._entries: dict[OriginalFile, Mapping[str, Entry]] = {}
         self._tensors: dict[str, torch.Tensor] = {}
 
     def names(self) -> set[str]:
@@ -61,14 +69,29 @@ class Tensors:
         tensor: torch.Tensor = file.get_slice(name)[bounds] if bounds else file.get_tensor(name)
         return tensor
 
+    def stored(self, name: str) -> StoredBytes | None:
+        """Where tensor `name` lies in a safetensors file; None where it is in no such file.
+
+        Raises `WeightsError` where the file has changed since it was opened.
+        """
+        file = self._originals.get(name)
+        if file is None or name in self._tensors:
+            return None
+        if file not in self._entries:
+            self._entries[file] = _entries_of(file)
+        entry = self._entries[file].get(name)
+        return None if entry is None else StoredBytes(file, entry.begin, entry.nbytes)
+
     def add(self, path: Path) -> None:
         """Also those of the file `path`. Raises `ConfigError` where it cannot be read."""
         if path.suffix in (".bin", ".pt", ".pth", ".ckpt"):
             self.give(_load(path), str(path))
             return
         try:
+            file = OriginalFile.of(path)
             opened: Any = safe_open(str(path), framework="pt")
             self._files.update(dict.fromkeys(opened.keys(), opened))
+            self._originals.update(dict.fromkeys(opened.keys(), file))
         except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"{path} cannot be read as safetensors: {error}") from error
 
@@ -81,6 +104,20 @@ class Tensors:
                     "tensors by name are needed"
                 )
             self._tensors[name] = tensor.detach()
+
+
+def _entries_of(file: OriginalFile) -> Mapping[str, Entry]:
+    """What the header of `file` says, by name; nothing where it is not as the format wants it."""
+    with os.fdopen(file.open(), "rb") as opened:
+        try:
+            length = opened.read(safetensors.LENGTH_BYTES)
+            start = safetensors.data_start(length, file.nbytes, str(file.path))
+            header = opened.read(start - len(length))
+            entries = safetensors.parse(header, file.nbytes, str(file.path))
+        except WeightsError as error:  # another reader took it
+            log.debug("%s is copied: %s", file.path, error)
+            return {}
+    return {entry.name: entry for entry in entries}
 
 
 def open_tensors(source: Source) -> Tensors:

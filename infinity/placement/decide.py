@@ -89,7 +89,7 @@ class Layout:
     @property
     def nvme_bytes(self) -> int:
         """Bytes that blocks take on the drives, with the old content beside the new."""
-        return sum(block.moved_bytes * block.copies for block in self.blocks)
+        return sum(block.reserved_bytes * block.copies for block in self.blocks)
 
     def shortage(self, wanted: BlockSpec, pinned: Sequence[BlockSpec]) -> BudgetError:
         """The error where `wanted` has to come to the compute device beside `pinned`, and does not

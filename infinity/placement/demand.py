@@ -22,7 +22,7 @@ _FULL = Format("float32", 1, 4)
 @dataclass(frozen=True)
 class UnitShape:
     """Unit number `index`: `numel` elements in `format` with padding, in `shards` equal parts, of
-    which this rank has number `rank`."""
+    which this rank has number `rank`. If it is `in_files`, files of the user are its home."""
 
     index: int
     name: str
@@ -31,6 +31,7 @@ class UnitShape:
     rank: int
     format: Format
     trainable: bool
+    in_files: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +71,17 @@ class UnitShape:
         name = f"{kind.value} of {self.name}"
         at, frozen = self.rank * nbytes if span else 0, not self.trainable
         return BlockSpec(
-            self.index, kind, elements, form, tier, span or nbytes, at, name, whole, frozen
+            self.index,
+            kind,
+            elements,
+            form,
+            tier,
+            span or nbytes,
+            at,
+            name,
+            whole,
+            frozen,
+            self.in_files,
         )
 
 

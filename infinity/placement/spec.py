@@ -62,8 +62,9 @@ class BlockSpec:
 
     `span` and `at` (bytes) place a parameter shard inside the unit's gathered buffer. No update
     rewrites a block that is `frozen`. Where `whole`, the home in memory is that of the whole unit,
-    `span` bytes, and the block is this rank's part. Two specs are never equal: each stands for one
-    block.
+    `span` bytes, and the block is this rank's part. A block of the tier nvme that is `in_files` has
+    its home in files of the user, which are only read. Two specs are never equal: each stands for
+    one block.
     """
 
     unit: int
@@ -76,6 +77,7 @@ class BlockSpec:
     name: str
     whole: bool = False
     frozen: bool = False
+    in_files: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -120,6 +122,11 @@ class Placed:
         """Bytes that cross to NVMe when the block is read or written whole; 0 for a block of
         another tier."""
         return self.spec.nbytes - self.cached_bytes if self.spec.tier == "nvme" else 0
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that each of its homes takes of the NVMe directories."""
+        return 0 if self.spec.in_files else self.moved_bytes
 
 
 def units_of(specs: Iterable[BlockSpec]) -> dict[int, dict[Kind, BlockSpec]]:

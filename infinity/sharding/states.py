@@ -141,6 +141,7 @@ class States:
         form = self.unit.blocks[kind].format
         self.unit.rollback()
         if Kind.PARAM in kinds:
+            self.unit.store.make_writable(self.unit.blocks[Kind.PARAM])
             self.unit.store.resident.begin_update(self.unit.blocks[Kind.PARAM])
             self.unit.outdate()  # other ranks write their parts, too
         try:

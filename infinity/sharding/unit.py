@@ -23,6 +23,7 @@ from infinity.sharding.ranks import ALONE, Ranks
 from infinity.sharding.states import States
 from infinity.sharding.tensor_parallel import cut_along, local, part_of
 from infinity.tiers.block import Block
+from infinity.tiers.originals import FileExtent, FileSlice, StoredBytes
 from infinity.tiers.store import Store
 
 
@@ -109,12 +110,15 @@ class Unit:
         named: Sequence[tuple[str, nn.Parameter]],
         dtype: torch.dtype,
         ranks: Ranks = ALONE,
+        stored: Sequence[StoredBytes] = (),
     ) -> None:
         self.index, self.name, self.dtype, self.ranks = index, name, dtype, ranks
         self.gradient_dtype = dtype
         """What gradients are kept and accumulated in; fixed by `declare`."""
         self.names = [n for n, _ in named]
         self.parameters = [p for _, p in named]
+        self.stored = stored
+        """Where each parameter lies in files of the user, if these are the home of the unit."""
         self.trainable = self.parameters[0].requires_grad
         self.parts = [part_of(p) for p in self.parameters]
         """Where what this rank lays out of each parameter lies in it."""
@@ -155,7 +159,9 @@ class Unit:
         """What placement has to know of it."""
         form = Format(str(self.dtype).removeprefix("torch."), 1, self.dtype.itemsize)
         numel, shards = self.layout.numel, self.layout.ranks
-        return UnitShape(self.index, self.name, numel, shards, self.rank, form, self.trainable)
+        return UnitShape(
+            self.index, self.name, numel, shards, self.rank, form, self.trainable, bool(self.stored)
+        )
 
     @property
     def shared(self) -> bool:
@@ -188,7 +194,19 @@ class Unit:
         if self.trainable:
             self.gradient_dtype = getattr(torch, shape.gradient_format(config).name)
         for spec in shape.blocks(config):
-            self.blocks[spec.kind] = store.add(spec)
+            self.blocks[spec.kind] = store.add(spec, self._original(spec.nbytes))
+
+    def _original(self, nbytes: int) -> FileExtent | None:
+        """Where this rank's shard, of `nbytes`, lies in files of the user, if it does."""
+        if not self.stored:
+            return None
+        size, slices = self.dtype.itemsize, []
+        for index, (file, offset, _) in enumerate(self.stored):
+            overlap = self.layout.overlap(index, self.rank)
+            first, length = overlap.in_parameter * size, overlap.length * size
+            if length:
+                slices.append(FileSlice(overlap.in_shard * size, length, file, offset + first))
+        return FileExtent(slices, nbytes)
 
     @property
     def trains(self) -> bool:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from infinity.device import Mark
     from infinity.tiers.access import Fetch, Pending
     from infinity.tiers.arena import Lease
+    from infinity.tiers.originals import FileExtent
 
 
 class CopyState(enum.Enum):
@@ -227,6 +228,11 @@ class Block:
     def written(self) -> bool:
         """Whether an update has ended; else the block reads as zeros."""
         return self.home.written
+
+    @property
+    def original(self) -> FileExtent | None:
+        """The place in files of the user, while the content is there."""
+        return self.home.original
 
     def drop(self) -> None:
         """The store was closed: somebody may keep the block, but not what it held."""

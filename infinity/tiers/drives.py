@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from infinity.observe import Meter, Recorder
 from infinity.placement.calibrate import levelled
 from infinity.quantities import format_bytes
 from infinity.tiers import speed
+from infinity.tiers.originals import FileExtent, Originals
 from infinity.tiers.stripes import Stripes
 
 log = logging.getLogger("infinity")
@@ -86,7 +88,11 @@ class NvmeTier:
         self.direct: list[Any] = []
         """Those that read straight into what was given to `attach`, one per directory; else
         none."""
+        self.originals = Originals(engine, REQUEST_BYTES)
+        """Files of the user that are homes, beside the directories."""
+        self._parts.callback(self.originals.close)
         self.reserved = 0
+        self._growing = threading.Lock()
 
     def reserve(self, nbytes: int) -> Extent:
         """Declare an extent of `nbytes` (a multiple of 4096), before `open`."""
@@ -303,8 +309,12 @@ class NvmeTier:
         """An extent of `nbytes` (a multiple of 4096) more, after `open`; None where the budget or
         the drives have no room for it.
 
-        Called by one thread at a time; what is in flight goes on.
+        What is in flight goes on.
         """
+        with self._growing:
+            return self._grow(nbytes)
+
+    def _grow(self, nbytes: int) -> Extent | None:
         shares, full = self._layout
         stripes = -(-(self.reserved + nbytes) // STRIPE_BYTES)
         if not self._files or (self._budget is not None and stripes * STRIPE_BYTES > self._budget):
@@ -334,7 +344,7 @@ class NvmeTier:
         """Let every engine pin `memory` until `close`, so that requests in it cost less CPU;
         needless, so it may be refused."""
         if memory.numel() > 0:
-            for engine in self.engines:
+            for engine in filter(None, (*self.engines, self.originals.engine)):
                 try:
                     engine.register_memory(memory.data_ptr(), memory.numel())
                 except OSError as error:
@@ -385,7 +395,7 @@ class NvmeTier:
 
     def read(
         self,
-        extent: Extent,
+        extent: Extent | FileExtent,
         begin: int,
         nbytes: int,
         address: int,
@@ -398,13 +408,16 @@ class NvmeTier:
         if meter is not None:
             meter.add(read=nbytes)
         self._recorder.count("nvme bytes read", nbytes)
+        if isinstance(extent, FileExtent):
+            requests = self.originals.requests(extent, begin, nbytes, address, name)
+            return Ticket(requests, self._spanning("nvme read", name))
         return self._submit(
             "read", self.direct if direct else self.engines, extent, begin, nbytes, address, name
         )
 
     def write(
         self,
-        extent: Extent,
+        extent: Extent | FileExtent,
         begin: int,
         nbytes: int,
         address: int,
@@ -414,6 +427,8 @@ class NvmeTier:
     ) -> Ticket:
         """Start writing `nbytes` from `address` to bytes [begin, begin + nbytes) of `extent`; in
         the `background` when nobody waits for it: reads then go first."""
+        if isinstance(extent, FileExtent):
+            raise RuntimeError(f"{name} is at home in files of the user, which are only read")
         if meter is not None:
             meter.add(written=nbytes)
         self._recorder.count("nvme bytes written", nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from infinity.placement.spec import Placed
+from infinity.tiers.originals import FileExtent
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ class Home:
     A block in memory has `buffers`, a block on NVMe has `extents`. Where an update writes beside
     the old content there are two of them: `version` is the current one, `target` the one that the
     next update writes. The cached part of a block on NVMe lies in `cached` (uint8) and is rewritten
-    in place.
+    in place. The extent of a block that nobody rewrote yet may be a place in files of the user.
 
     `written` is False until the first update ends: such a block reads as zeros, without I/O.
     """
@@ -28,7 +29,7 @@ class Home:
         self.placed = placed
         """Where this is: where the configuration wants it, and from `Store.open` on as decided."""
         self.buffers: tuple[Lease, ...] = ()
-        self.extents: tuple[Extent, ...] = ()
+        self.extents: tuple[Extent | FileExtent, ...] = ()
         self.cached: torch.Tensor | None = None
         self.version = 0
         self.written = False
@@ -55,9 +56,15 @@ class Home:
         return self.cached if begin < self.placed.cached_elements else None
 
     @property
-    def extent(self) -> Extent:
+    def extent(self) -> Extent | FileExtent:
         """The place on NVMe of the current content, but for what is cached in memory."""
         return self.extents[self.version]
+
+    @property
+    def original(self) -> FileExtent | None:
+        """The place in files of the user, while the content is there."""
+        extent = self.extents[self.version] if self.extents else None
+        return extent if isinstance(extent, FileExtent) else None
 
     @property
     def has_shadow(self) -> bool:
@@ -73,6 +80,9 @@ class Home:
         """An update has written all of the target: that is the content from now on."""
         self.version = self.target
         self.written = True
+        if self.version and self.extents and isinstance(self.extents[0], FileExtent):
+            self.extents = self.extents[1:]
+            self.version = 0
 
     def forget(self) -> None:
         """Read as zeros again, without I/O."""

@@ -101,7 +101,8 @@ class Loader:
         part, memory, used = target[at : at + nbytes], block.home.memory_of(begin), block.copy.used
         if memory is not None:
             return functools.partial(self._device.upload, part, memory[at : at + nbytes], used)
-        direct = bool(self._drives.direct)
+        # cuFile moves whole pages, and tensors lie anywhere in files of the user.
+        direct = bool(self._drives.direct) and block.home.original is None
         if not self._device.unified_memory and not (direct and block.written):
             return functools.partial(self._fill_through_staging, block, part, begin, end)
         at -= block.placed.cached_bytes

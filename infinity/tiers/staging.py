@@ -210,7 +210,12 @@ class Staging:
     def _in_slot(self, block: Block, request: ChunkRequest, slot: Lease) -> Checkout:
         """A chunk that is a copy in `slot`: its bytes are under way."""
         at, nbytes = self._bytes_of(block, request)
-        tensor, home, load = slot.tensor[:nbytes], block.home, block in request.load
+        home, load = block.home, block in request.load
+        place, shift = at - block.placed.cached_bytes, 0
+        if home.original is not None:  # whole pages then go straight to the slot
+            shift = home.original.shift(place, nbytes)
+            shift = shift if shift + nbytes <= slot.tensor.numel() else 0
+        tensor = slot.tensor[shift : shift + nbytes]
         arrive: Ticket | Copy | Callable[[], object] | None = None
         write: Callable[[bool], Ticket | Copy]
         if home.memory is not None:  # at home on a device that the host cannot address
@@ -219,8 +224,8 @@ class Staging:
                 arrive = self._device.begin_download(tensor, there)
             write = functools.partial(self._write_home, there, tensor, block.copy.used)
         else:
-            place, meter = at - block.placed.cached_bytes, request.meter or self._meter
-            where = (place, nbytes, slot.address, block.name, meter)
+            meter = request.meter or self._meter
+            where = (place, nbytes, tensor.data_ptr(), block.name, meter)
             if load and request.updates and self._copy_back(block, request.begin, tensor):
                 arrive = None
             elif load and home.written:

@@ -21,17 +21,19 @@ from typing import Any
 
 from infinity.config import Config, Tier
 from infinity.device import ComputeDevice
-from infinity.errors import ConfigError
+from infinity.errors import BudgetError, ConfigError
 from infinity.free_memory import Budgets
 from infinity.observe import Meter, Recorder
 from infinity.placement.decide import Layout, Machine, Placement
 from infinity.placement.spec import BlockSpec, Kind
+from infinity.quantities import format_bytes
 from infinity.tiers.activations import Activations
 from infinity.tiers.arena import Arena, Lease
 from infinity.tiers.block import Block
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import ALIGNMENT, NvmeTier
 from infinity.tiers.latch import Latch
+from infinity.tiers.originals import FileExtent
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
 from infinity.tiers.staging import Staging
 
@@ -81,6 +83,7 @@ class Store:
         """What may be taken of each memory. What the configuration leaves open is 0 here, until
         somebody says it."""
         self._blocks: list[Block] = []
+        self._originals: dict[Block, FileExtent] = {}
         self._arenas: dict[str, Arena] = {}
         # What `close` does, the last first, each whatever the others meet.
         self._closing = ExitStack()
@@ -97,10 +100,13 @@ class Store:
 
     # Declaration
 
-    def add(self, spec: BlockSpec) -> Block:
-        """Declare a block; its bytes are a multiple of 4096."""
+    def add(self, spec: BlockSpec, original: FileExtent | None = None) -> Block:
+        """Declare a block; its bytes are a multiple of 4096. The content of one that is `in_files`
+        lies in `original`."""
         block = Block(spec)
         self._blocks.append(block)
+        if original is not None:
+            self._originals[block] = original
         return block
 
     @property
@@ -152,11 +158,18 @@ class Store:
         """Reserve the places of all blocks on NVMe, and make the files."""
         for block, placed in zip(self._blocks, self.layout.blocks, strict=True):
             block.home.placed = placed
-            if block.moved_bytes:
+            if not block.moved_bytes:
+                continue
+            if block in self._originals:
+                block.home.extents = (self._originals[block].after(placed.cached_bytes),)
+            else:
                 places = (self._nvme.reserve(block.moved_bytes) for _ in range(placed.copies))
                 block.home.extents = tuple(places)
-        if self._config.activations == "nvme":
+        if self._config.activations == "nvme" or self._originals:
             self._nvme.reserve(ALIGNMENT)  # so that there is a file, which grows
+        self._nvme.originals.open(
+            each.file for original in self._originals.values() for each in original.slices
+        )
         self._nvme.open()
 
     def _allocate(self) -> None:
@@ -247,6 +260,35 @@ class Store:
         """Whether the host works on the memory of the compute device where it is."""
         return self._device.unified_memory
 
+    def fill_from_files(self, block: Block) -> None:
+        """Give `block`, which is `in_files`, its content: what is cached of it is read, and the
+        rest stays where it is."""
+        cached = block.home.cached
+        if cached is not None:
+            where = (0, cached.numel(), cached.data_ptr(), block.name, self.meter)
+            self._nvme.read(self._originals[block], *where).wait()
+        block.home.written = True
+
+    def make_writable(self, block: Block) -> None:
+        """Give `block`, all of which is about to be rewritten, a place of ours if its home is in
+        files of the user. Raises `BudgetError` where NVMe has no room for it."""
+        if block.original is None or len(block.home.extents) > 1:
+            return
+        extent = self._nvme.grow(block.moved_bytes)
+        if extent is None:
+            raise BudgetError(
+                f"{block.name} is at home in files of the user, which are only read, and the nvme "
+                f"directories have no room for its {format_bytes(block.moved_bytes)} with other "
+                "values; free some, or raise nvme_memory"
+            )
+        with self._changed:
+            block.home.extents = (*block.home.extents, extent)
+        log.info("%s gets other values than its file has, and moves to nvme", block.name)
+
+    def in_files(self) -> int:
+        """Bytes that are read from files of the user."""
+        return sum(block.moved_bytes for block in self._blocks if block.original is not None)
+
     def forget(self, block: Block) -> None:
         """Make `block` read as zeros again, without I/O."""
         with self._changed:
@@ -306,5 +348,6 @@ class Store:
             block.drop()
         for arena in self._arenas.values():
             arena.drop()
+        self._originals.clear()
         self._arenas.clear()
         self._blocks.clear()

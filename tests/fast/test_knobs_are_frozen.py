@@ -50,6 +50,7 @@ TUNING = {
     "device": ("'auto' | 'cpu' | 'cuda'", "auto"),
     "io_engine": ("'auto' | 'io_uring' | 'posix'", "auto"),
     "gpu_direct": ("'auto' | 'on' | 'off'", "auto"),
+    "read_in_place": ("bool", True),
     "instruction_set": ("'auto' | 'scalar' | 'avx2' | 'avx512'", "auto"),
     "threads": ("int | None", None),
 }

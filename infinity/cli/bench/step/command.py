@@ -53,6 +53,7 @@ LEFT_OUT = (
     "split_master",
     "collective_timeout",
     "poison",
+    "read_in_place",
     "instruction_set",
     "threads",
 )

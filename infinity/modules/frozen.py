@@ -1,0 +1,75 @@
+"""Which parameters can stay in the files that their values come from: frozen ones that lie there as
+they are used."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from infinity.modules.grouping import stored_as
+from infinity.modules.init import Origin
+from infinity.modules.load import Weights, aliases_of
+from infinity.quantities import format_bytes
+from infinity.sharding.recognize import is_dtensor
+from infinity.tiers.originals import StoredBytes
+
+log = logging.getLogger("infinity")
+
+
+def find_stored(
+    model: nn.Module,
+    empty: Mapping[int, Origin | None],
+    weights: Weights | None,
+    dtype: torch.dtype | None,
+) -> dict[int, StoredBytes]:
+    """Where frozen parameters of `model` lie in safetensors files, by their ids, if they are read
+    from there: in the dtype that they are kept in (`stored_as`), and in their own layout.
+
+    Values come from `weights`, or from the origins in `empty`. Logs what stays in files, and why
+    other weights of files are copied. Raises `WeightsError` where a file has changed since it was
+    opened.
+    """
+    found: dict[int, StoredBytes] = {}
+    copied: Counter[str] = Counter()
+    names = aliases_of(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad or parameter.numel() == 0:
+            continue
+        kept = stored_as(parameter, dtype)
+        name = next((n for n in names[id(parameter)] if weights and n in weights), None)
+        origin = empty.get(id(parameter))
+        if weights is not None and name is not None:
+            place, stored = weights.stored(name), weights.dtype(name)
+        elif origin is not None and (read := origin.read()) is not None:
+            place, stored = read.matches.stored(read.name), read.matches.dtype(read.name)
+        else:
+            continue
+        if stored is not kept:
+            problem = "they have another dtype in the model"
+        elif is_dtensor(parameter):
+            problem = "tensor parallel ranks divide them"
+        elif place is None:
+            problem = "they lie in no safetensors file as they are in the model"
+        else:
+            found[id(parameter)] = place
+            continue
+        copied[problem] += parameter.numel() * kept.itemsize
+    _tell(found, copied)
+    return found
+
+
+def _tell(found: Mapping[int, StoredBytes], copied: Mapping[str, int]) -> None:
+    if found:
+        files = sorted({place.file.path for place in found.values()})
+        log.info(
+            "%s of frozen parameters stay in %s%s, which are only read",
+            format_bytes(sum(place.nbytes for place in found.values())),
+            files[0],
+            f" and {len(files) - 1} more files" if len(files) > 1 else "",
+        )
+    for problem, nbytes in copied.items():
+        log.info("%s of frozen parameters are copied: %s", format_bytes(nbytes), problem)

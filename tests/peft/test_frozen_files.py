@@ -1,0 +1,300 @@
+"""Frozen parameters stay in the safetensors files that they come from: nothing of them is copied or
+written, and the numbers are those of a copy."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import infinity
+from infinity.modules.load import open_weights
+from infinity.placement.spec import Kind
+from support.configs import config_of
+from support.discrete import DiscreteDevice
+from support.models import FAMILIES
+from support.probe import Probe
+from support.rank_group import OnRanks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH, BLOCKS, STEPS, RANK = 96, 3, 3, 2
+BASE = 2 * BLOCKS * 4 * WIDTH * WIDTH
+"""Bytes of the matrices of the base."""
+
+
+class Block(nn.Module):
+    """Frozen layers, of which no bias fills a cache line, and a trainable adapter beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.odd = nn.Parameter(torch.randn(5))
+        self.codes = nn.Parameter(
+            torch.randint(-9, 9, (WIDTH + 1,), dtype=torch.int8), requires_grad=False
+        )
+        self.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, RANK, bias=False)
+        self.up = nn.Linear(RANK, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.first(x) + self.up(self.down(x)))
+        scale = self.codes[1:].to(x.dtype) / 9
+        return x + self.second(y) * scale + self.odd.sum()
+
+
+def built() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+
+def is_frozen(name: str) -> bool:
+    return "down" not in name and "up" not in name
+
+
+def saved(path: Path) -> Path:
+    """The base in two files, of which the first begins with a tensor of one byte, so that nothing
+    behind it is aligned to anything."""
+    values = {name: value for name, value in built().state_dict().items() if is_frozen(name)}
+    names = sorted(values)
+    first = {name: values[name] for name in names[: len(names) // 2]}
+    save_file(first | {"0.a": torch.zeros(1, dtype=torch.int8)}, path / "1.safetensors")
+    save_file({name: values[name] for name in names if name not in first}, path / "2.safetensors")
+    files = {n: "1.safetensors" if n in first else "2.safetensors" for n in names}
+    index = path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": ' + repr(files).replace("'", '"') + "}")
+    return path
+
+
+def config(nvme: Path, **options: Any) -> infinity.Config:
+    (nvme / "nvme").mkdir(exist_ok=True)
+    least = {"gpu_memory": "1MiB", "cpu_memory": "2MiB", "cache": 0}
+    return config_of(nvme=nvme / "nvme", **least | options)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    losses = []
+    for step in range(STEPS):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(engine: infinity.Engine) -> dict[str, Any]:
+    """What three steps make, with the bits of every parameter."""
+    optimizer = infinity.AdamW([p for p in engine.model.parameters() if p.requires_grad], lr=1e-2)
+    losses = train(engine.model, optimizer)
+    return {"losses": losses, **engine.state_dict()}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["losses"] == expected["losses"]
+    for name, value in expected.items():
+        assert name == "losses" or torch.equal(found[name], value), name
+
+
+@pytest.fixture
+def expected() -> dict[str, Any]:
+    """What plain PyTorch makes of the same program."""
+    model = built()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return {"losses": train(model, optimizer), **model.state_dict()}
+
+
+def written_by_the_kernel() -> int:
+    text = Path("/proc/self/io").read_text()
+    return int(dict(line.split(": ") for line in text.splitlines())["write_bytes"])
+
+
+@pytest.mark.parametrize("cache", [0, 32 << 10, 1 << 20])
+def test_the_numbers_are_those_of_plain_pytorch(
+    cache: int, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """A part of each block, or all of it, may be cached in host memory."""
+    model = infinity.wrap(built(), config(tmp_path, cache=cache), weights=saved(tmp_path))
+    with infinity.engine(model) as engine:
+        found = trained(engine)
+    for step, loss in enumerate(expected["losses"]):
+        assert found["losses"][step] == pytest.approx(loss, rel=1e-6)
+    for name, value in expected.items():
+        if name != "losses" and is_frozen(name):
+            assert torch.equal(found[name], value), name
+    model = infinity.wrap(built(), config(tmp_path, read_in_place=False), weights=tmp_path)
+    with infinity.engine(model) as engine:
+        assert_same(trained(engine), found)
+
+
+def test_nothing_but_adapters_is_written(tmp_path: Path) -> None:
+    """By the count of the native engines and by that of the kernel, from before `wrap` on; and the
+    base takes no space."""
+    path, model = saved(tmp_path), built()
+    before = written_by_the_kernel()
+    infinity.wrap(model, config(tmp_path), weights=path)
+    with infinity.engine(model) as engine:
+        trainable = [u for u in engine.units if u.trainable]
+        rewritten = sum(b.nbytes for u in trainable for b in u.blocks.values())
+        optimizer = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        train(model, optimizer)
+        report = engine.report()
+        written = sum(io.counters()["bytes_written"] for io in engine.ios)
+        assert 0 < written <= rewritten * (STEPS + 1) < BASE
+        assert written_by_the_kernel() - before <= rewritten * (STEPS + 1)
+        assert report.in_files > BASE
+        assert report.peaks["nvme"] < BASE
+        frozen = [u for u in engine.units if not u.trainable]
+        assert {kind for u in frozen for kind in u.blocks} == {Kind.PARAM}
+
+
+def test_the_copies_of_a_device_with_memory_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes through staging has the same bits."""
+    path = saved(tmp_path)
+    model = infinity.wrap(built(), config(tmp_path), weights=path)
+    with infinity.engine(model) as engine:
+        found = trained(engine)
+    monkeypatch.setattr(sys.modules["infinity.build"], "ComputeDevice", DiscreteDevice)
+    least = {"device": "cpu", "gpu_cache": 0, "gpu_direct": "off", "poison": True}
+    model = infinity.wrap(built(), config(tmp_path, **least), weights=path)
+    with infinity.engine(model) as engine:
+        assert_same(trained(engine), found)
+
+
+def test_a_model_of_init_stays_in_its_files(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with infinity.init():
+        model = built()
+    model = infinity.wrap(model, config(tmp_path), weights=path)
+    with infinity.engine(model) as engine:
+        assert engine.report().in_files > BASE
+        values = engine.state_dict()
+    for name, value in built().state_dict().items():
+        assert torch.equal(values[name], value), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_from_pretrained_inside_init(dtype: torch.dtype, tmp_path: Path) -> None:
+    """All of the base, once, where it has the dtype of its files; else nothing."""
+    plain: Any = FAMILIES["llama"].build()
+    plain.save_pretrained(tmp_path)
+    with infinity.init():
+        model: Any = type(plain).from_pretrained(tmp_path, dtype=dtype)
+        model.lm_head = nn.Linear(plain.config.hidden_size, 3, bias=False, dtype=dtype)
+    model.model.requires_grad_(False)
+    infinity.wrap(model, config(tmp_path))
+    with infinity.engine(model) as engine:
+        base = sum(p.nbytes for p in plain.model.parameters())
+        padding = 4096 * len(engine.units)
+        expected = base if dtype is torch.float32 else 0
+        assert expected <= engine.report().in_files <= expected + padding * (expected > 0)
+        for name, value in model.model.state_dict().items():
+            assert torch.equal(value, plain.model.state_dict()[name].to(dtype)), name
+
+
+def test_a_file_that_changed_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    weights = open_weights(path, built())
+    file = path / "2.safetensors"
+    os.utime(file, ns=(1, 1))
+    model = built()
+    with pytest.raises(
+        infinity.WeightsError, match=r"2\.safetensors has changed since its weights were opened"
+    ):
+        infinity.wrap(model, config(tmp_path), weights=weights)
+    assert not list((tmp_path / "nvme").iterdir())
+
+
+def test_a_file_that_is_deleted_stays_readable(tmp_path: Path) -> None:
+    model = infinity.wrap(built(), config(tmp_path), weights=saved(tmp_path))
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    with infinity.engine(model) as engine:
+        values = engine.state_dict()
+    for name, value in built().state_dict().items():
+        assert torch.equal(values[name], value), name
+
+
+def test_a_write_moves_the_unit_to_nvme(tmp_path: Path) -> None:
+    """The file keeps its bytes, and the rest of the unit its values."""
+    path = saved(tmp_path)
+    bits = {file: file.read_bytes() for file in path.glob("*.safetensors")}
+    model = infinity.wrap(built(), config(tmp_path), weights=path)
+    with infinity.engine(model) as engine:
+        whole = engine.report().in_files
+        with torch.no_grad(), infinity.gathered(model[0].odd, write=True):
+            model[0].odd.fill_(3)
+        assert 0 < engine.report().in_files < whole
+        infinity.set(model[0].odd, "value", torch.full((5,), 4.0))
+        values = engine.state_dict()
+        x = model(batch(0))
+    plain = built()
+    with torch.no_grad():
+        plain[0].odd.fill_(4)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(values[name], value), name
+    torch.testing.assert_close(x, plain(batch(0)))
+    assert {file: file.read_bytes() for file in bits} == bits
+
+
+def test_a_write_without_room_changes_nothing(tmp_path: Path) -> None:
+    """What is rewritten needs a place of its own."""
+    options = {"nvme_memory": 4 << 20}
+    model = infinity.wrap(built(), config(tmp_path, **options), weights=saved(tmp_path))
+    with infinity.engine(model) as engine:
+        while Probe(engine).nvme.grow(4096 * 16):
+            pass
+        with (
+            pytest.raises(
+                infinity.BudgetError, match="are only read, and the nvme directories have"
+            ),
+            torch.no_grad(),
+            infinity.gathered(model[0].odd, write=True),
+        ):
+            model[0].odd.fill_(3)
+        assert torch.equal(engine.state_dict()["0.odd"], built()[0].odd)
+
+
+def test_another_dtype_is_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "infinity")
+    settings = config(tmp_path, precision="bf16")
+    model = infinity.wrap(built(), settings, weights=saved(tmp_path))
+    with infinity.engine(model) as engine:
+        assert engine.report().in_files < BASE  # the codes stay in their files
+    assert "of frozen parameters are copied: they have another dtype in the model" in caplog.text
+
+
+# Two ranks
+
+
+def work(task: Any, where: Path, rank: int) -> None:
+    """One rank of two: see `support/rank_group`."""
+    model = infinity.wrap(built(), config(where), weights=where)
+    with infinity.engine(model) as engine:
+        assert engine.report().in_files > 0
+        found = trained(engine)
+    if rank == 0:
+        torch.save(found, where / "found.pt")
+
+
+def test_each_rank_reads_its_shard(on_ranks: OnRanks, tmp_path: Path) -> None:
+    saved(tmp_path)
+    assert on_ranks("train") == ["done", "done"]
+    found = torch.load(tmp_path / "found.pt")
+    model = infinity.wrap(built(), config(tmp_path), weights=tmp_path, group=None)
+    with infinity.engine(model) as engine:
+        assert_same(trained(engine), found)
