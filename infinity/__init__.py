@@ -1,6 +1,9 @@
 """infinity: train models larger than GPU memory, and larger than RAM, with their states on GPU,
 host memory and NVMe."""
 
+from importlib import import_module
+from typing import Any
+
 from infinity import nvme
 from infinity.access import get_state as get
 from infinity.access import set_state as set
@@ -60,3 +63,17 @@ __all__ = [
     "set",
     "wrap",
 ]
+
+_LATER = {
+    "initialize": ("infinity.deepspeed.initialize", "initialize"),
+    "zero": ("infinity.deepspeed.zero", None),
+}
+"""What is imported when it is asked for: the module, and the name in it unless it is the module."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    path, inside = _LATER[name]
+    module = import_module(path)
+    return module if inside is None else getattr(module, inside)

@@ -50,7 +50,7 @@ def find_owners(
 
     # A loop, for a function that calls itself from inside would keep the model in a reference
     # cycle.
-    pending = [("", model, False)]
+    pending = [("", model, given is not None and any(each is model for each in given))]
     while pending:
         name, module, chosen = pending.pop()
         if chosen:
@@ -61,9 +61,7 @@ def find_owners(
         for child_name, child in module.named_children():
             numel = sum(p.numel() for p in child.parameters())
             if given is not None:
-                chosen = any(
-                    child is g if isinstance(g, nn.Module) else isinstance(child, g) for g in given
-                )
+                chosen = _is_one_of(child, given)
             else:
                 repeated = (
                     isinstance(module, (nn.ModuleList, nn.Sequential)) and kinds[type(child)] > 1
@@ -78,6 +76,11 @@ def find_owners(
             "units=... matches no module of the model; give classes or modules that occur in it"
         )
     return owners
+
+
+def _is_one_of(module: nn.Module, given: Iterable[type[nn.Module] | nn.Module]) -> bool:
+    """Whether `module` is one of these modules, or of one of these classes."""
+    return any(module is g if isinstance(g, nn.Module) else isinstance(module, g) for g in given)
 
 
 def group_parameters(

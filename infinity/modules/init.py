@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from infinity.errors import ConfigError
 from infinity.modules.matching import StoredRead
@@ -106,6 +107,11 @@ def init(*, exact: bool = True) -> Iterator[None]:
         for module, names in holders.items():
             for name in names:
                 _note(module, name, taping)
+
+
+def is_building() -> bool:
+    """Whether this thread is inside of `init`."""
+    return any(isinstance(mode, Taping) for mode in _get_current_dispatch_mode_stack())
 
 
 def _note(module: nn.Module, name: str, taping: Taping) -> None:

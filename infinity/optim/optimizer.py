@@ -56,7 +56,8 @@ class Optimizer(torch.optim.Optimizer):
     that got no gradient is left alone, as in torch; so one that was trainable when the model was
     wrapped may be frozen (`requires_grad_(False)`) and thawed between steps. `grad_norm` is the
     exact global L2 norm of the last step before clipping to `max_grad_norm`, and
-    `clipped_grad_norm` after it; None where no norm was needed.
+    `clipped_grad_norm` after it; None where no norm was needed. With `max_grad_norm=math.inf` it is
+    measured, and nothing is clipped.
 
     The gradients stay until `zero_grad`, as in torch: another `step` applies them again, and a
     backward adds to them. Several optimizers may have parameters of one model, also of one unit:
@@ -107,6 +108,8 @@ class Optimizer(torch.optim.Optimizer):
         self.grad_norm: float | None = None
         self.clipped_grad_norm: float | None = None
         self.skipped_steps = 0
+        self.overflow = False
+        """Whether the last `step` was left out, because a gradient was not finite."""
         self._reminded = False
         self._updater: Updater | None = None
         self._shares: dict[int, UnitShare] = {}  # by the index of the unit
@@ -264,6 +267,16 @@ class Optimizer(torch.optim.Optimizer):
             return loss
         return scaled_loss(loss, self.loss_scaler.scale, self.updater.scales)
 
+    @property
+    def loss_scale(self) -> float:
+        """What `scale` multiplies the next loss by; 1 where nothing scales it."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+
+    @property
+    def loss_is_scaled(self) -> bool:
+        """Inside of a backward: whether its loss went through `scale`, or need not."""
+        return self.loss_scale == 1.0 or self.updater.scales.noted
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Start the update of every parameter that has a gradient, and return; `closure`, if any,
@@ -282,6 +295,7 @@ class Optimizer(torch.optim.Optimizer):
         shares = list(self._shares.values())
         norm = self._measure(shares)
         step = self._fix(shares, norm)
+        self.overflow = step is None
         if step is not None:
             self._post(step)
             self._steps.update(step.counts)
@@ -311,8 +325,9 @@ class Optimizer(torch.optim.Optimizer):
                 norm, shares, self.updater.next_number, self.error_if_nonfinite
             )
         factor = 1.0
-        if norm is not None and self.max_grad_norm is not None:
-            factor = clip_factor(norm, self.max_grad_norm)
+        limit = self.max_grad_norm
+        if norm is not None and limit is not None and limit < math.inf:
+            factor = clip_factor(norm, limit)
             self.clipped_grad_norm = norm * factor
         apply_clips(shares, factor)
         segments = {share: self.segments(share.unit, factor) for share in shares if share.present()}
@@ -322,7 +337,7 @@ class Optimizer(torch.optim.Optimizer):
         return Step(
             number=self.updater.next_number,
             factor=factor,
-            loss_scale=1.0 if self.loss_scaler is None else self.loss_scaler.scale,
+            loss_scale=self.loss_scale,
             segments=segments,
             counts={key: self._steps[key] + 1 for key in updated},
         )

@@ -25,6 +25,11 @@ class LossScaler:
     of these are borne, and each further one halves the scale, until a window has passed. At
     `minimum` it cannot be halved, and the step raises `NonFiniteError`.
 
+    With `window=None` and `minimum=None` the scale is static: it never changes, also not when a
+    checkpoint with another one is loaded, and a step that is not finite is skipped. Then `initial`
+    may be any positive number. Unless it is a power of two, a gradient is rounded once when it is
+    scaled, and once more when it is unscaled.
+
     Raises `ConfigError` for values out of range. Used by the thread that trains.
     """
 
@@ -33,15 +38,25 @@ class LossScaler:
         initial: float = 2.0**16,
         window: int | None = 2000,
         hysteresis: int = 2,
-        minimum: float = 1.0,
+        minimum: float | None = 1.0,
     ) -> None:
+        least = math.inf if minimum is None else minimum
+        self.is_static = window is None and minimum is None
+        """Whether the scale never changes."""
         for name, value, good, allowed in (
-            ("minimum", minimum, _is_power_of_two(minimum), "a power of two"),
+            (
+                "minimum",
+                minimum,
+                self.is_static or _is_power_of_two(least),
+                "a power of two" + ", unless window is None, too" * (minimum is None),
+            ),
             (
                 "initial",
                 initial,
-                _is_power_of_two(initial) and initial >= minimum,
-                "a power of two, and minimum or more",
+                0 < initial < math.inf
+                if self.is_static
+                else _is_power_of_two(initial) and initial >= least,
+                "a positive number" if self.is_static else "a power of two, and minimum or more",
             ),
             (
                 "window",
@@ -54,7 +69,7 @@ class LossScaler:
             if not good:
                 raise ConfigError(f"LossScaler: {name}={value} must be {allowed}")
         self.window, self.hysteresis, self.minimum = window, hysteresis, minimum
-        self.scale = initial
+        self.scale = float(initial)
         """What the next loss is multiplied by."""
         self.skipped = 0
         """Steps whose gradients were not finite, since the start."""
@@ -72,7 +87,7 @@ class LossScaler:
             return True
         self.skipped += 1
         self._finite, self._patience = 0, max(self._patience - 1, 0)
-        if self._patience > 0:
+        if self._patience > 0 or self.minimum is None:
             return True
         if self.scale / FACTOR < self.minimum:
             return False
@@ -96,18 +111,23 @@ class LossScaler:
             else [None]
         )
         good = all(isinstance(count, int) and count >= 0 for count in counts)
-        if (
-            not good
-            or not isinstance(state.get("scale"), (int, float))
-            or not _is_power_of_two(state["scale"])
-        ):
+        scale = state.get("scale") if good else None
+        if not isinstance(scale, (int, float)) or not 0 < scale < math.inf:
             raise ConfigError(f"LossScaler: {state!r} is not what state_dict() of one gives")
+        if not self.is_static and not _is_power_of_two(scale):
+            raise ConfigError(
+                f"LossScaler: the state is that of a static scale, {scale:g}, and a scale that "
+                "changes has powers of two; load it with the static scale that it was saved with"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Raises `ConfigError` before anything is changed."""
+        """Go on where `state_dict` was taken; a static scale stays what it is. Raises
+        `ConfigError` before anything is changed."""
         self.check(state)
-        self.scale, self.skipped = float(state["scale"]), state["skipped"]
-        self._finite, self._patience = state["finite"], state["patience"]
+        self.skipped = state["skipped"]
+        if not self.is_static:
+            self.scale = float(state["scale"])
+            self._finite, self._patience = state["finite"], state["patience"]
 
 
 def _is_power_of_two(value: float) -> bool:
@@ -134,6 +154,12 @@ class Scales:
         """That of the pass that runs; 1 outside of any."""
         self._drop_ended()
         return self._noted[-1][1] if self._noted else 1.0
+
+    @property
+    def noted(self) -> bool:
+        """Whether the loss of the pass that runs was scaled, be it by 1."""
+        self._drop_ended()
+        return bool(self._noted)
 
     def note(self, scale: float) -> None:
         """The pass that runs is that of a loss times `scale`."""

@@ -14,6 +14,7 @@ from infinity.errors import ConfigError, EngineClosedError, ShardedParameterErro
 from infinity.sharding.copied import writes
 from infinity.sharding.recognize import is_dtensor_class
 from infinity.sharding.value import LazyValue, on_values, readable
+from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
@@ -131,11 +132,12 @@ _WAYS = {
 """What to do instead of functions that touch parameters, by module and name."""
 
 
-class ShardedParameter(nn.Parameter):
+class ShardedParameter(nn.Parameter, ZeroNames):
     """A parameter that is not gathered, or the local tensor of one. Each unit has its own
     subclasses, so that the type knows the unit."""
 
     unit: ClassVar[Unit]
+    ds_status = ZeroStatus.NOT_AVAILABLE
 
     def __repr__(self) -> str:  # type: ignore[override]
         unit = type(self).unit

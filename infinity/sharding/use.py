@@ -24,6 +24,7 @@ from torch import nn
 
 from infinity.sharding.layout import ParameterPlace
 from infinity.sharding.parameter import ShardedParameter
+from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 
 if TYPE_CHECKING:
     from infinity.sharding.unit import Unit
@@ -75,9 +76,11 @@ class Window:
         return int(total)
 
 
-class GatheredParameter(nn.Parameter):
+class GatheredParameter(nn.Parameter, ZeroNames):
     """What a plain parameter is while it points at its unit's bytes. One class for all units:
     compiled code is guarded by it."""
+
+    ds_status = ZeroStatus.AVAILABLE
 
     views: ClassVar[weakref.WeakSet[Views]] = weakref.WeakSet()
     """Those of all units; nothing of ours may be attached to the parameter itself."""

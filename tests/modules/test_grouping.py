@@ -168,6 +168,7 @@ def test_units_given_as_classes_and_instances():
     assert names(check(model, [Block, Model])) == names(check(model)), (
         "the model itself is not below itself"
     )
+    assert find_owners(model, [model]) == {"": model}
     for missing in ([nn.Conv2d], [Block()]):
         with pytest.raises(ConfigError, match=r"units=\.\.\. matches no module"):
             find_owners(model, missing)

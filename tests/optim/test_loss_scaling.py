@@ -179,6 +179,14 @@ def test_without_hysteresis_it_is_the_scale_of_torch(window: int, steps: list[bo
             "LossScaler: window=0 must be 1 or more, or None for a scale that never grows",
         ),
         ({"hysteresis": 0}, "LossScaler: hysteresis=0 must be 1 or more"),
+        (
+            {"minimum": None},
+            "LossScaler: minimum=None must be a power of two, unless window is None, too",
+        ),
+        (
+            {"initial": 0.0, "window": None, "minimum": None},
+            "LossScaler: initial=0.0 must be a positive number",
+        ),
     ],
 )
 def test_values_out_of_range(values: dict[str, Any], text: str) -> None:
@@ -186,7 +194,36 @@ def test_values_out_of_range(values: dict[str, Any], text: str) -> None:
         infinity.LossScaler(**values)
 
 
+def test_a_static_scale_never_changes() -> None:
+    scaler = infinity.LossScaler(138.0, window=None, minimum=None)
+    assert [scaler.update(finite) for finite in (True, *[False] * 40, True)] == [True] * 42
+    assert scaler.scale == 138.0 and scaler.skipped == 40
+    scaler.load_state_dict(infinity.LossScaler(2.0**10).state_dict())
+    assert scaler.scale == 138.0 and scaler.skipped == 0
+    with pytest.raises(infinity.ConfigError, match="that of a static scale, 138"):
+        infinity.LossScaler().load_state_dict(scaler.state_dict())
+
+
 # In training
+
+
+@pytest.mark.parametrize("scale", [138.0, 0.3, 2.0**10])
+def test_a_static_scale_of_any_value_is_divided_out(
+    scale: float, wrap: Callable[..., infinity.Engine]
+) -> None:
+    """Exactly where it is a power of two; else a gradient is rounded twice."""
+    found = []
+    for scaler in (None, infinity.LossScaler(scale, window=None, minimum=None)):
+        engine = wrap(transformer(), precision="fp32")
+        optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-3, loss_scaler=scaler)
+        train(engine.model, optimizer, range(2))
+        backward(engine.model, optimizer, 2)
+        gradient = engine.gradient(engine.model.norm.weight)
+        assert gradient is not None
+        found.append((gradient, engine.state_dict()["norm.weight"]))
+    exact = math.frexp(scale)[0] == 0.5
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0 if exact else 1e-3, atol=0 if exact else 1e-6)
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])

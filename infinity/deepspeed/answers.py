@@ -1,0 +1,154 @@
+"""What a DeepSpeed engine answers about its configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from infinity.deepspeed.settings import Settings
+from infinity.errors import ConfigError
+from infinity.optim.optimizer import Optimizer
+
+
+class Answers:
+    """The questions that frameworks ask an engine of DeepSpeed, under its names. They change
+    nothing, but for `set_train_batch_size` and its kin."""
+
+    settings: Settings
+    optimizer: Optimizer | None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it came."""
+        return dict(self.settings.raw)
+
+    # Batches
+
+    def train_batch_size(self) -> int:
+        """Samples of one optimizer step, over all ranks."""
+        return self.settings.batches.train
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of one forward of one rank."""
+        return self.settings.batches.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Forwards of a rank for each optimizer step."""
+        return self.settings.batches.accumulation
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """The three numbers above."""
+        batches = self.settings.batches
+        return batches.train, batches.micro, batches.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of samples of one step, by that of the forwards. Raises `ConfigError`
+        where it is no multiple of those that the ranks take together."""
+        together = self.settings.batches.micro * self.dp_world_size
+        if train_batch_size < together or train_batch_size % together:
+            raise ConfigError(
+                f"train_batch_size={train_batch_size} is no multiple of {together}, which the "
+                "ranks take in one forward each"
+            )
+        self._change(train=train_batch_size, accumulation=train_batch_size // together)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the number of samples of one forward; those of a step follow."""
+        train = micro_batch_size * self.settings.batches.accumulation * self.dp_world_size
+        self._change(train=train, micro=micro_batch_size)
+
+    def set_gradient_accumulation_steps(self, steps: int) -> None:
+        """Change the number of forwards of a step; its samples follow."""
+        train = self.settings.batches.micro * steps * self.dp_world_size
+        self._change(train=train, accumulation=steps)
+
+    def _change(self, **numbers: int) -> None:
+        batches = dataclasses.replace(self.settings.batches, **numbers)
+        self.settings = dataclasses.replace(self.settings, batches=batches)
+
+    # Precision and gradients
+
+    def fp16_enabled(self) -> bool:
+        """Whether parameters are in fp16."""
+        return self.settings.precision == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether parameters are in bf16."""
+        return self.settings.precision == "bf16"
+
+    def amp_enabled(self) -> bool:
+        """Never: apex is refused."""
+        return False
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtype of parameters, and that in which gradients are accumulated."""
+        model = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+        dtype = model[self.settings.precision]
+        narrow = self.settings.config.tuning.gradient_precision != "fp32"
+        return dtype, dtype if narrow else torch.float32
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale changes."""
+        scale = self.settings.loss_scale
+        return scale is not None and scale.static is None
+
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by; 1 where nothing scales it."""
+        return 1.0 if self.optimizer is None else self.optimizer.loss_scale
+
+    def gradient_clipping(self) -> float:
+        """The largest global norm of gradients; 0 is none."""
+        return self.settings.gradient_clipping
+
+    def optimizer_name(self) -> str | None:
+        """The type of the optimizer that the configuration names."""
+        named = self.settings.optimizer
+        return None if named is None else named.type.lower()
+
+    def scheduler_name(self) -> str | None:
+        """The type of the scheduler that the configuration names."""
+        named = self.settings.scheduler
+        return None if named is None else named.type
+
+    # ZeRO
+
+    def zero_optimization_stage(self) -> int:
+        """The stage, 0 to 3."""
+        return self.settings.config.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether ranks share anything."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether ranks share gradients."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether ranks share parameters."""
+        return self.zero_optimization_stage() >= 3
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether whole weights may be asked for at stage 3."""
+        return self.settings.gather_16bit_weights_on_save
+
+    def steps_per_print(self) -> float:
+        """What the configuration says; nothing is printed."""
+        return float(self.settings.raw.get("steps_per_print") or 10)
+
+    # Ranks
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    dp_world_size = world_size
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this rank."""
+        return dist.get_rank() if dist.is_initialized() else 0

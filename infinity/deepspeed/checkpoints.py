@@ -1,0 +1,157 @@
+"""Checkpoints of a DeepSpeed engine: a directory for each tag, and a file `latest` that names one.
+
+A tag's directory is a checkpoint of `Engine.save_checkpoint`. Its `extra` has the counters of the
+DeepSpeed engine, the state of the scheduler, and the `client_state` of the script.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from infinity.directories.directory import make_durable
+from infinity.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from infinity.deepspeed.engine import DeepSpeedEngine
+
+log = logging.getLogger("infinity")
+
+LATEST = "latest"
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+class TaggedCheckpoints:
+    """Saves and loads one engine. All ranks call its methods."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+
+    def save(
+        self,
+        directory: Path,
+        tag: str | int | None,
+        client_state: Mapping[str, Any],
+        is_latest: bool,
+        without_frozen: bool,
+    ) -> bool:
+        """See `DeepSpeedEngine.save_checkpoint`."""
+        engine = self._engine
+        name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        if Path(name).name != name:
+            raise ConfigError(f"tag={tag!r} must be a name without directories")
+        self._validate(name)
+        extra: dict[str, Any] = {
+            "client_state": dict(client_state),
+            "counters": {counter: getattr(engine, counter) for counter in _COUNTERS},
+        }
+        if hasattr(engine.lr_scheduler, "state_dict"):
+            extra["lr_scheduler"] = engine.lr_scheduler.state_dict()
+        optimizers = [] if engine.optimizer is None else [engine.optimizer]
+        engine.engine.save_checkpoint(directory / name, optimizers, extra)
+        if is_latest and engine.global_rank == 0:
+            _write(directory / LATEST, name)
+        return True
+
+    def _validate(self, tag: str) -> None:
+        """See that all ranks have the same tag, as `checkpoint.tag_validation` says."""
+        mode = self._engine.settings.tag_validation
+        if mode == "ignore" or self._engine.world_size == 1:
+            return
+        number = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:6], "big")
+        numbers: list[int] = [0] * self._engine.world_size
+        dist.all_gather_object(numbers, number)
+        if len(set(numbers)) == 1:
+            return
+        text = f"the ranks save under different tags, this one under {tag!r}"
+        if mode == "fail":
+            raise CheckpointError(f"{text}, and checkpoint.tag_validation is Fail")
+        log.warning("%s; a checkpoint has one", text)
+
+    def load(
+        self,
+        directory: Path,
+        tag: str | int | None,
+        with_optimizer: bool,
+        with_scheduler: bool,
+        only_weights: bool,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """See `DeepSpeedEngine.load_checkpoint`."""
+        engine = self._engine
+        if tag is None:
+            latest = directory / LATEST
+            if not latest.is_file():
+                log.warning(
+                    "%s has no file %s, so nothing was loaded; give a tag", directory, LATEST
+                )
+                return None, None
+            tag = latest.read_text().strip()
+        path = directory / str(tag)
+        optimizer = engine.optimizer if with_optimizer else None
+        found = engine.engine.load_checkpoint(path, [] if optimizer is None else [optimizer])
+        if optimizer is not None and engine.client_optimizer is not None:
+            engine.client_optimizer.param_groups = optimizer.param_groups  # which are new ones
+        if not only_weights:
+            for counter, value in found.get("counters", {}).items():
+                setattr(engine, counter, value)
+        if with_scheduler and "lr_scheduler" in found and engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(found["lr_scheduler"])
+        return str(path), found.get("client_state", found)
+
+    # Weights
+
+    def frozen(self) -> list[str]:
+        """The names of parameters that take no gradients."""
+        named = self._engine.module.named_parameters(remove_duplicate=False)
+        return [name for name, parameter in named if not parameter.requires_grad]
+
+    def weights(self, without_frozen: bool) -> dict[str, torch.Tensor] | None:
+        """All weights on the first rank, None on others; all ranks call it."""
+        engine = self._engine
+        if (
+            engine.zero_optimization_stage() == 3
+            and not engine.settings.gather_16bit_weights_on_save
+        ):
+            raise ValueError(
+                "whole weights were asked for at stage 3; set "
+                '"stage3_gather_16bit_weights_on_model_save": true in zero_optimization'
+            )
+        if engine.global_rank != 0:
+            for _ in engine.engine.weights():
+                pass
+            return None
+        state = engine.engine.state_dict()
+        for name in self.frozen() if without_frozen else ():
+            state.pop(name, None)
+        return state
+
+    def save_weights(self, file: Path, without_frozen: bool) -> bool:
+        """See `DeepSpeedEngine.save_16bit_model`."""
+        try:
+            state = self.weights(without_frozen)
+        except ValueError as error:
+            log.warning("%s was not saved: %s", file, error)
+            return False
+        if state is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state, file)
+        if self._engine.world_size > 1:
+            dist.barrier()
+        return True
+
+
+def _write(file: Path, text: str) -> None:
+    """Replace what `file` holds, all or nothing."""
+    draft = file.with_name(f".{file.name}.partial")
+    draft.write_text(text)
+    with draft.open("rb") as opened:
+        os.fsync(opened.fileno())
+    draft.replace(file)
+    make_durable(file.parent)

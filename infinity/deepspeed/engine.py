@@ -1,0 +1,380 @@
+"""`DeepSpeedEngine`: DeepSpeed's calling convention around a wrapped model.
+
+[Note: two ways to go backward]
+`engine.backward(loss)` divides the loss by the number of forwards of a step, and scales it in fp16.
+A script may also call `loss.backward()` itself. Then nobody sees the loss, so the division is done
+where gradients enter the model: each output of the engine is another tensor of the same data, whose
+gradient is divided on its way back. `engine.backward` switches that off for its own pass. In fp16
+`engine.scale(loss).backward()` scales; without it a pass raises, because gradients would vanish.
+
+[Note: a step]
+`engine.step()` is called after every backward. At the boundary of an accumulation it takes an
+optimizer step, forgets the gradients and lets the scheduler go on, unless gradients were not finite
+and the step was left out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from infinity.deepspeed.answers import Answers
+from infinity.deepspeed.checkpoints import TaggedCheckpoints
+from infinity.deepspeed.settings import Settings
+from infinity.engine import Engine, engine
+from infinity.errors import ConfigError, in_words
+from infinity.optim.optimizer import Optimizer
+
+_ANYWAY = {"allreduce_gradients", "release_loss"}
+"""Options of `backward` in earlier versions, which change nothing here."""
+
+
+class DeepSpeedEngine(Answers, nn.Module):
+    """Trains a wrapped model as an engine of DeepSpeed does; made by `infinity.initialize`.
+
+    Attributes that it does not have are those of the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        optimizer: Optimizer | None,
+        lr_scheduler: Any,
+        training_dataloader: Any,
+        directories: Sequence[Path] = (),
+    ) -> None:
+        """`directories` were made for this engine, and go with it where they are empty."""
+        nn.Module.__init__(self)
+        self.module = model
+        self.training = model.training
+        self.settings = settings
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.training_dataloader = training_dataloader
+        self.client_optimizer: torch.optim.Optimizer | None = None
+        """What the script gave; its groups are those of `optimizer`."""
+        self.global_steps = 0
+        """Optimizer steps, those included that were left out."""
+        self.global_samples = 0
+        self.micro_steps = 0
+        """Calls of `step`."""
+        self.skipped_steps = 0
+        self._given_boundary: bool | None = None
+        self._stepped = False
+        self._in_backward = False
+        self._apart = False  # inside of `no_sync`
+        self._closed = False
+        self._directories = tuple(directories)
+        self._checkpoints = TaggedCheckpoints(self)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        return getattr(self.module, name)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that keeps the states."""
+        return engine(self.module)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs: inputs go there."""
+        return self.engine.device
+
+    # Forward and backward
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The forward of the model, under autocast where the configuration says so."""
+        if self.settings.cast_inputs:
+            inputs, named = tree_map(_as_half, (inputs, named))
+        with self._autocast():
+            outputs = self.module(*inputs, **named)
+        if not torch.is_grad_enabled() or self.optimizer is None:
+            return outputs
+        if self._divisor(True) == 1 and self.optimizer.loss_scaler is None:
+            return outputs
+        return tree_map(self._entrance, outputs)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        dtype = self.settings.autocast
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    def _entrance(self, value: Any) -> Any:
+        """`value`, or if it takes gradients another tensor of its data, through which these enter
+        the model."""
+        if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+            return value
+        return _Entrance.apply(value, self)  # type: ignore[no-untyped-call]
+
+    def enter(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of an output, as it goes on into the model. See [Note: two ways to go
+        backward]."""
+        if self._in_backward or self.optimizer is None:
+            return gradient
+        if not self.optimizer.loss_is_scaled:
+            raise RuntimeError(
+                "Loss scaling is required in fp16: call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+        divisor = self._divisor(True)
+        return gradient if divisor == 1 else gradient / divisor
+
+    def _divisor(self, by_forwards: bool) -> float:
+        """What a loss is divided by. Ranks average gradients, so a sum is a loss that is as many
+        times larger."""
+        ranks = self.world_size if self.settings.average == "sum" else 1
+        return (self.gradient_accumulation_steps() if by_forwards else 1) / ranks
+
+    def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """What to call `backward` on instead of `loss`, where `engine.backward` is not used: `loss`
+        times the loss scale. `retain_graph` is for that backward, and nothing here."""
+        return self._trained("scale").scale(_checked(loss))
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Go backward from `loss`, a tensor of one element, divided by the number of forwards of a
+        step if `scale_wrt_gas`; returns what it was divided to."""
+        unknown = [name for name in others if name not in _ANYWAY]
+        if unknown:
+            raise TypeError(f"engine.backward has no option {unknown[0]!r}")
+        optimizer = self._trained("backward")
+        wide = _checked(loss)
+        divisor = self._divisor(scale_wrt_gas)
+        divided = wide if divisor == 1 else wide / divisor
+        self._in_backward = True
+        try:
+            optimizer.scale(divided).backward(retain_graph=retain_graph)
+        finally:
+            self._in_backward = False
+        return divided
+
+    def _trained(self, what: str) -> Optimizer:
+        if self.optimizer is None:
+            raise ConfigError(
+                f"engine.{what} needs an optimizer: give infinity.initialize one, or the "
+                'configuration a block "optimizer"'
+            )
+        return self.optimizer
+
+    # Steps
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` is one of the optimizer."""
+        if self._given_boundary is not None:
+            return self._given_boundary
+        if not self.settings.managed_accumulation:
+            return True
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say from now on whether the next `step` is one of the optimizer, instead of counting."""
+        self._given_boundary = bool(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """`infinity.no_sync`, at any stage. A step of the optimizer has to be outside."""
+        before, self._apart = self._apart, True
+        try:
+            with self.engine.no_sync():
+                yield
+        finally:
+            self._apart = before
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """After every backward: at a boundary an optimizer step; see [Note: a step]."""
+        optimizer = self._trained("step")
+        self._stepped = False
+        if self.is_gradient_accumulation_boundary():
+            if self._apart:
+                raise RuntimeError(
+                    "engine.step() is at the end of an accumulation, inside of engine.no_sync(); "
+                    "leave no_sync() before the last backward"
+                )
+            if self.settings.refuse_unused:
+                self._refuse_unused()
+            optimizer.step()
+            self._stepped = not optimizer.overflow
+            self.engine.zero_grad()
+            self.skipped_steps += optimizer.overflow
+            if self._stepped and self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+            self.global_steps += 1
+            self.global_samples += self.train_batch_size()
+        self.micro_steps += 1
+
+    def _refuse_unused(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                raise RuntimeError(
+                    f"{name} got no gradient in this step, and "
+                    "zero_optimization.ignore_unused_parameters is false; use it in the forward, "
+                    "freeze it, or leave that key out"
+                )
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` changed parameters."""
+        return self._stepped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients."""
+        self.engine.zero_grad(set_to_none)
+
+    def get_global_grad_norm(self) -> float | None:
+        """The L2 norm of all gradients of the last optimizer step, before clipping; None before the
+        first."""
+        return None if self.optimizer is None else self.optimizer.grad_norm
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """The betas of each group, or its momentum."""
+        return self._of_groups("betas") or self._of_groups("momentum")
+
+    def _of_groups(self, name: str) -> list[Any]:
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group[name] for group in groups if name in group]
+
+    # Weights and checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything to `save_dir/tag` (by default `global_step<N>`); all ranks call it."""
+        return self._checkpoints.save(
+            Path(save_dir), tag, client_state or {}, save_latest, exclude_frozen_parameters
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from `load_dir/tag`, by default what `latest` there names; all ranks call it.
+
+        Returns the directory and the `client_state` that was saved; (None, None) and a warning
+        where there is no `latest`.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint: custom_load_fn is not supported, because checkpoints are "
+                "streamed; leave it out, and change weights in infinity.gathered(write=True)"
+            )
+        optimizer = load_optimizer_states and not load_module_only
+        schedule = load_lr_scheduler_states and not load_module_only
+        return self._checkpoints.load(Path(load_dir), tag, optimizer, schedule, load_module_only)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the weights as `torch.save` does; all ranks call it. False at stage 3 unless the
+        configuration gathers weights on save."""
+        return self._checkpoints.save_weights(
+            Path(save_dir) / save_filename, exclude_frozen_parameters
+        )
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(
+        self, *args: Any, exclude_frozen_parameters: bool = False, **named: Any
+    ) -> dict[str, Any]:
+        """The state dict of the model; every rank gets all of it."""
+        state: dict[str, Any] = self.module.state_dict(*args, **named)
+        if exclude_frozen_parameters:
+            for name in self._checkpoints.frozen():
+                state.pop(name, None)
+        return state
+
+    def _consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """The weights on the first rank, None on others; all ranks call it."""
+        return self._checkpoints.weights(exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    # Life
+
+    def compile(self, backend: Any = None, compile_kwargs: Any = None, **others: Any) -> None:
+        """`torch.compile` the model."""
+        chosen = {} if backend is None else {"backend": backend}
+        options = {**chosen, **(compile_kwargs or {})}
+        allowed = inspect.signature(torch.compile).parameters
+        others = {name: value for name, value in others.items() if name in allowed}
+        self.module.compile(**options, **others)
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: what the compute device holds is planned."""
+
+    def destroy(self) -> None:
+        """Finish updates, and give back memory, threads and files; the model has no data after
+        that. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self.engine.close()
+        for directory in self._directories:
+            with suppress(OSError):  # somebody keeps something there
+                directory.rmdir()
+
+
+class _Entrance(torch.autograd.Function):
+    """Where gradients enter a model; see [Note: two ways to go backward]."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, engine: DeepSpeedEngine) -> torch.Tensor:
+        ctx.engine = engine
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.engine.enter(gradient), None
+
+
+def _checked(loss: object) -> torch.Tensor:
+    """`loss` in fp32 or wider, where it would overflow when it is scaled; raises `ConfigError` for
+    what is no loss."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else in_words(loss)
+        )
+        raise ConfigError(f"the loss is {found}; it must be a tensor of one element")
+    return loss.float() if loss.dtype.itemsize < 4 else loss
+
+
+def _as_half(value: Any) -> Any:
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.half() if is_float else value

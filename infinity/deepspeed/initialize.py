@@ -1,0 +1,236 @@
+"""`infinity.initialize`: a script written for DeepSpeed gets an engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from infinity.build import wrap
+from infinity.config import Config
+from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.deepspeed.optimizers import Client, Recipe, follow, options, recipe
+from infinity.deepspeed.settings import DTYPES, Settings
+from infinity.deepspeed.source import Source
+from infinity.deepspeed.zero import units_for
+from infinity.directories.lock import lock_directory
+from infinity.engine import ATTRIBUTE
+from infinity.errors import ConfigError, PathInUseError, in_words
+from infinity.sharding.ranks import find_ranks
+
+log = logging.getLogger("infinity")
+
+_MOST_ENGINES = 64  # in one NVMe directory
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Client | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Source | None = None,
+    mesh_param: Any = None,
+    config_params: Source | None = None,
+) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:
+    """Wrap `model` as a configuration of DeepSpeed says; returns `(engine, optimizer, dataloader,
+    scheduler)`, of which those are None that there are not.
+
+    `config` (or `config_params`, or `args.deepspeed_config`) is a dict, a path to JSON or HJSON, or
+    base64 text. docs/deepspeed.md says what becomes of each key. `optimizer` is one of torch, built
+    before, or a function of parameters that makes one; its groups, numbers and states are taken
+    over, and its own groups are from now on those of the optimizer that is returned. It comes
+    before the one in the configuration, which trains `model_parameters` (default: all that take
+    gradients). `lr_scheduler` is one for that optimizer, or a function of an optimizer that makes
+    one; a scheduler in the configuration comes before it.
+
+    All ranks call it. Where torchrun has started several and torch.distributed is not initialized,
+    that is done. Raises `ConfigError` for all that cannot work, before anything is changed, and
+    what `infinity.wrap` raises.
+    """
+    source = _source(args, config, config_params)
+    if mpu is not None or mesh_param is not None:
+        raise ConfigError(
+            "mpu and mesh_param are not supported: the engine shares a model among all data "
+            "parallel ranks; leave them out, or give infinity.wrap a DeviceMesh as group="
+        )
+    plain = _checked(model)
+    _join_ranks(distributed_port, dist_init_required)
+    settings = Settings.read(source, _world(), _hidden_size(plain))
+    for notice in settings.notices:
+        log.info("%s", notice)
+    found = recipe(settings, plain, optimizer, model_parameters)
+    wrapped, directories = _wrapped(plain, settings, found)
+    built = None if found is None else found.build(wrapped, options(settings))
+    follower = _scheduler(settings, lr_scheduler, found, built)
+    loader = _loader(settings, training_data, collate_fn)
+    engine = DeepSpeedEngine(wrapped, settings, built, follower, loader, directories)
+    engine.client_optimizer = None if found is None else found.client
+    return engine, built, loader, follower
+
+
+def _source(args: Any, config: Source | None, config_params: Source | None) -> Source:
+    by_args = getattr(args, "deepspeed_config", None)
+    given = [each for each in (config, config_params, by_args) if each is not None]
+    if not given:
+        raise ConfigError(
+            "infinity.initialize needs a configuration: give config=, a dict or a path"
+        )
+    if any(each is not given[0] and each != given[0] for each in given):
+        raise ConfigError(
+            "config, config_params and args.deepspeed_config give several configurations; give one"
+        )
+    return given[0]
+
+
+def _checked(model: object) -> nn.Module:
+    if isinstance(model, DeepSpeedEngine) or ATTRIBUTE in getattr(model, "__dict__", {}):
+        raise ConfigError(
+            "the model is wrapped already: use the engine that it has, or destroy it and build the "
+            "model again"
+        )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"infinity.initialize takes a torch.nn.Module, not {in_words(model)}")
+    return model
+
+
+def _hidden_size(model: nn.Module) -> int | None:
+    """That of a model of transformers, which gives some "auto" values their meaning."""
+    described = getattr(model, "config", None)
+    described = getattr(described, "text_config", described)
+    size = getattr(described, "hidden_size", None)
+    return size if isinstance(size, int) else None
+
+
+# Ranks
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _join_ranks(port: int, required: bool | None) -> None:
+    """Initialize torch.distributed where a launcher has started several ranks, and nobody did."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if required is False or ranks == 1 or dist.is_initialized() or not dist.is_available():
+        return
+    os.environ.setdefault("MASTER_PORT", str(port))
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type != "cuda":
+        dist.init_process_group("gloo")
+        return
+    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+
+
+# The model
+
+
+def _wrapped(
+    model: nn.Module, settings: Settings, found: Recipe | None
+) -> tuple[nn.Module, list[Path]]:
+    """The wrapped model, and directories that were made for it."""
+    config = settings.config.model_copy(
+        update={"algorithm": "sgd" if found is None else found.algorithm}
+    )
+    config, directories = _with_own_directories(config)
+    try:
+        wrap(model, config, units=units_for(model, settings.leaf_modules))
+    except BaseException:
+        _remove(directories)
+        raise
+    if settings.precision != "fp32":
+        model.to(DTYPES[settings.precision])  # buffers; parameters are
+    return model, directories
+
+
+def _with_own_directories(config: Config) -> tuple[Config, list[Path]]:
+    """`config` with the directories on NVMe made; where another engine works in these already, with
+    `engine<N>` below them, which are returned."""
+    if not config.nvme:
+        return config, []
+    own = find_ranks("auto", config.stage).own
+    for number in range(1, _MOST_ENGINES + 1):
+        below = "" if number == 1 else f"engine{number}"
+        made = [path / below for path in config.nvme]
+        for path in made:
+            path.mkdir(parents=True, exist_ok=True)
+        if not any(_is_taken(path / own) for path in made):
+            chosen = made if below else []
+            return config.model_copy(update={"nvme": tuple(made)}), chosen
+    raise PathInUseError(
+        f"{_MOST_ENGINES} engines work in {config.nvme[0]} already; destroy some, or give others "
+        "another nvme_path"
+    )
+
+
+def _is_taken(path: Path) -> bool:
+    """Whether an engine works in `path`."""
+    if not path.is_dir():
+        return False
+    try:
+        lock_directory(path, "nvme_path").release()
+    except PathInUseError:
+        return True
+    return False
+
+
+def _remove(directories: Iterable[Path]) -> None:
+    for path in directories:
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+
+
+# What goes with it
+
+
+def _scheduler(settings: Settings, given: Any, found: Recipe | None, optimizer: Any) -> Any:
+    if settings.scheduler is not None and optimizer is not None:
+        raise ConfigError("scheduler: give lr_scheduler= instead")
+    if given is None:
+        return None
+    if optimizer is None:
+        raise ConfigError("lr_scheduler needs an optimizer: give one, or an optimizer block")
+    if callable(given) and not hasattr(given, "step"):
+        return given(optimizer)
+    if not hasattr(given, "step"):
+        raise ConfigError(
+            f"lr_scheduler is {in_words(given)}; give a scheduler, or a function of an optimizer "
+            "that makes one"
+        )
+    follow(given, None if found is None else found.client, optimizer)
+    return given
+
+
+def _loader(
+    settings: Settings, data: Any, collate: Callable[[list[Any]], Any] | None
+) -> DataLoader[Any] | None:
+    """Micro-batches of this rank, shuffled alike on all ranks."""
+    if data is None:
+        return None
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise ConfigError(
+            f"training_data is {in_words(data)}; give a dataset with a length and an index, or "
+            "build a DataLoader yourself"
+        )
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return DataLoader(
+        data,
+        batch_size=settings.batches.micro,
+        sampler=DistributedSampler(data, num_replicas=_world(), rank=rank),
+        collate_fn=collate,
+        drop_last=settings.drop_last,
+    )

@@ -1,0 +1,294 @@
+"""The optimizer of a script written for DeepSpeed, as one of this engine's.
+
+[Note: before and after]
+Such a script builds its optimizer, or names its parameters, before the model is wrapped. `wrap` may
+replace parameters, namely those built without memory. So a `Recipe` knows them by name, and builds
+the optimizer when the model is wrapped. It says before that which states are needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler
+
+from infinity.deepspeed.settings import LossScale, Named, Settings
+from infinity.errors import ConfigError, in_words
+from infinity.optim.adam import Adam, AdamW
+from infinity.optim.foreign import adapt
+from infinity.optim.optimizer import UNSUPPORTED, WITHOUT_EFFECT, Optimizer
+from infinity.optim.rules import SGD, Adagrad, Lion
+from infinity.optim.scaler import LossScaler
+
+Client = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+"""What a script gives as its optimizer: one, or a function of its parameters that makes one."""
+
+_HERE: dict[str, type[Optimizer]] = {
+    "adam": Adam,
+    "adamw": AdamW,
+    "adagrad": Adagrad,
+    "lion": Lion,
+    "sgd": SGD,
+}
+"""The optimizers of the engine, by the type that a configuration names."""
+_DECAY_OF_ZERO = ("adam", "adamw")
+"""Types whose `weight_decay` is 0 in DeepSpeed where nobody says one."""
+_OF_TORCH: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.SGD: "sgd",
+}
+"""Those of torch that compute the same."""
+_ONLY_DEEPSPEED = (
+    *("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states", "set_grad_none"),
+    *("max_grad_norm", *UNSUPPORTED, *WITHOUT_EFFECT),
+)
+"""Parameters of a configuration that `Settings` has read, and that no optimizer here takes."""
+
+
+class NamedParameters:
+    """The parameters of a model by their names, which hold before and after it is wrapped."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: dict[int, str] = {}
+        # Keeps them, so that their ids stay theirs.
+        self._held = list(model.named_parameters(remove_duplicate=False))
+        for name, parameter in self._held:
+            self._names.setdefault(id(parameter), name)
+
+    def __call__(self, parameter: object) -> str:
+        """The name of one; raises `ConfigError` for what the model has not."""
+        name = self._names.get(id(parameter))
+        if name is None:
+            raise ConfigError(
+                "the optimizer was given a parameter that the model of infinity.initialize does "
+                "not have; give parameters of that model, built before it was wrapped"
+                if isinstance(parameter, torch.Tensor)
+                else f"model_parameters holds {in_words(parameter)}; give parameters, or groups of "
+                "them as for an optimizer of torch"
+            )
+        return name
+
+    def trainable(self) -> list[nn.Parameter]:
+        """All that take gradients, each once."""
+        found = {id(p): p for _, p in self._held if p.requires_grad}
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the optimizer is built once the model is wrapped."""
+
+    make: Callable[..., Optimizer]
+    """Called with groups and the settings."""
+    algorithm: str
+    """The value of `Config.algorithm` that has its states."""
+    groups: Sequence[Mapping[str, Any]]
+    """As those of torch, with names for parameters."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    client: torch.optim.Optimizer | None = None
+    """The optimizer that the script gave, whose numbers and states are taken over."""
+
+    def build(self, model: nn.Module, options: Mapping[str, Any]) -> Optimizer:
+        """The optimizer over parameters of the wrapped `model`; `options` are those that all
+        optimizers of the engine take."""
+        groups = [
+            {**group, "params": [model.get_parameter(name) for name in group["params"]]}
+            for group in self.groups
+        ]
+        optimizer = self.make(groups, **self.settings, **options)
+        if self.client is not None:
+            if self.client.state:
+                optimizer.load_state_dict(self.client.state_dict())
+            # So what reads or changes the groups of the old one, sees those of the new one.
+            self.client.param_groups = optimizer.param_groups
+        return optimizer
+
+
+def recipe(
+    settings: Settings, model: nn.Module, client: Client | None, parameters: Iterable[Any] | None
+) -> Recipe | None:
+    """How to build the optimizer of `settings`, or that of the script, which comes first; None
+    where there is neither. `parameters` are those to be trained, or groups; by default all.
+
+    Raises `ConfigError` for an optimizer that the engine cannot run, and for parameters that the
+    model has not.
+    """
+    names = NamedParameters(model)
+    given = names.trainable() if parameters is None else _listed(parameters)
+    if client is not None and not isinstance(client, torch.optim.Optimizer):
+        client = _called(client, given)
+    if client is not None:
+        return _of_client(client, names)
+    if settings.optimizer is None:
+        return None
+    return _of_configuration(settings.optimizer, list(_groups(given, names)))
+
+
+def options(settings: Settings) -> dict[str, Any]:
+    """What all optimizers of the engine take, as `settings` say it. The norm is always measured,
+    because `get_global_grad_norm` gives it."""
+    scale = settings.loss_scale
+    return {
+        "max_grad_norm": settings.gradient_clipping or math.inf,
+        "skip_nonfinite": settings.skip_nonfinite,
+        "loss_scaler": None if scale is None else _scaler(scale),
+    }
+
+
+def _scaler(scale: LossScale) -> LossScaler:
+    if scale.static is not None:
+        return LossScaler(scale.static, window=None, minimum=None)
+    return LossScaler(scale.initial, scale.window, scale.hysteresis, scale.minimum)
+
+
+def _listed(parameters: object) -> list[Any]:
+    if isinstance(parameters, (str, torch.Tensor, nn.Module, Mapping)) or not isinstance(
+        parameters, Iterable
+    ):
+        raise ConfigError(
+            f"model_parameters is {in_words(parameters)}; give model.parameters(), a list of "
+            "parameters, or groups of them as for an optimizer of torch"
+        )
+    return list(parameters)
+
+
+def _called(make: object, parameters: list[Any]) -> torch.optim.Optimizer:
+    made = make(parameters) if callable(make) and not isinstance(make, type) else None
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is {in_words(make)}; give an optimizer of torch, a function of the "
+            "parameters that makes one, or an optimizer block in the configuration"
+        )
+    return made
+
+
+def _groups(given: list[Any], names: NamedParameters) -> Iterator[dict[str, Any]]:
+    """Groups of a script, with names for parameters. Parameters may come as (name, parameter)."""
+    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    for group in groups:
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ConfigError(
+                f"model_parameters holds {in_words(group)} among groups; a group is a dict with "
+                '"params"'
+            )
+        members = group["params"]
+        listed = [members] if isinstance(members, torch.Tensor) else list(members)
+        plain = [each[1] if isinstance(each, tuple) else each for each in listed]
+        yield {**group, "params": [names(parameter) for parameter in plain]}
+
+
+# By a configuration
+
+
+def _of_configuration(named: Named, groups: list[dict[str, Any]]) -> Recipe:
+    kind, params = named.type.lower(), dict(named.params)
+    if kind == "adam" and params.get("adam_w_mode", True):
+        kind = "adamw"
+    if kind in _DECAY_OF_ZERO and not params.get("torch_adam"):
+        params.setdefault("weight_decay", 0.0)
+    if kind in _HERE:
+        taken = {name: value for name, value in params.items() if name not in _ONLY_DEEPSPEED}
+        return Recipe(_HERE[kind], _algorithm(kind, [*groups, taken]), groups, taken)
+    of_torch = getattr(torch.optim, named.type, None)
+    if not isinstance(of_torch, type) or not issubclass(of_torch, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer.type={named.type!r} is no optimizer that the engine knows; take Adam, "
+            "AdamW, Adagrad, Lion or SGD, or any name in torch.optim"
+        )
+    return Recipe(_adapting(of_torch), "other", groups, params)
+
+
+def _adapting(kind: type[torch.optim.Optimizer]) -> Callable[..., Optimizer]:
+    def make(groups: Any, **settings: Any) -> Optimizer:
+        try:
+            return adapt(kind, groups, **settings)
+        except TypeError as error:
+            raise ConfigError(f"optimizer {kind.__name__}: {error}") from None
+
+    return make
+
+
+def _algorithm(kind: str, groups: Iterable[Mapping[str, Any]]) -> str:
+    if kind == "sgd":
+        return "momentum" if any(group.get("momentum") for group in groups) else "sgd"
+    return "adam" if kind in ("adam", "adamw") else kind
+
+
+# By an optimizer of the script
+
+
+def _of_client(client: torch.optim.Optimizer, names: NamedParameters) -> Recipe:
+    if isinstance(client, Optimizer):
+        raise ConfigError(
+            f"infinity.initialize wraps the model itself, but infinity.{type(client).__name__} is "
+            "for a model that is wrapped already; give the optimizer of torch, or the block "
+            '"optimizer" in the configuration'
+        )
+    groups = list(_groups(client.param_groups, names))
+    kind = _kind(client)
+    if kind is None:
+        return Recipe(_adapting(type(client)), "other", groups, _settings_of(client), client=client)
+    plain = [
+        {name: value for name, value in group.items() if name not in _DROPPED} for group in groups
+    ]
+    return Recipe(_HERE[kind], _algorithm(kind, groups), plain, client=client)
+
+
+_DROPPED = (*UNSUPPORTED, *WITHOUT_EFFECT, "differentiable", "decoupled_weight_decay")
+"""Settings of torch's groups that are off, or change no number."""
+
+
+def _kind(client: torch.optim.Optimizer) -> str | None:
+    """Which optimizer of the engine computes what `client` does; None where none does."""
+    kind = getattr(type(client), "kind_here", None) or _OF_TORCH.get(type(client))
+    for group in client.param_groups:
+        if group.get("decoupled_weight_decay") and kind == "adam":
+            kind = "adamw"
+        if any(group.get(name) for name in (*UNSUPPORTED, "differentiable")):
+            return None
+        if group.get("initial_accumulator_value"):
+            return None
+    return kind
+
+
+def _settings_of(client: torch.optim.Optimizer) -> dict[str, Any]:
+    """The defaults of `client` as its constructor takes them."""
+    taken = inspect.signature(type(client).__init__).parameters
+    return {name: value for name, value in client.defaults.items() if name in taken}
+
+
+# Schedulers of the script
+
+
+def follow(scheduler: Any, old: torch.optim.Optimizer | None, new: Optimizer) -> None:
+    """Let a scheduler that was built for the optimizer `old` set the rates of `new` from now on,
+    and those inside of it, too."""
+    if old is None:
+        return
+    pending, seen = [scheduler], set[int]()
+    while pending:
+        each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        values = list(getattr(each, "__dict__", {}).values())
+        pending += [value for value in values if isinstance(value, LRScheduler)]
+        pending += [
+            value
+            for listed in values
+            if isinstance(listed, (list, tuple))
+            for value in listed
+            if isinstance(value, LRScheduler)
+        ]
+        if getattr(each, "optimizer", None) is old:
+            each.optimizer = new
+    # Has torch count the steps of `new`, as it does for the schedulers that are built for it.
+    ConstantLR(new, factor=1.0, total_iters=0)

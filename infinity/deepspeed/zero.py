@@ -1,0 +1,243 @@
+"""`infinity.zero`: the contexts and functions of DeepSpeed's ZeRO-3, over those of this engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError, in_words
+from infinity.modules.gathered import gathered
+from infinity.modules.grouping import find_owners
+from infinity.modules.init import init, is_building
+from infinity.sharding.use import place_of
+from infinity.sharding.zero_names import ZeroStatus as ZeroParamStatus
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "ZeroParamStatus",
+    "get_z3_leaf_modules",
+    "register_external_parameter",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unregister_external_parameter",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+]
+
+
+class Init:
+    """`with infinity.zero.Init(): model = ...` builds a model without memory, as `infinity.init`.
+
+    The configuration, the dtype and the places of parameters are those that `infinity.initialize`
+    is given; what is given here is accepted for the sake of scripts. Inside of another one it does
+    nothing. `Init(module=model)` leaves a model as it is, until it is initialized.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *ignored: Any,
+        enabled: bool = True,
+        **others: Any,
+    ) -> None:
+        self._enabled = enabled and module is None
+        self._inside = ExitStack()
+
+    def __enter__(self) -> Init:
+        if self._enabled and not is_building():
+            self._inside.enter_context(init())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._inside.__exit__(kind, error, trace)
+
+
+class GatheredParameters:
+    """`with infinity.zero.GatheredParameters(parameters, modifier_rank=0):` as `infinity.gathered`.
+
+    Without `modifier_rank` parameters can be read; a change is undone, and raises. With one, what
+    that rank leaves in them becomes their value on all ranks. Parameters that are not managed are
+    left as they are.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._rank = modifier_rank
+        self._parameters: list[torch.Tensor] = []
+        self._inside = ExitStack()
+        if enabled:
+            self._parameters = _listed(params)
+
+    def __enter__(self) -> None:
+        managed = [each for each in self._parameters if place_of(each) is not None]
+        if managed:
+            self._inside.enter_context(gathered(managed, write_rank=self._rank))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._inside.__exit__(kind, error, trace)
+
+
+def _listed(params: Any) -> list[torch.Tensor]:
+    if isinstance(params, nn.Module):
+        return list(params.parameters())
+    found = [params] if isinstance(params, torch.Tensor) else params
+    listed: list[Any] = list(found) if isinstance(found, Iterable) else [found]
+    wrong = [each for each in listed if not isinstance(each, torch.Tensor)]
+    if wrong:
+        raise ConfigError(
+            "GatheredParameters takes a module, a parameter or a list of parameters, not "
+            f"{in_words(wrong[0])}"
+        )
+    return listed
+
+
+def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    """Nothing: a parameter that is used outside of its module is brought by its first touch. Raises
+    `ConfigError` for what is no module or no parameter."""
+    _check_external(module, parameter)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    """Nothing; see `register_external_parameter`."""
+    _check_external(module, parameter)
+
+
+def _check_external(module: object, parameter: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"an external parameter is one of a module, not of {in_words(module)}")
+    if not isinstance(parameter, torch.nn.Parameter):
+        raise ConfigError(f"an external parameter is a parameter, not {in_words(parameter)}")
+
+
+# Leaf modules
+
+_LEAF = "_z3_leaf"
+"""The attribute of a module by which DeepSpeed, too, knows that it is brought as a whole."""
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark one module, before `infinity.initialize`: its parameters are brought together."""
+    vars(model)[_LEAF] = flag
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether a module is marked."""
+    return bool(vars(model).get(_LEAF, False))
+
+
+def z3_leaf_parameter(parameter: torch.Tensor) -> bool:
+    """Whether a parameter belongs to a module that is marked: never, for units say that here."""
+    return False
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of `model` that are marked."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_modules(
+    model: nn.Module,
+    leaf_module_classes: Sequence[type[nn.Module] | str],
+    raise_if_not_found: bool = True,
+) -> list[nn.Module]:
+    """Mark the modules of these classes, or of classes with these names; returns them."""
+    return _mark(model, True, _of_classes(model, leaf_module_classes), raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module,
+    leaf_module_classes: Sequence[type[nn.Module] | str],
+    raise_if_not_found: bool = True,
+) -> list[nn.Module]:
+    """Unmark the modules of these classes; returns them."""
+    return _mark(model, False, _of_classes(model, leaf_module_classes), raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules with these names in the model; returns them."""
+    found = [module for name, module in model.named_modules() if name in module_names]
+    return _mark(model, True, found, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules whose names in the model end so; returns them."""
+    ends = tuple(module_name_suffixes)
+    found = [module for name, module in model.named_modules() if name.endswith(ends)]
+    return _mark(model, True, found, raise_if_not_found)
+
+
+def _of_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
+    kinds = tuple(each for each in classes if isinstance(each, type))
+    names = {each for each in classes if isinstance(each, str)}
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, kinds) or not names.isdisjoint(_names(module))
+    ]
+
+
+def _names(module: nn.Module) -> tuple[str, str]:
+    kind = type(module)
+    return kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _mark(model: nn.Module, flag: bool, found: list[nn.Module], needed: bool) -> list[nn.Module]:
+    if needed and not found:
+        raise ConfigError(
+            f"no module of {type(model).__name__} is meant by that; print(model) shows their "
+            "classes and names"
+        )
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+def units_for(model: nn.Module, named: Sequence[str]) -> list[nn.Module] | None:
+    """What `infinity.wrap` takes as `units` so that every marked module is brought as a whole, and
+    those that a configuration names, by class, by name, or by the end of it. None where they are
+    anyway, as parts of a repeated block."""
+    leaves = set(get_z3_leaf_modules(model)) | set(_of_classes(model, named))
+    leaves |= {
+        module
+        for name, module in model.named_modules()
+        if name and any(name == each or name.endswith(f".{each}") for each in named)
+    }
+    blocks = find_owners(model).values()
+    inside = {part for block in blocks for part in block.modules()}
+    whole = [module for module in leaves if module not in inside and _has_parameters(module)]
+    if not whole:
+        return None
+    covered = {part for module in whole for part in module.modules()}
+    return [*whole, *(block for block in blocks if block not in covered)]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
