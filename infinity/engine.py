@@ -292,6 +292,15 @@ class Engine:
         """Bytes in use now, per tier."""
         return self._store.used()
 
+    def activity(self) -> dict[str, float]:
+        """What a training loop may log at each step, without a wait.
+
+        Bytes that the last finished step moved: "nvme_read", "nvme_written", "copied_to_device" and
+        "copied_from_device". And seconds that the model has waited since the start: "wait_nvme",
+        "wait_adam", and with several ranks "wait_collective".
+        """
+        return self._reporter.activity()
+
     def report(self) -> Report:
         """What the run did so far; waits for pending updates."""
         return self._reporter.report()

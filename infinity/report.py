@@ -166,6 +166,19 @@ class Reporter:
         waits, delayed = mode == "plain", mode == "delayed"
         return predict(cycle.order, costs, slots, cycles, cycle.held, waits=waits, delayed=delayed)
 
+    def activity(self) -> dict[str, float]:
+        """See `Engine.activity`."""
+        read, written = self.meter.traffic
+        to_device, from_device = self.meter.copied
+        moved = {
+            "nvme_read": read,
+            "nvme_written": written,
+            "copied_to_device": to_device,
+            "copied_from_device": from_device,
+        }
+        waits = {lane: seconds for lane, seconds in self._seconds().items() if "wait" in lane}
+        return moved | {lane.replace(" ", "_"): seconds for lane, seconds in waits.items()}
+
     def report(self) -> Report:
         """What the run did so far; waits for pending updates."""
         self._updater.rest()

@@ -31,6 +31,7 @@ LAYERS = """\
 9 models
 10 bench
 10 deepspeed
+10 integrations
 11 cli
 12 infinity: __main__
 """

@@ -1,0 +1,139 @@
+"""accelerate: an `Accelerator` that wraps the model and converts its optimizer, on any number of
+ranks.
+
+    from infinity.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(infinity_config=infinity.Config(nvme="/mnt/nvme0"))
+
+The rest of the script stays. A plain `Accelerator` is enough on one rank, for a model that is
+wrapped already; on several ranks it would put the model into `DistributedDataParallel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from infinity.build import wrap
+from infinity.config import Config
+from infinity.engine import ATTRIBUTE
+from infinity.errors import ConfigError
+from infinity.integrations.required import required
+from infinity.optim.conversion import algorithm_for, converted, redirect
+from infinity.optim.optimizer import Optimizer
+from infinity.sharding.parameter import ShardedParameter
+
+with required("accelerate", "trainer"):
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+
+ONE_BACKEND = (
+    "{other} and infinity both decide where the model's states live; leave out {other}, or train "
+    "without infinity.integrations"
+)
+"""The error for a second engine beside ours."""
+
+
+def is_wrapped(model: Any) -> bool:
+    """Whether `model` has an engine."""
+    return ATTRIBUTE in vars(model)
+
+
+def is_new_optimizer(value: Any) -> bool:
+    """Whether `value` is an optimizer that accelerate has not prepared."""
+    return isinstance(value, torch.optim.Optimizer) and not isinstance(value, AcceleratedOptimizer)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """An `accelerate.Accelerator` whose `prepare` wraps the model with `infinity_config`, and turns
+    its optimizer into the one of infinity with the same numbers.
+
+    A model that is wrapped already and optimizers of infinity are left as they are. Raises
+    `ConfigError` together with DeepSpeed, FSDP and Megatron-LM.
+    """
+
+    def __init__(self, *args: Any, infinity_config: Config | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.infinity_config = infinity_config
+        refuse_other_engines(self)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As of accelerate; give the model together with its optimizers and schedulers."""
+        return super().prepare(*self._wrapped(args), device_placement=device_placement)
+
+    def _wrapped(self, things: Sequence[Any]) -> list[Any]:
+        """`things` with models wrapped, optimizers converted, and schedulers that drive these."""
+        optimizers = [each for each in things if is_new_optimizer(each)]
+        for model in things:
+            if isinstance(model, nn.Module) and not is_wrapped(model) and self.infinity_config:
+                wrap(model, for_optimizers(self.infinity_config, optimizers))
+        ours: dict[int, Optimizer] = {}
+        for optimizer in optimizers:
+            if any(map(_is_ours, optimizer.param_groups)):
+                ours[id(optimizer)] = converted(optimizer)
+        for each in things:
+            if isinstance(each, LRScheduler):
+                for optimizer in optimizers:
+                    if id(optimizer) in ours:
+                        redirect(each, optimizer, ours[id(optimizer)])
+        return [ours.get(id(each), each) for each in things]
+
+    def prepare_model(
+        self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As of accelerate, but a wrapped model is never put into DistributedDataParallel: its
+        engine exchanges gradients."""
+        exchanges = is_wrapped(model)
+        return super().prepare_model(model, device_placement, evaluation_mode or exchanges)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """As of accelerate, but the states of our optimizers are where they belong."""
+        placed = isinstance(optimizer, Optimizer)
+        return super().prepare_optimizer(optimizer, False if placed else device_placement)
+
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """As of accelerate; for fp16 parameters the loss is scaled by their optimizer."""
+        for prepared in self._optimizers:
+            if isinstance(prepared.optimizer, Optimizer):
+                loss = prepared.optimizer.scale(loss)
+        super().backward(loss, **kwargs)
+
+
+def adopt(accelerator: Any) -> None:
+    """Make an `Accelerator` of the `accelerate.Accelerator` that a trainer has built for itself."""
+    refuse_other_engines(accelerator)
+    accelerator.__class__ = Accelerator
+    accelerator.infinity_config = None
+
+
+def refuse_other_engines(accelerator: Any) -> None:
+    """Raise `ConfigError` where `accelerator` was told to shard the model by other means."""
+    others = {
+        DistributedType.DEEPSPEED: "DeepSpeed",
+        DistributedType.FSDP: "FSDP",
+        DistributedType.MEGATRON_LM: "Megatron-LM",
+    }
+    if accelerator.distributed_type in others:
+        raise ConfigError(ONE_BACKEND.format(other=others[accelerator.distributed_type]))
+
+
+def for_optimizers(config: Config, optimizers: Sequence[torch.optim.Optimizer]) -> Config:
+    """`config` with the states that `optimizers` need, where it does not say which."""
+    if "algorithm" in config.model_fields_set or not optimizers:
+        return config
+    found = {algorithm_for(optimizer) for optimizer in optimizers}
+    if len(found) > 1:
+        raise ConfigError(
+            "the optimizers need different states, and all parameters of a model have the same; "
+            "use optimizers of one kind"
+        )
+    return config.model_copy(update={"algorithm": found.pop()})
+
+
+def _is_ours(group: dict[str, Any]) -> bool:
+    return any(isinstance(parameter, ShardedParameter) for parameter in group["params"])

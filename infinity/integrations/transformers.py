@@ -1,0 +1,279 @@
+"""transformers: a Trainer whose model lives on this engine, and a mixin for every other Trainer.
+
+    from infinity.integrations.transformers import InfinityTrainer
+
+    trainer = InfinityTrainer(model, args, infinity_config=infinity.Config(nvme="/mnt/nvme0"), ...)
+
+    from infinity.integrations.transformers import InfinityTrainerMixin
+
+    class StreamedSFTTrainer(InfinityTrainerMixin, SFTTrainer):
+        pass
+
+[Note: checkpoints of a trainer]
+`checkpoint-N/` has what a Trainer writes, but for `optimizer.pt`: its place takes `infinity/`, a
+checkpoint of the engine, with weights, masters and moments. All ranks write it, each its part. A
+resume and the best model come from there, bit for bit. A directory without it, from a plain Trainer
+or with `save_only_model=True`, is loaded as a plain Trainer loads it.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from infinity.build import wrap
+from infinity.config import Config
+from infinity.engine import engine
+from infinity.errors import ConfigError
+from infinity.integrations.accelerate import ONE_BACKEND, adopt, is_new_optimizer, is_wrapped
+from infinity.integrations.required import required
+from infinity.optim.adam import AdamW
+from infinity.optim.conversion import algorithm_for, algorithm_of, converted, redirect
+from infinity.optim.optimizer import Optimizer
+from infinity.optim.rules import Lion
+
+with required("transformers", "trainer"):
+    from transformers import Trainer
+    from transformers.trainer import SCHEDULER_NAME
+
+log = logging.getLogger("infinity")
+
+FOLDER = "infinity"
+"""The checkpoint of the engine in a `checkpoint-N` of a trainer."""
+
+
+class Counterpart(NamedTuple):
+    """What `TrainingArguments(optim=...)` becomes."""
+
+    kind: type[Optimizer] | None
+    """None: what transformers makes of it, converted."""
+    moments: str = "fp32"
+    """`Config.moment_precision`, where the configuration does not say it."""
+
+
+COUNTERPARTS: Mapping[str, Counterpart] = {
+    "adamw_torch": Counterpart(AdamW),
+    "adamw_torch_fused": Counterpart(AdamW),
+    "paged_adamw_32bit": Counterpart(AdamW),
+    "adamw_torch_8bit": Counterpart(AdamW, "int8"),
+    "adamw_bnb_8bit": Counterpart(AdamW, "int8"),
+    "adamw_8bit": Counterpart(AdamW, "int8"),
+    "paged_adamw_8bit": Counterpart(AdamW, "int8"),
+    "lion_32bit": Counterpart(Lion),
+    "paged_lion_32bit": Counterpart(Lion),
+    "lion_8bit": Counterpart(Lion, "int8"),
+    "paged_lion_8bit": Counterpart(Lion, "int8"),
+    "sgd": Counterpart(None),
+    "adagrad": Counterpart(None),
+    "rmsprop": Counterpart(None),
+    "adafactor": Counterpart(None),
+}
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer as Base
+else:
+    Base = object  # the trainer comes after the mixin
+
+
+class InfinityTrainerMixin(Base):  # type: ignore[misc]
+    """Before a subclass of `transformers.Trainer`: the model of that trainer lives on this engine.
+
+    `infinity_config` says how the model is wrapped, as soon as the trainer has it; a model built
+    inside `infinity.init()` gets its values then. Where it does not say so, `algorithm` and
+    `moment_precision` follow from the optimizer, and the device from the arguments. A model that is
+    wrapped already takes no `infinity_config`.
+
+    `optim=` names become optimizers of infinity with the numbers of the arguments; an optimizer of
+    torch in `optimizers=` is converted, and its scheduler goes with it. All ranks take part in
+    `save_model`, so call it on all. The log has what the last step moved and how long the model
+    waited since the entry before: see `Engine.activity`.
+
+    Raises `ConfigError` for arguments that ask for another engine beside this one, or for an
+    optimizer that it does not know, before anything is changed.
+    """
+
+    def __init__(self, *args: Any, infinity_config: Config | None = None, **kwargs: Any) -> None:
+        self._infinity_config = infinity_config
+        self._given_optimizer = (kwargs.get("optimizers") or (None,))[0]
+        self._given_kind = kwargs.get("optimizer_cls_and_kwargs")
+        self._waited: dict[str, float] = {}
+        super().__init__(*args, **kwargs)
+
+    # The model
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As of transformers; then the model is wrapped, the first time that all is known."""
+        refuse_arguments(self.args)
+        if self._given_optimizer is None and self._given_kind is None:
+            counterpart_of(self.args)
+        super().create_accelerator_and_postprocess()
+        adopt(self.accelerator)
+        if self.model is not None:
+            self._wrap(self.model)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """As of transformers; the new model is wrapped, after the engine of the one before it is
+        closed."""
+        if isinstance(self.model, nn.Module) and is_wrapped(self.model):
+            engine(self.model).close()
+        model: nn.Module = super().call_model_init(trial)
+        self._wrap(model)
+        return model
+
+    def _wrap(self, model: nn.Module) -> None:
+        config = self._infinity_config
+        if is_wrapped(model):
+            if config is not None:
+                raise ConfigError(
+                    "the model is wrapped already, so infinity_config would change nothing; leave "
+                    "one of the two out"
+                )
+            return
+        wrap(model, self._completed(config or Config()))
+
+    def _completed(self, config: Config) -> Config:
+        """`config` with what follows from the arguments."""
+        found: dict[str, Any] = {}
+        if self._given_optimizer is not None:
+            found["algorithm"] = algorithm_for(self._given_optimizer)
+        else:
+            found["algorithm"] = algorithm_of(*self._optimizer_kind(model=None))
+            if self._given_kind is None:
+                found["moment_precision"] = counterpart_of(self.args).moments
+        update: dict[str, Any] = {
+            name: value for name, value in found.items() if name not in config.model_fields_set
+        }
+        if config.tuning.device == "auto":
+            device = {"device": self.args.device.type}
+            update["tuning"] = config.tuning.model_copy(update=device)
+        return config.model_copy(update=update)
+
+    # The optimizer
+
+    def _optimizer_kind(self, model: Any) -> tuple[type[torch.optim.Optimizer], Any]:
+        """The class of the optimizer, and what it takes."""
+        if self._given_kind is not None:
+            kind, settings = self._given_kind
+            return kind, settings
+        kind, settings = self.get_optimizer_cls_and_kwargs(self.args, model)
+        return kind, settings
+
+    @classmethod
+    def get_optimizer_cls_and_kwargs(cls, args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As of transformers, for `args.optim` that infinity has."""
+        kind = counterpart_of(args).kind
+        if kind is None:
+            found: tuple[Any, Any] = super().get_optimizer_cls_and_kwargs(args, model)
+            return found
+        settings = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+        return kind, settings | ({"eps": args.adam_epsilon} if kind is AdamW else {})
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As of transformers, and converted to one of infinity."""
+        made = super().create_optimizer(*args, **kwargs)
+        if is_new_optimizer(made):
+            self.optimizer: Any = converted(made)
+            if self.lr_scheduler is not None and self.optimizer is not made:
+                redirect(self.lr_scheduler, made, self.optimizer)
+        return self.optimizer
+
+    # Checkpoints. See [Note: checkpoints of a trainer].
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        if self.args.should_save or state_dict is not None:
+            super()._save(output_dir, state_dict)
+        else:
+            for _ in engine(self.model).weights():  # those who save gather them meanwhile
+                pass
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        folder = Path(output_dir)
+        engine(self.model).save_checkpoint(folder / FOLDER, self.optimizer.optimizer)
+        if self.args.should_save:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Please also save or load the state")
+                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
+        if not _has_engine_checkpoint(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _has_engine_checkpoint(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        folder = Path(checkpoint)
+        engine(self.model).load_checkpoint(folder / FOLDER, self.optimizer.optimizer)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Please also save or load the state")
+            scheduler = torch.load(folder / SCHEDULER_NAME, weights_only=True)
+            self.lr_scheduler.load_state_dict(scheduler)
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if _has_engine_checkpoint(best):
+            engine(self.model).load_checkpoint(Path(best) / FOLDER)
+        else:
+            super()._load_best_model()
+
+    # The log
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As of transformers; with a training loss come the bytes that the last step moved, and the
+        seconds that the model waited since the entry before."""
+        if "loss" in logs:
+            for name, value in engine(self.model).activity().items():
+                waits = name.startswith("wait")
+                before = self._waited.get(name, 0.0) if waits else 0.0
+                logs[f"{name}_{'seconds' if waits else 'bytes'}"] = value - before
+                if waits:
+                    self._waited[name] = value
+        super().log(logs, *args, **kwargs)
+
+
+class InfinityTrainer(InfinityTrainerMixin, Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` on this engine: see `InfinityTrainerMixin`."""
+
+
+def _has_engine_checkpoint(checkpoint: str) -> bool:
+    return (Path(checkpoint) / FOLDER).is_dir()
+
+
+def counterpart_of(args: Any) -> Counterpart:
+    """What `args.optim` becomes; raises `ConfigError` where infinity has nothing like it."""
+    name = str(getattr(args.optim, "value", args.optim))
+    if name not in COUNTERPARTS:
+        raise ConfigError(
+            f"infinity has no optimizer for optim={name!r}; choose one of "
+            f"{', '.join(COUNTERPARTS)}; or wrap the model first, and give "
+            "optimizers=(infinity.adapt(...), None)"
+        )
+    return COUNTERPARTS[name]
+
+
+def refuse_arguments(args: Any) -> None:
+    """Raise `ConfigError` for training arguments that cannot be together with this engine."""
+    for name, other in (("deepspeed", "DeepSpeed"), ("fsdp", "FSDP")):
+        if getattr(args, name, None):
+            raise ConfigError(f"TrainingArguments({name}=...): {ONE_BACKEND.format(other=other)}")
+    for name, precision in (("bf16_full_eval", "bf16"), ("fp16_full_eval", "fp16")):
+        if getattr(args, name, False):
+            raise ConfigError(
+                f"{name}=True converts the model after training, and the engine keeps its dtype; "
+                f"leave it out, or train in Config(precision={precision!r})"
+            )
+    if args.n_gpu > 1:
+        log.warning(
+            "one of %d GPUs is used: start the script with torchrun to use a rank for each",
+            args.n_gpu,
+        )
+        args._n_gpu = 1

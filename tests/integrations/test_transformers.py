@@ -1,0 +1,279 @@
+"""`InfinityTrainer` against a Trainer with a plain model: losses, norms, metrics, weights,
+checkpoints, and going on from one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.optim.optimizer import Optimizer
+from support.models import FAMILIES, text_batch
+from support.rank_group import OnRanks
+
+pytest.importorskip("accelerate")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+FIGURES = {"loss", "grad_norm", "eval_loss", "learning_rate"}
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Twelve rows of tokens."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return {name: value[0] for name, value in text_batch(number, rows=1).items()}
+
+
+def config(directory: Path, **options: Any) -> infinity.Config:
+    """States on NVMe, where all moves."""
+    directory.mkdir(exist_ok=True)
+    return infinity.Config(nvme=directory, tuning=infinity.Tuning(cache=0), **options)
+
+
+def arguments(output: Path, **options: Any) -> Any:
+    from transformers import TrainingArguments
+
+    usual: dict[str, Any] = {
+        "output_dir": str(output),
+        "per_device_train_batch_size": 2,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(**(usual | options))
+
+
+def trained(output: Path, wrapped: bool, run: bool = True, **options: Any) -> Any:
+    """A trainer over a tiny Llama that has trained if it is to `run`; `options` are arguments."""
+    from transformers import Trainer
+
+    from infinity.integrations.transformers import InfinityTrainer
+
+    data = Sentences()
+    given: dict[str, Any] = {
+        "model": FAMILIES["llama"].build(),
+        "args": arguments(output, **options),
+        "train_dataset": data,
+        "eval_dataset": data,
+    }
+    if wrapped:
+        drive = output.with_name(output.name + "-drive")
+        trainer = InfinityTrainer(**given, infinity_config=config(drive))
+    else:
+        trainer = Trainer(**given)
+    if run:
+        trainer.train()
+    return trainer
+
+
+def copies(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def agree(found: Any, expected: Any, atol: float = 1e-6) -> None:
+    """Both trainers logged the same figures, and have the same weights."""
+    for ours, theirs in zip(found.state.log_history, expected.state.log_history, strict=True):
+        for name in FIGURES & theirs.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+    weights = expected.model.state_dict()
+    for name, value in found.model.state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=atol)
+
+
+@pytest.fixture
+def outputs(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    torch.set_grad_enabled(True)
+
+
+OFTEN: dict[str, Any] = {
+    "max_steps": 4,
+    "gradient_accumulation_steps": 2,
+    "max_grad_norm": 0.5,
+    "weight_decay": 0.1,
+    "label_smoothing_factor": 0.1,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "per_device_eval_batch_size": 3,
+    "load_best_model_at_end": True,
+}
+
+
+def test_a_run_with_evaluation_checkpoints_and_the_best_model(outputs: Path) -> None:
+    """Accumulation, clipping, label smoothing, decay; then metrics of predict, and a resume."""
+    expected = trained(outputs / "plain", wrapped=False, **OFTEN)
+    found = trained(outputs / "ours", wrapped=True, **OFTEN)
+    agree(found, expected)
+    moved = found.state.log_history[1]
+    assert moved["nvme_written_bytes"] > 0 and moved["wait_nvme_seconds"] >= 0
+    test = Sentences()
+    ours, theirs = found.predict(test), expected.predict(test)
+    assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-5)
+    weights = copies(found.model)
+    saved = outputs / "ours" / "checkpoint-4"
+    assert not (saved / "optimizer.pt").exists()
+    again = type(found.model).from_pretrained(saved)
+    assert all(torch.equal(value, weights[name]) for name, value in copies(again).items())
+    infinity.engine(found.model).close()
+
+    resumed = trained(outputs / "ours", wrapped=True, run=False, **OFTEN)
+    resumed.train(resume_from_checkpoint=str(outputs / "ours" / "checkpoint-2"))
+    assert all(torch.equal(v, weights[name]) for name, v in copies(resumed.model).items())
+    infinity.engine(resumed.model).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("sgd", {"optim_args": "momentum=0.9"}),
+        ("adagrad", {}),
+        ("rmsprop", {}),
+        ("adamw_torch_fused", {"bf16": True, "gradient_checkpointing": True}),
+    ],
+)
+def test_names_of_optimizers(outputs: Path, name: str, given: dict[str, Any]) -> None:
+    expected = trained(outputs / "plain", wrapped=False, optim=name, **given)
+    found = trained(outputs / "ours", wrapped=True, optim=name, **given)
+    assert isinstance(found.optimizer.optimizer, Optimizer)
+    agree(found, expected, atol=1e-5)  # RMSprop magnifies what rounding does to small gradients
+    infinity.engine(found.model).close()
+
+
+def test_optimizers_with_narrow_moments(outputs: Path) -> None:
+    found = trained(outputs / "ours", wrapped=True, optim="paged_adamw_8bit")
+    assert infinity.engine(found.model).config.moment_precision == "int8"
+    infinity.engine(found.model).close()
+    found = trained(outputs / "lion", wrapped=True, optim="lion_32bit")
+    assert isinstance(found.optimizer.optimizer, infinity.Lion)
+    infinity.engine(found.model).close()
+
+
+def test_an_optimizer_and_a_scheduler_of_torch(outputs: Path) -> None:
+    """They are made for the plain model, before it is wrapped."""
+    from transformers import Trainer
+
+    from infinity.integrations.transformers import InfinityTrainer
+
+    trainers = []
+    for kind in (Trainer, InfinityTrainer):
+        model = FAMILIES["llama"].build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        own = {} if kind is Trainer else {"infinity_config": config(outputs / "drive")}
+        trainer = kind(
+            model,
+            arguments(outputs / kind.__name__),
+            train_dataset=Sentences(),
+            optimizers=(optimizer, scheduler),
+            **own,
+        )
+        trainer.train()
+        trainers.append(trainer)
+    expected, found = trainers
+    agree(found, expected)
+    infinity.engine(found.model).close()
+
+
+def test_a_model_without_memory_from_model_init(outputs: Path) -> None:
+    """`model_init` is called for each `train`; the engine before is closed."""
+    from infinity.integrations.transformers import InfinityTrainer
+
+    def fresh() -> nn.Module:
+        with infinity.init():
+            return FAMILIES["llama"].build()
+
+    found = InfinityTrainer(
+        args=arguments(outputs / "ours", seed=0),
+        model_init=fresh,
+        train_dataset=Sentences(),
+        infinity_config=config(outputs / "drive"),
+    )
+    found.train()
+    first = copies(found.model)
+    found.train()
+    assert all(torch.equal(value, first[name]) for name, value in copies(found.model).items())
+    agree(found, trained(outputs / "plain", wrapped=False, seed=0))
+    infinity.engine(found.model).close()
+
+
+REFUSED = [
+    ({"optim": "galore_adamw"}, {}, "infinity has no optimizer for optim='galore_adamw'"),
+    ({"bf16_full_eval": True}, {}, "bf16_full_eval=True converts the model"),
+    ({}, {"wrapped": True}, "the model is wrapped already, so infinity_config would change"),
+]
+
+
+@pytest.mark.parametrize(("given", "model", "text"), REFUSED)
+def test_what_cannot_be_is_refused(
+    outputs: Path, given: dict[str, Any], model: dict[str, bool], text: str
+) -> None:
+    from infinity.integrations.transformers import InfinityTrainer
+
+    llama = FAMILIES["llama"].build()
+    if model:
+        infinity.wrap(llama)
+    with pytest.raises(infinity.ConfigError, match=text):
+        InfinityTrainer(
+            llama, arguments(outputs, **given), infinity_config=config(outputs / "drive")
+        )
+
+
+def as_ranks_of_torchrun(rank: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
+
+
+def work(task: Any, where: Path, rank: int) -> None:
+    """Train on two ranks, and go on from a checkpoint."""
+    before = dict(os.environ)
+    os.environ.update(as_ranks_of_torchrun(rank))
+    try:
+        options = OFTEN | {"per_device_train_batch_size": 1, "ddp_backend": "gloo"}
+        found = trained(where / "ours", wrapped=True, **options)
+        weights = copies(found.model)
+        found.save_model(str(where / "final"))
+        if rank == 0:
+            (where / "log.json").write_text(json.dumps(found.state.log_history))
+        infinity.engine(found.model).close()
+        resumed = trained(where / "ours", wrapped=True, run=False, **options)
+        resumed.train(resume_from_checkpoint=str(where / "ours" / "checkpoint-2"))
+        assert all(torch.equal(v, weights[name]) for name, v in copies(resumed.model).items())
+        infinity.engine(resumed.model).close()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def test_two_ranks(outputs: Path, on_ranks: OnRanks) -> None:
+    """They train as one rank with batches of twice the size, save, and go on with the same bits."""
+    assert on_ranks(None) == ["done", "done"]
+    expected = trained(outputs / "plain", wrapped=False, **OFTEN)
+    log = json.loads((outputs / "log.json").read_text())
+    for ours, theirs in zip(log, expected.state.log_history, strict=True):
+        for name in FIGURES & theirs.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+    weights = expected.model.state_dict()
+    for name, value in copies(type(expected.model).from_pretrained(outputs / "final")).items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-5, atol=1e-5)
