@@ -54,6 +54,9 @@ from infinity.checkpoint.state import (
 from infinity.errors import CheckpointError
 from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
+from infinity.quantities import format_bytes
+
+_FRAME_BYTES = 1 << 20  # what torch.save puts around a tensor takes about a kilobyte
 
 
 def load(state: EngineState, directory: Path) -> dict[str, Any]:
@@ -85,6 +88,9 @@ def load(state: EngineState, directory: Path) -> dict[str, Any]:
 class CheckpointReader(FileSystemReader):
     """Reads tensors and objects of a checkpoint one by one, and checks their checksums."""
 
+    most_index_bytes = 1 << 30
+    """The longest `infinity.json`; that of a trillion parameters has about 200 MB."""
+
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.directory = directory
@@ -98,6 +104,10 @@ class CheckpointReader(FileSystemReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
+        """See `open_files`."""
+        self.open_files()
+
+    def open_files(self) -> None:
         """Read what the checkpoint consists of, and see that every file is there, as long as it
         was, and of the same save."""
         with in_words(f"{self.directory} cannot be loaded"):
@@ -118,7 +128,12 @@ class CheckpointReader(FileSystemReader):
             if not os.path.lexists(path):
                 continue
             with open_plain(path) as file:
-                data = file.read()
+                data = file.read(self.most_index_bytes + 1)
+            if len(data) > self.most_index_bytes:
+                raise CheckpointError(
+                    f"{path} is damaged: it has more than {format_bytes(self.most_index_bytes)}; "
+                    "take an earlier checkpoint"
+                )
             try:
                 return decode(data)
             except CheckpointError as error:
@@ -173,20 +188,32 @@ class CheckpointReader(FileSystemReader):
         self.check(index)
         place = self.manifest.places[index]
         path = self._there / place.file
-        with open_plain(path) as file:
-            file.seek(place.offset)
-            content = file.read(place.length)
         try:
+            _check_length(place, self.tensor(index.fqn))
+            with open_plain(path) as file:
+                file.seek(place.offset)
+                content = file.read(place.length)
             _check_content(content, place)
             found = read_item(content)
             known = self.tensor(index.fqn) if place.sizes is not None else None
             if known is not None:
                 _check_tensor(found, known.properties.dtype, place.sizes)
             return found
+        except CheckpointError:
+            raise
         except Exception as error:
             raise CheckpointError(
                 f"{path} is damaged in {index.fqn}: {error}; take an earlier checkpoint"
             ) from error
+
+
+def _check_length(place: ItemPlace, tensor: TensorStorageMetadata | None) -> None:
+    """Raise `ValueError` where a tensor would be read from more bytes than it can take."""
+    if tensor is None or place.sizes is None:
+        return
+    most = math.prod(place.sizes) * tensor.properties.dtype.itemsize + _FRAME_BYTES
+    if place.length > most:
+        raise ValueError(f"it has {place.length} bytes, and at most {most} are possible")
 
 
 def _check_content(content: bytes, place: ItemPlace) -> None:

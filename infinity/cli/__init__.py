@@ -1,2 +1,2 @@
-"""The command line: `infinity finetune | doctor | gc | bench`. The only part of the package that
-prints."""
+"""The command line: `infinity finetune | inspect | export | doctor | gc | bench`. The only part of
+the package that prints."""

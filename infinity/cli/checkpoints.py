@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,6 +33,8 @@ class CheckpointFolders:
     def __init__(self, directory: Path, every: int, keep: int, prunes: bool = True) -> None:
         self.directory, self._every, self._keep, self._prunes = directory, every, keep, prunes
         self._lock: Lock | None = None
+        self.describe: Callable[[Path], None] = _nothing
+        """Writes what a checkpoint needs to be exported: config and tokenizer of the model."""
 
     def prepare(self, resume: bool) -> Path | None:
         """Create `directory`, lock it, and remove what killed runs left; returns the last
@@ -71,9 +74,11 @@ class CheckpointFolders:
     def save(self, engine: Saver, optimizer: Any, number: int, extra: dict[str, Any]) -> None:
         """Save the state after step `number`, and remove what is too old, or was left by a save
         that was killed."""
-        engine.save_checkpoint(self.directory / f"step-{number}", optimizer, extra)
+        place = self.directory / f"step-{number}"
+        engine.save_checkpoint(place, optimizer, extra)
         if not self._prunes:
             return
+        self.describe(place)
         remove(self._whole()[: -self._keep] + leftovers(self.directory))
 
     def _put_back(self) -> None:
@@ -93,6 +98,10 @@ class CheckpointFolders:
         numbers = {path: _NAME.fullmatch(path.name) for path in self.directory.iterdir()}
         whole = {path: int(name[1]) for path, name in numbers.items() if name and is_whole(path)}
         return sorted(whole, key=lambda path: whole[path])
+
+
+def _nothing(place: Path) -> None:
+    """A run without a description."""
 
 
 def leftovers(directory: Path) -> list[Path]:

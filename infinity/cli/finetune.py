@@ -29,6 +29,8 @@ def finetune(
     model: o.Model = "llama-tiny",
     checkpoint_activations: o.CheckpointActivations = True,
     data: o.Data = None,
+    data_format: o.DataFormat = "auto",
+    byte_tokenizer: o.AsBytes = False,
     sequence_length: o.SequenceLength = 256,
     seed: o.Seed = 0,
     steps: o.Steps = 100,

@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,10 +17,11 @@ from infinity.cli.checkpoints import CheckpointFolders
 from infinity.cli.history import History, combine, summarize
 from infinity.cli.interrupt import Interrupt
 from infinity.cli.knobs import configured
-from infinity.cli.output import prepare_output, save_model
+from infinity.cli.output import prepare_output, save_description, save_model
 from infinity.cli.ranks import ALONE, World
 from infinity.cli.training import Schedule, TrainedEngine, Trainer, Watcher
 from infinity.config import Config
+from infinity.directories.directory import Directory
 from infinity.errors import BudgetError
 from infinity.models.data import load_windows
 from infinity.models.reading import open_regular
@@ -50,6 +52,8 @@ class FinetuneJob:
     model: str
     checkpoint_activations: bool
     data: Path | None
+    data_format: str
+    byte_tokenizer: bool
     sequence_length: int
     seed: int
     steps: int
@@ -98,10 +102,11 @@ class FinetuneJob:
         """
         world.check_batch(self.batch_size)
         config = self.config(world)
-        if self.data is not None and not self.data.exists():
-            raise FileNotFoundError(f"--data {self.data} does not exist")
-        if self.data is not None and not self.data.is_dir():
-            open_regular(self.data).close()
+        if self.data is not None:
+            _check_data(self.data)
+        for directory in config.nvme:
+            with Directory(Path(directory), "nvme directory"):
+                pass
         checkpoints, last = self._checkpoints(display, world)
         try:
             return self._run(display, world, config, checkpoints, last)
@@ -119,14 +124,19 @@ class FinetuneJob:
     ) -> dict[str, Any]:
         display.phase("model")
         source = find_model(self.model, config.precision)
+        source.check_kind()
         source.check_length(self.sequence_length)
         if self.output is not None:
             output, overwrite = self.output, self.overwrite or last is not None  # our own, cut off
             _check_name(output)
             world.from_first(lambda: prepare_output(output, source.directory, overwrite))
+        tokenizer = load_tokenizer(source.directory, source.config.vocab_size, self.byte_tokenizer)
         display.phase("data")
-        tokenizer = load_tokenizer(source.directory, source.config.vocab_size)
-        windows = load_windows(self.data, tokenizer, self.sequence_length, self.seed)
+        windows = load_windows(
+            self.data, tokenizer, self.sequence_length, self.seed, self.data_format == "text"
+        )
+        for note in windows.notes:
+            display.note(note)
         display.phase("weights")
         torch.manual_seed(self.seed)
         model, engine, optimizer, device = assemble(self, source, config, world)
@@ -134,6 +144,8 @@ class FinetuneJob:
             display.attach(engine)
             world.seed(self.seed)
             parts = RunParts(model, engine, optimizer, device)
+            if checkpoints is not None:
+                checkpoints.describe = partial(save_description, model=model, tokenizer=tokenizer)
             trainer = Trainer(
                 model, engine, optimizer, windows, self.schedule(), device, checkpoints, world
             )
@@ -204,6 +216,19 @@ class FinetuneJob:
         write_report(page, summary, history, spans)
         write_trace(trace, spans, history)
         return {"report": str(page), "trace": str(trace)}
+
+
+def _check_data(data: Path) -> None:
+    if not data.exists():
+        hint = ""
+        if not data.is_absolute() and len(data.parts) == 2:
+            hint = (
+                "; if it is the id of a data set of the hub, download it first: hf download "
+                f"--repo-type dataset {data} --local-dir {data.name}, and give --data {data.name}"
+            )
+        raise FileNotFoundError(f"--data {data} does not exist{hint}")
+    if not data.is_dir():
+        open_regular(data).close()
 
 
 def _check_name(output: Path) -> None:

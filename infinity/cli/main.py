@@ -13,8 +13,10 @@ from infinity.cli.bench.io.command import IoCommand
 from infinity.cli.bench.io.command import io as bench_io
 from infinity.cli.bench.step.command import step
 from infinity.cli.doctor import doctor, installed_version
+from infinity.cli.export import export
 from infinity.cli.finetune import finetune
 from infinity.cli.gc import gc
+from infinity.cli.inspect import inspect
 
 app = typer.Typer(
     name="infinity",
@@ -24,6 +26,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(finetune)
+app.command()(inspect)
+app.command()(export)
 app.command()(doctor)
 app.command()(gc)
 bench = typer.Typer(

@@ -29,7 +29,7 @@ _CHECKPOINTS = "Checkpoints"
 Model = Annotated[
     str,
     typer.Option(
-        help="A Hugging Face directory, or a preset (llama-tiny, llama-100m, ...).",
+        help="A Hugging Face directory, a downloaded id of the hub, or a preset (llama-tiny, ...).",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -42,13 +42,33 @@ CheckpointActivations = Annotated[
 Data = Annotated[
     Path | None,
     typer.Option(
-        help="A text file, a JSONL file (key text) or a folder of them.",
+        help="Text, or records in JSON lines, JSON, CSV or parquet: a file or a folder.",
         show_default="the Python standard library",
         rich_help_panel=_DATA,
     ),
 ]
+DataFormat = Annotated[
+    Literal["auto", "text"],
+    typer.Option(
+        help="text: train on the characters of every file, also of records.", rich_help_panel=_DATA
+    ),
+]
+AsBytes = Annotated[
+    bool,
+    typer.Option(
+        "--byte-tokenizer",
+        help="Where the model has no tokenizer: one token per byte.",
+        rich_help_panel=_DATA,
+    ),
+]
 SequenceLength = Annotated[
-    int, typer.Option(min=2, max=_MOST_TOKENS, help="Tokens per window.", rich_help_panel=_DATA)
+    int,
+    typer.Option(
+        min=2,
+        max=_MOST_TOKENS,
+        help="Tokens per window, and the most of a sample with a completion.",
+        rich_help_panel=_DATA,
+    ),
 ]
 Seed = Annotated[
     int,

@@ -62,15 +62,24 @@ def save_model(
     `weights` gives full tensors by the model's names and is read once, as a stream; persistent
     buffers it leaves out are taken from `model`.
     """
-    from transformers import PretrainedConfig
-
     dtypes: dict[str, int] = {}
     write_weights(directory, _count_dtypes(_with_buffers(model, weights), dtypes))
+    dtype = max(dtypes, key=lambda name: dtypes[name]) if dtypes else None
+    save_description(directory, model, tokenizer, dtype)
+
+
+def save_description(
+    directory: Path, model: torch.nn.Module, tokenizer: Tokenizer, dtype: str | None = None
+) -> None:
+    """Write config and tokenizer of a `transformers` model to `directory`: what `from_pretrained`
+    needs beside weights, which are of `dtype` (None: as the config says)."""
+    from transformers import PretrainedConfig
+
     config: Any = copy.deepcopy(model.config)
     assert isinstance(config, PretrainedConfig)
     config.architectures = [type(model).__name__]
-    if dtypes:
-        config.dtype = max(dtypes, key=lambda name: dtypes[name])
+    if dtype is not None:
+        config.dtype = dtype
     generation: Any = getattr(model, "generation_config", None)
     with Directory(directory, "--output") as place, drafting(place) as drafts:
         config.save_pretrained(drafts.path)

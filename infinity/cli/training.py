@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import time
@@ -20,6 +21,7 @@ from infinity.cli.ranks import ALONE, World
 from infinity.cli.sampler import Sampler
 from infinity.errors import InfinityError
 from infinity.models.data import Windows
+from infinity.models.samples import unpacked
 from infinity.models.schedule import learning_rate_factor
 from infinity.observe import Recorder
 from infinity.report import Report
@@ -83,8 +85,9 @@ class Trainer:
     ) -> None:
         self.model, self.engine, self.optimizer = model, engine, optimizer
         self.windows, self.schedule, self.device = windows, schedule, device
-        tokens = windows.tokens.shape[1] * schedule.batch_size * schedule.accumulate
-        self.history = History(tokens_per_step=tokens)
+        tokens = windows.mean_length * schedule.batch_size * schedule.accumulate
+        self.history = History(tokens_per_step=round(tokens))
+        self._takes_counts = "num_items_in_batch" in _keywords(model)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: learning_rate_factor(step, schedule.steps, schedule.warmup)
         )
@@ -182,7 +185,7 @@ class Trainer:
         start = time.perf_counter()
         rate = float(self.optimizer.param_groups[0]["lr"])
         scaler = getattr(self.optimizer, "loss_scaler", None)
-        parts = [self._world.part(batch) for batch in batches]
+        parts = self._inputs(batches)
         total = self._world.mean(
             sum(loss.item() / len(parts) for loss in self._backward(parts, scaler is not None))
         )
@@ -205,13 +208,11 @@ class Trainer:
             None if scaler is None else scaler.scale,
         )
 
-    def _backward(self, batches: list[Any], scaled: bool) -> Iterator[torch.Tensor]:
+    def _backward(self, batches: list[dict[str, Any]], scaled: bool) -> Iterator[torch.Tensor]:
         """Accumulate the gradients of the mean loss; gives the loss of each batch."""
         scale: Any = getattr(self.optimizer, "scale", None) if scaled else None
         if self.schedule.vertical:
-            yield from accumulate(
-                self.model, [self._arguments(batch) for batch in batches], scale=scale
-            )
+            yield from accumulate(self.model, batches, scale=scale)
             return
         for batch in batches:
             loss = self._loss(batch)
@@ -219,12 +220,29 @@ class Trainer:
             (part if scale is None else scale(part)).backward()
             yield loss.detach()
 
+    def _inputs(self, batches: list[Any]) -> list[dict[str, Any]]:
+        """What this rank gives the model for each of `batches`, whose mean loss is that of a step.
+
+        Completions have different lengths. So every loss is a sum, divided by the number of labels
+        that an average batch has on an average rank. The mean over batches and ranks is then that
+        over all labels.
+        """
+        parts = [self._arguments(self._world.part(batch)) for batch in batches]
+        if self.windows.learns_completions and self._takes_counts:
+            labels = sum(unpacked(batch).counted for batch in batches)
+            for part in parts:
+                part["num_items_in_batch"] = labels / (len(batches) * self._world.size)
+        return parts
+
     def _arguments(self, batch: Any) -> dict[str, Any]:
+        if self.windows.learns_completions:
+            ids, labels = (torch.from_numpy(each).to(self.device) for each in unpacked(batch)[:2])
+            return {"input_ids": ids, "labels": labels, "use_cache": False}
         ids = torch.from_numpy(batch).to(self.device)
         return {"input_ids": ids, "labels": ids, "use_cache": False}
 
-    def _loss(self, batch: Any) -> torch.Tensor:
-        loss: torch.Tensor = self.model(**self._arguments(batch)).loss
+    def _loss(self, arguments: dict[str, Any]) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**arguments).loss
         return loss
 
     def _validate(self, step: int, interrupt: Interrupt, watcher: Watcher) -> None:
@@ -238,9 +256,10 @@ class Trainer:
                     break
                 part = self._world.part(batch)
                 # All run the model, for all hold parts of it.
-                loss = self._loss(part if len(part) else batch[:1]).item()
-                total += loss * part.size
-                tokens += part.size
+                loss = self._loss(self._arguments(part if len(part) else batch[:1])).item()
+                size = unpacked(part).counted if self.windows.learns_completions else part.size
+                total += loss * size
+                tokens += size
         self.model.train()
         if self._world.agree(interrupt.signal) is None:
             total, tokens = (
@@ -249,3 +268,12 @@ class Trainer:
             )
             self.history.validations.append(Validation(step, total / tokens))
             watcher.validated(self.history)
+
+
+def _keywords(model: torch.nn.Module) -> set[str]:
+    """The keywords that the forward of `model` takes; those of losses, too, where it takes any."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = {each.name for each in parameters}
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        names.add("num_items_in_batch")
+    return names

@@ -4,6 +4,9 @@
 A new file is written in a folder beside its place, `.infinity-*.tmp`, which is locked. It is
 renamed when it is whole and on the drive, so a kill leaves what was there before, and the folder.
 `infinity gc` removes folders that nobody holds any more.
+
+A new directory is such a folder, which gets its name when all of its files are on the drive. What
+had the name before gets a name that `infinity gc` removes, until it is gone.
 """
 
 from __future__ import annotations
@@ -38,6 +41,58 @@ def drafting(directory: Directory) -> Iterator[Drafts]:
                     folder.remove(name)
     finally:
         directory.remove_directory(folder.path.name)
+
+
+@contextmanager
+def drafting_directory(path: Path, what: str) -> Iterator[Drafts]:
+    """A place for the files of the directory `path`, which is there, with all of them, after the
+    block. After an exception it is as it was.
+
+    A directory of plain files that is there already is replaced. Raises `ConfigError` for anything
+    else of that name; `what` is how messages call it.
+    """
+    with Directory(path.parent, what) as directory:
+        folder, lock = _new_folder(directory)
+        name = folder.path.name
+        try:
+            with folder, lock:
+                drafts = Drafts(directory, folder)
+                try:
+                    yield drafts
+                    os.fchmod(folder.descriptor, 0o777 & ~_umask())
+                    folder.sync()
+                    _replace(directory, name, path.name)
+                except BaseException:
+                    for draft in drafts.names():
+                        folder.remove(draft)
+                    raise
+        finally:
+            directory.remove_directory(name)
+
+
+def _replace(directory: Directory, name: str, to: str) -> None:
+    """Give the folder `name` the name `to`, in place of a directory of plain files."""
+    if directory.status(to) is None:
+        directory.rename(name, to)
+        directory.sync()
+        return
+    old = temporary_name()
+    with directory.below(to) as replaced:
+        for inner in replaced.names():
+            replaced.check(inner)
+        directory.rename(to, old)
+        directory.rename(name, to)
+        directory.sync()
+        for inner in replaced.names():
+            replaced.remove(inner)
+    directory.remove_directory(old)
+
+
+def _umask() -> int:
+    """What this process takes from the modes of new files; it can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def _new_folder(directory: Directory) -> tuple[Directory, Lock]:

@@ -4,21 +4,23 @@ order they come."""
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import sysconfig
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import numpy.typing as npt
 
-from infinity.models.reading import open_regular, parse_json
+from infinity.models import records, samples
+from infinity.models.reading import open_regular
+from infinity.models.records import DataRecord
+from infinity.models.samples import Rows
 from infinity.models.tokenizer import Tokenizer
-from infinity.quantities import format_bytes
 
 TEXT_SUFFIXES = frozenset(
     (
@@ -29,13 +31,9 @@ TEXT_SUFFIXES = frozenset(
         ".rst",
         ".tex",
         ".org",
-        ".csv",
-        ".tsv",
         ".html",
         ".htm",
         ".xml",
-        ".json",
-        ".jsonl",
         ".yaml",
         ".yml",
         ".toml",
@@ -82,8 +80,16 @@ _NOT_IN_STDLIB = frozenset(
 )
 _PIECE = 1 << 20
 """Characters read, and handed to the tokenizer, at a time."""
-MOST_LINE_BYTES = 64 << 20
-"""The longest line of JSONL: one is in memory as a whole, several times over."""
+_ARCHIVES = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz", ".7z")
+_PACKED = dict.fromkeys(_ARCHIVES, "unpack it first") | {
+    ".arrow": "give the directory that save_to_disk made",
+    ".pdf": "convert it to text first",
+    ".docx": "convert it to text first",
+    ".xlsx": "save it as CSV first",
+}
+"""Endings of what is no text, and what to do about it."""
+_BESIDE_RECORDS = frozenset(("readme.md", "dataset_infos.json", "dataset_info.json"))
+"""What describes the data sets of the hub, and is no data."""
 VALIDATION_SHARE = 20
 """One window in this many is held out, but at least one and at most `MOST_VALIDATION`."""
 MOST_VALIDATION = 512
@@ -131,30 +137,23 @@ def _text(path: Path) -> Iterator[TextPiece]:
         ) from None
 
 
-def _json_lines(path: Path) -> Iterator[TextPiece]:
-    with open_regular(path) as handle:
-        for number in itertools.count(1):
-            line = handle.readline(MOST_LINE_BYTES + 1)
-            if not line:
-                return
-            where = f"{path}, line {number}"
-            if len(line) > MOST_LINE_BYTES:
-                raise ValueError(
-                    f"{where}: more than {format_bytes(MOST_LINE_BYTES)}, which are read at once; "
-                    "cut the document, or put its text into a file of its own"
-                )
-            if not line.strip():
-                continue
-            record = parse_json(line.strip(), where)
-            text = record.get("text") if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                raise ValueError(f'{where}: no string under the key "text"')
-            if text:
-                yield TextPiece(text, True)
+def _items(path: Path, as_text: bool) -> Iterator[TextPiece | DataRecord]:
+    """The documents, or the samples, of one file."""
+    suffix = path.suffix.lower()
+    if suffix in _PACKED:
+        raise ValueError(f"{path} is no text: {_PACKED[suffix]}")
+    if as_text or suffix not in records.SUFFIXES:
+        yield from _text(path)
+        return
+    yield from _sorted_out(records.read_records(path))
 
 
-def _document(path: Path) -> Iterator[TextPiece]:
-    return _json_lines(path) if path.suffix.lower() == ".jsonl" else _text(path)
+def _sorted_out(found: Iterable[DataRecord]) -> Iterator[TextPiece | DataRecord]:
+    for record in found:
+        if not samples.is_document(record):
+            yield record
+        elif text := samples.document(record):
+            yield TextPiece(text, True)
 
 
 def standard_library() -> Iterator[TextPiece]:
@@ -168,27 +167,39 @@ def standard_library() -> Iterator[TextPiece]:
         yield from _text(path)
 
 
-def read_pieces(source: Path | None) -> Iterator[TextPiece]:
-    """The documents in `source`, piece by piece: a text file, a JSONL file (key "text") or a folder
-    of such files.
+def read_items(source: Path | None, as_text: bool = False) -> Iterator[TextPiece | DataRecord]:
+    """The documents in `source`, piece by piece, or its samples: a text file, a file of records
+    (`records.SUFFIXES`), a folder of such files, or one that `datasets` saved.
 
-    None reads the Python standard library. Raises `FileNotFoundError`, or `ValueError` naming the
-    file (and line) that is not text or no regular file, or the folder that has none.
+    None reads the Python standard library. `as_text`: records are text, too. Raises
+    `FileNotFoundError`, or `ValueError` naming the file (and line) that cannot be read, or the
+    folder that has none.
     """
     if source is None:
         yield from standard_library()
+    elif source.is_dir() and records.is_saved(source):
+        yield from _sorted_out(records.read_saved(source))
     elif source.is_dir():
-        paths = _files(source, TEXT_SUFFIXES)
+        endings = TEXT_SUFFIXES | records.SUFFIXES
+        paths = _files(source, endings)
         first = next(paths, None)
         if first is None:
             raise ValueError(
-                f"{source} has no text files (known endings: {' '.join(sorted(TEXT_SUFFIXES))})"
+                f"{source} has no text files (known endings: {' '.join(sorted(endings))})"
             )
-        yield from _document(first)
-        for path in paths:
-            yield from _document(path)
+        has_records = not as_text and any(
+            path.name.lower() not in _BESIDE_RECORDS for path in _files(source, records.SUFFIXES)
+        )
+        for path in chain([first], paths):
+            if not (has_records and path.name.lower() in _BESIDE_RECORDS):
+                yield from _items(path, as_text)
     else:
-        yield from _document(source)
+        yield from _items(source, as_text)
+
+
+def read_pieces(source: Path | None, as_text: bool = False) -> Iterator[TextPiece]:
+    """The documents of `read_items`. Raises `ValueError` where a sample is among them."""
+    return _documents(None, read_items(source, as_text))
 
 
 def encode(pieces: Iterable[TextPiece], tokenizer: Tokenizer) -> npt.NDArray[Any]:
@@ -223,13 +234,25 @@ class Windows:
     """Tokens cut into windows of equal length, some of them held out for validation.
 
     `tokens` has the shape (windows, length); `training` and `validation` hold row numbers, every
-    row in exactly one.
+    row in exactly one. Samples with completions are `Rows`, of which each is a window.
     """
 
-    tokens: npt.NDArray[Any]
+    tokens: npt.NDArray[Any] | Rows
     training: npt.NDArray[np.int64]
     validation: npt.NDArray[np.int64]
     seed: int
+    notes: tuple[str, ...] = ()
+    """What the person who trains should know of the data."""
+
+    @property
+    def learns_completions(self) -> bool:
+        """Whether batches are rows for `samples.unpacked`."""
+        return isinstance(self.tokens, Rows)
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens per window."""
+        return self.tokens.mean_length if isinstance(self.tokens, Rows) else self.tokens.shape[1]
 
     def order(self) -> Iterator[int]:
         """Training rows without end: every epoch is a fresh permutation that depends on seed and
@@ -268,15 +291,54 @@ def pack(tokens: npt.NDArray[Any], length: int, seed: int, name: str) -> Windows
             f"{name} has {len(tokens)} tokens, but a sequence length of {length} needs at least "
             f"{2 * length}: one window to train on and one held out"
         )
-    order = np.random.default_rng((seed, 0)).permutation(count)
-    held_out = max(1, min(count // VALIDATION_SHARE, MOST_VALIDATION))
     rows = tokens[: count * length].reshape(count, length)
-    return Windows(
-        rows, training=np.sort(order[held_out:]), validation=np.sort(order[:held_out]), seed=seed
-    )
+    return _split(rows, seed)
 
 
-def load_windows(source: Path | None, tokenizer: Tokenizer, length: int, seed: int) -> Windows:
-    """Read, encode and pack `source` (None: the Python standard library)."""
+def _split(rows: npt.NDArray[Any] | Rows, seed: int, notes: tuple[str, ...] = ()) -> Windows:
+    """Hold some of at least two rows out."""
+    order = np.random.default_rng((seed, 0)).permutation(len(rows))
+    held_out = max(1, min(len(rows) // VALIDATION_SHARE, MOST_VALIDATION))
+    return Windows(rows, np.sort(order[held_out:]), np.sort(order[:held_out]), seed, notes)
+
+
+def load_windows(
+    source: Path | None, tokenizer: Tokenizer, length: int, seed: int, as_text: bool = False
+) -> Windows:
+    """Read, encode and pack `source` (None: the Python standard library). Where it has samples with
+    completions, each becomes a window of its own."""
     name = str(source) if source is not None else "the Python standard library"
-    return pack(encode(read_pieces(source), tokenizer), length, seed, name)
+    items = read_items(source, as_text)
+    first = next(items, None)
+    if not isinstance(first, DataRecord):
+        return pack(encode(_documents(first, items), tokenizer), length, seed, name)
+    rows, notes = samples.encode_records(_samples(first, items), tokenizer, length)
+    if len(rows) < 2:
+        said = f" ({'; '.join(notes)})" if notes else ""
+        raise ValueError(
+            f"{name} has {len(rows)} samples to learn from{said}, and at least 2 are needed: one "
+            "to train on and one held out"
+        )
+    return _split(rows, seed, notes)
+
+
+def _documents(
+    first: TextPiece | None, items: Iterable[TextPiece | DataRecord]
+) -> Iterator[TextPiece]:
+    for item in chain([first] if first is not None else [], items):
+        if isinstance(item, DataRecord):
+            raise ValueError(
+                f"{item.where}: a completion, and what comes before is text; train on one kind at "
+                "a time"
+            )
+        yield item
+
+
+def _samples(first: DataRecord, items: Iterable[TextPiece | DataRecord]) -> Iterator[DataRecord]:
+    for item in chain([first], items):
+        if isinstance(item, TextPiece):
+            raise ValueError(
+                f"text comes after {first.where}, which has a completion; train on one kind at a "
+                f"time: {item.text[:40]!r}"
+            )
+        yield item

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from infinity.models.description import NAME, described_by, read_description
 from infinity.models.tokenizer import BOS, BYTE_VOCABULARY, EOS, PAD
-from infinity.modules.tensors import INDEX, SINGLE
+from infinity.modules.tensors import INDEX, SINGLE, cached
 
 if TYPE_CHECKING:
     import torch
@@ -73,13 +74,8 @@ class ModelSource:
                 f"a sequence length of {length} is more than the {most} positions of {self.name}"
             )
 
-    def build(self, checkpoint_activations: bool = False) -> torch.nn.Module:
-        """A causal language model with this configuration; on the meta device inside
-        `infinity.init()`.
-
-        Raises `ValueError` when the configuration is not that of a causal language model, or the
-        model cannot recompute.
-        """
+    def check_kind(self) -> None:
+        """Raise `ValueError` when the configuration is not that of a causal language model."""
         from transformers import AutoModelForCausalLM
 
         if type(self.config) not in AutoModelForCausalLM._model_mapping:
@@ -87,6 +83,16 @@ class ModelSource:
                 f"{self.name} is of type {self.config.model_type!r}, which is not a causal "
                 "language model"
             )
+
+    def build(self, checkpoint_activations: bool = False) -> torch.nn.Module:
+        """A causal language model with this configuration; on the meta device inside
+        `infinity.init()`.
+
+        Raises `ValueError` as `check_kind` does, or when the model cannot recompute.
+        """
+        from transformers import AutoModelForCausalLM
+
+        self.check_kind()
         with described_by(self.described):
             model = AutoModelForCausalLM.from_config(self.config, trust_remote_code=False)
         return self._recomputing(model, checkpoint_activations)
@@ -107,14 +113,14 @@ class ModelSource:
 
 
 def find_model(name: str, precision: str) -> ModelSource:
-    """The model called `name`: a directory with config.json and model.safetensors, or one of
-    `PRESETS`.
+    """The model called `name`: a directory with config.json and model.safetensors, the id of one in
+    the cache of the hub, or one of `PRESETS`.
 
     `precision` (bf16, fp16, fp32, or auto for the model's own) becomes the configuration's dtype.
     Raises `ValueError` that lists the presets, with the nearest, for a name that is neither, and
     `FileNotFoundError` for an incomplete directory.
     """
-    directory = Path(name)
+    directory = Path(name) if name in PRESETS else cached(name) or Path(name)
     if name in PRESETS and not directory.is_dir():
         config = _preset(name)
         source = ModelSource(name, config, None)
@@ -123,6 +129,12 @@ def find_model(name: str, precision: str) -> ModelSource:
     else:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+            folder = name.partition("/")[2]
+            hint = (
+                f"if it is the id of a model of the hub, download it first: hf download {name} "
+                f"--local-dir {folder}, and give --model {folder}. "
+            )
         raise ValueError(
             f"unknown model {name!r}; {hint}It is a directory with config.json and "
             f"model.safetensors, or one of the presets: {', '.join(PRESETS)}"

@@ -4,10 +4,10 @@ none."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -44,14 +44,45 @@ _DEFINING_FILES = (
 )
 
 
+class TextPart(NamedTuple):
+    """A part of a text; `is_learned` where its tokens count in the loss."""
+
+    text: str
+    is_learned: bool
+
+
+class Text(NamedTuple):
+    """A sample as text. A template has put special tokens into it where it `is_rendered`."""
+
+    parts: list[TextPart]
+    is_rendered: bool
+
+
+class Tokens(NamedTuple):
+    """The ids of a `Text`, and which of them count in the loss; both of shape (tokens,)."""
+
+    ids: Ids
+    learned: npt.NDArray[np.bool_]
+
+
 class Tokenizer(Protocol):
     """Turns texts into ids below `vocabulary`; `separator` ends a document."""
 
     vocabulary: int
     separator: int
+    has_template: bool
+    """Whether `render` can be called."""
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """One array of ids per text, without any special token."""
+
+    def encode_texts(self, texts: Sequence[Text]) -> list[Tokens]:
+        """The tokens of each. What no template has rendered begins as the tokenizer begins a text,
+        and ends with `separator`."""
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, asks: bool) -> str:
+        """A conversation by the chat template. Where it `asks`, the answer of the assistant is what
+        comes next. Raises `ValueError`."""
 
     def save(self, directory: Path) -> None:
         """Write the files from which `transformers.AutoTokenizer` loads the same tokenizer."""
@@ -62,6 +93,7 @@ class ByteTokenizer:
 
     vocabulary = BYTE_VOCABULARY
     separator = EOS
+    has_template = False
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """One uint16 array of byte values per text."""
@@ -69,6 +101,24 @@ class ByteTokenizer:
             np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.uint16)
             for text in texts
         ]
+
+    def encode_texts(self, texts: Sequence[Text]) -> list[Tokens]:
+        """See `Tokenizer`."""
+        found = []
+        for text in texts:
+            ids = self.encode([part.text for part in text.parts])
+            learned = [np.full(len(i), p.is_learned) for i, p in zip(ids, text.parts, strict=True)]
+            found.append(
+                Tokens(
+                    np.concatenate([*ids, np.array([EOS], np.uint16)]),
+                    np.concatenate([*learned, np.array([True])]),
+                )
+            )
+        return found
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, asks: bool) -> str:
+        """Not here: see `has_template`."""
+        raise ValueError("the byte tokenizer has no chat template")
 
     def decode(self, ids: npt.ArrayLike) -> bytes:
         """The bytes of `ids`; everything above 255 is left out."""
@@ -136,6 +186,9 @@ class DirectoryTokenizer:
                 f"the tokenizer in {directory} has no end-of-text token to put between documents"
             )
         self.separator = int(separator)
+        self.has_template = bool(self._backend.chat_template)
+        start = list(self._backend("")["input_ids"])
+        self._start = start if start == [self._backend.bos_token_id] else []
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """One uint32 array of ids per text."""
@@ -150,6 +203,52 @@ class DirectoryTokenizer:
                 verbose=False,
             )
             return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
+
+    def encode_texts(self, texts: Sequence[Text]) -> list[Tokens]:
+        """See `Tokenizer`. Without offsets, parts are encoded one by one."""
+        with self._blamed("cannot encode the text"):
+            return [self._tokens(text) for text in texts]
+
+    def _tokens(self, text: Text) -> Tokens:
+        found = self._whole(text) if self._backend.is_fast else self._by_parts(text)
+        if text.is_rendered:
+            return found
+        start = np.asarray(self._start, np.uint32)
+        end = np.asarray([self.separator], np.uint32)
+        return Tokens(
+            np.concatenate([start, found.ids, end]),
+            np.concatenate([np.zeros(len(start), bool), found.learned, np.ones(1, bool)]),
+        )
+
+    def _whole(self, text: Text) -> Tokens:
+        """As one text; a token counts as its first character does."""
+        encoded = self._backend(
+            "".join(part.text for part in text.parts),
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )
+        learned = np.concatenate(
+            [np.full(len(part.text), part.is_learned) for part in text.parts] + [np.array([False])]
+        )
+        begins = [begin for begin, _ in encoded["offset_mapping"]]
+        return Tokens(
+            np.asarray(encoded["input_ids"], np.uint32), learned[np.asarray(begins, np.int64)]
+        )
+
+    def _by_parts(self, text: Text) -> Tokens:
+        ids = self.encode([part.text for part in text.parts])
+        learned = [np.full(len(i), p.is_learned) for i, p in zip(ids, text.parts, strict=True)]
+        return Tokens(np.concatenate(ids).astype(np.uint32), np.concatenate(learned))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, asks: bool) -> str:
+        """See `Tokenizer`."""
+        with self._blamed("cannot render the messages"):
+            return str(
+                self._backend.apply_chat_template(
+                    list(messages), tools=tools, add_generation_prompt=asks, tokenize=False
+                )
+            )
 
     @contextmanager
     def _blamed(self, what: str) -> Iterator[None]:
@@ -172,13 +271,21 @@ class DirectoryTokenizer:
                 shutil.copyfile(self._directory / name, directory / name)
 
 
-def load_tokenizer(directory: Path | None, vocabulary: int) -> Tokenizer:
-    """The tokenizer in `directory`, else the byte tokenizer; `vocabulary` is the number of rows of
-    the model's embedding.
+def load_tokenizer(directory: Path | None, vocabulary: int, as_bytes: bool = False) -> Tokenizer:
+    """The tokenizer in `directory`; the byte tokenizer for None, or if `as_bytes` where the
+    directory has none. `vocabulary` is the number of rows of the model's embedding.
 
-    Raises `ValueError` when the model's vocabulary is too small for it.
+    Raises `ValueError` when there is none, or the model's vocabulary is too small for it.
     """
-    if directory is not None and any((directory / name).is_file() for name in _DEFINING_FILES):
+    has_own = directory is not None and any(
+        (directory / name).is_file() for name in _DEFINING_FILES
+    )
+    if directory is not None and not has_own and not as_bytes:
+        raise ValueError(
+            f"{directory} has no tokenizer; put its files there, or give --byte-tokenizer to train "
+            "on bytes, one token each"
+        )
+    if directory is not None and has_own:
         tokenizer: Tokenizer
         tokenizer, name = DirectoryTokenizer(directory), f"the tokenizer in {directory}"
         needed = tokenizer.vocabulary

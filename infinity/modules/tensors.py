@@ -151,23 +151,32 @@ def open_files(files: Iterable[str | Path]) -> Tensors:
     return tensors
 
 
-def _located(source: str | Path) -> Path:
-    """The path of `source`, which may be in the cache of the hub. Raises `ConfigError`."""
-    path = Path(source)
-    if path.exists() or not _HUB_ID.fullmatch(str(source)):
-        return path
+def cached(name: str) -> Path | None:
+    """Where the model of the hub with the id `name` is in the cache; None for a path that exists,
+    and where it is not."""
+    if Path(name).exists() or not _HUB_ID.fullmatch(name):
+        return None
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
     except ImportError:
-        return path
+        return None
     try:
-        return Path(snapshot_download(str(source), local_files_only=True))
+        return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+
+
+def _located(source: str | Path) -> Path:
+    """The path of `source`, which may be in the cache of the hub. Raises `ConfigError`."""
+    path = Path(source)
+    found = cached(str(source))
+    if found is None and not path.exists() and _HUB_ID.fullmatch(str(source)):
         raise ConfigError(
             f"{source} is neither a path nor a model in the cache of the hub; if it is the id of a "
             f"model there, download it first: hf download {source}"
-        ) from None
+        )
+    return found or path
 
 
 def _files_of(path: Path) -> list[Path]:

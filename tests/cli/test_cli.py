@@ -981,6 +981,7 @@ def test_a_model_in_an_older_layout_is_converted_and_one_with_missing_weights_re
     # One tensor per expert, as on the hub.
     MixtralForCausalLM(config).save_pretrained(tmp_path / "old")
     common = ["--data", text, *REAL, "--nvme", nvme, "--model", tmp_path / "old", "--lr", 0]
+    common.append("--byte-tokenizer")
     finished(*common, "--output", tmp_path / "new")
     assert torch.equal(logits(tmp_path / "old"), logits(tmp_path / "new"))
     weights = load_file(tmp_path / "old" / "model.safetensors")

@@ -222,8 +222,7 @@ def test_json_lines_give_one_document_each(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         ('{"text": "cut', "not JSON (character 10: Unterminated string starting at)"),
-        ('{"messages": []}', 'no string under the key "text"'),
-        ('["text"]', 'no string under the key "text"'),
+        ('["text"]', "not a JSON object, as every record is"),
         ('{"text": 3}', 'no string under the key "text"'),
     ],
 )
@@ -284,8 +283,16 @@ def test_the_saved_byte_tokenizer_is_the_same_tokenizer(tmp_path: Path) -> None:
     assert saved.convert_tokens_to_ids(tokens) == list(range(256))
 
 
-def test_a_model_without_tokenizer_gets_bytes_if_its_vocabulary_has_room(tmp_path: Path) -> None:
-    assert isinstance(load_tokenizer(tmp_path, PAD + 1), ByteTokenizer)
+def test_a_model_without_tokenizer_gets_bytes_if_asked_and_its_vocabulary_has_room(
+    tmp_path: Path,
+) -> None:
+    assert isinstance(load_tokenizer(tmp_path, PAD + 1, as_bytes=True), ByteTokenizer)
+    with pytest.raises(ValueError) as caught:
+        load_tokenizer(tmp_path, PAD + 1)
+    assert str(caught.value) == (
+        f"{tmp_path} has no tokenizer; put its files there, or give --byte-tokenizer to train on "
+        "bytes, one token each"
+    )
     assert isinstance(load_tokenizer(None, BYTE_VOCABULARY), ByteTokenizer)
     with pytest.raises(ValueError) as caught:
         load_tokenizer(None, 256)

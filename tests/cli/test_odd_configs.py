@@ -97,6 +97,8 @@ def run(where: Path, *options: object) -> Any:
         "--eval-batches",
         1,
     ]
+    # Most of these models have no tokenizer.
+    small.append("--byte-tokenizer")
     return CliRunner().invoke(app, ["finetune", *map(str, [*fixed, *small, *options])])
 
 

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from infinity.cli.main import app
-from infinity.models import data, schedule
+from infinity.models import data, records, schedule
 from infinity.models.data import encode, read_pieces
 from infinity.models.reading import open_regular
 from infinity.models.tokenizer import ByteTokenizer
@@ -81,7 +81,36 @@ CONTENTS: dict[str, tuple[str, bytes, str]] = {
         b"\x1f\x8b\x08\x00",
         ", line 1: not UTF-8 text (invalid start byte)",
     ),
-    "no text": ("a.jsonl", b'{"prompt": "x"}', ', line 1: no string under the key "text"'),
+    "no text": (
+        "a.jsonl",
+        b'{"prompt": "x"}',
+        ", line 1: it has 'prompt', and a record has text, messages, prompt and completion, or "
+        "instruction and output",
+    ),
+    "an object": (
+        "a.json",
+        b'{\n"name": "x"\n}',
+        " holds no JSON array of records; to train on its characters, give --data-format text",
+    ),
+    "numbers": ("a.csv", b"a,b\n1,2\n", ", line 2: it has 'a', 'b', and a record has text, "),
+    "a short row": ("a.csv", b"prompt,completion\nx\n", ", line 2: 1 fields, and the first line"),
+    "compressed": ("a.jsonl.gz", b"\x1f\x8b", " is no text: unpack it first"),
+    "no parquet": ("a.parquet", b"PAR1", " cannot be read as parquet: "),
+    "mixed": (
+        "a.jsonl",
+        FINE + b'{"prompt": "x", "completion": "y"}\n',
+        ", line 2: a completion, and what comes before is text; train on one kind at a time",
+    ),
+    "one sample": (
+        "a.jsonl",
+        b'{"prompt": "x", "completion": "y"}\n',
+        " has 1 samples to learn from, and at least 2 are needed: ",
+    ),
+    "no template": (
+        "a.json",
+        b'[{"messages": [{"role": "user", "content": "x"}]}]',
+        ", record 1: it has messages, and the tokenizer has no chat template; ",
+    ),
     "no document": (
         "a.jsonl",
         b"\n\n \n",
@@ -107,7 +136,7 @@ def test_content_that_is_no_text_is_refused_in_one_sentence(name: str, tmp_path:
 
 def test_a_line_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of one line that never ends, as far as anybody reads."""
-    monkeypatch.setattr(data, "MOST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(records, "MOST_LINE_BYTES", 1 << 20)
     file = tmp_path / "a.jsonl"
     with file.open("wb") as handle:
         handle.write(FINE + b'{"text": "')
@@ -120,10 +149,10 @@ def test_a_line_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_line_of_the_limit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = json.dumps({"text": "x" * 100}).encode() + b"\n"
-    monkeypatch.setattr(data, "MOST_LINE_BYTES", len(line))
+    monkeypatch.setattr(records, "MOST_LINE_BYTES", len(line))
     (tmp_path / "a.jsonl").write_bytes(line * 2)
     assert [piece.text for piece in read_pieces(tmp_path / "a.jsonl")] == ["x" * 100] * 2
-    monkeypatch.setattr(data, "MOST_LINE_BYTES", len(line) - 1)
+    monkeypatch.setattr(records, "MOST_LINE_BYTES", len(line) - 1)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: more than 112 B"):
         list(read_pieces(tmp_path / "a.jsonl"))
 

@@ -58,6 +58,8 @@ FINETUNE = {
     "model": "llama-tiny",
     "checkpoint_activations": True,
     "data": None,
+    "data_format": "auto",
+    "byte_tokenizer": False,
     "sequence_length": 256,
     "seed": 0,
     "nvme": None,

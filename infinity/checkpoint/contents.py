@@ -1,0 +1,176 @@
+"""What a checkpoint holds, read without an engine: for `infinity inspect` and `infinity export`.
+
+Neither needs a GPU, process groups, or memory for more than a piece of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from infinity.checkpoint.files import is_whole, open_plain
+from infinity.checkpoint.loading import CheckpointReader
+from infinity.checkpoint.manifest import Manifest
+from infinity.checkpoint.state import HEADER, in_words
+from infinity.errors import CheckpointError
+
+MOST_EXTRA_BYTES = 64 << 20
+"""The largest `extra` of a rank that `Contents.extra_keys` reads."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of the model: its name and shape there, and its key, dtype and chunks here."""
+
+    name: str
+    shape: tuple[int, ...]
+    key: str
+    dtype: torch.dtype
+    chunks: tuple[ChunkStorageMetadata, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements in the checkpoint."""
+        return self.numel * self.dtype.itemsize
+
+
+class Run(NamedTuple):
+    """Elements of a tensor that follow each other: the index of the first one, and values, (n,)."""
+
+    begin: int
+    values: torch.Tensor
+
+
+class Damage(NamedTuple):
+    """What `Contents.verify` found."""
+
+    items: int
+    nbytes: int
+    errors: list[str]
+
+
+class Contents:
+    """One checkpoint. Opening it reads the index and the header, and checks every file's length and
+    first bytes.
+
+    Raises `CheckpointError` for what is no checkpoint, not whole, or of a newer version.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._reader = CheckpointReader(directory)
+        self._reader.open_files()
+        index = MetadataIndex(HEADER)
+        if index not in self.manifest.places:
+            raise CheckpointError(f"{directory} was not written by save_checkpoint of infinity")
+        with in_words(f"{directory} cannot be read"):
+            self.header: dict[str, Any] = self._reader.read(index)
+            self._weights = [
+                self._stored(str(name), tuple(map(int, shape)))
+                for name, shape in self.header["shapes"].items()
+            ]
+
+    @property
+    def manifest(self) -> Manifest:
+        """The index of all items."""
+        return self._reader.manifest
+
+    def weights(self) -> list[StoredTensor]:
+        """The parameters and buffers of the model, in its order."""
+        return self._weights
+
+    def trained(self) -> frozenset[str]:
+        """The names of the parameters that optimizers update. Raises `CheckpointError` where the
+        checkpoint was saved without any optimizer, and so does not say."""
+        optimizers = self.header["optimizers"]
+        if not optimizers:
+            raise CheckpointError(
+                f"{self.directory} was saved without an optimizer, so it does not say which "
+                "parameters are trained; export all of it"
+            )
+        with in_words(f"{self.directory} cannot be read"):
+            return frozenset(
+                name for each in optimizers for group in each["names"] for name in group
+            )
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        key = f"model.{name}"
+        found = self.manifest.tensors.get(key)
+        if found is None:
+            if math.prod(shape):
+                raise CheckpointError(f"{self.directory} is not whole: there is no {key}")
+            return StoredTensor(name, shape, key, torch.float32, ())
+        here = sum(math.prod(chunk.sizes) for chunk in found.chunks)
+        if not here == math.prod(found.size) == math.prod(shape):
+            raise CheckpointError(
+                f"{self.directory} is not whole: {key} has {here} of {math.prod(shape)} elements"
+            )
+        return StoredTensor(name, shape, key, found.properties.dtype, tuple(found.chunks))
+
+    def read(self, tensor: StoredTensor) -> Iterator[Run]:
+        """The elements of `tensor`, piece by piece, each with its digest checked."""
+        size = self.manifest.tensors[tensor.key].size if tensor.chunks else torch.Size()
+        for chunk in tensor.chunks:
+            index = MetadataIndex(tensor.key, chunk.offsets)
+            yield from _runs(self._reader.read(index), chunk.offsets, size)
+
+    def extra_keys(self) -> dict[int, list[str] | None]:
+        """The keys of what the caller of each rank gave; None where it is too large to be read for
+        this."""
+        found: dict[int, list[str] | None] = {}
+        for index, place in self.manifest.places.items():
+            kind, _, rank = index.fqn.partition(".")
+            if kind != "extra" or place.sizes is not None or not rank.isdecimal():
+                continue
+            small = place.length <= MOST_EXTRA_BYTES
+            value = self._reader.read(index) if small else None
+            found[int(rank)] = list(map(str, value)) if isinstance(value, Mapping) else None
+        return dict(sorted(found.items()))
+
+    def verify(self) -> Damage:
+        """Read every item, and compare its digest."""
+        errors, nbytes = [], 0
+        for index, place in self.manifest.places.items():
+            nbytes += place.length
+            try:
+                self._reader.read(index)
+            except CheckpointError as error:
+                errors.append(str(error))
+        return Damage(len(self.manifest.places), nbytes, errors)
+
+
+def _runs(values: torch.Tensor, offsets: Sequence[int], size: Sequence[int]) -> Iterator[Run]:
+    """A piece at `offsets` of a tensor of `size`, as elements that follow each other there."""
+    if len(size) == 2 and values.shape[1] < size[1]:  # columns of a tensor parallel rank
+        for number, row in enumerate(values):
+            yield Run((offsets[0] + number) * size[1] + offsets[1], row)
+    else:
+        yield Run(offsets[0] * math.prod(size[1:]) if size else 0, values.reshape(-1))
+
+
+def latest(directory: Path) -> Path:
+    """`directory`, or if it is the folder of a run the last of its checkpoints: the one that a file
+    `latest` names, else `step-<number>` with the highest number."""
+    if is_whole(directory) or not directory.is_dir():
+        return directory
+    named = directory / "latest"
+    if named.is_file() and not named.is_symlink():
+        with open_plain(named) as file:
+            name = file.read(256).decode(errors="replace").strip()
+        if name and Path(name).name == name and is_whole(directory / name):
+            return directory / name
+    steps = [
+        (int(number), path)
+        for path in directory.iterdir()
+        for prefix, _, number in [path.name.partition("-")]
+        if prefix == "step" and number.isdecimal() and is_whole(path)
+    ]
+    return max(steps)[1] if steps else directory
