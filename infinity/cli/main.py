@@ -12,6 +12,7 @@ from infinity.cli.bench.adam.command import adam
 from infinity.cli.bench.io.command import IoCommand
 from infinity.cli.bench.io.command import io as bench_io
 from infinity.cli.bench.step.command import step
+from infinity.cli.config import config
 from infinity.cli.doctor import doctor, installed_version
 from infinity.cli.export import export
 from infinity.cli.finetune import finetune
@@ -37,6 +38,7 @@ bench.command("io", cls=IoCommand)(bench_io)
 bench.command()(adam)
 bench.command()(step)
 app.add_typer(bench)
+app.add_typer(config, name="config")
 
 
 def _show_version(wanted: bool) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 from infinity.config import Config
 from infinity.deepspeed.kinds import (
     ANYTHING,
+    DTYPE,
     FLAG,
     TEXT,
     ValueKind,
@@ -55,13 +56,15 @@ class Key:
     default: Any
     treatment: Treatment
     becomes: str = ""
-    """What the key becomes; `{value}` stands for its value."""
+    """What the key becomes; `{value}` stands for its value, `{home}` for that of a device."""
     reason: str = ""
     """Why it is ignored or refused."""
     off: tuple[Any, ...] = ()
     """Values beside the default that ask for nothing."""
     auto: Callable[[int], float] | None = None
     """What "auto" means for a model of that hidden size."""
+    needs: tuple[str, Any] | None = None
+    """Another key, and the value of it without which this one has no effect."""
 
     def asks(self, value: Any) -> bool:
         """Whether `value` asks for more than the engine does anyway."""
@@ -72,13 +75,14 @@ class Key:
 class FreeBlock:
     """A block that is refused or ignored as a whole, with keys that nobody reads.
 
-    It counts where any `enabled` in it is true. Without `switch` it counts where it is not empty.
+    It counts where a key of `switches` in it is true, or a number above 1, at any depth. Without
+    switches it counts where it is not empty.
     """
 
     path: str
     treatment: Treatment
     reason: str
-    switch: bool = True
+    switches: tuple[str, ...] = ("enabled",)
 
 
 def exact(path: str, kind: ValueKind, default: Any, becomes: str) -> Key:
@@ -112,6 +116,11 @@ def _under(block: str, *keys: Key) -> tuple[Key, ...]:
     return tuple(replace(key, path=f"{block}.{key.path}") for key in keys)
 
 
+def _with(other: str, value: Any, *keys: Key) -> tuple[Key, ...]:
+    """Keys that have an effect where another one has that value."""
+    return tuple(replace(key, needs=(other, value)) for key in keys)
+
+
 PLANNED = "the engine plans it from the memory budgets"
 ALWAYS = "the engine always overlaps I/O, copies and compute"
 COMMUNICATION = "the engine has one way to communicate, with the same result"
@@ -123,7 +132,6 @@ EXTENSION_ONLY = "set infinity.gpu_memory and infinity.cpu_memory instead"
 
 _DEVICE = one_of("none", "cpu", "nvme")
 _PATHS = either(TEXT, several(TEXT))
-_DTYPE = one_of("fp32", "fp16", "bf16", "bfp16", "float32", "float16", "bfloat16")
 
 # Batch size, gradients and precision
 
@@ -136,12 +144,15 @@ _BATCH = (
 )
 _GRADIENTS = (
     exact("gradient_clipping", number(), 1.0, "max_grad_norm={value} of the optimizer"),
-    exact("gradient_allreduce_op", one_of("mean", "avg", "sum"), "mean", "how ranks reduce"),
-    mapped("communication_data_type", _DTYPE, None, "Tuning(gradient_precision=...)"),
-    mapped("data_types.grad_accum_dtype", _DTYPE, None, "Tuning(gradient_precision=...)"),
+    exact("gradient_allreduce_op", one_of("mean", "sum"), "mean", "how ranks reduce"),
+    refused("data_types.buffer_dtype", DTYPE, None, "buffers keep their dtype"),
+    mapped("data_types.param_dtype", DTYPE, None, "Config(precision=...)"),
+    ignored("data_types.keep_in_fp32_modules", ANYTHING, "auto", "buffers keep their dtype"),
+    mapped("communication_data_type", DTYPE, None, "Tuning(gradient_precision=...)"),
+    mapped("data_types.grad_accum_dtype", DTYPE, None, "Tuning(gradient_precision=...)"),
     ignored("prescale_gradients", FLAG, False, COMMUNICATION),
     ignored("gradient_predivide_factor", number(), 1.0, COMMUNICATION),
-    ignored("seq_parallel_communication_data_type", _DTYPE, "fp32", "there is no such collective"),
+    ignored("seq_parallel_communication_data_type", DTYPE, "fp32", "there is no such collective"),
     ignored("disable_allgather", FLAG, False, COMMUNICATION),
     refused("sparse_gradients", FLAG, False, "gradients are dense here"),
 )
@@ -149,73 +160,103 @@ _PRECISION = (
     *_under(
         "bf16",
         exact("enabled", FLAG, False, 'Config(precision="bf16")'),
-        mapped("bf16_optimizer_states", FLAG, False, 'Config(moment_precision="bf16")'),
-        ignored(
-            "bf16_master_weights_and_grads",
-            FLAG,
-            False,
-            "masters stay in fp32: 2 bytes per parameter beside bf16 weights",
+        *_with(
+            "bf16.enabled",
+            True,
+            mapped("bf16_optimizer_states", FLAG, False, 'Config(moment_precision="bf16")'),
+            ignored(
+                "bf16_master_weights_and_grads",
+                FLAG,
+                False,
+                "masters stay in fp32: 2 bytes per parameter beside bf16 weights",
+            ),
+            ignored("immediate_grad_update", FLAG, False, ALWAYS),
+            exact("check_grad_overflow", FLAG, True, "skip_nonfinite={value} of the optimizer"),
         ),
-        ignored("immediate_grad_update", FLAG, False, ALWAYS, True),
-        exact("check_grad_overflow", FLAG, True, "skip_nonfinite={value} of the optimizer"),
     ),
     *_under(
         "fp16",
         exact("enabled", FLAG, False, 'Config(precision="fp16")'),
-        exact("auto_cast", FLAG, False, "inputs of the model are cast to fp16"),
-        exact("loss_scale", number(), 0, "a fixed loss scale; 0 is a dynamic one"),
-        exact("initial_scale_power", whole(0, 24), 16, "LossScaler(initial=2**{value})"),
-        exact("loss_scale_window", whole(1), 1000, "LossScaler(window={value})"),
-        exact("hysteresis", whole(1), 2, "LossScaler(hysteresis={value})"),
-        exact("min_loss_scale", number(), 1, "LossScaler(minimum={value})"),
-        ignored("consecutive_hysteresis", FLAG, False, "patience comes back after a window"),
-        ignored(
-            "fp16_master_weights_and_grads",
-            FLAG,
-            False,
-            "masters stay in fp32, where small updates are not lost",
+        *_with(
+            "fp16.enabled",
+            True,
+            exact("auto_cast", FLAG, False, "inputs of the model are cast to fp16"),
+            exact("loss_scale", number(), 0, "a fixed loss scale; 0 is a dynamic one"),
+            exact("initial_scale_power", whole(0, 24), 16, "LossScaler(initial=2**{value})"),
+            exact("loss_scale_window", whole(1), 1000, "LossScaler(window={value})"),
+            exact("hysteresis", whole(1), 2, "LossScaler(hysteresis={value})"),
+            exact("min_loss_scale", number(), 1, "LossScaler(minimum={value})"),
+            ignored("consecutive_hysteresis", FLAG, False, "patience comes back after a window"),
+            ignored(
+                "fp16_master_weights_and_grads",
+                FLAG,
+                False,
+                "masters stay in fp32, where small updates are not lost",
+            ),
         ),
     ),
     *_under(
         "torch_autocast",
         exact("enabled", FLAG, False, "the forward runs under torch.autocast"),
-        exact("dtype", _DTYPE, "bfloat16", "torch.autocast(dtype={value})"),
-        ignored(
-            "lower_precision_safe_modules",
-            several(TEXT),
-            None,
-            "it chooses dtypes of communication, which do not change here",
+        *_with(
+            "torch_autocast.enabled",
+            True,
+            exact("dtype", DTYPE, "bf16", "torch.autocast(dtype={value})"),
+            ignored(
+                "lower_precision_safe_modules",
+                several(TEXT),
+                None,
+                "it chooses dtypes of communication, which do not change here",
+            ),
         ),
     ),
 )
 
 # ZeRO
 
+_PINNED = "host memory is pinned where there is a GPU"
 _OFFLOAD_PARAM = _under(
     "zero_optimization.offload_param",
-    exact("device", _DEVICE, "none", "Config(parameters=...)"),
-    exact("nvme_path", _PATHS, None, "Config(nvme=...)"),
-    mapped("max_in_cpu", number(), None, "Tuning(cache=...), in bytes"),
-    ignored("buffer_count", whole(), None, PLANNED),
+    exact("device", _DEVICE, "none", "Config(parameters={home!r})"),
+    *_with(
+        "zero_optimization.offload_param.device",
+        "nvme",
+        exact("nvme_path", _PATHS, None, "Config(nvme={value!r})"),
+        mapped("max_in_cpu", number(), None, "Tuning(cache=...), in bytes"),
+    ),
+    ignored("buffer_count", number(), None, PLANNED),
     ignored("buffer_size", number(), None, PLANNED),
-    ignored("pin_memory", FLAG, None, "host memory is pinned where there is a GPU", True),
+    ignored("pin_memory", FLAG, True, _PINNED),
 )
 _OFFLOAD_OPTIMIZER = _under(
     "zero_optimization.offload_optimizer",
-    exact("device", _DEVICE, "none", "Config(optimizer=...)"),
-    exact("nvme_path", _PATHS, None, "Config(nvme=...)"),
-    ignored("buffer_count", whole(), None, PLANNED),
-    ignored("pin_memory", FLAG, None, "host memory is pinned where there is a GPU", True),
+    exact("device", _DEVICE, "none", "Config(optimizer={home!r})"),
+    *_with(
+        "zero_optimization.offload_optimizer.device",
+        "nvme",
+        exact("nvme_path", _PATHS, None, "Config(nvme={value!r})"),
+    ),
+    ignored("buffer_count", number(), None, PLANNED),
+    ignored("buffer_size", number(), None, PLANNED),
+    ignored("pin_memory", FLAG, True, _PINNED),
     ignored("pipeline_read", FLAG, None, ALWAYS, True),
     ignored("pipeline_write", FLAG, None, ALWAYS, True),
     ignored("pipeline", FLAG, None, ALWAYS, True),
-    ignored("fast_init", FLAG, None, "states are never read from a buffer at the start", True),
+    ignored("fast_init", FLAG, None, "no buffer is made for the first states", True),
     ignored("ratio", number(0, 1), 1.0, 'Tuning(gpu_cache="auto") keeps on the GPU what pays'),
     ignored("super_offload", FLAG, False, 'Tuning(update="speculative") has the same effect'),
     ignored("cpuadam_cores_perc", number(0, 1), 0.8, "Tuning(threads=...) sets it"),
 )
-_ZENFLOW = "updates that leave out gradients change the numbers"
 _QUANTIZED = "quantized communication changes the numbers"
+MIXTURES = tuple(
+    f"transformers.models.{name}.modeling_{name}.{kind}SparseMoeBlock"
+    for name, kind in (
+        ("mixtral", "Mixtral"),
+        ("qwen2_moe", "Qwen2Moe"),
+        ("qwen3_moe", "Qwen3Moe"),
+    )
+)
+"""Mixtures of experts of transformers, where ranks take different paths."""
 _ZERO = (
     *_under(
         "zero_optimization",
@@ -227,7 +268,7 @@ _ZERO = (
             "whether save_16bit_model gathers shards",
         ),
         exact("ignore_unused_parameters", FLAG, True, "False: a step without a gradient fails"),
-        exact("leaf_module.classes", several(TEXT), (), "one unit for each module of these"),
+        exact("leaf_module.classes", several(TEXT), MIXTURES, "one unit for each module of these"),
         exact("leaf_module.names", several(TEXT), (), "one unit for each module of these"),
         exact("leaf_module.name_suffixes", several(TEXT), (), "one unit for each module of these"),
         mapped("enable_sanity_checks", FLAG, False, "Tuning(poison={value})"),
@@ -249,12 +290,14 @@ _ZERO = (
         ignored("stage3_allgather_sequential", FLAG, False, COMMUNICATION),
         ignored("reduce_bucket_size", number(), None, PLANNED, auto=lambda h: h * h),
         ignored("allgather_bucket_size", number(), None, PLANNED),
-        ignored("allgather_partitions", FLAG, None, COMMUNICATION),
-        ignored("reduce_scatter", FLAG, None, COMMUNICATION),
-        ignored("use_multi_rank_bucket_allreduce", FLAG, None, COMMUNICATION),
+        ignored("allgather_partitions", FLAG, True, COMMUNICATION),
+        ignored("reduce_scatter", FLAG, True, COMMUNICATION),
+        ignored("use_multi_rank_bucket_allreduce", FLAG, True, COMMUNICATION),
         ignored("overlap_comm", FLAG, None, ALWAYS, True),
-        ignored("contiguous_gradients", FLAG, None, "gradients always are", True),
+        ignored("contiguous_gradients", FLAG, True, "gradients always are"),
         ignored("round_robin_gradients", FLAG, False, PLANNED),
+        ignored("parameter_alignment", FLAG, False, PLANNED),
+        ignored("compute_grad_norm", FLAG, True, "a norm is computed where something needs it"),
         ignored("load_from_fp32_weights", FLAG, True, "masters are always in a checkpoint"),
         ignored("elastic_checkpoint", FLAG, False, "every checkpoint loads on any ranks"),
         ignored("legacy_stage1", FLAG, False, LEGACY),
@@ -312,10 +355,11 @@ _TOOLS = (
     ignored("timers.throughput.synchronized", FLAG, None, REPORTED),
     ignored("zero_allow_untested_optimizer", FLAG, None, NO_EFFECT_HERE, True),
     ignored("zero_force_ds_cpu_optimizer", FLAG, None, NO_EFFECT_HERE, False),
-    refused("tensor_parallel.autotp_size", whole(), 0, "apply parallelize_module of torch", 1),
+    ignored("disable_python_gc", FLAG, False, "call gc.disable() yourself"),
+    ignored("vocabulary_size", whole(1), None, LEGACY),
+    ignored("log_level", ANYTHING, None, 'set that of the logger "infinity"'),
     refused("sequence_parallel_size", whole(), 1, "there is no sequence parallelism", 0),
     refused("use_data_before_expert_parallelism", FLAG, False, "experts are not spread"),
-    refused("graph_harvesting", FLAG, False, "call torch.compile on blocks of the model"),
 )
 
 # The two blocks whose parameters depend on a type
@@ -324,7 +368,7 @@ _SAME_NUMBERS = "torch chooses by it how to compute the same numbers"
 _OTHER_NUMBERS = "the kernels do not have it; give an optimizer of torch that has"
 _OPTIMIZER_PARAMS = (
     exact("lr", number(), None, "lr={value}"),
-    exact("weight_decay", number(), None, "weight_decay={value}"),
+    exact("weight_decay", number(), 0.0, "weight_decay={value}"),
     ignored("torch_adam", FLAG, False, "the numbers are the same"),
     ignored("fused", FLAG, None, _SAME_NUMBERS, False),
     ignored("foreach", FLAG, None, _SAME_NUMBERS, False),
@@ -409,7 +453,7 @@ _LR = either(number(), several(number()))
 _LAST = exact("last_batch_iteration", whole(-1), -1, "the step before the first one")
 _WARMUP = (
     exact("warmup_min_lr", _LR, 0.0, "the rate before the first step"),
-    exact("warmup_max_lr", _LR, 0.001, "the rate after the warm-up"),
+    exact("warmup_max_lr", _LR, None, "the rate after the warm-up"),
     exact("warmup_num_steps", whole(), 1000, "steps of the warm-up"),
     exact("warmup_type", one_of("log", "linear"), "log", "the shape of the warm-up"),
     _LAST,
@@ -481,44 +525,62 @@ KEYS: dict[str, Key] = {
 """All keys with a path of their own. Those of `optimizer.params` and `scheduler.params` depend on
 the type."""
 
-_OTHER_TRAINING = "it changes what is trained"
+_COMPILE = "call torch.compile on blocks of the model"
+_TRAINING = "it changes what is trained"
+_REMOVED = "DeepSpeed has removed it"
+_TOOL_BLOCKS = ("comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet")
+_REFUSED_BLOCKS = (
+    ("amp", "Apex is not supported; use bf16 or torch_autocast"),
+    ("autotuning", "the engine plans by itself"),
+    ("compression_training", _REMOVED),
+    ("curriculum_learning", _REMOVED),
+    ("data_efficiency", _TRAINING),
+    ("datastates_ckpt", FILES),
+    ("eigenvalue", _REMOVED),
+    ("elasticity", "the number of ranks is fixed in a run"),
+    ("expert_parallel", "experts are not spread over ranks"),
+    ("hybrid_engine", "generate() runs on the wrapped model"),
+    ("msamp", "MS-AMP is not supported; use bf16"),
+    ("nebula", FILES),
+    ("progressive_layer_drop", _REMOVED),
+    ("quantize_training", _REMOVED),
+)
+_REFUSED_WHERE_PRESENT = (
+    ("graph_harvesting", _COMPILE),
+    ("pipeline", "there is no pipeline parallelism"),
+    ("sparse_attention", _REMOVED),
+    ("weight_quantization", "it is for inference"),
+    ("zero_optimization.zenflow", "updates that leave out gradients change the numbers"),
+    ("zero_optimization.zeropp_loco_param", _QUANTIZED),
+)
 FREE: dict[str, FreeBlock] = {
     block.path: block
     for block in (
-        *(
-            FreeBlock(name, Treatment.IGNORED, REPORTED)
-            for name in (
-                "comms_logger",
-                "flops_profiler",
-                "tensorboard",
-                "wandb",
-                "csv_monitor",
-                "comet",
-            )
+        *(FreeBlock(name, Treatment.IGNORED, REPORTED) for name in _TOOL_BLOCKS),
+        FreeBlock("checkpoint.writer", Treatment.IGNORED, FILES, ()),
+        *(FreeBlock(name, Treatment.REFUSED, reason) for name, reason in _REFUSED_BLOCKS),
+        *(FreeBlock(name, Treatment.REFUSED, why, ()) for name, why in _REFUSED_WHERE_PRESENT),
+        FreeBlock("compile", Treatment.REFUSED, _COMPILE, ("enabled", "deepcompile")),
+        FreeBlock(
+            "tensor_parallel",
+            Treatment.REFUSED,
+            "apply parallelize_module of torch before",
+            ("autotp_size", "tp_size"),
         ),
-        FreeBlock("checkpoint.writer", Treatment.IGNORED, FILES, switch=False),
-        FreeBlock("zero_optimization.zenflow", Treatment.REFUSED, _ZENFLOW, switch=False),
-        FreeBlock("zero_optimization.zeropp_loco_param", Treatment.REFUSED, _QUANTIZED, False),
-        FreeBlock("pipeline", Treatment.REFUSED, "there is no pipeline parallelism", False),
-        FreeBlock("amp", Treatment.REFUSED, "Apex is not supported; use bf16 or torch_autocast"),
-        FreeBlock("msamp", Treatment.REFUSED, "MS-AMP is not supported; use bf16"),
-        FreeBlock("nebula", Treatment.REFUSED, FILES),
-        FreeBlock("datastates_ckpt", Treatment.REFUSED, FILES),
-        FreeBlock("compile", Treatment.REFUSED, "call torch.compile on blocks of the model"),
-        FreeBlock("elasticity", Treatment.REFUSED, "the number of ranks is fixed in a run"),
-        FreeBlock("autotuning", Treatment.REFUSED, "the engine plans by itself"),
-        FreeBlock("hybrid_engine", Treatment.REFUSED, "generate() runs on the wrapped model"),
-        FreeBlock("compression_training", Treatment.REFUSED, _OTHER_TRAINING),
-        FreeBlock("data_efficiency", Treatment.REFUSED, _OTHER_TRAINING),
-        FreeBlock("curriculum_learning", Treatment.REFUSED, _OTHER_TRAINING),
-        FreeBlock("progressive_layer_drop", Treatment.REFUSED, _OTHER_TRAINING),
-        FreeBlock("eigenvalue", Treatment.REFUSED, _OTHER_TRAINING),
-        FreeBlock("quantize_training", Treatment.REFUSED, _OTHER_TRAINING),
-        FreeBlock("sparse_attention", Treatment.REFUSED, "the model brings its attention", False),
-        FreeBlock("weight_quantization", Treatment.REFUSED, "it is for inference", False),
     )
 }
 
+_STAGE3 = (
+    "gather_16bit_weights_on_model_save",
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
 RENAMED = {
     "bfloat16": "bf16",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
@@ -527,7 +589,7 @@ RENAMED = {
     "zero_optimization.aio": "aio",
     "aio.thread_count": "aio.intra_op_parallelism",
     "aio.num_threads": "aio.intra_op_parallelism",
-    "fp16.min_scale": "fp16.min_loss_scale",
+    **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in _STAGE3},
 }
 """Old and misplaced names, and those of other tools, with the name that is meant."""
 

@@ -40,6 +40,27 @@ TEXT = ValueKind("text", _text)
 ANYTHING = ValueKind("anything", lambda value: value)
 
 
+_DTYPES = {
+    "fp32": "fp32",
+    "float32": "fp32",
+    "fp16": "fp16",
+    "float16": "fp16",
+    "bf16": "bf16",
+    "bfp16": "bf16",
+    "bfloat16": "bf16",
+}
+
+
+def _dtype(value: Any) -> str:
+    name = value.lower().removeprefix("torch.") if isinstance(value, str) else ""
+    if name not in _DTYPES:
+        raise ValueError
+    return _DTYPES[name]
+
+
+DTYPE = ValueKind('"fp32", "fp16" or "bf16"', _dtype)
+
+
 def number(least: float = 0.0, most: float = math.inf) -> ValueKind:
     """A number from `least` to `most`."""
 

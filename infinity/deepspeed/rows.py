@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -26,8 +26,6 @@ from infinity.errors import in_words
 
 AUTO = "auto"
 AUTO_LEFT = 'a Trainer or accelerate replaces "auto"; write a value'
-SWITCHED = ("bf16", "fp16", "torch_autocast")
-"""Blocks whose keys count where `enabled` is true."""
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -44,6 +42,8 @@ class KeyRow:
     is_auto: bool = False
     """Whether it is "auto" and nobody here can say what that means."""
     is_unknown: bool = False
+    is_off: bool = False
+    """Whether it has no effect because of another key."""
 
     @property
     def problem(self) -> str:
@@ -76,7 +76,7 @@ def _block(
         elif isinstance(value, Mapping) and here in BLOCKS:
             yield from _block(here, value, config, hidden)
         elif here in KEYS:
-            yield _row(KEYS[here], value, hidden, _switched_off(path, config))
+            yield _row(KEYS[here], value, hidden, _without_effect(KEYS[here], config))
         elif here in BLOCKS:
             yield _empty_block(here, value)
         else:
@@ -95,22 +95,24 @@ def _empty_block(path: str, value: Any) -> KeyRow:
     return KeyRow(path, value, Treatment.REFUSED, reason=reason)
 
 
-def _switched_off(path: str, config: Mapping[str, Any]) -> str:
-    """The switch that turns the keys of a block off; empty where they count."""
-    if path not in SWITCHED:
+def _without_effect(key: Key, config: Mapping[str, Any]) -> str:
+    """Why `key` has no effect in `config`; empty where it has one."""
+    if key.needs is None:
         return ""
-    value = config[path].get("enabled", False)
-    return "" if value == AUTO or _parsed(KEYS[f"{path}.enabled"], value) else f"{path}.enabled"
-
-
-def _parsed(key: Key, value: Any) -> Any:
+    path, wanted = key.needs
+    value: Any = config
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    if value == AUTO:
+        return ""
     try:
-        return key.kind.parse(value)
+        value = KEYS[path].kind.parse(value)
     except ValueError:
-        return None
+        value = KEYS[path].default
+    return "" if value == wanted else f"off: {path} is {_shown(value)}"
 
 
-def _row(key: Key, value: Any, hidden: int | None, switch: str = "") -> KeyRow:
+def _row(key: Key, value: Any, hidden: int | None, off: str = "") -> KeyRow:
     if value == AUTO and key.kind.words != "anything":
         return _auto(key, hidden)
     if value is None:
@@ -120,11 +122,11 @@ def _row(key: Key, value: Any, hidden: int | None, switch: str = "") -> KeyRow:
     except ValueError:
         reason = f"it must be {key.kind.words}"
         return KeyRow(key.path, value, Treatment.REFUSED, reason=reason)
-    if switch and not key.path.endswith(".enabled"):
-        return KeyRow(key.path, value, Treatment.EXACT, f"off: {switch} is false")
+    if off:
+        return KeyRow(key.path, value, Treatment.EXACT, off, is_off=True)
     if key.treatment in (Treatment.IGNORED, Treatment.REFUSED) and not key.asks(value):
-        return KeyRow(key.path, value, Treatment.EXACT, "nothing to do")
-    becomes = key.becomes.format(value=value)
+        return KeyRow(key.path, value, Treatment.EXACT, "as the engine does anyway")
+    becomes = key.becomes.format(value=value, home="gpu" if value == "none" else value)
     return KeyRow(key.path, value, key.treatment, becomes, key.reason)
 
 
@@ -139,9 +141,9 @@ def _auto(key: Key, hidden: int | None) -> KeyRow:
 
 
 def _free(block: FreeBlock, path: str, value: Any) -> Iterator[KeyRow]:
-    counts = _is_on(value) if block.switch else bool(value)
+    counts = _is_on(value, block.switches) if block.switches else bool(value)
     treatment = block.treatment if counts else Treatment.EXACT
-    becomes = "" if counts else "nothing to do"
+    becomes = "" if counts else "off"
     if not isinstance(value, Mapping) or not value:
         yield KeyRow(path, value, treatment, becomes, block.reason if counts else "")
         return
@@ -149,17 +151,16 @@ def _free(block: FreeBlock, path: str, value: Any) -> Iterator[KeyRow]:
         yield KeyRow(f"{path}.{name}", inner, treatment, becomes, block.reason if counts else "")
 
 
-def _is_on(value: Any) -> bool:
-    """Whether an `enabled` is true, at any depth."""
+def _is_on(value: Any, switches: Collection[str]) -> bool:
+    """Whether one of `switches` is true or above 1, at any depth."""
     if not isinstance(value, Mapping):
         return value is True
     return any(
-        _is_on(inner) if isinstance(inner, Mapping) else name in SWITCHES and inner is True
+        _is_on(inner, switches)
+        if isinstance(inner, Mapping)
+        else name in switches and (inner is True or (isinstance(inner, int) and inner > 1))
         for name, inner in value.items()
     )
-
-
-SWITCHES = ("enabled", "deepcompile")
 
 
 def _params(

@@ -24,15 +24,8 @@ from infinity.deepspeed.rows import AUTO, AUTO_LEFT, KeyRow, account
 from infinity.deepspeed.source import Source, read
 from infinity.errors import ConfigError
 
-DTYPES = {
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfp16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LEAVES = ("classes", "names", "name_suffixes")
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
@@ -107,6 +100,12 @@ class Settings:
     rows: tuple[KeyRow, ...] = field(repr=False)
     """Every key, with what becomes of it."""
 
+    @property
+    def has_batches(self) -> bool:
+        """Whether the configuration says how large a batch is; else `batches` are placeholders."""
+        given = {row.path for row in self.rows if row.value not in (None, AUTO)}
+        return not given.isdisjoint(("train_batch_size", "train_micro_batch_size_per_gpu"))
+
     @classmethod
     def read(
         cls, source: Source, ranks: int = 1, hidden_size: int | None = None, partial: bool = False
@@ -161,7 +160,7 @@ class _Values:
     """The effective values of a configuration, by path."""
 
     def __init__(self, rows: Sequence[KeyRow]) -> None:
-        self.given = {row.path: row.value for row in rows if row.value != AUTO}
+        self.given = {row.path: row.value for row in rows if row.value != AUTO and not row.is_off}
 
     def __getitem__(self, path: str) -> Any:
         value = self.given.get(path)
@@ -186,7 +185,7 @@ def _settings(
     raw, notices, rows = found
     optimizer = _named(values, "optimizer")
     precision = _precision(values)
-    leaf = values.below("zero_optimization.leaf_module").values()
+    leaf = [values[f"zero_optimization.leaf_module.{name}"] for name in LEAVES]
     return Settings(
         config=_config(values, precision, optimizer, notices),
         batches=_batches(values, ranks, partial),
@@ -280,7 +279,14 @@ def _precision(values: _Values) -> Precision:
     chosen = [name for name in ("fp16", "bf16") if values[f"{name}.enabled"]]
     if len(chosen) > 1:
         raise ConfigError("fp16.enabled and bf16.enabled are both true; choose one of them")
-    return cast(Precision, chosen[0] if chosen else "fp32")
+    precision = cast(Precision, chosen[0] if chosen else "fp32")
+    asked = values["data_types.param_dtype"]
+    if asked is not None and DTYPES[asked] is not DTYPES[precision]:
+        raise ConfigError(
+            f"data_types.param_dtype={asked!r} is not the precision {precision}; set bf16.enabled "
+            "or fp16.enabled, which say the same"
+        )
+    return precision
 
 
 def _autocast(values: _Values, precision: Precision) -> torch.dtype | None:

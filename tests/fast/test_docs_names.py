@@ -109,7 +109,7 @@ def test_the_glossary_has_every_class_that_a_module_is_named_after() -> None:
 
 
 PLACE = re.compile(
-    r"`((?:infinity|native|tests|benchmarks|examples|bench|checkpoint|cli|directories|models|modules|nvme|optim|placement|schedule|sharding|tiers)/[\w./]*)`"
+    r"`((?:infinity|native|tests|benchmarks|examples|bench|checkpoint|cli|deepspeed|directories|models|modules|nvme|optim|placement|schedule|sharding|tiers)/[\w./]*)`"
 )
 
 
