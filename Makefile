@@ -13,6 +13,7 @@ PYTEST_ARGS ?=
 TESTS ?= tests
 PROGRAMS ?= 5000
 FIRST ?= 1000
+RANDOM_ARGS ?=
 DEMO := finetune --model llama-100m --nvme demo-nvme --gpu-memory 128MiB --cpu-memory 400MiB --steps 30 \
         --batch-size 4 --sequence-length 128 --output demo-output --overwrite
 
@@ -56,7 +57,7 @@ python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" c
 random-programs: $(VENV)/installed  ## Run PROGRAMS=5000 random programs of seeds from FIRST=1000 on, in two processes
 	@mkdir -p build/empty
 	cd build/empty
-	PYTHONPATH=../../tests "$(BIN)/python" -m random_programs --programs $(PROGRAMS) --first $(FIRST)
+	PYTHONPATH=../../tests "$(BIN)/python" -m random_programs --programs $(PROGRAMS) --first $(FIRST) $(RANDOM_ARGS)
 
 native-test: $(VENV)/tools  ## Build and run the native tests
 	@$(CMAKE) -B build/native >build/native.log || { cat build/native.log; exit 1; }

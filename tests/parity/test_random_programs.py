@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from random_programs import recipes
 from random_programs.comparing import difference
 from random_programs.many import drawn, run
-from random_programs.mutations import MUTATIONS, Mutation
+from random_programs.mutations import MUTATIONS, OF_RANKS, Mutation
+from random_programs.ranks import TwoRanks
 from support.children import CHILD
 
 EACH = 10
@@ -62,6 +64,22 @@ def test_random_programs_find_a_broken_engine(mutation: Mutation, one_thread: No
     some = [recipe for seed in range(4) for recipe in drawn(seed, EACH)]
     with mutation():
         assert any(difference(recipe) is not None for recipe in (some[mutation.found_by], *some))
+
+
+@pytest.mark.timeout(240)
+def test_random_programs_see_the_same_on_two_ranks_of_every_stage(
+    tmp_path: Path, one_thread: None
+) -> None:
+    with TwoRanks(tmp_path) as ranks:
+        for recipe in drawn(0, EACH)[5:7]:
+            assert ranks.difference(recipe) is None
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("number", range(len(OF_RANKS)), ids=lambda n: OF_RANKS[n].breaks)
+def test_two_ranks_find_a_broken_engine(number: int, tmp_path: Path, one_thread: None) -> None:
+    with TwoRanks(tmp_path, number) as ranks:
+        assert ranks.difference(drawn(0, EACH)[OF_RANKS[number].found_by]) is not None
 
 
 def test_a_program_that_differs_is_shrunk_to_what_it_differs_by(one_thread: None) -> None:

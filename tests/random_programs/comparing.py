@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,27 +73,34 @@ def difference(recipe: Recipe) -> Difference | None:
             except Hang:
                 return Difference(placement, "hang", "does not end")
         expected = seen if expected is None else expected
-        compared = expected
-        if seen and seen[-1].what == "error" and REFUSED in seen[-1].value:
-            seen = seen[:-1]
-            compared = expected[: len(seen)]
-        for one, other in itertools.zip_longest(compared, seen):
-            if (
-                one is None
-                or other is None
-                or one[:2] != other[:2]
-                or not _equal(one.value, other.value, scaled)
-            ):
-                what = (
-                    "error"
-                    if other is None or other.what in ("error", "raised")
-                    else other.what.partition(" ")[0]
-                )
-                return Difference(placement, what, f"expected {_words(one)}, seen {_words(other)}")
+        found = first_difference(expected, seen, placement, functools.partial(equal, scaled=scaled))
+        if found is not None:
+            return found
     return None
 
 
-def _equal(one: Any, other: Any, scaled: bool) -> bool:
+def first_difference(
+    expected: list[Seen],
+    seen: list[Seen],
+    placement: str,
+    same: Callable[[Any, Any], bool],
+) -> Difference | None:
+    """Where what was `seen` on a placement is not the `same` as expected first; None when it is."""
+    if seen and seen[-1].what == "error" and REFUSED in seen[-1].value:
+        seen = seen[:-1]
+        expected = expected[: len(seen)]
+    for one, other in itertools.zip_longest(expected, seen):
+        if one is None or other is None or one[:2] != other[:2] or not same(one.value, other.value):
+            what = (
+                "error"
+                if other is None or other.what in ("error", "raised")
+                else other.what.partition(" ")[0]
+            )
+            return Difference(placement, what, f"expected {_words(one)}, seen {_words(other)}")
+    return None
+
+
+def equal(one: Any, other: Any, scaled: bool = False) -> bool:
     """Bit for bit, but for what a NaN is made of, and where the loss is `scaled` for subnormal
     numbers: those are rounded to another place than in a backward without a scale."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):

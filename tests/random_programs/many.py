@@ -8,14 +8,17 @@ import dataclasses
 import functools
 import logging
 import multiprocessing
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Flaky
 
 from random_programs.comparing import Difference, difference
+from random_programs.ranks import TwoRanks
 from random_programs.recipes import Recipe, programs
 
 EACH = 20
@@ -31,7 +34,12 @@ def main() -> int:
         "--first", type=int, default=1000, help="the first seed; each draws 20 programs"
     )
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--two-ranks", action="store_true", help="in turn on two ranks of each stage, unshrunk"
+    )
     options = parser.parse_args()
+    if options.two_ranks:
+        return _on_two_ranks(options.programs, options.first)
     begin = time.monotonic()
     ran = differing = 0
     left = options.programs
@@ -54,6 +62,22 @@ def main() -> int:
         f"{ran} programs of seeds from {options.first} on: {differing} seeds differ, "
         f"{time.monotonic() - begin:.0f} s"
     )
+    return differing
+
+
+def _on_two_ranks(programs: int, first: int) -> int:
+    """Run so many programs on two ranks; returns how many differ."""
+    logging.getLogger("infinity").setLevel(logging.ERROR)
+    seeds = range(first, first - (-programs // EACH))
+    recipes = [recipe for seed in seeds for recipe in drawn(seed, EACH)][:programs]
+    differing = 0
+    with tempfile.TemporaryDirectory() as directory, TwoRanks(Path(directory)) as ranks:
+        for recipe in recipes:
+            found = ranks.difference(recipe)
+            if found is not None:
+                differing += 1
+                print(f"on {found.placement}: {found.text}\n\n    {recipe!r}\n", flush=True)
+    print(f"{len(recipes)} programs of seeds from {first} on: {differing} differ on two ranks")
     return differing
 
 

@@ -238,3 +238,6 @@ MUTATIONS = (
         "what gathered(write=True) leaves is not written", gathered, "_write_back", _nothing, 2
     ),
 )
+
+OF_RANKS = (Mutation("what other ranks wrote is not gathered", Unit, "outdate", _nothing, 6),)
+"""What two ranks must find."""

@@ -48,6 +48,16 @@ PLACEMENTS = {
     ),
     "plain update": Placement(1, 0, HOST | {"update": "plain", "instruction_set": "scalar"}),
 }
+ON_DEVICE = {"parameters": "gpu", "gradients": "gpu"}
+RANKED = {
+    "stage 0": Placement(1, 0, {"stage": 0, "cache": 0}),
+    "stage 1": Placement(0, 0, {"stage": 1, "cache": 0} | ON_DEVICE),
+    "stage 2": Placement(0, 0, {"stage": 2, "optimizer": "cpu"} | ON_DEVICE),
+    "stage 2, gradients at home": Placement(0, 0, {"stage": 2, "parameters": "gpu"}),
+    "stage 3": Placement(1, 1, {"gradients": "nvme", "cache": 0, "poison": True}),
+    "stage 3 in memory": Placement(2, 0, HOST | {"update": "speculative"}),
+}
+"""Those of two ranks."""
 
 
 @contextmanager
@@ -68,7 +78,7 @@ def wrap(
 ) -> infinity.Engine:
     """Wrap the model in the placement of that name, with its states in `directory`, and `least`
     bytes of gpu_memory or more."""
-    placement = PLACEMENTS[name]
+    placement = (PLACEMENTS | RANKED)[name]
     budgets = {
         "gpu_memory": 1 if placement.gpu else MUCH,
         "cpu_memory": 1 if placement.cpu else MUCH,

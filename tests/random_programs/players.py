@@ -436,7 +436,7 @@ class Wrapped(Player):
     def open(self, place: str) -> None:
         self._placement = place
         directory = self._directory / f"states{next(self._numbers)}"
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)  # ranks share it
         rule = self.recipe.training.rule
         self.engine = placements.wrap(
             self.model,
