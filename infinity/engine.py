@@ -213,9 +213,12 @@ class Engine:
         directory: str | Path,
         optimizer: Optimizer | Sequence[Optimizer] = (),
         extra: Mapping[str, Any] | None = None,
+        *,
+        trainable_only: bool = False,
     ) -> None:
         """Write weights, buffers, and all of `optimizer` (one or several; none: the weights alone)
-        to `directory`.
+        to `directory`. With `trainable_only` frozen parameters are left out, such as the base of
+        adapters; a model that loads this keeps its own.
 
         `load_checkpoint` gives `extra` back on every rank: dicts, lists, tuples, numbers, texts and
         tensors, for example the state of a scheduler or of random generators. Gradients are not
@@ -227,7 +230,9 @@ class Engine:
         Raises `CheckpointError` when it cannot be written; what was there is as it was, and
         training can go on.
         """
-        self._checkpoints.save(self._buffers(), Path(directory), optimizer, extra or {})
+        self._checkpoints.save(
+            self._buffers(), Path(directory), optimizer, extra or {}, trainable_only
+        )
 
     def load_checkpoint(
         self, directory: str | Path, optimizer: Optimizer | Sequence[Optimizer] = ()

@@ -48,12 +48,18 @@ class Checkpoints:
         return whole_group(self._units[0].ranks)
 
     def save(
-        self, buffers: Buffers, directory: Path, optimizers: Optimizers, extra: Mapping[str, Any]
+        self,
+        buffers: Buffers,
+        directory: Path,
+        optimizers: Optimizers,
+        extra: Mapping[str, Any],
+        trainable_only: bool = False,
     ) -> None:
         """See `Engine.save_checkpoint`."""
         from infinity.checkpoint.saving import save  # not at the top: see there
 
-        save(self._state(buffers, optimizers), directory.absolute(), extra)
+        state = self._state(buffers, optimizers)._replace(trainable_only=trainable_only)
+        save(state, directory.absolute(), extra)
 
     def load(self, buffers: Buffers, directory: Path, optimizers: Optimizers) -> dict[str, Any]:
         """See `Engine.load_checkpoint`."""

@@ -277,7 +277,8 @@ class Loading(LoadPlanner):
             here = self._state.header()
             self._check_shapes(here["shapes"])
             self._check_optimizers(here["optimizers"])
-            items = [item for series in self._state.series() for item in self._items_of(series)]
+            series = self._in_checkpoint(self._state.series())
+            items = [item for each in series for item in self._items_of(each)]
             for _, _, path in self._state.foreign():
                 self._reader.check(MetadataIndex(".".join(path)))
             rank = self._state.rank if self._saved["ranks"] == here["ranks"] else 0
@@ -302,6 +303,22 @@ class Loading(LoadPlanner):
         for name, buffer in self._state.buffers.items():
             self._check_dtype(f"model.{name}", buffer.dtype)
             self._reader.check(_address(name, buffer))
+
+    def _in_checkpoint(self, series: Sequence[Series]) -> list[Series]:
+        """Those of `series` that the checkpoint has; frozen parameters may be left out, and keep
+        their values."""
+        left_out, found = set(self._saved.get("frozen", ())), []
+        for each in series:
+            missing = [] if each.is_moment else [n for n in each.unit.names if n in left_out]
+            if missing and (each.unit.trainable or len(missing) < len(each.unit.names)):
+                raise CheckpointError(
+                    f"{self._where} has no values of {missing[0]}, because it was saved with "
+                    "trainable_only=True while that was frozen; freeze the same parameters, or "
+                    "take a checkpoint of all"
+                )
+            if not missing:
+                found.append(each)
+        return found
 
     def _check_dtype(self, key: str, dtype: torch.dtype) -> None:
         found = self._reader.tensor(key)

@@ -171,6 +171,9 @@ class EngineState(NamedTuple):
     run: str
     """What tells checkpoints of this engine from those of others: 32 hexadecimal digits."""
 
+    trainable_only: bool = False
+    """Whether frozen parameters are left out."""
+
     @property
     def rank(self) -> int:
         """The number of this one among them."""
@@ -181,6 +184,7 @@ class EngineState(NamedTuple):
         kept = [
             Series(u, Kind.MASTER if Kind.MASTER in u.blocks else Kind.PARAM, ("model",))
             for u in self.units
+            if u.trainable or not self.trainable_only
         ]
         moments = [
             Series(unit, kind, ("optimizer", name))
@@ -200,8 +204,9 @@ class EngineState(NamedTuple):
 
     def header(self) -> dict[str, Any]:
         """A description of the rest: `version`, the number of `ranks` that wrote it, the `shapes`
-        under `model`, and how many steps were made and skipped. For each optimizer: groups and
-        counts (`Optimizer.header`), the `names` in its groups, and whose `states` it has.
+        under `model`, the names of `frozen` parameters that are left out, and how many steps were
+        made and skipped. For each optimizer: groups and counts (`Optimizer.header`), the `names` in
+        its groups, and whose `states` it has.
         """
         shapes = {
             name: list(p.shape)
@@ -224,6 +229,12 @@ class EngineState(NamedTuple):
             "version": manifest.VERSION,
             "ranks": collectives.size(self.group),
             "shapes": shapes,
+            "frozen": [
+                name
+                for unit in self.units
+                if self.trainable_only and not unit.trainable
+                for name in unit.names
+            ],
             "posted_steps": self.updater.posted_steps,
             "skipped_steps": self.updater.skipped_steps,
             "optimizers": optimizers,
