@@ -128,7 +128,9 @@ class CheckpointReader(FileSystemReader):
             if not os.path.lexists(path):
                 continue
             with open_plain(path) as file:
-                data = file.read(self.most_index_bytes + 1)
+                # A read of n bytes takes memory for n, whatever the file has.
+                size = os.fstat(file.fileno()).st_size
+                data = file.read(min(size, self.most_index_bytes) + 1)
             if len(data) > self.most_index_bytes:
                 raise CheckpointError(
                     f"{path} is damaged: it has more than {format_bytes(self.most_index_bytes)}; "
