@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from statistics import median
 from typing import TypeVar
 
@@ -125,32 +125,54 @@ def wrap(
     model beside `cpu_memory`; a model that was built inside `infinity.init()` has no memory to
     keep.
     """
-    check_arguments(model, config, units, seed)
     with ExitStack() as undo:
-        build = Build(model, Config() if config is None else config, group, undo)
-        with build.together():
-            build.check()
-            if weights is not None and not isinstance(weights, Weights):
-                weights = open_weights(weights, model)
-            build.group(units, weights)
-            build.size()
-        with build.together() as least:
-            least += build.look()
-        with build.together() as numbers:
-            build.budget(least)
-            numbers += build.measure()
-        with build.together():  # nobody waits in collectives for a rank that has no room
-            build.place(numbers)
-            build.allocate()
-        with build.together():
-            build.meet()
-            build.fill(weights, seed)
-            build.move_buffers()
-            build.hook()
-        undo.pop_all()
-        for unit in build.units:
-            unit.renew()
+        build = _built(model, config, weights, units, group, seed, undo)
+        build.keep()
     return model
+
+
+@contextmanager
+def wrapping(model: Model, config: Config | None = None, units: Units = None) -> Iterator[Model]:
+    """`wrap`, and a block that belongs to it: what fails in the block, on any rank, undoes all."""
+    with ExitStack() as undo:
+        build = _built(model, config, None, units, "auto", None, undo)
+        with build.together():
+            yield model
+        build.keep()
+
+
+def _built(
+    model: nn.Module,
+    config: Config | None,
+    weights: Source | Weights | None,
+    units: Units,
+    group: GivenGroup,
+    seed: int | None,
+    undo: ExitStack,
+) -> Build:
+    """All steps of `wrap`, which `undo` undoes."""
+    check_arguments(model, config, units, seed)
+    build = Build(model, Config() if config is None else config, group, undo)
+    with build.together():
+        build.check()
+        if weights is not None and not isinstance(weights, Weights):
+            weights = open_weights(weights, model)
+        build.group(units, weights)
+        build.size()
+    with build.together() as least:
+        least += build.look()
+    with build.together() as numbers:
+        build.budget(least)
+        numbers += build.measure()
+    with build.together():  # nobody waits in collectives for a rank that has no room
+        build.place(numbers)
+        build.allocate()
+    with build.together():
+        build.meet()
+        build.fill(weights, seed)
+        build.move_buffers()
+        build.hook()
+    return build
 
 
 class Build:
@@ -172,6 +194,12 @@ class Build:
     def together(self) -> AbstractContextManager[list[float]]:
         """A block that ends well on all ranks or on none."""
         return together(self.ranks, self._config.tuning.collective_timeout)
+
+    def keep(self) -> None:
+        """The last step: nothing is undone any more."""
+        for unit in self.units:
+            unit.renew()
+        self.undo.pop_all()
 
     # What changes nothing
 

@@ -96,8 +96,7 @@ class TaggedCheckpoints:
         path = directory / str(tag)
         optimizer = engine.optimizer if with_optimizer else None
         found = engine.engine.load_checkpoint(path, [] if optimizer is None else [optimizer])
-        if optimizer is not None and engine.client_optimizer is not None:
-            engine.client_optimizer.param_groups = optimizer.param_groups  # which are new ones
+        engine.share_groups()  # which are new ones
         if not only_weights:
             for counter, value in found.get("counters", {}).items():
                 setattr(engine, counter, value)

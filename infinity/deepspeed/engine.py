@@ -93,6 +93,12 @@ class DeepSpeedEngine(Answers, nn.Module):
         """Where the model runs: inputs go there."""
         return self.engine.device
 
+    def share_groups(self) -> None:
+        """The groups of the script's own optimizer are those of `optimizer`, so that what reads or
+        changes them works as before."""
+        if self.client_optimizer is not None and self.optimizer is not None:
+            self.client_optimizer.param_groups = self.optimizer.param_groups
+
     # Forward and backward
 
     def forward(self, *inputs: Any, **named: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from infinity.build import wrap
+from infinity.build import wrapping
 from infinity.config import Config
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.optimizers import Client, Recipe, follow, options, recipe
+from infinity.deepspeed.schedulers import scheduler
 from infinity.deepspeed.settings import DTYPES, Settings
 from infinity.deepspeed.source import Source
 from infinity.deepspeed.zero import units_for
@@ -73,12 +75,18 @@ def initialize(
     for notice in settings.notices:
         log.info("%s", notice)
     found = recipe(settings, plain, optimizer, model_parameters)
-    wrapped, directories = _wrapped(plain, settings, found)
-    built = None if found is None else found.build(wrapped, options(settings))
-    follower = _scheduler(settings, lr_scheduler, found, built)
+    _check_scheduler(settings, lr_scheduler, found)
     loader = _loader(settings, training_data, collate_fn)
-    engine = DeepSpeedEngine(wrapped, settings, built, follower, loader, directories)
-    engine.client_optimizer = None if found is None else found.client
+    with _wrapped(plain, settings, found) as directories:
+        built = None if found is None else found.build(plain, options(settings))
+        follower = _scheduler(settings, lr_scheduler, built)
+    if settings.precision != "fp32":
+        plain.to(DTYPES[settings.precision])  # buffers; parameters are
+    engine = DeepSpeedEngine(plain, settings, built, follower, loader, directories)
+    if built is not None and found is not None and found.client is not None:
+        engine.client_optimizer = found.client
+        engine.share_groups()
+        follow(follower, found.client, built)
     return engine, built, loader, follower
 
 
@@ -139,22 +147,20 @@ def _join_ranks(port: int, required: bool | None) -> None:
 # The model
 
 
-def _wrapped(
-    model: nn.Module, settings: Settings, found: Recipe | None
-) -> tuple[nn.Module, list[Path]]:
-    """The wrapped model, and directories that were made for it."""
+@contextmanager
+def _wrapped(model: nn.Module, settings: Settings, found: Recipe | None) -> Iterator[list[Path]]:
+    """Wrap the model, and keep it so if the block ends well; gives the directories that were made
+    for it."""
     config = settings.config.model_copy(
         update={"algorithm": "sgd" if found is None else found.algorithm}
     )
     config, directories = _with_own_directories(config)
     try:
-        wrap(model, config, units=units_for(model, settings.leaf_modules))
+        with wrapping(model, config, units_for(model, settings.leaf_modules)):
+            yield directories
     except BaseException:
         _remove(directories)
         raise
-    if settings.precision != "fp32":
-        model.to(DTYPES[settings.precision])  # buffers; parameters are
-    return model, directories
 
 
 def _with_own_directories(config: Config) -> tuple[Config, list[Path]]:
@@ -197,22 +203,21 @@ def _remove(directories: Iterable[Path]) -> None:
 # What goes with it
 
 
-def _scheduler(settings: Settings, given: Any, found: Recipe | None, optimizer: Any) -> Any:
-    if settings.scheduler is not None and optimizer is not None:
-        raise ConfigError("scheduler: give lr_scheduler= instead")
-    if given is None:
-        return None
-    if optimizer is None:
+def _check_scheduler(settings: Settings, given: Any, found: Recipe | None) -> None:
+    if given is not None and found is None:
         raise ConfigError("lr_scheduler needs an optimizer: give one, or an optimizer block")
-    if callable(given) and not hasattr(given, "step"):
-        return given(optimizer)
-    if not hasattr(given, "step"):
+    if given is not None and not callable(given) and not hasattr(given, "step"):
         raise ConfigError(
             f"lr_scheduler is {in_words(given)}; give a scheduler, or a function of an optimizer "
             "that makes one"
         )
-    follow(given, None if found is None else found.client, optimizer)
-    return given
+
+
+def _scheduler(settings: Settings, given: Any, optimizer: Any) -> Any:
+    """That of the configuration, else that of the script."""
+    if settings.scheduler is not None and optimizer is not None:
+        return scheduler(settings.scheduler, optimizer)
+    return given(optimizer) if given is not None and not hasattr(given, "step") else given
 
 
 def _loader(

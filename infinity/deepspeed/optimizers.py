@@ -104,11 +104,8 @@ class Recipe:
             for group in self.groups
         ]
         optimizer = self.make(groups, **self.settings, **options)
-        if self.client is not None:
-            if self.client.state:
-                optimizer.load_state_dict(self.client.state_dict())
-            # So what reads or changes the groups of the old one, sees those of the new one.
-            self.client.param_groups = optimizer.param_groups
+        if self.client is not None and self.client.state:
+            optimizer.load_state_dict(self.client.state_dict())
         return optimizer
 
 
@@ -268,11 +265,9 @@ def _settings_of(client: torch.optim.Optimizer) -> dict[str, Any]:
 # Schedulers of the script
 
 
-def follow(scheduler: Any, old: torch.optim.Optimizer | None, new: Optimizer) -> None:
+def follow(scheduler: Any, old: torch.optim.Optimizer, new: Optimizer) -> None:
     """Let a scheduler that was built for the optimizer `old` set the rates of `new` from now on,
     and those inside of it, too."""
-    if old is None:
-        return
     pending, seen = [scheduler], set[int]()
     while pending:
         each = pending.pop()

@@ -1,0 +1,27 @@
+"""Engines of `infinity.initialize` that are destroyed with their test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import infinity
+
+Start = Callable[..., tuple[Any, Any, Any, Any]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """`infinity.initialize`; engines are destroyed at the end."""
+    engines: list[Any] = []
+
+    def initialize(**arguments: Any) -> tuple[Any, Any, Any, Any]:
+        found = infinity.initialize(**arguments)
+        engines.append(found[0])
+        return found
+
+    yield initialize
+    for engine in engines:
+        engine.destroy()

@@ -1,0 +1,154 @@
+"""Checkpoints of an engine of `infinity.initialize`: tags, `latest`, and what comes back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from support.deepspeed import batch, configuration, net
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Start = Callable[..., tuple[Any, Any, Any, Any]]
+CONSOLIDATED = "_zero3_consolidated_16bit_state_dict"
+"""As transformers and accelerate call it."""
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 20}}
+
+
+def losses(engine: Any, steps: range) -> list[float]:
+    found = []
+    for number in steps:
+        loss = engine(*batch(number))
+        found.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return found
+
+
+def test_a_run_goes_on_where_it_was_saved(start: Start, tmp_path: Path) -> None:
+    """States on NVMe; a forward of a step is under way in neither run."""
+    config = configuration(tmp_path / "nvme", scheduler=SCHEDULE, gradient_accumulation_steps=2)
+    engine, *_ = start(model=net(), config=config)
+    losses(engine, range(6))
+    assert engine.save_checkpoint(tmp_path, client_state={"epoch": 3, "seen": [1, 2]})
+    assert (tmp_path / "latest").read_text() == "global_step3"
+    expected = losses(engine, range(6, 10))
+    other, *_ = start(model=net(1), config=config)
+    path, client_state = other.load_checkpoint(tmp_path)
+    assert path == str(tmp_path / "global_step3")
+    assert client_state == {"epoch": 3, "seen": [1, 2]}
+    assert (other.global_steps, other.micro_steps, other.global_samples) == (3, 6, 12)
+    assert losses(other, range(6, 10)) == expected
+    assert other.get_lr() == engine.get_lr()
+
+
+def test_tags(start: Start, tmp_path: Path) -> None:
+    """One that is saved again is replaced; `latest` is left alone where that is asked for."""
+    engine, *_ = start(model=net(), config=configuration())
+    engine.save_checkpoint(str(tmp_path), tag="pytorch_model")
+    losses(engine, range(1))
+    engine.save_checkpoint(str(tmp_path), tag="pytorch_model")
+    engine.save_checkpoint(tmp_path, tag=7, save_latest=False)
+    assert (tmp_path / "latest").read_text() == "pytorch_model"
+    other, *_ = start(model=net(1), config=configuration())
+    for tag in (None, "pytorch_model", 7):
+        path, state = other.load_checkpoint(tmp_path, tag=tag)
+        assert path is not None and state == {}
+        assert torch.equal(
+            other.module_state_dict()["last.bias"], engine.module_state_dict()["last.bias"]
+        )
+
+
+def test_what_is_not_loaded_stays(start: Start, tmp_path: Path) -> None:
+    """Weights alone; or all but the scheduler."""
+    config = configuration(scheduler=SCHEDULE)
+    engine, *_ = start(model=net(), config=config)
+    losses(engine, range(3))
+    engine.save_checkpoint(tmp_path)
+    weights = engine.module_state_dict()
+    for options, steps, rates in (
+        ({"load_module_only": True}, 0, False),
+        ({"load_optimizer_states": False}, 3, True),
+        ({"load_lr_scheduler_states": False}, 3, False),
+        ({"load_optimizer_states": False, "load_lr_scheduler_states": False}, 3, False),
+    ):
+        other, _, _, scheduler = start(model=net(1), config=config)
+        other.load_checkpoint(tmp_path, **options)
+        assert other.global_steps == steps
+        assert (scheduler.last_epoch == 3) == rates
+        assert all(
+            torch.equal(value, weights[name]) for name, value in other.module_state_dict().items()
+        )
+        moment = infinity.get(other.module.last.bias, "exp_avg")
+        assert moment is not None
+        kept = options.get("load_optimizer_states", not options.get("load_module_only", False))
+        assert bool(moment.any()) == kept
+        other.destroy()
+
+
+def test_a_client_optimizer_follows_a_load(start: Start, tmp_path: Path) -> None:
+    config = configuration()
+    del config["optimizer"]
+    model = net()
+    client = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(client, 0.5)
+    engine, optimizer, *_ = start(
+        model=model, optimizer=client, lr_scheduler=schedule, config=config
+    )
+    losses(engine, range(2))
+    engine.save_checkpoint(tmp_path)
+    losses(engine, range(2))
+    engine.load_checkpoint(tmp_path)
+    assert engine.get_lr() == schedule.get_last_lr() == [2.5e-3]
+    assert client.param_groups is optimizer.param_groups
+
+
+def test_there_is_nothing_to_load(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, *_ = start(model=net(), config=configuration())
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    assert "has no file latest, so nothing was loaded; give a tag" in caplog.text
+    with pytest.raises(infinity.CheckpointError, match="there is no such directory"):
+        engine.load_checkpoint(tmp_path, tag="missing")
+    with pytest.raises(infinity.ConfigError, match="must be a name without directories"):
+        engine.save_checkpoint(tmp_path, tag="a/b")
+    with pytest.raises(infinity.CheckpointError, match="extra"):
+        engine.save_checkpoint(tmp_path, client_state={"model": object()})
+    assert not (tmp_path / "latest").exists()
+
+
+@pytest.mark.parametrize("gather", [True, False])
+def test_weights_for_others(start: Start, tmp_path: Path, gather: bool) -> None:
+    config = configuration(bf16={"enabled": True})
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = gather
+    model = net()
+    model.first.requires_grad_(False)
+    engine, *_ = start(model=model, config=config)
+    assert engine.zero_gather_16bit_weights_on_model_save() is gather
+    assert engine.save_16bit_model(tmp_path / "out") is gather
+    path = tmp_path / "out" / "pytorch_model.bin"
+    assert path.exists() is gather
+    if not gather:
+        with pytest.raises(ValueError, match="stage3_gather_16bit_weights_on_model_save"):
+            getattr(engine, CONSOLIDATED)()
+        return
+    saved = torch.load(path)
+    assert saved.keys() == net().state_dict().keys()
+    assert all(
+        torch.equal(value, net().bfloat16().state_dict()[name]) for name, value in saved.items()
+    )
+    trained = getattr(engine, CONSOLIDATED)(exclude_frozen_parameters=True)
+    assert set(saved) - set(trained) == {"first.weight", "first.bias"}
+
+
+def test_an_option_that_is_not_supported(start: Start, tmp_path: Path) -> None:
+    engine, *_ = start(model=net(), config=configuration())
+    with pytest.raises(infinity.ConfigError, match=re.escape("custom_load_fn is not supported")):
+        engine.load_checkpoint(tmp_path, custom_load_fn=print)

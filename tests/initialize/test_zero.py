@@ -1,0 +1,188 @@
+"""`infinity.zero`, and DeepSpeed's functions for the states of one parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.deepspeed import fragments
+from infinity.deepspeed.zero import ZeroParamStatus
+from support.deepspeed import Net, batch, configuration, net
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Start = Callable[..., tuple[Any, Any, Any, Any]]
+
+
+def step(engine: Any, number: int = 0) -> None:
+    x, labels = batch(number)
+    engine.backward(engine(x.to(next(engine.parameters()).dtype), labels))
+    engine.step()
+
+
+# Init
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_model_built_inside_init_has_the_values_of_its_constructors(
+    start: Start, tmp_path: Path, nested: bool
+) -> None:
+    config = configuration(tmp_path)
+    torch.manual_seed(0)
+    with infinity.zero.Init(config_dict_or_path=config):
+        if nested:
+            with infinity.zero.Init(config_dict_or_path=config, enabled=True):
+                model = Net()
+        else:
+            model = Net()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    engine, *_ = start(model=model, model_parameters=model.parameters(), config=config)
+    for name, value in net().state_dict().items():
+        assert torch.equal(engine.module_state_dict()[name], value)
+    step(engine)
+
+
+def test_init_may_be_off() -> None:
+    with infinity.zero.Init(enabled=False):
+        model = net()
+    assert not model.first.weight.is_meta
+    with infinity.zero.Init(module=model):
+        assert not net().first.weight.is_meta
+
+
+# Parameters of an engine
+
+
+def test_parameters_have_their_names_in_deepspeed(start: Start) -> None:
+    engine, *_ = start(model=net(), config=configuration())
+    parameters = list(engine.parameters())
+    weight = engine.module.first.weight
+    assert len({parameter.ds_id for parameter in parameters}) == len(parameters)
+    assert weight.ds_shape == weight.shape == (16, 8) and weight.ds_numel == 128
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    with infinity.zero.GatheredParameters(weight):
+        assert weight.ds_status is ZeroParamStatus.AVAILABLE and weight.ds_numel == 128
+
+
+def test_gathered_parameters_are_read_and_changed(start: Start, tmp_path: Path) -> None:
+    engine, *_ = start(model=net(), config=configuration(tmp_path))
+    model = engine.module
+    with infinity.zero.GatheredParameters([model.first.weight, model.last.bias]):
+        assert torch.equal(model.first.weight, net().first.weight)
+    with infinity.zero.GatheredParameters(model.last.bias, modifier_rank=0), torch.no_grad():
+        model.last.bias.fill_(3.0)
+    with infinity.zero.GatheredParameters(model):
+        assert torch.equal(model.last.bias, torch.full((4,), 3.0))
+    with (
+        pytest.raises(infinity.ShardedParameterError, match="changed inside"),
+        infinity.zero.GatheredParameters(model.last.bias),
+    ):
+        model.last.bias.data.zero_()
+    with infinity.zero.GatheredParameters(model.last.bias, enabled=False):
+        assert model.last.bias.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    with infinity.zero.GatheredParameters(net().first.weight, modifier_rank=0):
+        pass
+    with pytest.raises(infinity.ConfigError, match="GatheredParameters takes a module"):
+        infinity.zero.GatheredParameters("first.weight")
+
+
+def test_external_parameters_need_nothing(start: Start) -> None:
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.second = nn.Linear(8, 8)
+            infinity.zero.register_external_parameter(self, self.first.weight)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return (
+                nn.functional.linear(self.second(self.first(x)), self.first.weight).square().mean()
+            )
+
+    engine, *_ = start(model=Outside(), config=configuration())
+    step(engine)
+    infinity.zero.unregister_external_parameter(engine.module, engine.module.first.weight)
+    with pytest.raises(infinity.ConfigError, match="an external parameter is one of a module"):
+        infinity.zero.register_external_parameter(None, engine.module.first.weight)
+    with pytest.raises(infinity.ConfigError, match="is a parameter, not 3"):
+        infinity.zero.register_external_parameter(engine.module, 3)
+
+
+def test_leaf_modules_are_marked_and_unmarked() -> None:
+    zero, model = infinity.zero, nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    assert zero.set_z3_leaf_modules(model, [nn.Linear, "ReLU"]) == [model[0], model[1][0]]
+    assert zero.get_z3_leaf_modules(model) == [model[0], model[1][0]]
+    assert zero.unset_z3_leaf_modules(model, [nn.Linear]) == [model[0]]
+    assert zero.set_z3_leaf_modules_by_name(model, ["1"]) == [model[1]]
+    assert zero.set_z3_leaf_modules_by_suffix(model, ["1.0"]) == [model[1][0]]
+    zero.set_z3_leaf_module(model[1], False)
+    assert not zero.z3_leaf_module(model[1])
+    with pytest.raises(infinity.ConfigError, match="no module of Sequential is meant"):
+        zero.set_z3_leaf_modules(model, [nn.Conv2d])
+    assert zero.set_z3_leaf_modules(model, [nn.Conv2d], raise_if_not_found=False) == []
+
+
+# States of one parameter
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("form", ["full", "local"])
+def test_states_of_a_parameter(start: Start, tmp_path: Path, precision: str, form: str) -> None:
+    """None for what is frozen; what is set comes back."""
+    changes = {} if precision == "fp32" else {precision: {"enabled": True}}
+    if precision == "fp16":
+        changes["fp16"]["initial_scale_power"] = 4
+    model = net()
+    model.second.requires_grad_(False)
+    engine, *_ = start(model=model, config=configuration(tmp_path, **changes))
+    get = {name: getattr(fragments, f"safe_get_{form}_{name}") for name in NAMES}
+    put = {name: getattr(fragments, f"safe_set_{form}_{name}") for name in NAMES}
+    frozen, trained = engine.module.second.weight, engine.module.last.weight
+    assert get["grad"](trained) is None
+    x, labels = batch(0)
+    engine.backward(engine(x.to(trained.dtype), labels))
+    for parameter in (frozen, trained):
+        found = [
+            get["fp32_param"](parameter),
+            get["grad"](parameter),
+            get["optimizer_state"](parameter, "exp_avg"),
+        ]
+        assert all((value is None) == (parameter is frozen) for value in found)
+    shape = trained.shape if form == "full" else (trained.numel(),)
+    values = torch.arange(trained.numel(), dtype=torch.float32).view(shape) / 64
+    for parameter in (frozen, trained):
+        put["fp32_param"](parameter, values)
+        put["grad"](parameter, values + 1)
+        put["optimizer_state"](parameter, values + 2, "exp_avg")
+        put["optimizer_state"](parameter, values + 3, "exp_avg_sq")
+    assert torch.equal(get["fp32_param"](trained), values)
+    assert torch.equal(get["grad"](trained).float(), values + 1)
+    assert torch.equal(get["optimizer_state"](trained, "exp_avg"), values + 2)
+    assert torch.equal(get["optimizer_state"](trained, "exp_avg_sq"), values + 3)
+    engine.step()
+    assert not torch.equal(get["fp32_param"](trained), values)
+    assert torch.equal(engine.module_state_dict()["second.weight"].float(), kept(precision))
+
+
+NAMES = ("fp32_param", "grad", "optimizer_state")
+
+
+def kept(precision: str) -> torch.Tensor:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    return net().second.weight.detach().to(dtype).float()
+
+
+def test_gradients_are_updated_together(start: Start) -> None:
+    engine, *_ = start(model=net(), config=configuration())
+    engine.backward(engine(*batch(0)))
+    parameters = list(engine.parameters())
+    before = [fragments.safe_get_full_grad(parameter) for parameter in parameters]
+    fragments.safe_update_full_grad_vectorized(parameters, lambda gradient, _: gradient * 2)
+    for parameter, gradient in zip(parameters, before, strict=True):
+        assert torch.equal(fragments.safe_get_full_grad(parameter), gradient * 2)
