@@ -18,6 +18,7 @@ from infinity.cli.export import export
 from infinity.cli.finetune import finetune
 from infinity.cli.gc import gc
 from infinity.cli.inspect import inspect
+from infinity.cli.plan import plan
 
 app = typer.Typer(
     name="infinity",
@@ -31,6 +32,7 @@ app.command()(inspect)
 app.command()(export)
 app.command()(doctor)
 app.command()(gc)
+app.command()(plan)
 bench = typer.Typer(
     name="bench", no_args_is_help=True, help="Measure what this machine's devices give."
 )

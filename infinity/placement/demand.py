@@ -7,7 +7,7 @@ Values only, so `infinity plan` asks the same questions about a model that nobod
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infinity.config import Config, Tier
 from infinity.free_memory import Budgets
@@ -97,6 +97,10 @@ class Demand:
     """Bytes of a gradient buffer on the compute device; 0 where gradients need none."""
     exchanges: bool
     """Whether gradients go home beside the model, so that a second buffer is of use."""
+
+    def within(self, budgets: Budgets) -> Demand:
+        """The same with other budgets."""
+        return replace(self, placement=replace(self.placement, budgets=budgets))
 
     def least(self) -> Budgets:
         """The smallest budgets that work."""

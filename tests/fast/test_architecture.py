@@ -32,8 +32,9 @@ LAYERS = """\
 10 bench
 10 deepspeed
 10 integrations
-11 cli
-12 infinity: __main__
+11 plan
+12 cli
+13 infinity: __main__
 """
 
 PUBLIC = [

@@ -1,0 +1,213 @@
+"""A plan on a terminal, and as a drawing."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from infinity.cli.drawing import BLUE, BROWN, GREY, ORANGE, PURPLE, RED, TEAL, styled
+from infinity.directories.directory import Directory
+from infinity.directories.drafts import drafting
+from infinity.plan.advice import Advice
+from infinity.plan.forecast import Forecast, config_text
+from infinity.plan.memory import MemoryPlan
+from infinity.plan.published import tables
+from infinity.quantities import format_bytes
+
+_WIDTH = 48
+_TIERS = {"gpu": "GPU", "cpu": "host memory", "nvme": "NVMe"}
+_PARTS = {
+    "param": (BLUE, "parameters"),
+    "grad": (ORANGE, "gradients"),
+    "master": (TEAL, "masters"),
+    "exp_avg": (PURPLE, "first moments"),
+    "exp_avg_sq": (RED, "second moments"),
+    "engine": (GREY, "copies and staging"),
+    "activations": (BROWN, "activations"),
+}
+"""What fills a tier: its colour and its name. "engine" is what is allocated beside homes."""
+
+
+def parts_of(forecast: Forecast, memory: MemoryPlan) -> dict[str, dict[str, float]]:
+    """Bytes of one rank by tier and part."""
+    allocated, states = memory.allocated, memory.states
+    found: dict[str, dict[str, float]] = {}
+    for tier in _TIERS:
+        own: dict[str, float] = {kind: tiers[tier] for kind, tiers in states.items() if tiers[tier]}
+        beside = allocated[tier] - sum(own.values())
+        if beside > 0:
+            own["engine"] = beside
+        found[tier] = own
+    spilled = memory.offloaded[1]
+    device = "cpu" if forecast.hardware.unified else "gpu"
+    outside = memory.on_device
+    if outside:
+        found[device]["activations"] = found[device].get("activations", 0) + outside
+    if spilled:
+        found["nvme"]["activations"] = spilled
+    return found
+
+
+def capacities(forecast: Forecast) -> dict[str, float]:
+    """What one rank has of each tier."""
+    hardware = forecast.hardware
+    host = hardware.host_memory / hardware.gpus
+    gpu = host if hardware.gpu_memory is None else hardware.gpu_memory
+    return {"gpu": gpu, "cpu": host, "nvme": hardware.capacity / hardware.gpus}
+
+
+def print_plan(
+    console: Console, forecast: Forecast, advice: Advice | None, better: Forecast | None
+) -> None:
+    """All of it."""
+    model, hardware = forecast.model, forecast.hardware
+    ranks = f"{hardware.ranks} ranks" if hardware.ranks > 1 else "one rank"
+    console.print(
+        f"{model.name}: {model.parameters / 1e9:,.4g} billion parameters on {hardware.name}, "
+        f"{ranks}",
+        markup=False,
+        style="bold",
+    )
+    if forecast.memory is not None:
+        _print_memory(console, forecast, forecast.memory)
+    if forecast.pace is not None:
+        _print_pace(console, forecast)
+    for problem in forecast.problems:
+        console.print(f"It does not fit: {problem}.", markup=False, style="red", soft_wrap=True)
+    if advice is not None:
+        console.print(f"Smallest change: {advice.words}.", markup=False, soft_wrap=True)
+    elif not forecast.fits:
+        console.print("No single change helps; plan for a smaller model.", markup=False)
+    shown = forecast if better is None else better
+    if shown.fits:
+        if better is not None and better.pace is not None:
+            rate = f"{better.pace.seconds:,.3g} s, {better.pace.tokens_per_second:,.4g} tokens/s"
+            console.print(f"With it, a step takes {rate}.", markup=False)
+        console.print(config_text(shown.config), markup=False, soft_wrap=True, style="green")
+
+
+def _print_memory(console: Console, forecast: Forecast, memory: MemoryPlan) -> None:
+    parts, have = parts_of(forecast, memory), capacities(forecast)
+    unified = forecast.hardware.unified
+    kinds = [kind for kind in _PARTS if any(kind in tier for tier in parts.values())]
+    table = Table(box=None, title="One rank", title_justify="left")
+    table.add_column("")
+    for tier in _TIERS:
+        name = "compute (in host memory)" if tier == "gpu" and unified else _TIERS[tier]
+        table.add_column(name, justify="right")
+    for kind in kinds:
+        cells = [format_bytes(parts[tier].get(kind, 0)) for tier in _TIERS]
+        table.add_row(_PARTS[kind][1], *cells, style=_PARTS[kind][0])
+    table.add_row("together", *(format_bytes(sum(parts[tier].values())) for tier in _TIERS))
+    table.add_row("of", *(format_bytes(have[tier]) for tier in _TIERS))
+    console.print(table)
+    for tier, name in _TIERS.items():
+        console.print(_bar(name, parts[tier], have[tier]))
+
+
+def _bar(name: str, parts: dict[str, float], have: float) -> Text:
+    """A line of blocks, a colour for each part, as long as what there is."""
+    scale = _WIDTH / max(have, sum(parts.values()), 1)
+    line = Text(f"{name:>12} ")
+    used = 0
+    for kind, nbytes in parts.items():
+        blocks = round(nbytes * scale)
+        line.append("█" * blocks, style=_PARTS[kind][0])
+        used += blocks
+    line.append("░" * max(0, round(have * scale) - used))
+    return line
+
+
+def _print_pace(console: Console, forecast: Forecast) -> None:
+    pace = forecast.pace
+    if pace is None:
+        return
+    table = Table(box=None, show_header=False, title="One step", title_justify="left")
+    table.add_column()
+    table.add_column(justify="right", style="bold")
+    table.add_row("seconds", f"{pace.seconds:,.3g}")
+    table.add_row("tokens", f"{pace.tokens:,}")
+    table.add_row("tokens per second", f"{pace.tokens_per_second:,.4g}")
+    table.add_row("bottleneck", pace.bottleneck)
+    table.add_row("updates", pace.mode)
+    read, written = pace.traffic.read + pace.spilled, pace.traffic.update_written + pace.spilled
+    if read + written:
+        table.add_row("NVMe read, written", f"{format_bytes(read)}, {format_bytes(written)}")
+    if pace.hiding_tokens is not None:
+        table.add_row("tokens that hide the NVMe", f"{pace.hiding_tokens:,.0f}")
+    wear = forecast.wear
+    if wear is not None:
+        table.add_row("written in a day, per node", format_bytes(wear.bytes_per_day))
+        if wear.days is not None:
+            table.add_row("endurance lasts, days", f"{wear.days:,.0f}")
+    console.print(table)
+    for lane, seconds in sorted(pace.busy.items(), key=lambda item: -item[1]):
+        share = min(seconds / pace.seconds, 1.0)
+        line = Text(f"{lane:>15} ")
+        line.append("█" * round(share * _WIDTH), style=BLUE)
+        line.append("░" * (_WIDTH - round(share * _WIDTH)))
+        line.append(f" {seconds:,.3g} s")
+        console.print(line)
+
+
+def print_tables() -> None:
+    """The published tables, as the formulas give them."""
+    console = Console(file=sys.stdout)
+    for table in tables():
+        shown = Table(title=table.title, title_justify="left", box=None)
+        for column in table.columns:
+            shown.add_column(column, justify="right")
+        for row in table.rows:
+            shown.add_row(*row)
+        console.print(shown)
+
+
+def write_chart(path: Path, forecast: Forecast) -> None:
+    """Draw the tiers and the lanes to `path` as a PNG, whole or not at all."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with styled("plan"), Directory(path.parent) as place, drafting(place) as drafts:
+        figure = Figure(figsize=(10, 5.2))
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2)
+        if forecast.memory is not None:
+            _draw_memory(left, forecast, forecast.memory)
+        if forecast.pace is not None:
+            lanes = sorted(forecast.pace.busy.items(), key=lambda item: item[1])
+            right.barh([lane for lane, _ in lanes], [s for _, s in lanes], color=BLUE)
+            right.axvline(forecast.pace.seconds, color=RED, linestyle=(0, (5, 3)))
+            right.set_title(
+                f"a step: {forecast.pace.seconds:.3g} s (dashed), and who works how long"
+            )
+            right.set_xlabel("seconds")
+        figure.suptitle(
+            f"{forecast.model.name}, {forecast.model.parameters / 1e9:,.4g} billion parameters, "
+            f"on {forecast.hardware.name}"
+        )
+        image = io.BytesIO()
+        figure.savefig(image, format="png", dpi=150)
+        drafts.write(path.name, image.getvalue())
+        drafts.publish(path.name)
+
+
+def _draw_memory(axes: Any, forecast: Forecast, memory: MemoryPlan) -> None:
+    parts, have = parts_of(forecast, memory), capacities(forecast)
+    bottom = dict.fromkeys(_TIERS, 0.0)
+    for kind, (color, name) in _PARTS.items():
+        heights = [parts[tier].get(kind, 0) / max(have[tier], 1) for tier in _TIERS]
+        if any(heights):
+            labels, bottoms = list(_TIERS.values()), list(bottom.values())
+            axes.bar(labels, heights, bottom=bottoms, color=color, label=name)
+            bottom = {
+                tier: bottom[tier] + height for tier, height in zip(_TIERS, heights, strict=True)
+            }
+    axes.axhline(1.0, color=RED, linestyle=(0, (5, 3)))
+    axes.set_title("share of each memory of one rank")
+    axes.legend(loc="upper right", fontsize=8)

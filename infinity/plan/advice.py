@@ -1,0 +1,273 @@
+"""The smallest change that makes a refused plan fit.
+
+Changes are tried in the order of what they cost. Placement costs time and changes no number. A
+smaller batch with more micro-batches keeps the numbers, too. Narrower moments change numbers. More
+hardware costs money. One change goes before two, and two before more hardware.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from infinity.config import Config, Tuning
+from infinity.errors import ConfigError
+from infinity.plan.forecast import Forecast, place
+from infinity.plan.hardware import Hardware
+from infinity.plan.memory import Training
+from infinity.plan.model import PlannedModel
+from infinity.quantities import format_bytes
+
+GRAIN = 1 << 30
+"""More memory is advised in multiples of so many bytes."""
+MOST_GRAINS = 1 << 24
+MOST_NODES = 1 << 10
+_BUDGETS = ("gpu_memory", "cpu_memory")
+_STATES = ("optimizer", "parameters", "gradients")
+
+
+class Situation(NamedTuple):
+    """What may be changed."""
+
+    config: Config
+    training: Training
+    hardware: Hardware
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change: `words` say it, `apply` makes it. It gives None where there is nothing to change,
+    and raises `ConfigError` where the result cannot be."""
+
+    words: str
+    apply: Callable[[Situation], Situation | None]
+
+
+class Advice(NamedTuple):
+    """What to do, in words, and the case that comes of it."""
+
+    words: str
+    case: Situation
+
+
+def advise(forecast: Forecast) -> Advice | None:
+    """The smallest change after which a refused `forecast` fits; None where it fits, or where
+    nothing helps."""
+    if forecast.fits:
+        return None
+    case = Situation(forecast.config, forecast.training, forecast.hardware)
+    for change in _attempts(forecast.model, case):
+        changed = _applied(change, case)
+        if changed is not None and _fits(forecast.model, changed):
+            return Advice(change.words, changed)
+    return None
+
+
+def _attempts(model: PlannedModel, case: Situation) -> Iterator[Change]:
+    """Everything that may help, the cheapest first."""
+    singles = [*_placements(case), *_batches(case), *_formats()]
+    yield from singles
+    for first, second in itertools.combinations(singles, 2):
+        yield _both(first, second)
+    yield from _hardware(model, case)
+
+
+def _fits(model: PlannedModel, case: Situation) -> bool:
+    memory, problems = place(model, case.hardware, case.training, case.config)
+    return memory is not None and not problems
+
+
+def _applied(change: Change, case: Situation) -> Situation | None:
+    try:
+        return change.apply(case)
+    except ConfigError:
+        return None
+
+
+def _both(first: Change, second: Change) -> Change:
+    def apply(case: Situation) -> Situation | None:
+        between = first.apply(case)
+        return None if between is None else second.apply(between)
+
+    return Change(f"{first.words}, and {second.words}", apply)
+
+
+def _all_of(changes: list[Change], case: Situation) -> Change:
+    """Those of `changes` that can be made one after the other; of several for one field the
+    last."""
+    made: dict[str, str] = {}
+    for change in changes:
+        changed = _applied(change, case)
+        if changed is not None:
+            case = changed
+            made[change.words.partition("=")[0]] = change.words
+    words = ", ".join(made.values())
+    return Change(words or "leave the rest as it is", lambda _: case)
+
+
+# What changes no number
+
+
+def _configured(words: str, fields: dict[str, Any], tuning: dict[str, Any]) -> Change:
+    def apply(case: Situation) -> Situation | None:
+        old = case.config
+        values = {name: getattr(old, name) for name in Config.model_fields if name != "tuning"}
+        own = {name: getattr(old.tuning, name) for name in Tuning.model_fields}
+        if {**values, **fields} == values and {**own, **tuning} == own:
+            return None
+        new = Config(**{**values, **fields}, tuning=Tuning(**{**own, **tuning}))
+        return case._replace(config=new)
+
+    return Change(words, apply)
+
+
+def _placements(case: Situation) -> list[Change]:
+    config = case.config
+    changes = [
+        _configured(f"leave {key} out", {key: "auto"}, {})
+        for key in _BUDGETS
+        if getattr(config, key) != "auto"
+    ]
+    for state in _STATES:
+        if getattr(config, state) == "gpu" and config.stage in (0, 3):
+            changes.append(_configured(f'set {state}="cpu"', {state: "cpu"}, {}))
+    if case.hardware.drives:
+        nvme = config.nvme or ("/mnt/nvme0",)
+        for state in _STATES:
+            if getattr(config, state) != "nvme" and config.stage in (0, 3):
+                words = f'set {state}="nvme"'
+                changes.append(_configured(words, {"nvme": nvme, state: "nvme"}, {}))
+    changes.append(Change("recompute activations (activation checkpointing)", _recomputed))
+    if config.activations == "gpu":
+        changes.append(_configured('set activations="cpu"', {"activations": "cpu"}, {}))
+    if config.activations != "nvme" and case.hardware.drives:
+        nvme = config.nvme or ("/mnt/nvme0",)
+        fields = {"nvme": nvme, "activations": "nvme"}
+        changes.append(_configured('set activations="nvme"', fields, {}))
+    return changes
+
+
+def _recomputed(case: Situation) -> Situation | None:
+    if case.training.recomputes:
+        return None
+    return case._replace(training=dataclasses.replace(case.training, recomputes=True))
+
+
+def _batches(case: Situation) -> list[Change]:
+    """Smaller micro-batches, as many tokens in a step."""
+    changes = []
+    batch, accumulate = case.training.batch, case.training.accumulate
+    while batch % 2 == 0:
+        batch, accumulate = batch // 2, accumulate * 2
+        training = dataclasses.replace(case.training, batch=batch, accumulate=accumulate)
+        words = f"use {accumulate} micro-batches of {batch} windows"
+        changes.append(Change(words, lambda each, new=training: each._replace(training=new)))  # type: ignore[misc]
+    return changes
+
+
+# What changes numbers, or risks
+
+
+def _formats() -> list[Change]:
+    without = "set Tuning(copy_on_write=False), after which a failed step loses the states"
+    return [
+        _configured('set Tuning(gradient_precision="auto")', {}, {"gradient_precision": "auto"}),
+        _configured(without, {}, {"copy_on_write": False}),
+        _configured('set moment_precision="bf16"', {"moment_precision": "bf16"}, {}),
+        _configured('set moment_precision="int8"', {"moment_precision": "int8"}, {}),
+    ]
+
+
+# More hardware
+
+
+class More(NamedTuple):
+    """Bytes more of each memory."""
+
+    gpu: int
+    host: int
+    drives: int
+
+    @property
+    def price(self) -> float:
+        """What it costs, roughly, in the price of a byte of host memory."""
+        return 20 * self.gpu + self.host + self.drives / 20
+
+    def added_to(self, hardware: Hardware) -> Hardware:
+        """The machine with it."""
+        drives, gpu = hardware.drives, hardware.gpu_memory
+        if drives:
+            first = dataclasses.replace(drives[0], capacity=drives[0].capacity + self.drives)
+            drives = (first, *drives[1:])
+        return dataclasses.replace(
+            hardware,
+            gpu_memory=None if gpu is None else gpu + self.gpu,
+            host_memory=hardware.host_memory + self.host,
+            drives=drives,
+        )
+
+    def words(self) -> str:
+        """How to say it."""
+        parts = {"memory to each GPU": self.gpu, "host memory": self.host, "drives": self.drives}
+        said = [f"{format_bytes(nbytes)} of {what}" for what, nbytes in parts.items() if nbytes]
+        return f"add {' and '.join(said)}" + " to each node" * bool(self.host or self.drives)
+
+
+def _hardware(model: PlannedModel, case: Situation) -> Iterator[Change]:
+    """More memory, beside the change of placement with which the cheapest will do."""
+    found: list[tuple[More, Change | None, Change]] = []
+    placements = _placements(case)
+    for before in [None, *placements, _all_of(placements, case)]:
+        changed = case if before is None else _applied(before, case)
+        more = None if changed is None else _least(model, changed)
+        if changed is not None and more is not None:
+            larger = more.added_to(changed.hardware)
+            found.append((more, before, _with_hardware(more.words(), larger)))
+    for _, before, change in sorted(found, key=lambda each: each[0].price):
+        yield change if before is None else _both(before, change)
+    yield from _more_nodes(model, case)
+
+
+def _least(model: PlannedModel, case: Situation) -> More | None:
+    """As little more of each memory as fits, in whole `GRAIN`s, first of the dearest; None where
+    none helps."""
+    plenty = MOST_GRAINS * GRAIN
+    more = More(plenty, plenty, plenty)
+
+    def fits(tried: More) -> bool:
+        return _fits(model, case._replace(hardware=tried.added_to(case.hardware)))
+
+    if not fits(more):
+        return None
+    for memory in More._fields:
+        none = more._replace(**{memory: 0})
+        if fits(none):
+            more = none
+            continue
+        high = 1
+        while not fits(more._replace(**{memory: high * GRAIN})):
+            high *= 2
+        low = high // 2
+        while high - low > max(1, high // 32):
+            middle = (low + high) // 2
+            enough = fits(more._replace(**{memory: middle * GRAIN}))
+            low, high = (low, middle) if enough else (middle, high)
+        more = more._replace(**{memory: high * GRAIN})
+    return more
+
+
+def _more_nodes(model: PlannedModel, case: Situation) -> Iterator[Change]:
+    nodes = case.hardware.nodes
+    while nodes < MOST_NODES:
+        nodes *= 2
+        larger = dataclasses.replace(case.hardware, nodes=nodes)
+        if _fits(model, case._replace(hardware=larger)):
+            yield _with_hardware(f"use {nodes} nodes", larger)
+            return
+
+
+def _with_hardware(words: str, hardware: Hardware) -> Change:
+    return Change(words, lambda case: case._replace(hardware=hardware))

@@ -1,0 +1,167 @@
+"""A plan: what a model takes of a machine, and how long a step would be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infinity.config import Config, Tuning
+from infinity.errors import BudgetError, ConfigError
+from infinity.plan.hardware import Hardware
+from infinity.plan.memory import MemoryPlan, Training, memory_plan, shortages, totals
+from infinity.plan.model import PlannedModel
+from infinity.plan.pace import Pace, pace, rates_of
+
+
+@dataclass(frozen=True)
+class Wear:
+    """What training writes to the drives of a node: bytes per day, and the days until it has
+    written what their makers let one write (None: not known)."""
+
+    bytes_per_day: float
+    days: float | None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The answer. `problems` are empty where the plan fits; `memory` and `pace` are None where it
+    cannot be placed at all."""
+
+    model: PlannedModel
+    hardware: Hardware
+    training: Training
+    config: Config
+    problems: tuple[str, ...]
+    memory: MemoryPlan | None = None
+    pace: Pace | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it would run."""
+        return not self.problems
+
+    @property
+    def wear(self) -> Wear | None:
+        """Of the drives; None where nothing is written to them."""
+        if self.pace is None or not self.pace.written_per_day:
+            return None
+        endurance = [drive.endurance for drive in self.hardware.drives]
+        known = [each for each in endurance if each is not None]
+        whole = bool(known) and len(known) == len(endurance)
+        per_day = self.pace.written_per_day
+        return Wear(per_day, sum(known) / per_day if whole else None)
+
+
+def plan(model: PlannedModel, hardware: Hardware, training: Training, config: Config) -> Forecast:
+    """What `model` would take of `hardware`, and how long a step of `training` would be.
+
+    A plan that does not fit is an answer, too: its `problems` say why.
+    """
+    memory, problems = place(model, hardware, training, config)
+    fits = memory is not None and not problems
+    step = pace(model, training, memory, hardware) if memory is not None and fits else None
+    return Forecast(model, hardware, training, config, problems, memory, step)
+
+
+def place(
+    model: PlannedModel, hardware: Hardware, training: Training, config: Config
+) -> tuple[MemoryPlan | None, tuple[str, ...]]:
+    """Where everything would be, and why that cannot be; None where `wrap` would refuse it."""
+    on_nvme = _on_nvme(config)
+    if on_nvme and not hardware.drives:
+        return None, (f"{' and '.join(on_nvme)} on nvme, but the machine has no drives",)
+    try:
+        rates = rates_of(model, config, hardware)
+        memory = memory_plan(model, training, config, hardware, rates)
+    except (BudgetError, ConfigError) as error:
+        return None, (str(error),)
+    return memory, tuple(shortages(memory, hardware))
+
+
+def _on_nvme(config: Config) -> list[str]:
+    states = ("parameters", "gradients", "optimizer", "activations")
+    return [state for state in states if getattr(config, state) == "nvme"]
+
+
+def default_config(hardware: Hardware, **options: Any) -> Config:
+    """A `Config` of `options`, with a directory for each drive where none is given."""
+    count = len(hardware.drives)
+    options.setdefault("nvme", tuple(Path(f"/mnt/nvme{number}") for number in range(count)))
+    if not options["nvme"]:
+        del options["nvme"]
+    return Config(**options)
+
+
+def config_text(config: Config) -> str:
+    """`config` as Python that makes it: the fields that are not at their defaults."""
+    plain = Config(nvme=config.nvme) if config.nvme else Config()
+    found = _arguments(config, plain, without=("tuning", "nvme"))
+    if config.nvme:
+        paths = [str(path) for path in config.nvme]
+        found.insert(0, f"nvme={paths[0]!r}" if len(paths) == 1 else f"nvme={paths!r}")
+    tuning = _arguments(config.tuning, Tuning(), without=())
+    if tuning:
+        found.append(f"tuning=infinity.Tuning({', '.join(tuning)})")
+    return f"infinity.Config({', '.join(found)})".replace("'", '"')
+
+
+def _arguments(value: Any, plain: Any, without: Sequence[str]) -> list[str]:
+    return [
+        f"{name}={getattr(value, name)!r}"
+        for name in type(value).model_fields
+        if name not in without and getattr(value, name) != getattr(plain, name)
+    ]
+
+
+def summary(forecast: Forecast, advice: str | None) -> dict[str, Any]:
+    """The forecast as JSON: every number has its unit in its key."""
+    model, hardware, memory, step = (
+        forecast.model,
+        forecast.hardware,
+        forecast.memory,
+        forecast.pace,
+    )
+    found: dict[str, Any] = {
+        "model": model.name,
+        "parameters_count": model.parameters,
+        "trainable_count": model.trainable,
+        "machine": hardware.name,
+        "ranks_count": hardware.ranks,
+        "tokens_per_step_count": forecast.training.tokens * hardware.ranks,
+        "fits": forecast.fits,
+        "problems": list(forecast.problems),
+        "advice": advice,
+        "config": config_text(forecast.config),
+    }
+    if memory is not None:
+        parts = memory.activations
+        found["memory"] = {
+            "per_rank_bytes": memory.allocated,
+            "states_bytes": memory.states,
+            "states_total_bytes": totals(memory.states),
+            "budgets_bytes": memory.choice.budgets._asdict(),
+            "activations": {
+                "saved_bytes": parts.saved,
+                "working_bytes": parts.working,
+                "logits_bytes": parts.logits,
+                "offloaded_bytes": memory.offloaded[0],
+                "on_nvme_bytes": memory.offloaded[1],
+            },
+        }
+    if step is not None:
+        wear = forecast.wear
+        found["step"] = {
+            "seconds": step.seconds,
+            "tokens_per_second": step.tokens_per_second,
+            "bottleneck": step.bottleneck,
+            "updates": step.mode,
+            "busy_seconds": step.busy,
+            "nvme_read_bytes": step.traffic.read + step.spilled,
+            "nvme_written_bytes": step.traffic.update_written + step.spilled,
+            "tokens_that_hide_the_drives_count": step.hiding_tokens,
+            "written_per_day_bytes": wear.bytes_per_day if wear else 0.0,
+            "drives_last_days": wear.days if wear else None,
+        }
+    return found

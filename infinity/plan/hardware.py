@@ -1,0 +1,251 @@
+"""The machine that a plan is for: described by a file or by name. `infinity.plan.measure` measures
+this one."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from infinity.errors import ConfigError
+from infinity.free_memory import Available, Memory
+from infinity.quantities import parse_bytes
+
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class DriveSpec:
+    """One drive of a node: bytes per second of large transfers, `capacity` bytes that may be used,
+    and `endurance` bytes that the maker lets one write (None: not known)."""
+
+    read: float
+    write: float
+    capacity: int
+    endurance: float | None = None
+    both: float | None = None
+    """Bytes per second of reading and writing at once, half of each. None: as if they took
+    turns."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine: `nodes` nodes with `gpus` GPUs each, one rank per GPU.
+
+    Rates are bytes per second that programs reach, not those of a data sheet. `link` is per GPU and
+    direction with all GPUs of a node at work. Without GPUs (`gpu_memory` None) the CPU computes,
+    and a node has one rank.
+    """
+
+    name: str
+    host_memory: int
+    """Bytes of a node that are free for training."""
+    flops: float
+    """Operations per second of one GPU in a transformer block, in the precision of the model."""
+    head_flops: float | None = None
+    """The same in the head and the loss; None: as in a block."""
+    gpu_memory: int | None = None
+    """Bytes of one GPU that are free for training."""
+    gpu_bandwidth: float = 1e12
+    """Of the memory of one GPU."""
+    link: float = 10e9
+    """Between host memory and one GPU, each way."""
+    memory_bandwidth: float = 20e9
+    """Of host memory of a node, as the optimizer kernels reach it."""
+    drives: tuple[DriveSpec, ...] = ()
+    """Of a node."""
+    nodes: int = 1
+    gpus: int = 1
+    network: float = 10e9
+    """Bytes per second that one rank sends to others, while they do so, too."""
+
+    @property
+    def unified(self) -> bool:
+        """Whether the CPU is the compute device."""
+        return self.gpu_memory is None
+
+    @property
+    def ranks(self) -> int:
+        """Of the whole machine."""
+        return self.nodes * self.gpus
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the drives of one node."""
+        return sum(drive.capacity for drive in self.drives)
+
+    @property
+    def available(self) -> Available:
+        """What a node has for its ranks, as budgets are chosen from it."""
+        host = Memory(self.host_memory, self.host_memory, self.name)
+        gpu = None
+        if self.gpu_memory is not None:
+            gpu = Memory(self.gpu_memory, self.gpu_memory, f"a GPU of {self.name}")
+        return Available(host, gpu, self.gpus)
+
+    def replace(self, **changes: Any) -> Hardware:
+        """The same with other values; raises `ConfigError` for one that cannot be."""
+        return checked(dataclasses.replace(self, **changes))
+
+
+_GB = 10**9
+_TB = 10**12
+PRESETS: dict[str, Hardware] = {
+    # ZeRO-Infinity (2104.07857), figure 2b: all 16 GPUs at work, 25 GB/s of NVMe for a node
+    "dgx2": Hardware(
+        "dgx2",
+        host_memory=3 * _TB // 2,
+        flops=70e12,
+        gpu_memory=32 * _GB,
+        gpu_bandwidth=750e9,
+        link=3e9,
+        memory_bandwidth=100e9,
+        drives=(DriveSpec(3.2e9, 3.2e9, 3_500 * _GB),) * 8,
+        gpus=16,
+        network=70e9,
+    ),
+    "h200": Hardware(
+        "h200",
+        host_memory=2 * _TB,
+        flops=400e12,
+        gpu_memory=141 * _GB,
+        gpu_bandwidth=4e12,
+        link=50e9,
+        memory_bandwidth=300e9,
+        drives=(DriveSpec(6.5e9, 4e9, 3_840 * _GB, endurance=7_000 * _TB),) * 4,
+    ),
+    "dgx-h200": Hardware(
+        "dgx-h200",
+        host_memory=2 * _TB,
+        flops=400e12,
+        gpu_memory=141 * _GB,
+        gpu_bandwidth=4e12,
+        link=40e9,
+        memory_bandwidth=300e9,
+        drives=(DriveSpec(6.5e9, 4e9, 3_840 * _GB, endurance=7_000 * _TB),) * 8,
+        gpus=8,
+        network=50e9,
+    ),
+    "rtx4090": Hardware(
+        "rtx4090",
+        host_memory=64 * _GB,
+        flops=120e12,
+        gpu_memory=24 * _GB,
+        gpu_bandwidth=900e9,
+        link=22e9,
+        memory_bandwidth=45e9,
+        drives=(DriveSpec(6.5e9, 3.4e9, 2 * _TB, endurance=1_200 * _TB),),
+    ),
+}
+"""Machines by name. Of "dgx2" the published figures; of the others round figures for such parts."""
+
+_BYTES = ("host_memory", "gpu_memory")
+
+
+def find_hardware(name: str) -> Hardware:
+    """The machine called `name`: one of `PRESETS`, or a JSON or TOML file with the fields of
+    `Hardware`.
+
+    Memory may be text such as "64GB". Raises `ConfigError` that names the file, the field, and what
+    would be right.
+    """
+    path = Path(name)
+    if name in PRESETS and not path.is_file():
+        return PRESETS[name]
+    if not path.is_file():
+        near = get_close_matches(name, PRESETS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ConfigError(
+            f'unknown machine {name!r}{hint} It is a JSON or TOML file, "this", or one of: '
+            f"{', '.join(PRESETS)}"
+        )
+    try:
+        return described(_parse(path), path.stem)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _parse(path: Path) -> Any:
+    if path.stat().st_size > _MOST_BYTES:
+        raise ConfigError("the file is too large for the description of a machine")
+    content = path.read_bytes()
+    try:
+        text = content.decode()
+        if path.suffix == ".toml":
+            return _toml().loads(text)
+        return json.loads(text)
+    except ValueError as error:  # of either parser, and of the decoder
+        raise ConfigError(f"not {path.suffix[1:].upper() or 'JSON'}: {error}") from None
+
+
+def _toml() -> Any:
+    try:
+        return importlib.import_module("tomllib")
+    except ImportError:
+        raise ConfigError("TOML needs Python 3.11; write the description as JSON") from None
+
+
+def described(values: Any, name: str) -> Hardware:
+    """The machine that a mapping with the fields of `Hardware` describes; raises `ConfigError`."""
+    if not isinstance(values, Mapping):
+        raise ConfigError("a description of a machine is a table of fields")
+    values = {"name": name, **values}
+    drives = values.pop("drives", [])
+    if not isinstance(drives, (list, tuple)):
+        raise ConfigError("drives is a list of tables with read, write and capacity")
+    made = [_drive(drive) for drive in drives]
+    fields = _fields(Hardware, values, _BYTES, "")
+    return checked(Hardware(**{**fields, "drives": tuple(made)}))
+
+
+def _drive(values: Any) -> DriveSpec:
+    if not isinstance(values, Mapping):
+        raise ConfigError("drives is a list of tables with read, write and capacity")
+    return DriveSpec(**_fields(DriveSpec, values, ("capacity", "endurance"), "of a drive"))
+
+
+def _fields(
+    kind: type[Any], values: Mapping[str, Any], sizes: tuple[str, ...], where: str
+) -> dict[str, Any]:
+    known = {field.name: field for field in dataclasses.fields(kind)}
+    needed = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+    missing = [name for name in needed if name not in values]
+    unknown = [name for name in values if name not in known]
+    if missing or unknown:
+        word = f"no {missing[0]!r}" if missing else f"unknown field {unknown[0]!r}"
+        raise ConfigError(f"{word} {where}".rstrip() + f"; the fields are {', '.join(known)}")
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in sizes and isinstance(value, str):
+            try:
+                value = parse_bytes(value)
+            except ValueError as error:
+                raise ConfigError(f"{name}: {error}") from None
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        optional = value is None and known[name].default is None
+        if name != "name" and not number and not optional:
+            raise ConfigError(f"{name} is {value!r}, not a number")
+        if name == "name" and not isinstance(value, str):
+            raise ConfigError(f"name is {value!r}, not a text")
+        whole = number and (name in sizes or name in ("nodes", "gpus"))
+        result[name] = int(value) if whole else value
+    return result
+
+
+def checked(hardware: Hardware) -> Hardware:
+    """`hardware`; raises `ConfigError` for a value that no machine has."""
+    parts: list[tuple[str, Hardware | DriveSpec]] = [("", hardware)]
+    parts += [(" of a drive", drive) for drive in hardware.drives]
+    for where, part in parts:
+        for field in dataclasses.fields(part):
+            value = getattr(part, field.name)
+            if isinstance(value, (int, float)) and not 0 < value < 1e24:
+                raise ConfigError(f"{field.name}{where} is {value}, and has to be positive")
+    if hardware.unified and hardware.gpus > 1:
+        raise ConfigError(f"gpus is {hardware.gpus}, but gpu_memory is missing")
+    return hardware

@@ -1,0 +1,180 @@
+"""Whether a model fits a machine, and what it takes of each memory.
+
+The homes of states come from `placement/demand`, as in `wrap`. What the budgets do not cover is
+estimated here: activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from infinity.config import Config
+from infinity.free_memory import Budgets, Choice, choose
+from infinity.placement.calibrate import Rates
+from infinity.placement.decide import Layout, Machine, Placement
+from infinity.placement.demand import Demand, buffer_bytes
+from infinity.plan.hardware import Hardware
+from infinity.plan.model import PlannedModel
+from infinity.quantities import format_bytes, round_up
+
+STRIPE_BYTES = 4 << 20
+"""The states file is a multiple of it."""
+BLOCK_BYTES = 17
+"""Elements that a block saves per token and hidden unit: 34 bytes of two-byte elements (2205.05198,
+section 4, without attention scores, which fused attention does not keep)."""
+LOGIT_COPIES = 8
+"""Bytes of the fp32 copies of a logit: its own, and its gradient's."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a rank does in a step: `accumulate` micro-batches of `batch` windows of `length`
+    tokens."""
+
+    length: int = 2048
+    batch: int = 1
+    accumulate: int = 1
+    recomputes: bool = True
+
+    @property
+    def windows(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.length * self.batch
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a rank in one step."""
+        return self.windows * self.accumulate
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """What one micro-batch saves, in bytes: inputs of blocks (or all that blocks save), the inside
+    of the block that is recomputed, and the logits."""
+
+    saved: int
+    working: int
+    logits: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What one rank takes. `layout` is what `wrap` would decide."""
+
+    layout: Layout
+    choice: Choice
+    buffers: int
+    """Gradient buffers on the compute device."""
+    activations: ActivationBytes
+
+    @property
+    def allocated(self) -> dict[str, int]:
+        """Bytes that the engine allocates on each tier."""
+        rooms = self.layout.rooms
+        host = rooms.homes + rooms.cache + rooms.saved + rooms.host.slots * rooms.slot
+        stripes = round_up(self.layout.nvme_bytes, STRIPE_BYTES)
+        return {"gpu": rooms.device, "cpu": host, "nvme": stripes}
+
+    @property
+    def states(self) -> dict[str, dict[str, int]]:
+        """Bytes at home by kind of state and by tier, with every copy that a block has."""
+        found: dict[str, dict[str, int]] = {}
+        for block in self.layout.blocks:
+            tiers = found.setdefault(block.spec.kind.value, {"gpu": 0, "cpu": 0, "nvme": 0})
+            if block.spec.tier == "nvme":
+                tiers["nvme"] += block.reserved_bytes * block.copies
+                tiers["cpu"] += block.cached_bytes
+            else:
+                tiers[block.spec.tier] += block.spec.home_bytes * block.copies
+        return found
+
+    @property
+    def offloaded(self) -> tuple[int, int]:
+        """Bytes of activations that leave the compute device, and those of them that go on to the
+        drives."""
+        if not self.layout.placement.moves_activations():
+            return 0, 0
+        to_drives = self.layout.placement.config.activations == "nvme"
+        room, saved = self.layout.rooms.saved, self.activations.saved
+        return (saved, max(saved - room, 0)) if to_drives else (min(saved, room), 0)
+
+    @property
+    def on_device(self) -> int:
+        """Bytes of activations that the compute device has to hold beside the engine."""
+        parts = self.activations
+        return parts.saved - self.offloaded[0] + parts.working + parts.logits
+
+
+def activation_bytes(model: PlannedModel, training: Training) -> ActivationBytes:
+    """An estimate for one micro-batch of a decoder with fused attention."""
+    width = max((unit.format.nbytes for unit in model.units), default=2)
+    inputs = training.windows * model.hidden * width
+    inside = inputs * BLOCK_BYTES
+    layers = model.shape.layers
+    logits = training.windows * model.vocabulary * (width + LOGIT_COPIES)
+    if training.recomputes:
+        return ActivationBytes(layers * inputs, inside, logits)
+    return ActivationBytes(layers * inside, 0, logits)
+
+
+def demand_of(model: PlannedModel, config: Config, hardware: Hardware) -> Demand:
+    """What `model` asks of one rank, with no budgets yet."""
+    shards = hardware.ranks if config.stage > 0 else 1
+    shapes = [unit.sharded(index, shards) for index, unit in enumerate(model.units)]
+    specs = tuple(spec for shape in shapes for spec in shape.blocks(config))
+    exchanges = hardware.ranks > 1 or not hardware.unified
+    machine = Machine(unified_memory=hardware.unified, has_kernels=not hardware.unified)
+    placement = Placement(config, Budgets(0, 0), machine, specs)
+    return Demand(placement, model.nestings, buffer_bytes(shapes, config, exchanges), exchanges)
+
+
+def memory_plan(
+    model: PlannedModel, training: Training, config: Config, hardware: Hardware, rates: Rates
+) -> MemoryPlan:
+    """What `wrap` would decide for `model` on `hardware`, whose rank has `rates`.
+
+    Raises `BudgetError` and `ConfigError` with the texts of `wrap`.
+    """
+    demand = demand_of(model, config, hardware)
+    choice = choose(config.gpu_memory, config.cpu_memory, hardware.available, demand.least())
+    demand = demand.within(choice.budgets)
+    placement = demand.resident(rates if demand.needs_rates() else None)
+    layout, buffers = demand.layout(placement)
+    return MemoryPlan(layout, choice, buffers, activation_bytes(model, training))
+
+
+def shortages(plan: MemoryPlan, hardware: Hardware) -> list[str]:
+    """What the machine lacks, beside budgets that `wrap` checks; a sentence each."""
+    found = []
+    device, host, nvme = (plan.allocated[tier] for tier in ("gpu", "cpu", "nvme"))
+    ranks = hardware.gpus
+    activations = plan.on_device
+    if hardware.gpu_memory is not None:
+        have, need = hardware.gpu_memory, device + activations
+        if need > have:
+            found.append(
+                f"activations take about {format_bytes(activations)} of a GPU beside "
+                f"{format_bytes(device)} of the engine, and it has {format_bytes(have)}"
+            )
+        need = host * ranks
+    else:
+        need = device + host + activations
+    if need > hardware.host_memory:
+        parts = "the engine" if hardware.gpu_memory is not None else "the engine and activations"
+        found.append(
+            f"{parts} would take {format_bytes(need)} of host memory, and a node has "
+            f"{format_bytes(hardware.host_memory)}"
+        )
+    need = (nvme + round_up(plan.offloaded[1], STRIPE_BYTES)) * ranks
+    if need > hardware.capacity:
+        found.append(
+            f"the states on nvme need {format_bytes(need)} on the drives of a node, which have "
+            f"{format_bytes(hardware.capacity)}"
+        )
+    return found
+
+
+def totals(states: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """The sum over kinds of state, by tier."""
+    return {tier: sum(each[tier] for each in states.values()) for tier in ("gpu", "cpu", "nvme")}

@@ -1,0 +1,270 @@
+"""The model that a plan is about: a real `nn.Module` without memory, reduced to sizes and orders.
+
+A plan groups the module's parameters with the functions that `wrap` uses. So its units are those
+that a run would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from infinity.bench.step import train
+from infinity.bench.step.flops import Shape
+from infinity.bench.step.train import shape_of
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.models.source import PRESETS, ModelSource
+from infinity.modules.check import check_model
+from infinity.modules.grouping import (
+    find_nestings,
+    find_owners,
+    find_users,
+    group_parameters,
+    join_small,
+)
+from infinity.modules.init import init
+from infinity.modules.tensors import cached
+from infinity.placement.demand import UnitShape
+from infinity.placement.spec import Format
+from infinity.rates import DTYPES
+from infinity.sharding.layout import FlatLayout
+
+PAPER_FEED_FORWARD = 4
+"""Width of the feed-forward part over the hidden size, as in the papers."""
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """A decoder by numbers alone: the blocks of the ZeRO-Infinity paper, 12 x hidden^2 parameters
+    each (2104.07857, equation 1), between an embedding and a head that share their weights."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int = 50_304
+
+    def check(self) -> None:
+        """Raise `ConfigError` where no model has these dimensions."""
+        for name, value in vars(self).items():
+            if not 0 < value < 1 << 31:
+                raise ConfigError(f"{name} is {value}, and has to be positive")
+        if self.hidden % self.heads:
+            raise ConfigError(
+                f"a hidden size of {self.hidden} cannot be divided among {self.heads} heads"
+            )
+
+
+class PaperBlock(nn.Module):
+    """The linear layers of a block, and its norms."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        wide = PAPER_FEED_FORWARD * hidden
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.out = nn.Linear(hidden, hidden, bias=False)
+        self.up = nn.Linear(hidden, wide, bias=False)
+        self.down = nn.Linear(wide, hidden, bias=False)
+
+
+class PaperDecoder(nn.Module):
+    """A decoder of `Dimensions`, to be counted and never run."""
+
+    def __init__(self, dimensions: Dimensions) -> None:
+        super().__init__()
+        hidden = dimensions.hidden
+        self.embedding = nn.Embedding(dimensions.vocabulary, hidden)
+        self.blocks = nn.ModuleList(PaperBlock(hidden) for _ in range(dimensions.layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, dimensions.vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """As transformers calls it."""
+        return self.head
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """A unit before it is sharded: the shapes of its parameters."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    format: Format
+    trainable: bool
+    multiplied: int
+    """How many of its elements take part in matrix multiplications."""
+    in_blocks: bool
+    """Whether it is, or is in, one of the repeated blocks."""
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    def sharded(self, index: int, shards: int) -> UnitShape:
+        """Unit number `index` in so many shards; the first one, for all are alike."""
+        itemsize = self.format.nbytes
+        numel = FlatLayout(self.shapes, shards, (), itemsize).numel
+        return UnitShape(index, self.name, numel, shards, 0, self.format, self.trainable)
+
+
+class UnitUse(NamedTuple):
+    """A use of unit number `unit` while `held` are in use, too."""
+
+    unit: int
+    held: frozenset[int]
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """All that a plan has to know of a model."""
+
+    name: str
+    units: tuple[PlannedUnit, ...]
+    nestings: frozenset[frozenset[int]]
+    forward: tuple[UnitUse, ...]
+    """The uses of units in a forward, in their order."""
+    backward: tuple[UnitUse, ...]
+    """The same for a backward."""
+    shape: Shape
+    hidden: int
+    heads: int
+    vocabulary: int
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def trainable(self) -> int:
+        """Elements of those that are trained."""
+        return sum(unit.numel for unit in self.units if unit.trainable)
+
+
+def find_source(name: str, precision: str) -> ModelSource:
+    """The model called `name`: a directory, a config.json, a preset, or the id of a model in the
+    cache of the hub. Weights are not needed.
+
+    Raises `ValueError` and `ConfigError` that say what there is.
+    """
+    directory = None if name in PRESETS else cached(name)
+    if directory is not None:
+        name = str(directory / "config.json")
+    elif Path(name, "config.json").is_file():
+        name = str(Path(name, "config.json"))
+    return train.find_source(name, precision)
+
+
+def of_dimensions(dimensions: Dimensions, config: Config) -> PlannedModel:
+    """The model of `dimensions`; raises `ConfigError`."""
+    dimensions.check()
+    with torch.device("meta"):
+        model = PaperDecoder(dimensions)
+    name = f"{dimensions.layers} layers of {dimensions.hidden}"
+    values = {
+        "num_hidden_layers": dimensions.layers,
+        "hidden_size": dimensions.hidden,
+        "num_attention_heads": dimensions.heads,
+        "vocab_size": dimensions.vocabulary,
+    }
+    return of_module(model, config, name, values)
+
+
+def of_source(source: ModelSource, config: Config) -> PlannedModel:
+    """The model of a transformers configuration; raises `ConfigError` and `ValueError`."""
+    with init(exact=False):
+        model = source.build()
+    text = source.config.get_text_config()
+    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "head_dim")
+    values = {key: found for key in keys if (found := getattr(text, key, None)) is not None}
+    return of_module(model, config, source.name, values)
+
+
+def of_module(
+    model: nn.Module, config: Config, name: str, values: Mapping[str, Any]
+) -> PlannedModel:
+    """A module with or without memory, of which `values` has what transformers calls
+    num_hidden_layers, hidden_size, num_attention_heads and vocab_size."""
+    dtype = DTYPES.get(config.precision)
+    check_model(model, dtype)
+    owners = find_owners(model)
+    groups = join_small(group_parameters(model, owners, dtype), owners)
+    numbers = {id(p): index for index, group in enumerate(groups) for _, p in group.parameters}
+    users = find_users(model, owners, numbers)
+    looked_up = _looked_up(model)
+    forward, backward = _orders(model, users, set(owners.values()))
+    blocks = {id(p) for owner in owners.values() for p in owner.parameters()}
+    units = tuple(
+        PlannedUnit(
+            group.name,
+            tuple(tuple(p.shape) for _, p in group.parameters),
+            Format(str(group.dtype).removeprefix("torch."), 1, group.dtype.itemsize),
+            group.parameters[0][1].requires_grad,
+            sum(p.numel() for _, p in group.parameters if id(p) not in looked_up),
+            all(id(p) in blocks for _, p in group.parameters),
+        )
+        for group in groups
+    )
+    return PlannedModel(
+        name,
+        units,
+        frozenset(find_nestings(model, users)),
+        forward,
+        backward,
+        shape_of(model, SimpleNamespace(**values)),
+        int(values["hidden_size"]),
+        int(values.get("num_attention_heads", 1)),
+        int(values.get("vocab_size", 0)),
+    )
+
+
+def _looked_up(model: nn.Module) -> set[int]:
+    """The ids of the embeddings that no matrix multiplication uses."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    tied = None if head is None else head.weight
+    return {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.weight is not tied
+    }
+
+
+def _orders(
+    model: nn.Module, users: Mapping[nn.Module, Sequence[int]], owners: set[nn.Module]
+) -> tuple[tuple[UnitUse, ...], tuple[UnitUse, ...]]:
+    """The uses of units in a forward, and in a backward.
+
+    Modules run in the order in which they are defined, as those of decoders do. A backward goes the
+    other way round and needs no embedding: its gradient depends on the indices alone. Nor does it
+    need what a module beside the `owners` of units adds to the work of its children, such as
+    positions.
+    """
+    forward: list[UnitUse] = []
+    needed: list[UnitUse] = []
+    seen: set[nn.Module] = set()
+    pending: list[tuple[nn.Module, frozenset[int]]] = [(model, frozenset())]
+    while pending:
+        module, inside = pending.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        children = list(module.children())
+        adds = module not in owners and bool(children)
+        only_forward = adds or isinstance(module, nn.Embedding)
+        for unit in users.get(module, ()):
+            use = UnitUse(unit, inside - {unit})
+            for order in (forward,) if only_forward else (forward, needed):
+                if not order or order[-1].unit != unit:
+                    order.append(use)
+            inside |= {unit}
+        pending += [(child, inside) for child in reversed(children)]
+    return tuple(forward), tuple(reversed(needed))

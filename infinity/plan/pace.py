@@ -1,0 +1,300 @@
+"""How long a step takes: the tasks of `infinity.plan.steps`, simulated until they repeat."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from infinity.bench.step import flops
+from infinity.config import Config
+from infinity.observe import Span
+from infinity.placement.calibrate import Rates
+from infinity.placement.spec import units_of
+from infinity.plan.hardware import Hardware
+from infinity.plan.lanes import Sharing, Task, simulate, spans
+from infinity.plan.memory import MemoryPlan, Training
+from infinity.plan.model import PlannedModel, PlannedUnit
+from infinity.plan.steps import ADAM, COMPUTE, READ, WRITE, Mode, Speeds, Steps, UnitWork, Uses
+from infinity.rates import DTYPES, formats_of
+from infinity.schedule.planner import SLOT_BYTES, Traffic, cost_of, predict
+
+SIMULATED_STEPS = 5
+"""The last two are what is stated: where updates wait for a place, steps may alternate."""
+MOST_CYCLES = 3
+"""Of a step with more micro-batches so many are simulated; each further one takes as long as the
+last of these."""
+NORMS = 1
+"""How often a step asks for the gradient norm."""
+DAY = 86_400
+
+
+@dataclass(frozen=True)
+class Pace:
+    """A step in the steady state, of one rank; times in seconds."""
+
+    seconds: float
+    busy: dict[str, float]
+    """Of each lane in one step."""
+    mode: Mode
+    tokens: int
+    """Of all ranks in one step."""
+    traffic: Traffic
+    """NVMe bytes of one rank, as the planner states them."""
+    spilled: float
+    """NVMe bytes of activations that it writes, and reads again."""
+    hiding_tokens: float | None
+    """Tokens of a rank and step, as one batch, whose compute takes as long as the drives need; None
+    without NVMe traffic."""
+    written_per_day: float
+    """Bytes that the drives of a node write in a day of steps."""
+    spans: tuple[Span, ...]
+    """One step as it would run."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.seconds
+
+    @property
+    def bottleneck(self) -> str:
+        """The lane with most to do."""
+        return max(self.busy, key=lambda lane: self.busy[lane])
+
+
+def rates_of(model: PlannedModel, config: Config, hardware: Hardware) -> Rates:
+    """The rates of one rank, as `wrap` would measure them."""
+    each = _speeds(model, config, hardware)
+    nvme = statistics.harmonic_mean([each.read, each.write]) if hardware.drives else 0.0
+    return Rates(each.up, each.down, nvme, each.updates)
+
+
+def _speeds(model: PlannedModel, config: Config, hardware: Hardware) -> Speeds:
+    """What one rank has while the other ranks of its node are at work, too."""
+    trained = [unit for unit in model.units if unit.trainable] or list(model.units)
+    longest = max(trained, key=lambda unit: unit.numel)
+    named = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
+    form = formats_of(config, named.get(longest.format.name, DTYPES["bf16"]))
+    memory = hardware.memory_bandwidth / hardware.gpus
+    read = sum(drive.read for drive in hardware.drives) / hardware.gpus
+    write = sum(drive.write for drive in hardware.drives) / hardware.gpus
+    return Speeds(
+        read=max(read, 1.0),
+        write=max(write, 1.0),
+        up=hardware.link,
+        down=hardware.link,
+        copy=hardware.link,
+        memory=memory,
+        device=hardware.gpu_bandwidth,
+        network=hardware.network,
+        updates=memory / form.bytes_per_parameter,
+        sharing=_sharing(hardware),
+        unified=hardware.unified,
+    )
+
+
+def _sharing(hardware: Hardware) -> Sharing:
+    """How lanes of one device slow each other down."""
+    found: dict[frozenset[str], float] = {}
+    if hardware.drives:
+        read = sum(drive.read for drive in hardware.drives)
+        write = sum(drive.write for drive in hardware.drives)
+        both = sum(
+            drive.both or statistics.harmonic_mean([drive.read, drive.write])
+            for drive in hardware.drives
+        )
+        found[frozenset((READ, WRITE))] = min(1.0, both * (1 / read + 1 / write) / 4)
+    if hardware.unified:
+        found[frozenset((COMPUTE, ADAM))] = 0.5
+    return found
+
+
+def _works(
+    model: PlannedModel, training: Training, memory: MemoryPlan, hardware: Hardware
+) -> list[UnitWork]:
+    blocks = units_of(memory.layout.placement.specs)
+    placed = {block.spec: block for block in memory.layout.blocks}
+    counts = _operations(model, training)
+    head = hardware.head_flops or hardware.flops
+    saved, spilled = memory.offloaded
+    in_blocks = sum(unit.numel for unit in model.units if unit.in_blocks)
+    works = []
+    for index, unit in enumerate(model.units):
+        own = {kind: placed[spec] for kind, spec in blocks[index].items()}
+        rate = hardware.flops if unit.in_blocks else head
+        forward, backward = (each / rate for each in counts[index])
+        share = unit.numel / in_blocks if unit.in_blocks else 0.0
+        shards = hardware.ranks if memory.layout.placement.config.stage > 0 else 1
+        trains = unit.trainable
+        cost = cost_of(own, training.accumulate, NORMS, trains)
+        works.append(
+            UnitWork(
+                unit.name, own, cost, shards, forward, backward, saved * share, spilled * share
+            )
+        )
+    return works
+
+
+def _operations(model: PlannedModel, training: Training) -> list[tuple[float, float]]:
+    """Of a forward and of a backward of each unit, for one micro-batch.
+
+    A backward is two forwards, and one more in blocks that are recomputed. A frozen unit has only
+    the gradient of its input.
+    """
+    total = flops.count(model.shape, training.windows, training.length, recomputes=False).model
+    products = 6 * model.shape.multiplied * training.windows
+    attention = (total - products) / 3
+    in_blocks = sum(unit.multiplied for unit in model.units if unit.in_blocks)
+
+    def forward(unit: PlannedUnit) -> float:
+        share = unit.multiplied / in_blocks if unit.in_blocks else 0.0
+        return 2 * unit.multiplied * training.windows + attention * share
+
+    again = training.recomputes
+    return [
+        (forward(unit), forward(unit) * (1 + unit.trainable + (again and unit.in_blocks)))
+        for unit in model.units
+    ]
+
+
+def compute_seconds(model: PlannedModel, training: Training, hardware: Hardware) -> float:
+    """Of one rank in one step, without the engine."""
+    rates = [
+        hardware.flops if unit.in_blocks else hardware.head_flops or hardware.flops
+        for unit in model.units
+    ]
+    each = zip(_operations(model, training), rates, strict=True)
+    return training.accumulate * sum(sum(pair) / rate for pair, rate in each)
+
+
+def pace(model: PlannedModel, training: Training, memory: MemoryPlan, hardware: Hardware) -> Pace:
+    """The step of `model` as `memory` places it."""
+    config = memory.layout.placement.config
+    speeds = _speeds(model, config, hardware)
+    works = _works(model, training, memory, hardware)
+    uses, slots = _uses(model), memory.layout.copy_bytes // SLOT_BYTES
+    mode = _mode(works, uses, slots, training, config, speeds)
+    tasks, ends, later = _simulated(works, uses, slots, training.accumulate, mode, speeds)
+    begin, end = ends[-3].end, ends[-1].end
+    seconds = (end - begin) / 2 + later
+    shown = [task for task in tasks if task.end > begin]
+    busy = _busy(shown, begin, end)
+    scale = seconds / ((end - begin) / 2)
+    traffic = _traffic(works, uses, slots, training.accumulate, config)
+    spilled = memory.offloaded[1] * training.accumulate
+    written = (traffic.update_written + spilled) * hardware.gpus
+    one = replace(training, accumulate=1)
+    own = compute_seconds(model, one, hardware) / one.tokens
+    moved = _traffic(works, uses, slots, 1, config)
+    drive = moved.read / speeds.read + moved.update_written / speeds.write
+    return Pace(
+        seconds=seconds,
+        busy={lane: each * scale for lane, each in busy.items()},
+        mode=mode,
+        tokens=training.tokens * hardware.ranks,
+        traffic=traffic,
+        spilled=spilled,
+        hiding_tokens=drive / own if drive else None,
+        written_per_day=written * DAY / seconds,
+        spans=tuple(spans(tasks, ends[-2].end, ends[-1].end)),
+    )
+
+
+def steps_of(
+    model: PlannedModel, training: Training, memory: MemoryPlan, hardware: Hardware, mode: Mode
+) -> Steps:
+    """Steps of `model` that have not begun, with updates as `mode` says."""
+    config = memory.layout.placement.config
+    works = _works(model, training, memory, hardware)
+    slots = memory.layout.copy_bytes // SLOT_BYTES
+    speeds = _speeds(model, config, hardware)
+    return Steps(works, _uses(model), slots, training.accumulate, mode, speeds)
+
+
+def _uses(model: PlannedModel) -> Uses:
+    cycle = [*model.forward, *model.backward]
+    order, held = tuple(use.unit for use in cycle), tuple(use.held for use in cycle)
+    return Uses(order, held, len(model.forward))
+
+
+def _mode(
+    works: Sequence[UnitWork],
+    uses: Uses,
+    slots: int,
+    training: Training,
+    config: Config,
+    speeds: Speeds,
+) -> Mode:
+    """When updates run, as `Tuning.update` and the engine's policy say."""
+    wanted = config.tuning.update
+    if wanted != "auto":
+        return wanted
+    on_nvme = any(work.moved(*work.blocks) for work in works)
+    if speeds.unified and not on_nvme:
+        return "plain"
+    if not any(work.has_shadow for work in works):
+        return "exact"
+    tasks, ends, _ = _simulated(works, uses, slots, 1, "exact", speeds)
+    begin, end = ends[-3].end, ends[-2].end
+    updates = [t for t in tasks if t.name.startswith("update ") and t.lane in (ADAM, READ, WRITE)]
+    last = max((t.end for t in updates if t.start < end), default=begin)
+    forward = sum(work.forward for work in works)
+    return "speculative" if last - begin > forward else "exact"
+
+
+def _simulated(
+    works: Sequence[UnitWork], uses: Uses, slots: int, cycles: int, mode: Mode, speeds: Speeds
+) -> tuple[list[Task], list[Task], float]:
+    """The tasks of some steps, the last task of each, and the seconds of the micro-batches of a
+    step that are not among them."""
+    found = []
+    counts = [cycles] if cycles <= MOST_CYCLES else [MOST_CYCLES - 1, MOST_CYCLES]
+    for count in counts:
+        steps = Steps(works, uses, slots, count, mode, speeds)
+        for _ in range(SIMULATED_STEPS):
+            steps.step()
+        simulate(steps.tasks, speeds.sharing)
+        found.append((steps.tasks, steps.ends))
+    tasks, ends = found[-1]
+    lengths = [(each[-1].end - each[-3].end) / 2 for _, each in found]
+    further = sum(after - before for before, after in pairwise(lengths))
+    return tasks, ends, further * (cycles - counts[-1])
+
+
+def _busy(tasks: Sequence[Task], begin: float, end: float) -> dict[str, float]:
+    """Seconds of each lane per step, from `begin` to `end`, which are two steps: what tasks take
+    alone."""
+    busy: dict[str, float] = {}
+    for task in tasks:
+        inside = min(task.end, end) - max(task.start, begin)
+        if inside > 0:
+            part = inside / (task.end - task.start)
+            busy[task.lane] = busy.get(task.lane, 0.0) + task.seconds * part / 2
+    return busy
+
+
+def _traffic(
+    works: Sequence[UnitWork], uses: Uses, slots: int, cycles: int, config: Config
+) -> Traffic:
+    """As the engine's report states it; see `_simulated` for many micro-batches."""
+    update = config.tuning.update
+    counts = [cycles] if cycles <= MOST_CYCLES else [MOST_CYCLES - 1, MOST_CYCLES]
+    found = []
+    for count in counts:
+        costs = [cost_of(work.blocks, count, NORMS, work.cost.trainable) for work in works]
+        waits, delayed = update == "plain", update == "delayed"
+        found.append(predict(uses.order, costs, slots, count, uses.held, waits, delayed))
+    last, more = found[-1], cycles - counts[-1]
+    if not more:
+        return last
+    before = found[0]
+    each = (
+        after + (after - first) * more
+        for first, after in zip(_three(before), _three(last), strict=True)
+    )
+    return Traffic(*each)
+
+
+def _three(traffic: Traffic) -> tuple[int, int, int]:
+    return traffic.fetched, traffic.update_read, traffic.update_written

@@ -1,0 +1,74 @@
+"""Machines that people describe: what is read, and what each mistake is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from infinity.errors import ConfigError
+from infinity.plan.hardware import PRESETS, DriveSpec, find_hardware
+
+MACHINE = {
+    "host_memory": "64GB",
+    "flops": 1e14,
+    "gpu_memory": "24GiB",
+    "drives": [{"read": 6e9, "write": 3e9, "capacity": "2TB", "endurance": "1200TB"}],
+    "gpus": 2,
+}
+
+
+def test_a_description(tmp_path: Path) -> None:
+    path = tmp_path / "box.json"
+    path.write_text(json.dumps(MACHINE))
+    found = find_hardware(str(path))
+    assert (found.name, found.host_memory, found.gpu_memory) == ("box", 64 * 10**9, 24 << 30)
+    assert found.drives == (DriveSpec(6e9, 3e9, 2 * 10**12, 1.2e15),)
+    assert found.ranks == 2 and not found.unified
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
+def test_toml(tmp_path: Path) -> None:
+    path = tmp_path / "cpu.toml"
+    path.write_text('host_memory = "16GiB"\nflops = 1e11\n[[drives]]\nread = 2e9\nwrite = 1e9\n'
+                    'capacity = "100GB"\n')  # fmt: skip
+    found = find_hardware(str(path))
+    assert found.unified and found.capacity == 10**11
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name: str) -> None:
+    assert find_hardware(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"flops": None}, "flops is None, not a number"),
+        ({"flops": -1}, "flops is -1, and has to be positive"),
+        ({"memory": 3}, "unknown field 'memory'; the fields are name, host_memory"),
+        ({"host_memory": "much"}, "host_memory: 'much' is not a number of bytes"),
+        ({"drives": 3}, "drives is a list of tables with read, write and capacity"),
+        ({"drives": [{"read": 1}]}, "no 'write' of a drive; the fields are read, write"),
+        ({"gpu_memory": None}, "gpus is 2, but gpu_memory is missing"),
+        ({"nodes": 0}, "nodes is 0, and has to be positive"),
+    ],
+)
+def test_mistakes(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "box.json"
+    path.write_text(json.dumps(MACHINE | changes))
+    with pytest.raises(ConfigError) as caught:
+        find_hardware(str(path))
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_what_is_no_description(tmp_path: Path) -> None:
+    path = tmp_path / "box.json"
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        find_hardware(str(path))
+    with pytest.raises(ConfigError, match=r"unknown machine 'dgx'.*did you mean 'dgx2'"):
+        find_hardware("dgx")

@@ -1,0 +1,126 @@
+"""What `infinity plan` states is what an engine takes: bytes of every tier, the order of uses, and
+the bytes that a step moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import infinity
+from infinity.plan.forecast import plan
+from infinity.plan.hardware import DriveSpec, Hardware
+from infinity.plan.lanes import simulate
+from infinity.plan.memory import Training
+from infinity.plan.model import of_module
+from infinity.plan.pace import steps_of
+from infinity.plan.steps import READ, WRITE
+from support.configs import config_of
+from support.models import FAMILIES, transformer
+from support.probe import Probe
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DRIVE = DriveSpec(2e9, 1e9, 1 << 40)
+THIS = Hardware("this machine", 1 << 40, 1e11, drives=(DRIVE,))
+VALUES = {"num_hidden_layers": 3, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 64}
+SMALL = {"gpu_memory": "1MiB", "cpu_memory": "4MiB"}
+
+
+def build(name: str) -> nn.Module:
+    return FAMILIES[name].build() if name in FAMILIES else transformer(depth=3, tied=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"precision": "bf16", **SMALL}),
+        ("llama", {"precision": "bf16", "gpu_memory": "128KiB", "cpu_memory": "3MiB", "cache": 0}),
+        ("gpt2", {"precision": "fp32", **SMALL, "cache": 1 << 17}),
+        ("hand", {"precision": "fp32", **SMALL, "copy_on_write": False}),
+        ("hand", {"precision": "bf16", **SMALL, "gradients": "nvme", "moment_precision": "bf16"}),
+        ("hand", {"precision": "bf16", **SMALL, "parameters": "cpu", "optimizer": "cpu"}),
+        ("gpt2", {"precision": "bf16", **SMALL, "parameters": "gpu", "activations": "nvme"}),
+        ("hand", {"precision": "fp32", **SMALL, "update": "delayed", "algorithm": "lion"}),
+    ],
+)
+def test_bytes_of_every_tier(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    config = config_of(nvme=[tmp_path], **options, device="cpu")
+    model = build(name)
+    forecast = plan(of_module(model, config, name, VALUES), THIS, Training(8, 2), config)
+    assert forecast.problems == ()
+    assert forecast.memory is not None
+    planned, taken = forecast.memory, infinity.wrap(model, config)
+    with infinity.engine(taken) as engine:
+        probe = Probe(engine)
+        assert planned.layout.rooms == probe.store.layout.rooms
+        assert [
+            (b.spec.name, b.spec.tier, b.spec.nbytes, b.copies, b.cached_elements)
+            for b in planned.layout.blocks
+        ] == [
+            (b.spec.name, b.spec.tier, b.spec.nbytes, b.copies, b.cached_elements)
+            for b in probe.store.layout.blocks
+        ]
+        arenas = {tier: probe.memory(tier).numel() for tier in ("gpu", "cpu", "staging")}
+        saved = planned.layout.rooms.saved
+        allocated = planned.allocated
+        assert allocated["gpu"] == arenas["gpu"]
+        assert allocated["cpu"] == arenas["cpu"] + arenas["staging"] + saved
+        files = tmp_path.glob("infinity-states.bin")
+        on_drive = sum(file.stat().st_size for file in files)
+        grows = 4096 * (config.activations == "nvme")
+        assert engine.memory()["nvme"] == planned.layout.nvme_bytes + grows
+        assert on_drive == allocated["nvme"] or (grows and not allocated["nvme"])
+        states = planned.states
+        in_memory = sum(tiers["cpu"] for tiers in states.values())
+        assert in_memory <= arenas["cpu"] == engine.memory()["cpu"]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "hand"])
+@pytest.mark.parametrize("gpu_memory", ["512KiB", "4MiB"])
+def test_the_order_of_uses_and_the_traffic(name: str, gpu_memory: str, tmp_path: Path) -> None:
+    config = config_of(
+        nvme=[tmp_path], precision="fp32", gpu_memory=gpu_memory, cpu_memory="3MiB", cache=0,
+        update="exact", device="cpu",
+    )  # fmt: skip
+    model = build(name)
+    forecast = plan(of_module(model, config, name, VALUES), THIS, Training(8, 2), config)
+    assert forecast.problems == () and forecast.pace is not None
+    family = FAMILIES["llama"]
+    with infinity.engine(infinity.wrap(model, config)) as engine:
+        optimizer = infinity.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+        for number in range(4):
+            model(**family.batch(number)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.drain()
+        uses = [use.unit for use in (*forecast.model.forward, *forecast.model.backward)]
+        once = [unit for at, unit in enumerate(uses) if uses[at - 1 : at] != [unit]]
+        assert tuple(once) == Probe(engine).trace.train_cycle().order
+        assert forecast.pace.traffic == engine.plan()
+
+
+@pytest.mark.parametrize("mode", ["exact", "speculative"])
+def test_the_simulated_steps_move_the_planned_bytes(mode: Any, tmp_path: Path) -> None:
+    """Of a model whose units are fetched, evicted, and updated when they have a place. A
+    speculative update reads no parameter that backward has left; the fetch reads it instead."""
+    config = config_of(
+        nvme=[tmp_path], precision="bf16", gpu_memory="512KiB", cpu_memory="3MiB", cache=0
+    )
+    training = Training(8, 2)
+    model = of_module(transformer(width=64, depth=6), config, "hand", VALUES)
+    memory = plan(model, THIS, training, config).memory
+    assert memory is not None
+    steps = steps_of(model, training, memory, THIS, mode)
+    for _ in range(3):
+        steps.step()
+    before = dict(steps.moved)
+    steps.step()
+    moved = [steps.moved[lane] - before[lane] for lane in (READ, WRITE)]
+    stated = plan(model, THIS, training, config).pace
+    assert stated is not None
+    assert moved == pytest.approx([stated.traffic.read, stated.traffic.update_written])
+    simulate(steps.tasks, {})
+    assert all(task.end >= need.end for task in steps.tasks for need in task.needs)
