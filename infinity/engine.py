@@ -339,6 +339,11 @@ class Engine:
         self.close()
 
 
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether `model` itself has an engine."""
+    return ATTRIBUTE in vars(model)
+
+
 def engine(model: nn.Module) -> Engine:
     """The engine of a wrapped model; raises `ConfigError` for any other."""
     if not isinstance(model, nn.Module):

@@ -18,14 +18,13 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from infinity.build import wrap
 from infinity.config import Config
-from infinity.engine import ATTRIBUTE
+from infinity.engine import is_wrapped
 from infinity.errors import ConfigError
 from infinity.integrations.required import required
-from infinity.optim.conversion import algorithm_for, converted, redirect
+from infinity.integrations.wrapping import convert, scaled, with_device, wrap_for
+from infinity.optim.conversion import redirect
 from infinity.optim.optimizer import Optimizer
-from infinity.sharding.parameter import ShardedParameter
 
 with required("accelerate", "trainer"):
     import accelerate
@@ -37,11 +36,6 @@ ONE_BACKEND = (
     "without infinity.integrations"
 )
 """The error for a second engine beside ours."""
-
-
-def is_wrapped(model: Any) -> bool:
-    """Whether `model` has an engine."""
-    return ATTRIBUTE in vars(model)
 
 
 def is_new_optimizer(value: Any) -> bool:
@@ -71,16 +65,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         optimizers = [each for each in things if is_new_optimizer(each)]
         for model in things:
             if isinstance(model, nn.Module) and not is_wrapped(model) and self.infinity_config:
-                wrap(model, for_optimizers(self.infinity_config, optimizers))
-        ours: dict[int, Optimizer] = {}
-        for optimizer in optimizers:
-            if any(map(_is_ours, optimizer.param_groups)):
-                ours[id(optimizer)] = converted(optimizer)
+                wrap_for(model, with_device(self.infinity_config, self.device), optimizers)
+        ours = {id(optimizer): convert(optimizer) for optimizer in optimizers}
         for each in things:
-            if isinstance(each, LRScheduler):
-                for optimizer in optimizers:
-                    if id(optimizer) in ours:
-                        redirect(each, optimizer, ours[id(optimizer)])
+            for optimizer in optimizers if isinstance(each, LRScheduler) else ():
+                if (found := ours[id(optimizer)]) is not optimizer:
+                    redirect(each, optimizer, found)
         return [ours.get(id(each), each) for each in things]
 
     def prepare_model(
@@ -98,10 +88,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """As of accelerate; for fp16 parameters the loss is scaled by their optimizer."""
-        for prepared in self._optimizers:
-            if isinstance(prepared.optimizer, Optimizer):
-                loss = prepared.optimizer.scale(loss)
-        super().backward(loss, **kwargs)
+        ours = [each.optimizer for each in self._optimizers]
+        super().backward(scaled(loss, ours), **kwargs)
 
 
 def adopt(accelerator: Any) -> None:
@@ -120,20 +108,3 @@ def refuse_other_engines(accelerator: Any) -> None:
     }
     if accelerator.distributed_type in others:
         raise ConfigError(ONE_BACKEND.format(other=others[accelerator.distributed_type]))
-
-
-def for_optimizers(config: Config, optimizers: Sequence[torch.optim.Optimizer]) -> Config:
-    """`config` with the states that `optimizers` need, where it does not say which."""
-    if "algorithm" in config.model_fields_set or not optimizers:
-        return config
-    found = {algorithm_for(optimizer) for optimizer in optimizers}
-    if len(found) > 1:
-        raise ConfigError(
-            "the optimizers need different states, and all parameters of a model have the same; "
-            "use optimizers of one kind"
-        )
-    return config.model_copy(update={"algorithm": found.pop()})
-
-
-def _is_ours(group: dict[str, Any]) -> bool:
-    return any(isinstance(parameter, ShardedParameter) for parameter in group["params"])

@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from infinity.build import wrap
 from infinity.config import Config
-from infinity.engine import engine
+from infinity.engine import engine, is_wrapped
 from infinity.errors import ConfigError
-from infinity.integrations.accelerate import ONE_BACKEND, adopt, is_new_optimizer, is_wrapped
+from infinity.integrations.accelerate import ONE_BACKEND, adopt, is_new_optimizer
 from infinity.integrations.required import required
+from infinity.integrations.wrapping import convert, with_device, wrap_for
 from infinity.optim.adam import AdamW
-from infinity.optim.conversion import algorithm_for, algorithm_of, converted, redirect
+from infinity.optim.conversion import algorithm_of, redirect
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.rules import Lion
 
@@ -136,33 +136,25 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
                     "one of the two out"
                 )
             return
-        wrap(model, self._completed(config or Config()))
+        optimizer = self._given_optimizer
+        config = with_device(self._completed(config or Config()), self.args.device)
+        wrap_for(model, config, () if optimizer is None else [optimizer])
 
     def _completed(self, config: Config) -> Config:
-        """`config` with what follows from the arguments."""
-        found: dict[str, Any] = {}
+        """`config` with what follows from the names and numbers of the arguments."""
         if self._given_optimizer is not None:
-            found["algorithm"] = algorithm_for(self._given_optimizer)
-        else:
-            found["algorithm"] = algorithm_of(*self._optimizer_kind(model=None))
-            if self._given_kind is None:
-                found["moment_precision"] = counterpart_of(self.args).moments
-        update: dict[str, Any] = {
-            name: value for name, value in found.items() if name not in config.model_fields_set
-        }
-        if config.tuning.device == "auto":
-            device = {"device": self.args.device.type}
-            update["tuning"] = config.tuning.model_copy(update=device)
+            return config
+        found: dict[str, Any] = {"algorithm": algorithm_of(*self._optimizer_kind())}
+        if self._given_kind is None:
+            found["moment_precision"] = counterpart_of(self.args).moments
+        update = {name: each for name, each in found.items() if name not in config.model_fields_set}
         return config.model_copy(update=update)
 
     # The optimizer
 
-    def _optimizer_kind(self, model: Any) -> tuple[type[torch.optim.Optimizer], Any]:
-        """The class of the optimizer, and what it takes."""
-        if self._given_kind is not None:
-            kind, settings = self._given_kind
-            return kind, settings
-        kind, settings = self.get_optimizer_cls_and_kwargs(self.args, model)
+    def _optimizer_kind(self) -> tuple[type[torch.optim.Optimizer], Any]:
+        """The class of the optimizer that will be made, and what it takes."""
+        kind, settings = self._given_kind or self.get_optimizer_cls_and_kwargs(self.args)
         return kind, settings
 
     @classmethod
@@ -179,7 +171,7 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
         """As of transformers, and converted to one of infinity."""
         made = super().create_optimizer(*args, **kwargs)
         if is_new_optimizer(made):
-            self.optimizer: Any = converted(made)
+            self.optimizer: Any = convert(made)
             if self.lr_scheduler is not None and self.optimizer is not made:
                 redirect(self.lr_scheduler, made, self.optimizer)
         return self.optimizer

@@ -79,10 +79,12 @@ def converted(optimizer: torch.optim.Optimizer, **options: Any) -> Optimizer:
     made = make(optimizer.param_groups, **numbers, **options)
     if optimizer.state:
         made.load_state_dict(optimizer.state_dict())
+    # Schedulers that nobody redirects go by it.
+    made.register_step_post_hook(lambda *_: vars(optimizer).update(_opt_called=True))
     return made
 
 
-def redirect(scheduler: Any, old: torch.optim.Optimizer, new: Optimizer) -> None:
+def redirect(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
     """`scheduler`, made for the optimizer `old` that became `new`, drives `new`; so do those inside
     of it. It finds that `step` is called before its own, as torch checks."""
     if getattr(scheduler, "optimizer", None) is old:

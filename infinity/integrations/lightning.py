@@ -1,0 +1,399 @@
+"""Lightning: a strategy for its Trainer, and one for Fabric. The module and the loop stay.
+
+    from infinity.integrations.lightning import InfinityStrategy
+
+    trainer = Trainer(strategy=InfinityStrategy(infinity.Config(nvme="/mnt/nvme0")), ...)
+
+    from infinity.integrations.lightning import InfinityFabricStrategy
+
+    fabric = Fabric(strategy=InfinityFabricStrategy(infinity.Config(nvme="/mnt/nvme0")), ...)
+
+Both start processes as the strategy "ddp" does, without `DistributedDataParallel`: the engine
+shards and exchanges gradients. On one device there is no process group.
+
+[Note: checkpoints are directories]
+A checkpoint with optimizers is a directory: `infinity/`, written by all ranks, each its part, and
+`rest.ckpt` with all that is not the engine's. One without optimizers is an ordinary file of
+Lightning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+
+from infinity.config import Config
+from infinity.engine import engine, is_wrapped
+from infinity.errors import ConfigError
+from infinity.integrations.required import required
+from infinity.integrations.wrapping import convert, scaled, with_device, wrap_for
+from infinity.modules.init import init, is_building
+from infinity.optim.conversion import redirect
+from infinity.optim.optimizer import Optimizer
+
+with required("lightning", "lightning"):
+    from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
+    from lightning.fabric.strategies.strategy import _BackwardSyncControl
+    from lightning.pytorch.strategies.ddp import DDPStrategy
+    from lightning.pytorch.strategies.parallel import ParallelStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+
+FOLDER = "infinity"
+REST = "rest.ckpt"
+
+
+class Streaming:
+    """What both strategies have in common."""
+
+    infinity_config: Config
+    root_device: Any
+    num_nodes: Any
+    num_processes: Any
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one process."""
+        return bool(self.num_nodes * self.num_processes == 1)
+
+    def wrap(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = ()) -> nn.Module:
+        """Wrap `model` for these optimizers, unless it is wrapped."""
+        if not is_wrapped(model):
+            wrap_for(model, with_device(self.infinity_config, self.root_device), optimizers)
+        return model
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """`infinity.init()`, unless this is inside of one."""
+    with nullcontext() if is_building() else init():
+        yield
+
+
+class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
+    """For `lightning.Trainer`: wraps the LightningModule with `infinity_config` and converts what
+    `configure_optimizers` returns. `configure_model` builds without memory.
+
+    `options` are those of `lightning.pytorch.strategies.ParallelStrategy`. Optimizers of torch but
+    Adam and AdamW need `Config(algorithm=...)`, because the module is wrapped before they are made.
+    """
+
+    strategy_name = "infinity"
+    model: Any
+    optimizers: Any
+    _lightning_module: Any
+
+    # Not the base: Lightning draws another order of the data for each DDPStrategy, also on one
+    # device.
+    root_device = DDPStrategy.root_device
+    num_nodes = DDPStrategy.num_nodes
+    num_processes = DDPStrategy.num_processes
+    process_group_backend = DDPStrategy.process_group_backend
+    distributed_sampler_kwargs = DDPStrategy.distributed_sampler_kwargs
+    set_world_ranks = DDPStrategy.set_world_ranks
+    determine_ddp_device_ids = DDPStrategy.determine_ddp_device_ids
+    barrier = DDPStrategy.barrier
+    broadcast = DDPStrategy.broadcast
+    reduce = DDPStrategy.reduce
+    _start_processes = DDPStrategy._configure_launcher
+    _start_group = DDPStrategy.setup_distributed
+    _get_process_group_backend = DDPStrategy._get_process_group_backend
+
+    def __init__(
+        self,
+        infinity_config: Config | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+        start_method: str = "popen",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.infinity_config = infinity_config or Config()
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method = start_method
+        self._is_restored = False
+
+    # Setting up
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the data are shared among processes."""
+        return not self.is_alone
+
+    def _configure_launcher(self) -> None:
+        if not self.is_alone:
+            self._start_processes()
+
+    def setup_environment(self) -> None:
+        """As of DDP, but without a process group on one device."""
+        super().setup_environment()
+        if self.is_alone:
+            self.set_world_ranks()
+        else:
+            self._start_group()
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
+        """What is built inside takes no memory, as in `infinity.init()`."""
+        stack = ExitStack()
+        stack.enter_context(self.precision_plugin.tensor_init_context())
+        stack.enter_context(without_memory())
+        return stack
+
+    def model_sharded_context(self) -> Any:
+        """What is built inside takes no memory, as in `infinity.init()`."""
+        return without_memory()
+
+    def setup(self, trainer: Any) -> None:
+        """As of every strategy; the module is wrapped, then its optimizers are made."""
+        if self._layer_sync and trainer.state.fn == TrainerFn.FITTING:
+            self.model = self._layer_sync.apply(self.model)
+        super().setup(trainer)
+
+    def model_to_device(self) -> None:
+        """Nothing: the engine brings parameters where they are used."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return self.wrap(model)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """As of every strategy, and converted to optimizers of infinity."""
+        super().setup_optimizers(trainer)
+        made = list(self.optimizers)
+        self.optimizers = [convert(each) for each in made]
+        for old, new in zip(made, self.optimizers, strict=True):
+            for each in self.lr_scheduler_configs if new is not old else ():
+                redirect(each.scheduler, old, new)
+
+    def teardown(self) -> None:
+        """As of DDP, but the module stays on its device."""
+        module, self._lightning_module = self._lightning_module, None
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward of the whole module, unless it optimizes manually."""
+        with self.precision_plugin.train_step_context():
+            if not self.lightning_module.automatic_optimization:
+                return self.lightning_module.training_step(*args, **kwargs)
+            return self._inside("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward of the whole module."""
+        with self.precision_plugin.val_step_context():
+            return self._inside("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward of the whole module."""
+        with self.precision_plugin.test_step_context():
+            return self._inside("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward of the whole module."""
+        with self.precision_plugin.predict_step_context():
+            return self._inside("predict_step", args, kwargs)
+
+    def _inside(self, name: str, args: Any, kwargs: Any) -> Any:
+        module = self.lightning_module
+        return self._forward_redirection(module, module, name, *args, **kwargs)
+
+    def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As of every strategy; for fp16 parameters the loss is scaled."""
+        super().backward(scaled(closure_loss, self.optimizers), *args, **kwargs)
+        return closure_loss
+
+    def block_backward_sync(self) -> AbstractContextManager[None]:
+        """`infinity.no_sync` of the module."""
+        return engine(self.model).no_sync()
+
+    # Checkpoints. See [Note: checkpoints are directories].
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: the engine loads, once the module is wrapped."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: the engine saves the weights."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing for an optimizer of ours: the engine saves its states."""
+        found = getattr(optimizer, "_optimizer", optimizer)
+        return {} if isinstance(found, Optimizer) else super().optimizer_state(optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """A directory where optimizers are saved, else a file. All ranks call it."""
+        if "optimizer_states" not in checkpoint:
+            checkpoint["state_dict"] = self.lightning_module.state_dict()
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        path = Path(self.broadcast(str(filepath)))
+        engine(self.model).save_checkpoint(path / FOLDER, self._ours)
+        super().save_checkpoint(checkpoint, path / REST, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The engine takes what is its own. All ranks call it."""
+        path = Path(checkpoint_path)
+        self._is_restored = (path / FOLDER).is_dir()
+        if self._is_restored:
+            engine(self.model).load_checkpoint(path / FOLDER, self._ours)
+            path = path / REST
+        found: dict[str, Any] = super().load_checkpoint(path, weights_only)
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """As of every strategy, from a file."""
+        if not self._is_restored:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """As of every strategy, from a file."""
+        if not self._is_restored:
+            super().load_optimizer_state_dict(checkpoint)
+
+    @property
+    def _ours(self) -> list[Optimizer]:
+        return [each for each in self.optimizers if isinstance(each, Optimizer)]
+
+
+class Sync(_BackwardSyncControl):  # type: ignore[misc]
+    """`fabric.no_backward_sync`."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """`infinity.no_sync(module)` where it is `enabled`."""
+        return engine(module).no_sync() if enabled else nullcontext()
+
+
+class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc]
+    """For `lightning.Fabric`: `setup` wraps the model with `infinity_config`, and converts its
+    optimizers. `init_module` builds without memory.
+
+    Other arguments are those of `lightning.fabric.strategies.DDPStrategy`.
+    """
+
+    def __init__(self, infinity_config: Config | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self.infinity_config = infinity_config or Config()
+        self._backward_sync_control = Sync()
+        self._optimizers: list[torch.optim.Optimizer] = []
+
+    # Setting up
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """As of DDP; nothing on one device, whose data stay in their order."""
+        return None if self.is_alone else super().distributed_sampler_kwargs
+
+    def _configure_launcher(self) -> None:
+        if not self.is_alone:
+            super()._configure_launcher()
+
+    def _setup_distributed(self) -> None:
+        if self.is_alone:
+            self._set_world_ranks()
+        else:
+            super()._setup_distributed()
+
+    def module_init_context(self, empty_init: bool | None = None) -> Any:
+        """What is built inside takes no memory, as in `infinity.init()`."""
+        stack = ExitStack()
+        stack.enter_context(self.precision.module_init_context())
+        stack.enter_context(without_memory())
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: the engine brings parameters where they are used."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Wrap `module`; its optimizer may be set up later."""
+        return self.wrap(module)
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Convert `optimizer`, whose model is wrapped."""
+        made = convert(optimizer)
+        self._optimizers.append(made)
+        return made
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+    ) -> Any:
+        """Wrap `module` for its `optimizers`, and convert these."""
+        self.wrap(module, optimizers)
+        made = [self.setup_optimizer(optimizer) for optimizer in optimizers]
+        for old, new in zip(optimizers, made, strict=True):
+            if scheduler is not None and isinstance(new, Optimizer):
+                redirect(scheduler, old, new)
+        return module, made, scheduler
+
+    def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """As of every strategy; for fp16 parameters the loss is scaled."""
+        super().backward(scaled(tensor, self._optimizers), *args, **kwargs)
+
+    # Checkpoints. See [Note: checkpoints are directories].
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,
+    ) -> None:
+        """A directory where optimizers are saved, else a file. All ranks call it."""
+        model, optimizers, rest = _parted(state)
+        if model is None or not optimizers:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        if filter:
+            raise ConfigError("a checkpoint of the engine is whole; leave out filter=")
+        path = Path(self.broadcast(str(path)))
+        engine(model).save_checkpoint(path / FOLDER, optimizers)
+        super().save_checkpoint(path / REST, rest, storage_options)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """The engine takes what is its own. All ranks call it."""
+        path = Path(path)
+        if not (path / FOLDER).is_dir():
+            found: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            return found
+        model, optimizers, rest = _parted(state if isinstance(state, dict) else {"model": state})
+        if model is not None:
+            engine(model).load_checkpoint(path / FOLDER, optimizers)
+        left: dict[str, Any] = super().load_checkpoint(path / REST, rest, strict, weights_only)
+        if isinstance(state, dict):
+            state.update(rest)
+        return left
+
+
+def _parted(
+    state: Mapping[str, Any],
+) -> tuple[nn.Module | None, list[Optimizer], dict[str, Any]]:
+    """The wrapped model in `state`, its optimizers, and the rest."""
+    models = [each for each in state.values() if isinstance(each, nn.Module) and is_wrapped(each)]
+    optimizers = [each for each in state.values() if isinstance(each, Optimizer)]
+    if len(models) > 1:
+        raise ConfigError("save each wrapped model in a checkpoint of its own")
+    taken = {id(each) for each in (*models, *optimizers)}
+    rest = {name: each for name, each in state.items() if id(each) not in taken}
+    return (models[0] if models else None), optimizers, rest

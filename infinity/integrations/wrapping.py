@@ -1,0 +1,75 @@
+"""Wrapping a model whose optimizers exist already, and converting these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.build import wrap
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.optim.conversion import algorithm_for, converted
+from infinity.sharding.parameter import ShardedParameter
+
+
+def wrap_for(
+    model: nn.Module, config: Config, optimizers: Sequence[torch.optim.Optimizer] = ()
+) -> None:
+    """Wrap `model`, which `optimizers` train, with the algorithm that they need where `config` does
+    not say which. They have its parameters afterwards: `wrap` makes new ones where the model was
+    built without memory."""
+    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+    wrap(model, _config_for(config, optimizers))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [
+                parameters[names[id(p)]] if id(p) in names else p for p in group["params"]
+            ]
+
+
+def convert(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """`optimizer` as one of infinity where it has parameters of a wrapped model, else itself.
+
+    Raises `ConfigError` for one that has parameters of before `wrap`, which nothing would train.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(isinstance(parameter, ShardedParameter) for parameter in parameters):
+        return converted(optimizer)
+    if any(parameter.is_meta for parameter in parameters):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has parameters without memory, of before the model was "
+            "wrapped; give the model and its optimizers in one call"
+        )
+    return optimizer
+
+
+def with_device(config: Config, device: torch.device) -> Config:
+    """`config` for a model on `device`, where it does not say where the model runs."""
+    if config.tuning.device != "auto":
+        return config
+    tuning = config.tuning.model_copy(update={"device": device.type})
+    return config.model_copy(update={"tuning": tuning})
+
+
+def scaled(loss: torch.Tensor, optimizers: Sequence[Any]) -> torch.Tensor:
+    """`loss` as the first of `optimizers` scales it that scales any, because it has fp16
+    parameters."""
+    scaling = [each for each in optimizers if getattr(each, "loss_scaler", None) is not None]
+    found: torch.Tensor = scaling[0].scale(loss) if scaling else loss
+    return found
+
+
+def _config_for(config: Config, optimizers: Sequence[torch.optim.Optimizer]) -> Config:
+    if "algorithm" in config.model_fields_set or not optimizers:
+        return config
+    found = {algorithm_for(optimizer) for optimizer in optimizers}
+    if len(found) > 1:
+        raise ConfigError(
+            "the optimizers need different states, and all parameters of a model have the same; "
+            "use optimizers of one kind"
+        )
+    return config.model_copy(update={"algorithm": found.pop()})
