@@ -23,7 +23,7 @@ PIP := "$(BIN)/python" -m pip --disable-pip-version-check install --quiet -c con
 CMAKE := "$(BIN)/cmake" -G Ninja -DCMAKE_MAKE_PROGRAM="$(BIN)/ninja" -DINFINITY_NATIVE_TESTS=ON -DINFINITY_WERROR=$(WERROR) -S .
 SOURCES := $(shell find infinity native -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt pyproject.toml README.md LICENSE
 
-.PHONY: help demo check test python-test random-programs native-test asan tsan lint format docs clean system
+.PHONY: help demo check test python-test random-programs native-test asan tsan lint format docs wheel try-wheel clean system
 
 help:  ## Say what there is
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 18
@@ -94,6 +94,26 @@ format: $(VENV)/checkers  ## Rewrite the Python files in the project's style
 docs: $(VENV)/installed  ## Build the documentation into build/site; a broken link or reference is an error
 	@NO_MKDOCS_2_WARNING=1 "$(BIN)/mkdocs" build --strict --quiet --clean
 	echo "build/site/index.html"
+
+wheel: $(VENV)/tools  ## Build a wheel for this machine into dist/
+	@rm -rf dist
+	"$(BIN)/python" -m pip --disable-pip-version-check wheel --quiet --no-build-isolation --no-deps -w dist .
+	du -h dist/*.whl
+
+# Without a compiler: the new environment and the programs that installing needs are all that is on the path.
+try-wheel: wheel  ## Install the wheel into an empty environment without a compiler, and train with states in files
+	@rm -rf build/try
+	"$(PYTHON)" -m venv build/try/venv
+	mkdir -p build/try/states build/try/tools
+	ln -s /bin/sh /usr/bin/env /bin/uname build/try/tools
+	export PATH=$(CURDIR)/build/try/venv/bin:$(CURDIR)/build/try/tools
+	! command -v cc && ! command -v gcc && ! command -v c++
+	pip --disable-pip-version-check install --quiet -c constraints.txt dist/*.whl
+	example=$(CURDIR)/examples/plain_loop.py
+	cd build/try/states
+	infinity doctor --nvme .
+	python "$$example" .
+	echo "make try-wheel took $$(($$(/bin/date +%s) - $(START))) s"
 
 clean:  ## Remove everything that make made, the virtual environment and the demo's output included
 	@rm -rf $(VENV) build dist demo-nvme demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,7 +5,7 @@ parameters.
 The comparison runs where fio is installed. `infinity bench io` has all options, and says what
 limits the drive.
 
-    benchmarks/drive.py --path DIR [--path DIR ...] [--load] [--json FILE]
+    benchmarks/drive.py --nvme DIR [--nvme DIR ...] [--load] [--json FILE]
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--path", type=Path, action="append", required=True, help="a directory on the drive"
+        "--nvme", type=Path, action="append", required=True, help="a directory on the drive"
     )
     parser.add_argument("--size", type=parse_bytes, default=2 << 30, help="the file on each path")
     parser.add_argument("--engine", choices=["auto", "io_uring", "posix"], default="auto")
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     plan = Plan(
-        paths=tuple(options.path),
+        paths=tuple(options.nvme),
         size=options.size,
         reserve=4 << 30,
         engine=options.engine,
@@ -99,7 +99,7 @@ def main() -> None:
         print(text, file=sys.stderr)
 
     result = Benchmark(plan, say).run()
-    settings = {key: value for key, value in vars(options).items() if key != "path"}
+    settings = {key: value for key, value in vars(options).items() if key != "nvme"}
     settings |= {f"best_{key}": value for key, value in result["best"].items()}
     rows = [row_of(measured, len(plan.paths)) for measured in result["rows"]]
     summary = Summary.of(__file__, QUESTION, LIMIT, rows, settings=settings)

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from infinity.bench.capacity import capacity, drive_speed, step_seconds
 from infinity.bench.machine import (
     direct_io_problem,
     gpu_direct_problem,
@@ -65,12 +66,62 @@ def _native() -> dict[str, str | None]:
 
 def _path(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
-        return {"path": str(directory), "problem": "not a directory", "free": None}
+        return {"path": str(directory), "problem": "not a directory", "free": None, "speed": None}
+    speed = drive_speed(directory)
+    problem = direct_io_problem(directory)
     return {
         "path": str(directory),
-        "problem": direct_io_problem(directory),
+        "problem": speed if isinstance(speed, str) and problem is None else problem,
         "free": shutil.disk_usage(directory).free,
+        "speed": None if isinstance(speed, str) else speed,
+        "device": directory.stat().st_dev,
     }
+
+
+def _verdict(facts: dict[str, Any]) -> dict[str, Any] | None:
+    """The sizes of models that have room; None where the memory is not known."""
+    if isinstance(facts["budgets"], str):
+        return None
+    drives = {p["device"]: p for p in facts["nvme"] if p["speed"] is not None}.values()
+    free, speed = (sum(p[key] for p in drives) for key in ("free", "speed"))
+    found = capacity(facts["budgets"]["cpu_memory"]["nbytes"], free)
+    seconds = step_seconds(found.on_nvme, speed) if drives else None
+    return {**found._asdict(), "step_seconds_on_nvme": seconds, "speed": speed}
+
+
+def _verdict_lines(facts: dict[str, Any]) -> list[str]:
+    """The last words of the table: what trains here."""
+    verdict, host = facts["verdict"], facts["host_memory"]
+    if verdict is None:
+        return ["The memory of this machine is not known, so the size of models is not, either."]
+    total = "" if host is None else f" of {format_bytes(host)} of host memory"
+    budget = format_bytes(facts["budgets"]["cpu_memory"]["nbytes"])
+    lines = [
+        f"States may take {budget}{total}. With bf16 and Adam, all in memory: up to "
+        f"{_count(verdict['in_memory'])} parameters."
+    ]
+    if not facts["nvme"]:
+        return [
+            *lines,
+            "With --nvme DIR: also what the space and the speed of a drive are enough for.",
+        ]
+    if verdict["step_seconds_on_nvme"] is None:
+        return [*lines, "No NVMe directory can be used."]
+    seconds, size = verdict["step_seconds_on_nvme"], _count(verdict["on_nvme"])
+    return [
+        *lines,
+        f"With states on NVMe: up to {size} parameters, and {_count(verdict['largest'])} with "
+        "gradients there and copy_on_write=False.",
+        f"The drives give {verdict['speed'] / 1e9:.2g} GB/s together: a step of {size} parameters "
+        f"has about {seconds:.3g} s of I/O.",
+    ]
+
+
+def _count(parameters: int) -> str:
+    for size, name in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if parameters >= size:
+            return f"{parameters / size:.3g} {name}"
+    return str(parameters)
 
 
 def _budgets(gpu: Memory | None) -> dict[str, dict[str, Any]] | str:
@@ -91,7 +142,8 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
 
     computing = ComputeDevice("auto")
     device = str(computing.torch)
-    return {
+    host = read_host()
+    facts: dict[str, Any] = {
         "python": platform.python_version(),
         "kernel": platform.release(),
         "machine": platform.machine(),
@@ -106,8 +158,10 @@ def examine(nvme: list[Path]) -> dict[str, Any]:
         "budgets": _budgets(computing.memory()),
         "memlock": memlock_limit(),
         "huge_pages": huge_pages(),
+        "host_memory": None if host is None else host.total,
         "nvme": [_path(directory) for directory in nvme],
     }
+    return facts | {"verdict": _verdict(facts)}
 
 
 def _rows(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
@@ -161,9 +215,9 @@ def _rows(facts: dict[str, Any]) -> list[tuple[bool, str, str]]:
     )
     for path in facts["nvme"]:
         free = "" if path["free"] is None else f", {format_bytes(path['free'])} free"
-        rows.append(
-            (path["problem"] is None, path["path"], (path["problem"] or "O_DIRECT works") + free)
-        )
+        speed = "" if path["speed"] is None else f", {path['speed'] / 1e9:.2g} GB/s"
+        text = (path["problem"] or "O_DIRECT works") + free + speed
+        rows.append((path["problem"] is None, path["path"], text))
     return rows
 
 
@@ -185,8 +239,9 @@ def doctor(
         bool, typer.Option("--debug", help="Show the traceback of a failure.")
     ] = False,
 ) -> None:
-    """Show what this machine offers: versions, instruction sets, io_uring, memory limits, NVMe
-    directories."""
+    """Show what this machine offers, and which sizes of models it takes: versions, instruction
+    sets, io_uring, memory, NVMe directories. Writes 64 MiB to each directory to see how fast it
+    is."""
     with plain_failures(debug):
         facts = examine(nvme or [])
         if as_json:
@@ -198,4 +253,7 @@ def doctor(
         table.add_column(overflow="fold")
         for fine, name, value in _rows(facts):
             table.add_row("ok" if fine else "!", name, value)
-        Console(file=sys.stdout).print(table, markup=False)
+        console = Console(file=sys.stdout)
+        console.print(table, markup=False)
+        for line in ("", *_verdict_lines(facts)):
+            console.print(line, markup=False)

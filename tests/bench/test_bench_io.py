@@ -471,7 +471,7 @@ def test_files_of_others_are_refused_and_kept(tmp_path: Path, case: str) -> None
             (folder / workspace.DATA).unlink()
             (folder / workspace.DATA).symlink_to(precious / workspace.DATA)
     before = {str(path): path.is_file() and path.read_text() for path in tmp_path.rglob("*")}
-    sentence = refusal("--path", tmp_path, *SMALL)
+    sentence = refusal("--nvme", tmp_path, *SMALL)
     assert re.search("was not made by infinity|did not write|is a link", sentence)
     assert {
         str(path): path.is_file() and path.read_text() for path in tmp_path.rglob("*")
@@ -480,7 +480,7 @@ def test_files_of_others_are_refused_and_kept(tmp_path: Path, case: str) -> None
 
 def test_a_live_training_is_not_disturbed(tmp_path: Path) -> None:
     with lock_directory(tmp_path, "nvme directory"):
-        result = run("--path", tmp_path, *SMALL)
+        result = run("--nvme", tmp_path, *SMALL)
         assert result.exit_code == 1
         assert f"in use by process {os.getpid()}" in result.stderr.splitlines()[-1]
         assert {path.name for path in tmp_path.iterdir()} == {LOCK_NAME}
@@ -493,7 +493,7 @@ def test_a_disk_is_never_filled(tmp_path: Path) -> None:
         for place in places:
             place.mkdir(exist_ok=True)
         result = run(
-            *(item for place in places for item in ("--path", place)),
+            *(item for place in places for item in ("--nvme", place)),
             "--size",
             size,
             "--reserve",
@@ -517,34 +517,34 @@ def test_a_disk_is_never_filled(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused_in_one_sentence(tmp_path: Path) -> None:
     assert (
         refusal()
-        == "no directory is given: add --path DIR, a directory on the drive to be measured"
+        == "no directory is given: add --nvme DIR, a directory on the drive to be measured"
     )
     missing = tmp_path / "no"
-    assert refusal("--path", missing) == (
+    assert refusal("--nvme", missing) == (
         f"directory {missing} does not exist; create it on the drive to be measured: mkdir -p "
         f"{missing}"
     )
     assert (
-        refusal("--path", tmp_path, tmp_path)
+        refusal("--nvme", tmp_path, "--nvme", tmp_path)
         == f"the directories must differ: {tmp_path}, {tmp_path}"
     )
-    assert "the least is 16 MiB" in refusal("--path", tmp_path, "--size", "1MiB")
-    assert "multiple of 4096" in refusal("--path", tmp_path, "--request-bytes", 1000)
+    assert "the least is 16 MiB" in refusal("--nvme", tmp_path, "--size", "1MiB")
+    assert "multiple of 4096" in refusal("--nvme", tmp_path, "--request-bytes", 1000)
     assert "--write-set is what --sustained seconds write;" in refusal(
-        "--path", tmp_path, "--write-set", "1GiB"
+        "--nvme", tmp_path, "--write-set", "1GiB"
     )
     assert "--tensor-bytes has to be between" in refusal(
-        "--path", tmp_path, "--size", "16MiB", "--tensor-bytes", "1GiB"
+        "--nvme", tmp_path, "--size", "16MiB", "--tensor-bytes", "1GiB"
     )
     assert "nothing is left to measure: --mode is empty" in refusal(
-        "--path", tmp_path, "--mode", "read", "--no_read"
+        "--nvme", tmp_path, "--mode", "read", "--no-read"
     )
     for option in ("--json", "--report", "--config"):
         assert f"{option} {tmp_path}/no/file cannot be written" in refusal(
-            "--path", tmp_path, option, tmp_path / "no/file"
+            "--nvme", tmp_path, option, tmp_path / "no/file"
         )
     wide = refusal(
-        "--path", tmp_path, "--engine", "posix", "--threads", 64, "--request-bytes", "64MiB"
+        "--nvme", tmp_path, "--engine", "posix", "--threads", 64, "--request-bytes", "64MiB"
     )
     assert wide.startswith(
         "posix: at least 4 GiB would be in flight, of 96 MiB that there is memory for"
@@ -556,7 +556,7 @@ def test_without_fio_a_comparison_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert refusal("--path", tmp_path, "--compare-fio") == (
+    assert refusal("--nvme", tmp_path, "--compare-fio") == (
         "--compare-fio needs fio, which is not installed; install it with: apt-get install fio"
     )
 
@@ -569,7 +569,7 @@ def started(path: Path) -> subprocess.Popen[str]:
         "infinity",
         "bench",
         "io",
-        "--path",
+        "--nvme",
         str(path),
         *SMALL,
         "--mode",
@@ -611,7 +611,7 @@ def test_what_a_killed_run_left_goes_with_the_next_or_with_gc(tmp_path: Path) ->
     } | {str(copy / workspace.FOLDER)}
     assert not list(copy.iterdir())
     copy.rmdir()
-    result = run("--path", tmp_path, *SMALL, "--mode", "read", "--engine", "posix", "--json", "-")
+    result = run("--nvme", tmp_path, *SMALL, "--mode", "read", "--engine", "posix", "--json", "-")
     assert result.exit_code == 0, result.stderr
     assert not list(tmp_path.iterdir())
 
@@ -674,8 +674,7 @@ def test_a_whole_run_on_two_paths(tmp_path: Path) -> None:
         path.mkdir()
     out = {name: tmp_path / name for name in ("result.json", "page.html", "block.json")}
     result = run(
-        "--nvme_dir",
-        *paths,
+        *(word for path in paths for word in ("--nvme", path)),
         *SMALL,
         "--parameters",
         "50M",
@@ -782,7 +781,7 @@ def test_a_whole_run_on_two_paths(tmp_path: Path) -> None:
 
 def test_json_on_stdout_is_all_there_is(tmp_path: Path) -> None:
     result = run(
-        "--path",
+        "--nvme",
         tmp_path,
         *SMALL,
         "--mode",
@@ -791,7 +790,7 @@ def test_json_on_stdout_is_all_there_is(tmp_path: Path) -> None:
         "posix",
         "--threads",
         2,
-        "--block_size",
+        "--request-bytes",
         "64K",
         "--json",
         "-",
@@ -873,7 +872,7 @@ def test_a_comparison_with_fio_on_two_paths(tmp_path: Path) -> None:
         path.mkdir()
     for engine in IO_ENGINES:
         result = run(
-            "--path",
+            "--nvme",
             *paths,
             *SMALL,
             "--mode",
@@ -970,57 +969,32 @@ def plan_of(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> Plan:
     return plans[0]
 
 
-def test_options_of_deepspeed_mean_the_same(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def plan(*arguments: object) -> Plan:
-        return plan_of(monkeypatch, *arguments)
+def test_what_is_measured_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = plan_of(monkeypatch, "--nvme", tmp_path, "--no-read", "--parameters", "1.5B")
+    assert found.modes == tuple(mode for mode in MODES if mode != "read")
+    assert found.model_parameters == 1_500_000_000
 
-    theirs = plan(
-        "--nvme_dir",
-        tmp_path / "a",
-        tmp_path / "b",
-        "--io_size",
-        "400M",
-        "--block_size",
-        "8M",
-        "--queue_depth",
-        32,
-        "--io_parallel",
-        4,
-        "--loops",
-        5,
-    )
-    ours = plan(
-        "--path",
-        tmp_path / "a",
-        "--path",
-        tmp_path / "b",
-        "--size",
-        "400MiB",
-        "--request-bytes",
-        "8MiB",
-        "--depth",
-        32,
-        "--threads",
-        4,
-        "--rounds",
-        5,
-    )
-    assert set(theirs.paths) == set(ours.paths)
-    assert {**vars(theirs), "paths": ()} == {**vars(ours), "paths": ()}
-    assert (theirs.size, theirs.request_bytes, theirs.depth, theirs.threads, theirs.rounds) == (
-        400 * MIB,
-        8 * MIB,
-        32,
-        4,
-        5,
-    )
-    assert plan("--folder", tmp_path, "--read").modes == ("read",)
-    assert plan("--nvme_dir", tmp_path, "--no_read").modes == tuple(
-        mode for mode in MODES if mode != "read"
-    )
-    assert plan("--path", tmp_path, "--parameters", "1.5B").model_parameters == 1_500_000_000
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ("--path", "--nvme"),
+        ("--nvme_dir", "--nvme"),
+        ("--folder=x", "--nvme"),
+        ("--io_size", "--size"),
+        ("--block_size", "--request-bytes"),
+        ("--queue_depth", "--depth"),
+        ("--io_parallel", "--threads"),
+        ("--loops", "--rounds"),
+        ("--read", "--mode read"),
+        ("--no_read", "--no-read"),
+    ],
+)
+def test_an_option_that_has_another_name_is_answered_with_it(
+    option: str, name: str, tmp_path: Path
+) -> None:
+    sentence = refusal("--nvme", tmp_path, option, "x", code=2)
+    assert sentence == f"{option.partition('=')[0]} is called {name} here"
 
 
 @pytest.mark.parametrize(
@@ -1040,7 +1014,7 @@ def test_options_of_deepspeed_mean_the_same(
     ],
 )
 def test_options_of_deepspeed_without_a_meaning_are_answered(option: str, tmp_path: Path) -> None:
-    sentence = refusal("--nvme_dir", tmp_path, option, "x", code=2)
+    sentence = refusal("--nvme", tmp_path, option, "x", code=2)
     assert sentence.startswith(
         f"{option.partition('=')[0]} is an option of DeepSpeed that does not apply: "
     )

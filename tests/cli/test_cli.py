@@ -806,8 +806,17 @@ def test_doctor_knows_versions_limits_and_paths(tmp_path: Path) -> None:
         "path": str(tmp_path / "no"),
         "problem": "not a directory",
         "free": None,
+        "speed": None,
     }
     assert not list(tmp_path.iterdir())
+    verdict = facts["verdict"]
+    memory = facts["budgets"]["cpu_memory"]["nbytes"] - (384 << 20)
+    assert verdict["in_memory"] == memory // 14  # parameter 2, gradient 2, low bits 2, moments 8
+    assert verdict["on_nvme"] == min(facts["nvme"][0]["free"] // 24, memory // 2)
+    assert verdict["largest"] == facts["nvme"][0]["free"] // 14
+    assert verdict["step_seconds_on_nvme"] == pytest.approx(
+        28 * verdict["on_nvme"] / facts["nvme"][0]["speed"]
+    )
 
 
 def test_doctor_says_the_same_in_a_table(tmp_path: Path) -> None:
@@ -822,8 +831,12 @@ def test_doctor_says_the_same_in_a_table(tmp_path: Path) -> None:
         "gpu_memory",
         "cpu_memory",
         "infinity._cuda",
+        "all in memory: up to",
+        "With states on NVMe: up to",
+        "GB/s together: a step of",
     ):
-        assert shown in result.stdout
+        assert shown in " ".join(result.stdout.split())
+    assert "With --nvme DIR" in run("doctor").stdout
 
 
 def test_doctor_reports_why_direct_io_does_not_work(

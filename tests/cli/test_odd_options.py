@@ -88,7 +88,9 @@ COMMANDS = {
     ("finetune",): ("--nvme", "nvme", "--data", "file", "--sequence-length", "16"),
     ("doctor",): (),
     ("gc",): ("nvme",),
-    ("bench", "io"): ("--path", "nvme"),
+    ("inspect",): ("nvme",),
+    ("export",): ("nvme", "out"),
+    ("bench", "io"): ("--nvme", "nvme"),
     ("bench", "adam"): (),
     ("bench", "step"): ("--nvme", "nvme", "--sequence-length", "16"),
 }
@@ -182,7 +184,7 @@ def test_what_no_option_takes(where: Path) -> None:
         ["gc", "file"],
         ["gc", "loop"],
         ["gc", "gone"],
-        ["bench", "io", "--path", "loop"],
+        ["bench", "io", "--nvme", "loop"],
     ):
         assert check(arguments) == FAILED
 

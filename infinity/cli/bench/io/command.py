@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, NoReturn, cast
 
 import typer
 from typer.core import TyperCommand
@@ -22,7 +22,7 @@ _WHAT = "What is measured"
 _HOW = "How it is run"
 _NOT_HERE = {
     "--folder_to_device_mapping": (
-        "give --path once per directory: each has a ring of its own, and no GPU belongs to it"
+        "give --nvme once per directory: each has a ring of its own, and no GPU belongs to it"
     ),
     "--sweep_config": (
         "the search is not a grid; --engine, --depth, --request-bytes and "
@@ -34,7 +34,7 @@ _NOT_HERE = {
     "--gpu": "transfers go to host memory, as in training; --load copies to the GPU beside them",
     "--gds": "GPUDirect Storage is not used; --load copies to the GPU beside the transfers",
     "--use_gds": "GPUDirect Storage is not used; --load copies to the GPU beside the transfers",
-    "--multi_process": "one process drives every path: give --path once per directory",
+    "--multi_process": "one process drives every path: give --nvme once per directory",
     "--single_submit": "requests are submitted together whenever there are several",
     "--sequential_requests": "for one request after the other use --depth 1",
     "--validate": "every request's byte count is always checked, and a short one fails the run",
@@ -50,22 +50,38 @@ _NOT_HERE = {
 instead."""
 
 
+_RENAMED = {
+    "--path": "--nvme",
+    "--nvme_dir": "--nvme",
+    "--folder": "--nvme",
+    "--io_size": "--size",
+    "--block_size": "--request-bytes",
+    "--queue_depth": "--depth",
+    "--io_parallel": "--threads",
+    "--loops": "--rounds",
+    "--read": "--mode read",
+    "--no_read": "--no-read",
+    "--no_write": "--no-write",
+}
+"""Names that earlier versions and DeepSpeed's tools have, and ours."""
+
+
 class IoCommand(TyperCommand):
-    """Answers an option of DeepSpeed's tools that means nothing here with a sentence."""
+    """Answers an option of DeepSpeed's tools, or of earlier versions, with a sentence."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for argument in args:
             name = argument.partition("=")[0]
+            if name in _RENAMED:
+                _refuse(f"{name} is called {_RENAMED[name]} here")
             if name in _NOT_HERE:
-                typer.echo(
-                    (
-                        f"infinity: {name} is an option of DeepSpeed that does not apply: "
-                        f"{_NOT_HERE[name]}"
-                    ),
-                    err=True,
-                )
-                raise typer.Exit(2)
+                _refuse(f"{name} is an option of DeepSpeed that does not apply: {_NOT_HERE[name]}")
         return super().parse_args(ctx, args)
+
+
+def _refuse(text: str) -> NoReturn:
+    typer.echo(f"infinity: {text}", err=True)
+    raise typer.Exit(2)
 
 
 def _size(*names: str, text: str, panel: str, default: str) -> Any:
@@ -82,24 +98,15 @@ def _size(*names: str, text: str, panel: str, default: str) -> Any:
 Paths = Annotated[
     list[Path] | None,
     typer.Option(
-        "--path",
-        "--nvme_dir",
-        "--folder",
+        "--nvme",
         help="A directory on the drive; several times for several drives.",
         rich_help_panel=_WHERE,
-    ),
-]
-MorePaths = Annotated[
-    list[Path] | None,
-    typer.Argument(
-        help="More directories, as `--nvme_dir A B` has them.", metavar="DIR", hidden=True
     ),
 ]
 Size = Annotated[
     int,
     _size(
         "--size",
-        "--io_size",
         text="The file on each path, larger than a drive's memory.",
         panel=_WHERE,
         default="2GiB",
@@ -132,14 +139,11 @@ Modes = Annotated[
         rich_help_panel=_WHAT,
     ),
 ]
-ReadOnly = Annotated[
-    bool, typer.Option("--read", help="The same as --mode read (ds_io).", hidden=True)
-]
 NoRead = Annotated[
-    bool, typer.Option("--no_read", help="Leave out --mode read.", rich_help_panel=_WHAT)
+    bool, typer.Option("--no-read", help="Leave out --mode read.", rich_help_panel=_WHAT)
 ]
 NoWrite = Annotated[
-    bool, typer.Option("--no_write", help="Leave out --mode write.", rich_help_panel=_WHAT)
+    bool, typer.Option("--no-write", help="Leave out --mode write.", rich_help_panel=_WHAT)
 ]
 TensorBytes = Annotated[
     int, _size("--tensor-bytes", text="A tensor of many-tensor.", panel=_WHAT, default="1MiB")
@@ -197,7 +201,6 @@ Depth = Annotated[
     int | None,
     typer.Option(
         "--depth",
-        "--queue_depth",
         min=1,
         max=4096,
         show_default="searched",
@@ -209,7 +212,6 @@ RequestBytes = Annotated[
     int | None,
     _size(
         "--request-bytes",
-        "--block_size",
         text="One request to the device.",
         panel=_HOW,
         default="searched",
@@ -219,7 +221,6 @@ Threads = Annotated[
     int | None,
     typer.Option(
         "--threads",
-        "--io_parallel",
         min=1,
         max=256,
         show_default="searched",
@@ -241,7 +242,6 @@ Rounds = Annotated[
     int,
     typer.Option(
         "--rounds",
-        "--loops",
         min=1,
         help="Interleaved rounds; medians count.",
         rich_help_panel=_HOW,
@@ -281,12 +281,10 @@ Runs = Annotated[
 
 
 def io(
-    more: MorePaths = None,
-    path: Paths = None,
+    nvme: Paths = None,
     size: Size = 2 << 30,
     reserve: Reserve = 4 << 30,
     mode: Modes = None,
-    read: ReadOnly = False,
     no_read: NoRead = False,
     no_write: NoWrite = False,
     tensor_bytes: TensorBytes = 1 << 20,
@@ -312,26 +310,25 @@ def io(
     """Measure NVMe directories with infinity's own I/O engine, find its best setting, and say what
     limits it.
 
-    Writes one file per directory, in a folder of its own, and removes it whatever happens. Options
-    of DeepSpeed's ds_io and ds_nvme_tune go by their names where they mean the same (--nvme_dir,
-    --io_size, --block_size, --queue_depth, ...).
+    Writes one file per directory, in a folder of its own, and removes it whatever happens. An
+    option of DeepSpeed's ds_io or ds_nvme_tune is answered with the name that it has here.
     """
     with plain_failures(debug):
         from infinity.bench.io.benchmark import Benchmark
         from infinity.bench.io.plan import MODES, Mode, Plan
         from infinity.cli.bench.io.table import print_table
 
-        directories = (*(path or ()), *(more or ()))
+        directories = tuple(nvme or ())
         if not directories:
             raise ValueError(
-                "no directory is given: add --path DIR, a directory on the drive to be measured"
+                "no directory is given: add --nvme DIR, a directory on the drive to be measured"
             )
         if report is not None:
             require_extras("matplotlib", what="--report")
         delivery = Delivery(as_json, report, config=config)
         left_out = {name for name, out in (("read", no_read), ("write", no_write)) if out}
         named = tuple(dict.fromkeys(name.value for name in mode or ()))
-        asked: tuple[Mode, ...] = ("read",) if read else cast(tuple[Mode, ...], named) or MODES
+        asked: tuple[Mode, ...] = cast(tuple[Mode, ...], named) or MODES
         plan = Plan(
             paths=directories,
             size=size,
