@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -17,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from infinity.build import wrapping
 from infinity.config import Config
+from infinity.deepspeed.agree import join_ranks, take_model
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.optimizers import Client, Recipe, follow, options, recipe
 from infinity.deepspeed.schedulers import scheduler
@@ -70,12 +69,13 @@ def initialize(
             "parallel ranks; leave them out, or give infinity.wrap a DeviceMesh as group="
         )
     plain = _checked(model)
-    _join_ranks(distributed_port, dist_init_required)
+    join_ranks(distributed_port, dist_init_required)
     settings = Settings.read(source, _world(), _hidden_size(plain))
     for notice in settings.notices:
         log.info("%s", notice)
     found = recipe(settings, plain, optimizer, model_parameters)
     _check_scheduler(settings, lr_scheduler, found)
+    take_model(plain)
     loader = _loader(settings, training_data, collate_fn)
     with _wrapped(plain, settings, found) as directories:
         built = None if found is None else found.build(plain, options(settings))
@@ -128,20 +128,6 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _join_ranks(port: int, required: bool | None) -> None:
-    """Initialize torch.distributed where a launcher has started several ranks, and nobody did."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if required is False or ranks == 1 or dist.is_initialized() or not dist.is_available():
-        return
-    os.environ.setdefault("MASTER_PORT", str(port))
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or device.type != "cuda":
-        dist.init_process_group("gloo")
-        return
-    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
 
 
 # The model

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from infinity.deepspeed.agree import join_ranks, same_draws, several, values_of
+from infinity.directories.mapped import mapped
 from infinity.errors import ConfigError, in_words
 from infinity.modules.gathered import gathered
 from infinity.modules.grouping import find_owners
-from infinity.modules.init import init, is_building
+from infinity.modules.init import TapedParameter, init_zero, is_building, reopened
 from infinity.sharding.use import place_of
 from infinity.sharding.zero_names import ZeroStatus as ZeroParamStatus
 
@@ -39,7 +42,8 @@ class Init:
 
     The configuration, the dtype and the places of parameters are those that `infinity.initialize`
     is given; what is given here is accepted for the sake of scripts. Inside of another one it does
-    nothing. `Init(module=model)` leaves a model as it is, until it is initialized.
+    nothing. `Init(module=model)` leaves a model as it is, until it is initialized. All ranks draw
+    the numbers of the first one, so that they build the same model.
     """
 
     def __init__(
@@ -54,7 +58,9 @@ class Init:
 
     def __enter__(self) -> Init:
         if self._enabled and not is_building():
-            self._inside.enter_context(init())
+            join_ranks()
+            self._inside.enter_context(same_draws())
+            self._inside.enter_context(init_zero())
         return self
 
     def __exit__(
@@ -70,8 +76,8 @@ class GatheredParameters:
     """`with infinity.zero.GatheredParameters(parameters, modifier_rank=0):` as `infinity.gathered`.
 
     Without `modifier_rank` parameters can be read; a change is undone, and raises. With one, what
-    that rank leaves in them becomes their value on all ranks. Parameters that are not managed are
-    left as they are.
+    that rank leaves in them becomes their value on all ranks. Parameters that were built in `Init`,
+    and are not initialized yet, can be read and changed, too. Others are left as they are.
     """
 
     def __init__(
@@ -89,8 +95,11 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         managed = [each for each in self._parameters if place_of(each) is not None]
+        taped = [each for each in self._parameters if isinstance(each, TapedParameter)]
         if managed:
             self._inside.enter_context(gathered(managed, write_rank=self._rank))
+        if taped:
+            self._inside.enter_context(_rebuilt(taped, self._rank))
 
     def __exit__(
         self,
@@ -99,6 +108,24 @@ class GatheredParameters:
         trace: TracebackType | None,
     ) -> None:
         self._inside.__exit__(kind, error, trace)
+
+
+@contextmanager
+def _rebuilt(parameters: Sequence[TapedParameter], rank: int | None) -> Iterator[None]:
+    """Inside, parameters without memory can be read and changed; on all ranks they are what `rank`
+    leaves in them."""
+    with reopened(parameters):
+        yield
+        if rank is None or not several():
+            return
+        for parameter in parameters:
+            values = torch.empty(parameter.shape, dtype=parameter.dtype)
+            values.copy_(parameter.detach())
+            with type(parameter).taping.paused():
+                kept = mapped(values_of(rank, values), None)
+            if dist.get_rank() != rank:
+                with torch.no_grad():
+                    parameter.copy_(kept)
 
 
 def _listed(params: Any) -> list[torch.Tensor]:

@@ -6,8 +6,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from infinity.modules.pretrained import streamed
 from infinity.modules.tape import Place, Tape, number_of
 from infinity.modules.taping import Taping
 from infinity.sharding.tensor_parallel import form_of, local, part_in
+from infinity.sharding.zero_names import ZeroNames, ZeroStatus
 
 log = logging.getLogger("infinity")
 
@@ -29,13 +30,12 @@ _ATTRIBUTE = "_infinity_origins"  # of a module: by the names of its parameters
 class Origin(NamedTuple):
     """How the values of a parameter without memory are made: they are at `place` of `tape`.
 
-    `version` and `number` are those of the parameter when `init` ended.
+    `number` is the id of the parameter when `init` ended.
     """
 
     tape: Tape
     place: Place
-    version: int
-    number: int
+    number: int = 0
     problem: str = ""
     """Why these are not its values any more."""
 
@@ -52,6 +52,19 @@ class Origin(NamedTuple):
         """The values of `parameter`, or of the part of it that this rank has; not to be written."""
         values = self.tape.values(self.place)
         return values if values.shape == local(parameter).shape else part_in(values, parameter)
+
+
+class TapedParameter(nn.Parameter, ZeroNames):
+    """A parameter without memory that was built in `init_zero`. Each of these has its own subclass,
+    so that the type knows the tape."""
+
+    taping: ClassVar[Taping]
+
+    @property
+    def ds_status(self) -> ZeroStatus:  # type: ignore[override]
+        """Whether its values can be read now."""
+        inside = type(self).taping in _get_current_dispatch_mode_stack()
+        return ZeroStatus.AVAILABLE if inside else ZeroStatus.NOT_AVAILABLE
 
 
 @contextmanager
@@ -79,9 +92,23 @@ def init(*, exact: bool = True) -> Iterator[None]:
 
     Only for the thread that enters it; do not nest.
     """
+    with _building(exact, named=False):
+        yield
+
+
+@contextmanager
+def init_zero() -> Iterator[None]:
+    """`init` for what knows DeepSpeed: parameters have its names, and `reopened` takes them."""
+    with _building(exact=True, named=True):
+        yield
+
+
+@contextmanager
+def _building(exact: bool, named: bool) -> Iterator[None]:
     register = nn.Module.register_parameter
     thread = threading.get_ident()
     taping = Taping(Tape(), exact)
+    of_ours = type("TapedParameter", (TapedParameter,), {"taping": taping})
     holders: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -92,6 +119,7 @@ def init(*, exact: bool = True) -> Iterator[None]:
         is_plain = number_of(parameter) is not None and not is_lazy(parameter)
         if parameter.device.type != "meta" and is_plain:  # others, such as sparse ones, stay
             kind, values = type(parameter), dict(vars(parameter))
+            kind = of_ours if named and kind is nn.Parameter else kind
             handle = taping.handle(parameter)
             replaced = kind(handle, requires_grad=parameter.requires_grad)
             vars(replaced).update(values)
@@ -109,6 +137,21 @@ def init(*, exact: bool = True) -> Iterator[None]:
                 _note(module, name, taping)
 
 
+@contextmanager
+def reopened(parameters: Sequence[TapedParameter]) -> Iterator[None]:
+    """Inside, what is done to `parameters` is noted as inside of their `init_zero`, and they can be
+    read: every time their values are made anew."""
+    tapings = dict.fromkeys(type(parameter).taping for parameter in parameters)
+    with ExitStack() as stack:
+        for taping in tapings:
+            if taping not in _get_current_dispatch_mode_stack():
+                stack.callback(taping.tape.end)
+                stack.enter_context(taping)
+        yield
+    for parameter in parameters:
+        type(parameter).taping.tape.versions[id(parameter)] = parameter._version
+
+
 def is_building() -> bool:
     """Whether this thread is inside of `init`."""
     return any(isinstance(mode, Taping) for mode in _get_current_dispatch_mode_stack())
@@ -121,7 +164,8 @@ def _note(module: nn.Module, name: str, taping: Taping) -> None:
         return
     origins = vars(module).setdefault(_ATTRIBUTE, {})
     place = taping.tape.place(local(parameter))
-    origins[name] = Origin(taping.tape, place, parameter._version, id(parameter))
+    origins[name] = Origin(taping.tape, place, id(parameter))
+    taping.tape.versions[id(parameter)] = parameter._version
 
 
 def replace_meta(model: nn.Module) -> dict[int, Origin | None]:
@@ -173,9 +217,9 @@ def _origin_of(
             continue
         place = tape.place(local(parameter))
         if known is not None and known.number == id(parameter):
-            problem = "was given values" if known.version != parameter._version else ""
-            return Origin(tape, place, 0, 0, problem)
-        return Origin(tape, place, 0, 0)
+            seen = tape.versions[id(parameter)] == parameter._version
+            return Origin(tape, place, problem="" if seen else "was given values")
+        return Origin(tape, place)
     if known is not None and form_of(parameter) is not None:
         return known  # a DTensor that was made of it
     if known is not None and known.number == id(parameter):
@@ -187,9 +231,7 @@ def meta_buffers(model: nn.Module) -> dict[str, Origin | None]:
     """The buffers of `model` on the meta device, and where their values come from."""
     tapes = _tapes(model)
     return {
-        name: next(
-            (Origin(tape, tape.place(buffer), 0, 0) for tape in tapes if tape.cell(buffer)), None
-        )
+        name: next((Origin(tape, tape.place(buffer)) for tape in tapes if tape.cell(buffer)), None)
         for name, buffer in model.named_buffers()
         if buffer.is_meta
     }

@@ -196,6 +196,8 @@ class Tape:
         self.operations: list[Operation] = []
         self.was_read = False
         """Whether a constructor saw a number that was drawn, so that others cannot replace it."""
+        self.versions: dict[int, int] = {}
+        """Those of parameters, by their ids, when all that was done to them had been noted."""
         self._cells: dict[int, tuple[StorageWeakRef, Cell]] = {}  # by the numbers of storages
         self._writers: dict[int, list[int]] = {}  # by the ids of cells: numbers of operations
         self._seed: int | None = None

@@ -22,7 +22,7 @@ class ZeroNames:
     DeepSpeed."""
 
     __slots__ = ()
-    ds_status: ClassVar[ZeroStatus]
+    ds_status: ZeroStatus
     """Whether its data is there."""
     ds_persist: ClassVar[bool] = False
     """Whether its data is always there, which the engine decides unit by unit."""

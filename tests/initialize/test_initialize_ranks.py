@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.deepspeed import fragments
-from support.deepspeed import batch, configuration, net
+from support.deepspeed import Net, batch, configuration, net
 from support.rank_group import RANKS, OnRanks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -228,3 +228,41 @@ def test_a_failure_on_one_rank_is_one_of_all(on_ranks: OnRanks, tmp_path: Path) 
     first, second = on_both(on_ranks, "failures", tmp_path)
     assert "rank 1 failed: ValueError: no schedule" in first
     assert second == "no schedule"
+
+
+def beginnings(where: Path, rank: int) -> Any:
+    """Models that each rank seeds differently, and one whose values the second rank has."""
+    found = {}
+    for kind in ("plain", "zero", "changed"):
+        torch.manual_seed(rank)
+        if kind == "plain":
+            model = Net()
+        else:
+            with infinity.zero.Init():
+                model = Net()
+        found[f"{kind} drawn"] = torch.rand(2)
+        if kind == "changed":
+            with infinity.zero.GatheredParameters(model.first.weight, modifier_rank=1):
+                if rank == 1:
+                    model.first.weight.data.normal_()
+            with infinity.zero.GatheredParameters([model.first.weight]):
+                found["gathered"] = torch.zeros(16, 8).copy_(model.first.weight.data)
+        engine, *_ = infinity.initialize(model=model, config=of_stage(3, where))
+        found[kind] = {k: v.clone() for k, v in engine.module_state_dict().items()}
+        engine.destroy()
+    return found
+
+
+def test_ranks_begin_with_one_model(on_ranks: OnRanks, tmp_path: Path) -> None:
+    first, second = on_both(on_ranks, "beginnings", tmp_path)
+    torch.manual_seed(0)
+    expected = Net().state_dict()
+    for kind in ("plain", "zero", "changed"):
+        for name, value in expected.items():
+            assert torch.equal(first[kind][name], second[kind][name])
+            if kind != "changed" or name != "first.weight":
+                assert torch.equal(first[kind][name], value), f"{kind} {name}"
+        assert not torch.equal(first[f"{kind} drawn"], second[f"{kind} drawn"])
+    assert torch.equal(first["gathered"], second["gathered"])
+    assert torch.equal(first["gathered"], first["changed"]["first.weight"])
+    assert not torch.equal(first["gathered"], expected["first.weight"])

@@ -17,6 +17,8 @@ from support.deepspeed import Net, batch, configuration, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+LOAD = "_load_from_state_dict"
+"""What transformers calls of a module, as torch does."""
 Start = Callable[..., tuple[Any, Any, Any, Any]]
 
 
@@ -186,3 +188,53 @@ def test_gradients_are_updated_together(start: Start) -> None:
     fragments.safe_update_full_grad_vectorized(parameters, lambda gradient, _: gradient * 2)
     for parameter, gradient in zip(parameters, before, strict=True):
         assert torch.equal(fragments.safe_get_full_grad(parameter), gradient * 2)
+
+
+# Parameters before there is an engine
+
+
+def test_parameters_of_init_have_their_names_in_deepspeed() -> None:
+    with infinity.zero.Init():
+        model = net()
+    weight = model.first.weight
+    assert weight.ds_shape == (16, 8) and weight.ds_numel == 128
+    assert len({each.ds_id for each in model.parameters()}) == 6
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    with infinity.zero.GatheredParameters(weight):
+        assert weight.ds_status is ZeroParamStatus.AVAILABLE
+    assert weight.is_meta and weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+
+
+def test_parameters_of_init_are_read_and_changed(start: Start) -> None:
+    """As transformers does: it loads module by module, initializes what is missing, and resizes
+    embeddings."""
+    with infinity.zero.Init():
+        model = net()
+    loaded = net(1).state_dict()
+    for module, prefix in ((model.first, "first."), (model.last, "last.")):
+        with infinity.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+            getattr(module, LOAD)(loaded, prefix, {}, True, [], [], [])
+    with infinity.zero.GatheredParameters(model.second.bias, modifier_rank=0):
+        model.second.bias.data.zero_()
+        torch.nn.init.ones_(model.second.bias[:2])
+    seen = torch.zeros(16, 8)
+    with infinity.zero.GatheredParameters([model.first.weight, model.second.bias]):
+        assert model.second.bias.sum().item() == 2.0
+        assert torch.equal(model.first.weight, loaded["first.weight"])
+        seen[:4] = model.first.weight.data[:4]
+    assert torch.equal(seen[:4], loaded["first.weight"][:4])
+    engine, *_ = start(model=model, config=configuration())
+    weights = engine.module_state_dict()
+    for name in ("first.weight", "first.bias", "last.weight", "last.bias"):
+        assert torch.equal(weights[name], loaded[name])
+    assert torch.equal(weights["second.weight"], net().second.weight)
+    assert weights["second.bias"].tolist() == [1.0, 1.0, *[0.0] * 6]
+
+
+def test_a_write_outside_of_a_gather_is_refused(start: Start) -> None:
+    with infinity.zero.Init():
+        model = net()
+    with torch.no_grad():
+        model.first.weight.zero_()
+    with pytest.raises(infinity.ConfigError, match=r"first\.weight was given values after"):
+        start(model=model, config=configuration())

@@ -1,0 +1,72 @@
+"""Ranks that find each other, and start from the model of the first one, as with DeepSpeed, however
+they are seeded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from infinity.sharding.collectives import reaches
+
+
+def join_ranks(port: int = 29500, required: bool | None = None) -> None:
+    """Initialize torch.distributed where a launcher has started several ranks, and nobody did."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if required is False or ranks == 1 or dist.is_initialized() or not dist.is_available():
+        return
+    os.environ.setdefault("MASTER_PORT", str(port))
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type != "cuda":
+        dist.init_process_group("gloo")
+        return
+    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+
+
+def several() -> bool:
+    """Whether there are other ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def values_of(rank: int, values: torch.Tensor) -> torch.Tensor:
+    """What `values` are on `rank`: on the host there, of one shape on all ranks; all call it."""
+    flat = values.detach().contiguous().view(-1).view(torch.uint8)
+    group = dist.group.WORLD
+    device = torch.accelerator.current_accelerator()
+    if group is not None and not reaches(group, "cpu") and device is not None:
+        flat = flat.to(device)
+    if flat.numel():
+        dist.broadcast(flat, rank)
+    return flat.to(values.device).view(values.dtype).view(values.shape)
+
+
+def take_model(model: nn.Module) -> None:
+    """Replace parameters and buffers by those of the first rank, where they have memory. Others are
+    built alike (`same_draws`)."""
+    if not several():
+        return
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    with torch.no_grad():
+        for each in tensors.values():
+            if each.layout is torch.strided and not each.is_meta:
+                each.copy_(values_of(0, each))
+
+
+@contextmanager
+def same_draws() -> Iterator[None]:
+    """Inside, all ranks draw the numbers of the first one. Then each goes on with its own."""
+    if not several():
+        yield
+        return
+    before = torch.get_rng_state()
+    torch.set_rng_state(values_of(0, before))
+    try:
+        yield
+    finally:
+        if dist.get_rank() != 0:
+            torch.set_rng_state(before)
