@@ -1,7 +1,7 @@
 """Starts the command `infinity`.
 
 A package of its own, because importing any part of `infinity` imports torch first, which takes
-seconds.
+seconds. A list of the commands needs none of it.
 """
 
 import sys
@@ -10,7 +10,12 @@ import sys
 def main() -> None:
     """Run the command. Ctrl-C while it is imported is one line and status 130, as later on."""
     try:
-        from infinity.cli.main import app
+        from infinity_command.overview import overview, suffices
+
+        if suffices(sys.argv[1:]):
+            app = overview()
+        else:
+            from infinity.cli.main import app
     except KeyboardInterrupt:
         sys.stderr.write("infinity: interrupted\n")
         sys.exit(130)

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from infinity.cli.main import app
 from support.children import CHILD
 
 COMMAND = [
@@ -24,7 +26,7 @@ def test_an_interrupt_while_torch_is_imported_is_one_line(tmp_path: Path) -> Non
         "PYTHONPATH": os.pathsep.join([str(tmp_path), CHILD["env"]["PYTHONPATH"]])
     }
     found = subprocess.run(
-        [*COMMAND, "--version"],
+        [*COMMAND, "doctor"],
         env=environment,
         capture_output=True,
         text=True,
@@ -42,3 +44,23 @@ def test_the_command_starts_so(pytestconfig: pytest.Config) -> None:
     assert found.stdout.startswith("infinity ")
     project = (pytestconfig.rootpath / "pyproject.toml").read_text()
     assert 'infinity = "infinity_command:main"' in project
+
+
+def test_the_list_of_commands_imports_no_torch(tmp_path: Path) -> None:
+    """Which takes longer than all the rest. It is the list that the whole command gives."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')\n")
+    environment = CHILD["env"] | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), CHILD["env"]["PYTHONPATH"]]),
+        "COLUMNS": "80",
+    }
+    found = subprocess.run(
+        [*COMMAND, "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (found.returncode, found.stderr) == (0, "")
+    whole = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["--help"], prog_name="infinity")
+    assert found.stdout == whole.stdout
