@@ -26,8 +26,10 @@ PROBE_BYTES = 64 << 20
 PROBE_PARAMETERS = 16 << 20
 BLOCK_SHARE = 8
 """One part in so many of free memory is the most that two measured blocks may take."""
-MOST_TOKENS = 1 << 12
-"""Of the batch that blocks are measured with: compute per token does not depend on more."""
+MOST_SECONDS = 1.5
+"""Of a pass through one measured block, the head and the loss: longer ones are measured with fewer
+tokens, but with `LEAST_TOKENS` at least."""
+LEAST_TOKENS = 64
 
 
 def measured(
@@ -110,32 +112,31 @@ def _compute(
     shape = model.shape
     block = shape.in_blocks // max(shape.layers, 1)
     rest = model.parameters - shape.in_blocks
+    products = statistics.median(limits.multiplications(device, dtype, ROUNDS))
     nbytes = (2 * block + rest) * dtype.itemsize * 2  # parameters and gradients
-    if nbytes > free // BLOCK_SHARE:
-        return statistics.median(limits.multiplications(device, dtype, ROUNDS)), None
+    if nbytes > free // BLOCK_SHARE or not shape.layers:
+        return products, None
+    outside = shape._replace(multiplied=shape.multiplied - shape.in_blocks, in_blocks=0, layers=0)
+    first = outside._replace(multiplied=outside.multiplied + block, in_blocks=block, layers=1)
+
+    def operations(part: flops.Shape, tokens: int, length: int) -> float:
+        return flops.count(part, tokens, length, training.recomputes).hardware
+
+    per_token = operations(first, training.windows, training.length) / training.windows
+    most = max(int(MOST_SECONDS * products / per_token), LEAST_TOKENS)
+    length = min(training.length, most)
+    windows = max(1, min(training.batch, most // length))
     if isinstance(source, Dimensions):
-        source = gpt_of(source, training.length)
-    windows = max(1, min(training.batch, MOST_TOKENS // training.length))
+        source = gpt_of(source, length)
+    words = source.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(
-        0,
-        source.config.get_text_config().vocab_size,
-        (windows, training.length),
-        generator=generator,
-    ).to(device)
+    ids = torch.randint(0, words, (windows, length), generator=generator).to(device)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     one, two = limits.compute_seconds(source, batch, device, dtype, training.recomputes, ROUNDS)
-    tokens = windows * training.length
-    first = shape._replace(multiplied=shape.multiplied - shape.in_blocks + block)
-    first = first._replace(in_blocks=block, layers=1)
-    head = shape._replace(multiplied=shape.multiplied - shape.in_blocks, in_blocks=0, layers=0)
-    whole, outer = (
-        flops.count(each, tokens, training.length, training.recomputes).hardware
-        for each in (first, head)
-    )
     each = statistics.median(after - before for before, after in zip(one, two, strict=True))
-    each = max(each, min(one) / 100)
+    each = max(each, statistics.median(one) / 100)
     other = max(statistics.median(one) - each, 1e-6)
+    whole, outer = (operations(part, windows * length, length) for part in (first, outside))
     return (whole - outer) / each, outer / other
 
 
