@@ -39,6 +39,10 @@ class Answers:
         """Forwards of a rank for each optimizer step."""
         return self.settings.batches.accumulation
 
+    def managed_gradient_accumulation(self) -> bool:
+        """Whether the engine counts micro-batches; else every `step` is one of the optimizer."""
+        return self.settings.managed_accumulation
+
     def get_batch_info(self) -> tuple[int, int, int]:
         """The three numbers above."""
         batches = self.settings.batches

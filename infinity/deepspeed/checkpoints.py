@@ -55,7 +55,9 @@ class TaggedCheckpoints:
         if hasattr(engine.lr_scheduler, "state_dict"):
             extra["lr_scheduler"] = engine.lr_scheduler.state_dict()
         optimizers = [] if engine.optimizer is None else [engine.optimizer]
-        engine.engine.save_checkpoint(directory / name, optimizers, extra)
+        engine.engine.save_checkpoint(
+            directory / name, optimizers, extra, trainable_only=without_frozen
+        )
         if is_latest and engine.global_rank == 0:
             _write(directory / LATEST, name)
         return True

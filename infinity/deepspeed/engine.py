@@ -15,8 +15,10 @@ and the step was left out.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.checkpoints import TaggedCheckpoints
 from infinity.deepspeed.settings import Settings
 from infinity.engine import Engine, engine
-from infinity.errors import ConfigError, in_words
+from infinity.errors import ConfigError, EngineClosedError, in_words
 from infinity.optim.optimizer import Optimizer
 
 _ANYWAY = {"allreduce_gradients", "release_loss"}
@@ -71,6 +73,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         self._stepped = False
         self._in_backward = False
         self._apart = False  # inside of `no_sync`
+        self._kept = engine(model)
         self._closed = False
         self._directories = tuple(directories)
         self._checkpoints = TaggedCheckpoints(self)
@@ -85,8 +88,12 @@ class DeepSpeedEngine(Answers, nn.Module):
 
     @property
     def engine(self) -> Engine:
-        """The engine that keeps the states."""
-        return engine(self.module)
+        """The engine that keeps the states. Raises `EngineClosedError` after `destroy`."""
+        if self._closed:
+            raise EngineClosedError(
+                "the engine was destroyed; build the model again and load a checkpoint"
+            )
+        return self._kept
 
     @property
     def device(self) -> torch.device:
@@ -104,14 +111,14 @@ class DeepSpeedEngine(Answers, nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The forward of the model, under autocast where the configuration says so."""
         if self.settings.cast_inputs:
-            inputs, named = tree_map(_as_half, (inputs, named))
+            inputs, named = _mapped(_as_half, (inputs, named))
         with self._autocast():
             outputs = self.module(*inputs, **named)
         if not torch.is_grad_enabled() or self.optimizer is None:
             return outputs
         if self._divisor(True) == 1 and self.optimizer.loss_scaler is None:
             return outputs
-        return tree_map(self._entrance, outputs)
+        return _mapped(self._entrance, outputs)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.settings.autocast
@@ -193,6 +200,10 @@ class DeepSpeedEngine(Answers, nn.Module):
         """Say from now on whether the next `step` is one of the optimizer, instead of counting."""
         self._given_boundary = bool(is_boundary)
 
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """For several backwards of one forward: gradients are reduced unit by unit anyway."""
+        return nullcontext()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """`infinity.no_sync`, at any stage. A step of the optimizer has to be outside."""
@@ -269,7 +280,11 @@ class DeepSpeedEngine(Answers, nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything to `save_dir/tag` (by default `global_step<N>`); all ranks call it."""
+        """Write everything to `save_dir/tag` (by default `global_step<N>`); all ranks call it.
+
+        `client_state` may have numbers, texts and tensors in dicts, lists and tuples. With
+        `exclude_frozen_parameters` a model that loads this keeps its own frozen parameters.
+        """
         return self._checkpoints.save(
             Path(save_dir), tag, client_state or {}, save_latest, exclude_frozen_parameters
         )
@@ -287,7 +302,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         """Go on from `load_dir/tag`, by default what `latest` there names; all ranks call it.
 
         Returns the directory and the `client_state` that was saved; (None, None) and a warning
-        where there is no `latest`.
+        where there is no `latest`. A checkpoint always has to fit the model, whatever
+        `load_module_strict` is; frozen parameters may be left out of it.
         """
         if custom_load_fn is not None:
             raise ConfigError(
@@ -322,6 +338,12 @@ class DeepSpeedEngine(Answers, nn.Module):
                 state.pop(name, None)
         return state
 
+    def load_module_state_dict(
+        self, checkpoint: Mapping[str, Any], strict: bool = True, **others: Any
+    ) -> None:
+        """Load the weights that `checkpoint` has under "module"; all ranks call it."""
+        self.module.load_state_dict(checkpoint["module"], strict=strict)
+
     def _consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, torch.Tensor] | None:
@@ -343,13 +365,19 @@ class DeepSpeedEngine(Answers, nn.Module):
     def empty_partition_cache(self) -> None:
         """Nothing: what the compute device holds is planned."""
 
+    def offload_states(self, *states: Any, **options: Any) -> None:
+        """Nothing: states are where the configuration puts them, between steps, too."""
+
+    def reload_states(self, *states: Any, **options: Any) -> None:
+        """Nothing; see `offload_states`."""
+
     def destroy(self) -> None:
         """Finish updates, and give back memory, threads and files; the model has no data after
         that. May be called twice."""
         if self._closed:
             return
         self._closed = True
-        self.engine.close()
+        self._kept.close()
         for directory in self._directories:
             with suppress(OSError):  # somebody keeps something there
                 directory.rmdir()
@@ -379,6 +407,20 @@ def _checked(loss: object) -> torch.Tensor:
         )
         raise ConfigError(f"the loss is {found}; it must be a tensor of one element")
     return loss.float() if loss.dtype.itemsize < 4 else loss
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with what `function` makes of its leaves, also inside of dataclasses."""
+
+    def leaf(value: Any) -> Any:
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return function(value)
+        made = copy.copy(value)
+        for each in dataclasses.fields(value):
+            object.__setattr__(made, each.name, _mapped(function, getattr(value, each.name)))
+        return made
+
+    return tree_map(leaf, tree)
 
 
 def _as_half(value: Any) -> Any:

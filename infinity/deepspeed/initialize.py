@@ -159,7 +159,7 @@ def _with_own_directories(config: Config) -> tuple[Config, list[Path]]:
         below = "" if number == 1 else f"engine{number}"
         made = [path / below for path in config.nvme]
         for path in made:
-            path.mkdir(parents=True, exist_ok=True)
+            _make(path)
         if not any(_is_taken(path / own) for path in made):
             chosen = made if below else []
             return config.model_copy(update={"nvme": tuple(made)}), chosen
@@ -167,6 +167,13 @@ def _with_own_directories(config: Config) -> tuple[Config, list[Path]]:
         f"{_MOST_ENGINES} engines work in {config.nvme[0]} already; destroy some, or give others "
         "another nvme_path"
     )
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"nvme_path {path} cannot be made: {error.strerror}") from None
 
 
 def _is_taken(path: Path) -> bool:

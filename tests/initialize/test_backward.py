@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
 
 import infinity
 from infinity.deepspeed.fragments import safe_get_full_grad
@@ -67,14 +69,27 @@ def test_a_backward_divides_by_the_forwards_of_a_step(start: Start, how: str) ->
     assert engine.global_steps == 1 and engine.micro_steps == 3 and engine.was_step_applied()
 
 
+@dataclasses.dataclass
+class Outputs:
+    """Not a tuple, and not a dict."""
+
+    loss: torch.Tensor
+    logits: list[torch.Tensor]
+    name: str = "kept"
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
 @pytest.mark.parametrize("how", ["engine", "script"])
-def test_a_loss_of_several_outputs_is_divided_once(start: Start, how: str) -> None:
+@pytest.mark.parametrize("kind", [dict, Outputs, CausalLMOutput])
+def test_a_loss_of_several_outputs_is_divided_once(start: Start, how: str, kind: Any) -> None:
     """The model returns a loss and what it was made of, and the script uses both."""
 
     class Both(Net):
         def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
             logits = super().forward(x)
-            return {"loss": nn.functional.cross_entropy(logits, labels), "logits": [logits]}
+            return kind(loss=nn.functional.cross_entropy(logits, labels), logits=[logits])
 
     def total(outputs: Any) -> torch.Tensor:
         return outputs["loss"] + outputs["logits"][0].square().mean()

@@ -366,6 +366,10 @@ def without(*keys: str, **others: Any) -> dict[str, Any]:
         ({"config": configuration(), "mpu": object()}, "mpu and mesh_param are not supported"),
         ({"config": configuration(zero_optimization={"stag": 3})}, "stag"),
         (
+            {"config": configuration(Path(__file__))},
+            "test_initialize.py cannot be made: File exists",
+        ),
+        (
             {"config": configuration(optimizer={"type": "AdamW", "params": {"lr": -1.0}})},
             "lr",
         ),

@@ -152,3 +152,38 @@ def test_an_option_that_is_not_supported(start: Start, tmp_path: Path) -> None:
     engine, *_ = start(model=net(), config=configuration())
     with pytest.raises(infinity.ConfigError, match=re.escape("custom_load_fn is not supported")):
         engine.load_checkpoint(tmp_path, custom_load_fn=print)
+
+
+def test_frozen_parameters_may_be_left_out(start: Start, tmp_path: Path) -> None:
+    """A load keeps those that the model has."""
+    engines = []
+    for seed in (0, 1):
+        model = net(seed)
+        model.first.requires_grad_(False)
+        engines.append(start(model=model, config=configuration())[0])
+    first, second = engines
+    losses(first, range(2))
+    first.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    path, _ = second.load_checkpoint(tmp_path)
+    assert path is not None
+    weights = [engine.module_state_dict() for engine in (first, second)]
+    assert torch.equal(weights[1]["first.weight"], net(1).first.weight)
+    for name in ("second.weight", "last.bias"):
+        assert torch.equal(weights[0][name], weights[1][name])
+
+
+def test_a_destroyed_engine_says_so(start: Start, tmp_path: Path) -> None:
+    engine, *_ = start(model=net(), config=configuration())
+    module = engine.module
+    engine.destroy()
+    for call in (lambda: engine.save_checkpoint(tmp_path), lambda: engine.zero_grad()):
+        with pytest.raises(infinity.EngineClosedError, match="the engine was destroyed; build"):
+            call()
+    with pytest.raises(infinity.ConfigError, match="has no data any more"):
+        infinity.initialize(model=module, config=configuration())
+
+
+def test_weights_are_loaded_from_a_state_dict(start: Start) -> None:
+    engine, *_ = start(model=net(), config=configuration())
+    engine.load_module_state_dict({"module": net(1).state_dict()})
+    assert torch.equal(engine.module_state_dict()["last.bias"], net(1).last.bias)
