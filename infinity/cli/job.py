@@ -21,12 +21,12 @@ from infinity.cli.output import prepare_output, save_description, save_model
 from infinity.cli.ranks import ALONE, World
 from infinity.cli.training import Schedule, TrainedEngine, Trainer, Watcher
 from infinity.config import Config
-from infinity.directories.directory import Directory
 from infinity.errors import BudgetError
 from infinity.models.data import load_windows
 from infinity.models.reading import open_regular
 from infinity.models.source import ModelSource, find_model
 from infinity.models.tokenizer import Tokenizer, load_tokenizer
+from infinity.tiers.drives import check_directories
 
 log = logging.getLogger("infinity")
 
@@ -104,9 +104,7 @@ class FinetuneJob:
         config = self.config(world)
         if self.data is not None:
             _check_data(self.data)
-        for directory in config.nvme:
-            with Directory(Path(directory), "nvme directory"):
-                pass
+        check_directories([Path(directory) for directory in config.nvme])
         checkpoints, last = self._checkpoints(display, world)
         try:
             return self._run(display, world, config, checkpoints, last)

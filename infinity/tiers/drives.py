@@ -46,6 +46,19 @@ class Extent(NamedTuple):
     nbytes: int
 
 
+def check_directories(directories: Sequence[Path]) -> None:
+    """Raise `ConfigError` unless all of them are there and differ."""
+    for directory in directories:
+        if not directory.is_dir():
+            kind = "is not a directory" if directory.exists() else "does not exist"
+            raise ConfigError(
+                f"nvme directory {directory} {kind}; create it on the drive to be "
+                f"used: mkdir -p {directory}"
+            )
+    if len({directory.resolve() for directory in directories}) < len(directories):
+        raise ConfigError(f"the nvme directories must differ: {', '.join(map(str, directories))}")
+
+
 class NvmeTier:
     """Extents on one or more directories, each holding one states file and one lock file, and
     served by a native engine.
@@ -120,7 +133,9 @@ class NvmeTier:
         Raises `ConfigError` (no such directory, not writable), `PathInUseError` (another process),
         `BudgetError` (space), `NvmeError` (a drive that fails when it is measured).
         """
-        self._check_directories()  # a mistake in a path is told even if all states fit elsewhere
+        check_directories(
+            self._directories
+        )  # a mistake in a path is told even if all states fit elsewhere
         if self.reserved == 0:
             return
         stripes = -(-self.reserved // STRIPE_BYTES)
@@ -142,7 +157,7 @@ class NvmeTier:
         engine for each."""
         if self.engines:
             return
-        self._check_directories()
+        check_directories(self._directories)
         try:
             for directory in self._directories:
                 self._places.append(self._open_place(directory))
@@ -158,19 +173,6 @@ class NvmeTier:
         except BaseException:
             self.close()
             raise
-
-    def _check_directories(self) -> None:
-        for directory in self._directories:
-            if not directory.is_dir():
-                kind = "is not a directory" if directory.exists() else "does not exist"
-                raise ConfigError(
-                    f"nvme directory {directory} {kind}; create it on the drive to be "
-                    f"used: mkdir -p {directory}"
-                )
-        if len({directory.resolve() for directory in self._directories}) < len(self._directories):
-            raise ConfigError(
-                f"the nvme directories must differ: {', '.join(map(str, self._directories))}"
-            )
 
     def _open_place(self, directory: Path) -> Directory:
         """The directory that the files go to, open until `close`."""

@@ -33,6 +33,7 @@ SHAPE = {
     "num_attention_heads": 2,
     "tie_word_embeddings": True,
 }
+PLACE: dict[str, Any] = {"gpu_memory": "16MiB", "cpu_memory": "32MiB", "optimizer": "cpu"}
 
 
 class Run(NamedTuple):
@@ -54,9 +55,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     model.model.layers[0].input_layernorm.weight.requires_grad_(False)
     wrapped: Any = infinity.wrap(
         model,
-        config_of(
-            nvme=[where], gpu_memory="16MiB", cpu_memory="32MiB", optimizer="cpu", precision="bf16"
-        ),
+        config_of(nvme=[where], **PLACE, precision="bf16"),
     )
     engine = infinity.engine(wrapped)
     trained = [p for p in wrapped.parameters() if p.requires_grad]
@@ -183,6 +182,33 @@ def test_adapters_get_the_names_of_peft() -> None:
         f"{base}.base_layer.weight": None,
     }
     assert {name: export.adapter_name(name, "default") for name in names} == names
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_peft_loads_the_adapters_of_an_export(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def base() -> Any:
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(**SHAPE | {"tie_word_embeddings": False}))
+
+    lora = peft.LoraConfig(target_modules=["q_proj"], r=2, modules_to_save=["lm_head"])
+    model = peft.get_peft_model(base(), lora)
+    model.peft_config["default"].save_pretrained(tmp_path)
+    wrapped: Any = infinity.wrap(model, config_of(nvme=[tmp_path], **PLACE, precision="fp32"))
+    optimizer = infinity.AdamW([p for p in wrapped.parameters() if p.requires_grad], lr=1e-2)
+    with infinity.engine(wrapped) as engine:
+        ids = torch.arange(32)[None]
+        wrapped(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        engine.save_checkpoint(tmp_path / "step", optimizer, {})
+        expected = wrapped.eval()(input_ids=ids).logits.detach().clone()
+    found = done("export", tmp_path / "step", tmp_path / "out", "--adapters-only")
+    assert found["files"] == ["adapter_config.json", "adapter_model.safetensors"]
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(input_ids=ids).logits, expected)
 
 
 def test_an_export_replaces_nothing_unless_it_may(saved: Run, tmp_path: Path) -> None:

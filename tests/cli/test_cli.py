@@ -154,6 +154,28 @@ def test_an_unknown_model_names_the_presets_and_the_nearest(tmp_path: Path) -> N
     )
 
 
+def test_ids_of_the_hub_say_how_to_download(tmp_path: Path) -> None:
+    assert refusal("finetune", "--nvme", tmp_path, "--model", "nobody-1/nothing-2").startswith(
+        "unknown model 'nobody-1/nothing-2'; if it is the id of a model of the hub, download it "
+        "first: hf download nobody-1/nothing-2 --local-dir nothing-2, and give --model nothing-2. "
+    )
+    assert refusal("finetune", "--nvme", tmp_path, "--data", "nobody-1/nothing-2") == (
+        "--data nobody-1/nothing-2 does not exist; if it is the id of a data set of the hub, "
+        "download it first: hf download --repo-type dataset nobody-1/nothing-2 --local-dir "
+        "nothing-2, and give --data nothing-2"
+    )
+
+
+def test_paths_are_checked_before_anything_is_read(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "find_model", lambda *_: pytest.fail("a model was looked for"))
+    gone = tmp_path / "gone"
+    assert refusal("finetune", "--nvme", gone, "--data", text) == (
+        f"nvme directory {gone} does not exist; create it on the drive to be used: mkdir -p {gone}"
+    )
+
+
 def test_an_incomplete_model_directory_is_refused(tmp_path: Path) -> None:
     where = tmp_path / "model"
     where.mkdir()

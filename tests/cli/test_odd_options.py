@@ -137,6 +137,20 @@ def check(arguments: list[str]) -> int:
     return result.exit_code
 
 
+def every_command(command: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    inner = getattr(command, "commands", {})
+    found = [each for name in inner for each in every_command(inner[name], (*path, name))]
+    return found or [path]
+
+
+def test_no_option_has_an_underscore_and_directories_have_one_name() -> None:
+    commands = every_command(typer.main.get_command(app))
+    assert set(commands) >= set(COMMANDS)
+    names = {name for path in commands for name, _ in options(path)}
+    assert [name for name in names if not name.startswith("--") or "_" in name] == []
+    assert names & {"--nvme", "--path", "--dir", "--directory", "--folder"} == {"--nvme"}
+
+
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_any_value_of_any_option(path: tuple[str, ...], where: Path) -> None:
     fixed, known = list(COMMANDS[path]), options(path)
