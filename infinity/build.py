@@ -41,7 +41,8 @@ from infinity.modules.grouping import (
 )
 from infinity.modules.hooks import Hooks
 from infinity.modules.init import replace_meta
-from infinity.modules.load import Weights, fill_units, open_weights, persistent_buffers
+from infinity.modules.load import FirstValues, Weights, fill_units, open_weights, persistent_buffers
+from infinity.modules.matching import all_adapters
 from infinity.modules.saved_tensors import SavedTensorOffloader
 from infinity.modules.snapshot import Snapshot
 from infinity.modules.tensors import Source
@@ -66,6 +67,7 @@ from infinity.sharding.unit import Unit, UnitListeners
 from infinity.sharding.watch import announce, ranks_of_this_node, together
 from infinity.tiers.resident import CopyListeners
 from infinity.tiers.store import Store
+from infinity.unwrapping import outgrown, unwrap
 
 log = logging.getLogger("infinity")
 
@@ -116,6 +118,11 @@ def wrap(
     their gradients, must be the same on all tensor parallel ranks, as they are where these see the
     same activations.
 
+    A wrapped model that got parameters since is wrapped once more, or a model around it: adapters
+    of PEFT are taken in so. `config` is then that of the engine before, unless it is given, and
+    `infinity.engine(model)` is another one. Optimizers are made anew. Where this fails, parameters
+    are plain ones, mapped from files.
+
     Several ranks may be given one `Config(nvme=...)`: each has files in `rank<N>` below it.
 
     All or nothing: whatever fails, and be it Ctrl-C, leaves the model as it was, and no thread or
@@ -152,26 +159,32 @@ def _built(
 ) -> Build:
     """All steps of `wrap`, which `undo` undoes."""
     check_arguments(model, config, units, seed)
+    values: FirstValues | None = weights if isinstance(weights, Weights) else None
+    before = outgrown(model)
+    if before is not None:
+        config = before.config if config is None else config
+        values = unwrap(before, model)
     build = Build(model, Config() if config is None else config, group, undo)
-    with build.together():
-        build.check()
-        if weights is not None and not isinstance(weights, Weights):
-            weights = open_weights(weights, model)
-        build.group(units, weights)
-        build.size()
-    with build.together() as least:
-        least += build.look()
-    with build.together() as numbers:
-        build.budget(least)
-        numbers += build.measure()
-    with build.together():  # nobody waits in collectives for a rank that has no room
-        build.place(numbers)
-        build.allocate()
-    with build.together():
-        build.meet()
-        build.fill(weights, seed)
-        build.move_buffers()
-        build.hook()
+    with all_adapters(model):
+        with build.together():
+            build.check()
+            if weights is not None and not isinstance(weights, Weights):
+                values = open_weights(weights, model)
+            build.group(units, values)
+            build.size()
+        with build.together() as least:
+            least += build.look()
+        with build.together() as numbers:
+            build.budget(least)
+            numbers += build.measure()
+        with build.together():  # nobody waits in collectives for a rank that has no room
+            build.place(numbers)
+            build.allocate()
+        with build.together():
+            build.meet()
+            build.fill(values, seed)
+            build.move_buffers()
+            build.hook()
     return build
 
 
@@ -224,7 +237,7 @@ class Build:
                 )
         check_model(self._model, DTYPES.get(self._config.precision))
 
-    def group(self, given: Units, values: Weights | None) -> None:
+    def group(self, given: Units, values: FirstValues | None) -> None:
         """Find the units, and the modules that use each. Meta parameters get a stand-in."""
         model = self._model
         owners = find_owners(model, given)
@@ -352,7 +365,7 @@ class Build:
         for unit in self.units:
             unit.bind(self.device.torch, self.buffer, self.exchange)
 
-    def fill(self, values: Weights | None, seed: int | None) -> None:
+    def fill(self, values: FirstValues | None, seed: int | None) -> None:
         """Give the units their first values: from `values`, from the model, or from the modules'
         own initialisation."""
         model = self._model

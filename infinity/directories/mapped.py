@@ -11,6 +11,7 @@ and safetensors copy tensors that share one.
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from pathlib import Path
@@ -40,3 +41,19 @@ def mapped(tensor: torch.Tensor, directory: Path | None) -> torch.Tensor:
         raise OSError(error.errno, os.strerror(error.errno or 0), where) from None
     made = torch.empty(0, dtype=tensor.dtype)
     return made.set_(storage, 0, tensor.shape)  # type: ignore[call-overload,no-any-return]
+
+
+def mapped_range(descriptor: int, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+    """The `nbytes` of an open file from `offset` on, mapped as a tensor (n,) of `dtype`; takes the
+    descriptor. What is written to it does not reach the file."""
+    begin = offset - offset % mmap.ALLOCATIONGRANULARITY
+    try:
+        memory = mmap.mmap(
+            descriptor, offset - begin + nbytes, access=mmap.ACCESS_COPY, offset=begin
+        )
+    finally:
+        os.close(descriptor)
+    found = torch.frombuffer(memory, dtype=torch.uint8, offset=offset - begin, count=nbytes)
+    if found.data_ptr() % dtype.itemsize:
+        found = found.clone()
+    return found.view(dtype)

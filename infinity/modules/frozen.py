@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.modules.grouping import stored_as
 from infinity.modules.init import Origin
-from infinity.modules.load import Weights, aliases_of
+from infinity.modules.load import FirstValues, aliases_of
 from infinity.quantities import format_bytes
 from infinity.sharding.recognize import is_dtensor
 from infinity.tiers.originals import StoredBytes
@@ -23,7 +23,7 @@ log = logging.getLogger("infinity")
 def find_stored(
     model: nn.Module,
     empty: Mapping[int, Origin | None],
-    weights: Weights | None,
+    weights: FirstValues | None,
     dtype: torch.dtype | None,
 ) -> dict[int, StoredBytes]:
     """Where frozen parameters of `model` lie in safetensors files, by their ids, if they are read

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -32,6 +33,25 @@ from infinity.tiers.originals import StoredBytes
 log = logging.getLogger("infinity")
 
 _SHOWN = 20  # names in a warning
+
+
+class FirstValues(Protocol):
+    """Values for parameters and buffers, by their names in a model."""
+
+    where: str
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which `name` is stored."""
+
+    def stored(self, name: str) -> StoredBytes | None:
+        """Where the bytes of `name` lie in a safetensors file, as the model wants them; None where
+        they do not. Raises `WeightsError` where that file has changed."""
+
+    def read_into(self, name: str, target: torch.Tensor, bounds: tuple[slice, ...] = ()) -> None:
+        """Copy `name`, or the part of it within `bounds`, into `target` of the same shape,
+        converting the dtype."""
 
 
 class Weights:
@@ -177,7 +197,7 @@ def fill_units(
     model: nn.Module,
     units: Sequence[Unit],
     empty: Mapping[int, Origin | None],
-    weights: Weights | None,
+    weights: FirstValues | None,
     seed: int | None,
 ) -> None:
     """Move every unit to its tier, one after the other, so that no more than one is whole at a
@@ -245,7 +265,10 @@ def fill_units(
 
 
 def _kept_of(
-    unit: Unit, names: Sequence[str], empty: Mapping[int, Origin | None], weights: Weights | None
+    unit: Unit,
+    names: Sequence[str],
+    empty: Mapping[int, Origin | None],
+    weights: FirstValues | None,
 ) -> tuple[Kind, torch.dtype]:
     """What of `unit` is written first, its parameters or its masters, and the dtype in which its
     values are put together.

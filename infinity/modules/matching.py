@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -222,3 +223,21 @@ def is_adapter(model: nn.Module, name: str) -> bool:
     """Whether PEFT added the parameter `name`, so that files of the plain model lack it."""
     prefix = getattr(getattr(model, "base_model", None), "prefix", None)
     return isinstance(prefix, str) and bool(prefix) and prefix in name
+
+
+@contextmanager
+def all_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, every adapter of PEFT counts as trainable if any does, also one that is not active
+    now."""
+    adapters = {n: p for n, p in model.named_parameters() if is_adapter(model, n)}
+    resting = [n for n, p in adapters.items() if not p.requires_grad and p.is_floating_point()]
+    if len(resting) == len(adapters):
+        resting = []
+    for name in resting:
+        adapters[name].requires_grad_(True)
+    del adapters
+    try:
+        yield
+    finally:  # by name, because others may stand in for them by now
+        for name in resting:
+            model.get_parameter(name).requires_grad_(False)

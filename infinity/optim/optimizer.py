@@ -221,7 +221,7 @@ class Optimizer(torch.optim.Optimizer):
             if not isinstance(parameter, ShardedParameter):
                 raise ConfigError(
                     f"{who} got a parameter of no wrapped model; first model = "
-                    "infinity.wrap(model, config)"
+                    "infinity.wrap(model, config), once more where parameters came later"
                 )
             unit = type(parameter).unit
             found = unit.listeners.updates

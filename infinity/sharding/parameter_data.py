@@ -4,6 +4,7 @@ guarded placeholder."""
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,6 +118,12 @@ class ParameterData:
         self.guard()
         self.views.close()
         self._window = None
+
+    def restore(self, values: Sequence[torch.Tensor]) -> None:
+        """After `close`: the parameters are plain ones again, with these `values`."""
+        self._lift_guard()
+        for parameter, value in zip(self._unit.parameters, values, strict=True):
+            parameter.data = value
 
     def _lift_guard(self) -> None:
         for tensor, plain, _ in self._guarded:

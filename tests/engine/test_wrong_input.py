@@ -521,7 +521,7 @@ def test_optimizers_that_cannot_work(tmp_path: Path) -> None:
     plain = transformer()
     text = (
         r"^AdamW got a parameter of no wrapped model; first model = "
-        r"infinity\.wrap\(model, config\)$"
+        r"infinity\.wrap\(model, config\), once more where parameters came later$"
     )
     with pytest.raises(infinity.ConfigError, match=text):
         infinity.AdamW(plain.parameters())

@@ -1,0 +1,215 @@
+"""Adapters of PEFT on a wrapped model: the losses of plain PyTorch, added at any time, and saved
+alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from support.configs import config_of
+from support.models import FAMILIES
+
+peft = pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+STEPS = 3
+# The product of the second with a gradient is exact.
+RATE = {infinity.AdamW: 1e-2, infinity.SGD: 0.125, torch.optim.SGD: 0.125}
+TARGETS = ["q_proj", "v_proj", "up_proj"]
+
+
+def lora(**options: Any) -> Any:
+    return peft.LoraConfig(target_modules=TARGETS, r=4, **options)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a small Llama."""
+    path = tmp_path_factory.mktemp("saved")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        FAMILIES["llama"].build().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[list[nn.Module]]:
+    """What is in the list is closed in the end."""
+    models: list[nn.Module] = []
+    yield models
+    for model in models:
+        if "_infinity_engine" in vars(model):
+            infinity.engine(model).close()
+
+
+def config(tmp_path: Path, **options: Any) -> infinity.Config:
+    (tmp_path / "nvme").mkdir(exist_ok=True)
+    least = {"gpu_memory": "8MiB", "cpu_memory": "8MiB", "cache": 0}
+    return config_of(nvme=tmp_path / "nvme", **least | options)
+
+
+def base(path: Path, **options: Any) -> Any:
+    return type(FAMILIES["llama"].build()).from_pretrained(path, **options)
+
+
+def adapted(path: Path, adapter: Any) -> Any:
+    torch.manual_seed(1)
+    return peft.get_peft_model(base(path), adapter)
+
+
+def managed(
+    path: Path, adapter: Any, tmp_path: Path, closed: list[nn.Module], **options: Any
+) -> Any:
+    with infinity.init():
+        model = adapted(path, adapter)
+    closed.append(model)
+    return infinity.wrap(model, config(tmp_path, **options))
+
+
+def batch() -> dict[str, torch.Tensor]:
+    tokens = torch.arange(16).view(2, 8) * 3 % 60
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def train(model: Any, kind: Any = infinity.AdamW) -> list[float]:
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=RATE[kind])
+    losses = []
+    for _ in range(STEPS):
+        loss = model(**batch()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+ADAPTERS = {
+    "lora": lambda: lora(lora_dropout=0.1),
+    "a head": lambda: lora(modules_to_save=["lm_head"], bias="lora_only"),
+    "dora": lambda: lora(use_dora=True),
+    "ia3": lambda: peft.IA3Config(target_modules=TARGETS, feedforward_modules=["up_proj"]),
+    "adalora": lambda: peft.AdaLoraConfig(
+        target_modules=TARGETS, init_r=4, target_r=2, total_step=10
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_losses_and_adapters_of_plain_pytorch(
+    kind: str, saved: Path, tmp_path: Path, closed: list[nn.Module]
+) -> None:
+    """To the bit, with an optimizer that has one way to round. The base stays in its files."""
+    plain = adapted(saved, ADAPTERS[kind]())
+    model = managed(saved, ADAPTERS[kind](), tmp_path, closed, algorithm="sgd")
+    torch.manual_seed(2)
+    expected = train(plain, torch.optim.SGD)
+    torch.manual_seed(2)
+    assert train(model, infinity.SGD) == expected
+    assert infinity.engine(model).report().in_files > 0
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+
+
+def test_adapters_that_come_after_wrap(
+    saved: Path, tmp_path: Path, closed: list[nn.Module]
+) -> None:
+    """The model is wrapped once more, with the bits of adapters that were there before. A frozen
+    base stays in its files."""
+    expected = train(managed(saved, lora(), tmp_path, closed))
+    infinity.engine(closed.pop()).close()
+    torch.manual_seed(1)
+    with infinity.init():
+        inner = base(saved)
+    inner.requires_grad_(False)
+    inner = infinity.wrap(inner, config(tmp_path))
+    whole = infinity.engine(inner).report().in_files
+    plain = inner(**batch()).loss.item()
+    model = peft.get_peft_model(inner, lora())
+    with pytest.raises(infinity.ConfigError, match="once more where parameters came later"):
+        infinity.AdamW([p for p in model.parameters() if p.requires_grad])
+    closed.append(model)
+    assert infinity.wrap(model) is model
+    engine = infinity.engine(model)
+    assert engine.report().in_files == whole
+    assert engine.config == config(tmp_path)
+    assert model(**batch()).loss.item() == plain
+    assert train(model) == expected
+
+
+def test_what_was_trained_before_adapters_came_is_kept(
+    saved: Path, tmp_path: Path, closed: list[nn.Module]
+) -> None:
+    """With the low bits of its masters where it is trained on."""
+    inner = infinity.wrap(base(saved), config(tmp_path, precision="bf16"))
+    train(inner)
+    values = {name: value.clone() for name, value in inner.state_dict().items()}
+    masters = {
+        name: infinity.get(p, "master") for name, p in inner.named_parameters() if "norm" in name
+    }
+    torch.manual_seed(1)
+    model = peft.get_peft_model(inner, lora())
+    for name, parameter in inner.named_parameters():
+        if "norm" in name:
+            parameter.requires_grad_(True)
+    closed.append(model)
+    infinity.wrap(model)
+    for name, value in model.state_dict().items():
+        plain = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        assert "lora" in name or torch.equal(value, values[plain]), name
+    for name, parameter in inner.named_parameters():
+        if "norm" in name:
+            master = infinity.get(parameter, "master")
+            assert master is not None and torch.equal(master, masters[name])
+    assert all(loss > 0 for loss in train(model))
+
+
+def test_adapters_are_saved_alone(saved: Path, tmp_path: Path, closed: list[nn.Module]) -> None:
+    model = managed(saved, lora(), tmp_path, closed)
+    train(model)
+    model.save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert trained < file.stat().st_size < 2 * trained
+    again = peft.PeftModel.from_pretrained(base(saved), tmp_path / "adapter")
+    torch.testing.assert_close(again(**batch()).loss, model(**batch()).loss)
+
+
+def test_the_base_alone_and_several_adapters(
+    saved: Path, tmp_path: Path, closed: list[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An adapter that is not active when the model is wrapped can be trained later."""
+    caplog.set_level(logging.ERROR)
+    torch.manual_seed(1)
+    with infinity.init():
+        model: Any = peft.get_peft_model(base(saved), lora())
+        model.add_adapter("second", lora())
+    closed.append(model)
+    model = infinity.wrap(model, config(tmp_path))
+    assert not any(p.requires_grad for name, p in model.named_parameters() if "second" in name)
+    first = train(model)
+    with model.disable_adapter():
+        assert model(**batch()).loss.item() == pytest.approx(first[0])
+    model.set_adapter("second")
+    second = train(model)
+    assert second[0] == pytest.approx(first[0]) and second[-1] < second[0]
+    model.set_adapter("default")
+    assert model(**batch()).loss.item() < first[-1]
+
+
+def test_checkpointed_activations(saved: Path, tmp_path: Path, closed: list[nn.Module]) -> None:
+    expected = train(managed(saved, lora(), tmp_path, closed))
+    infinity.engine(closed.pop()).close()
+    model = managed(saved, lora(), tmp_path, closed)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    assert train(model) == expected
