@@ -10,6 +10,10 @@ import sys
 
 def main() -> None:
     """Run the command. Ctrl-C while it is imported is one line and status 130, as later on."""
+    if sys.argv[1:2] == ["run"] and not {"-h", "--help"}.intersection(sys.argv[2:3] or ["-h"]):
+        from infinity_command import run
+
+        sys.exit(run.main(sys.argv[2:]))
     try:
         from infinity_command.overview import overview, suffices
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": "Show what this machine offers, and which sizes of models it takes.",
     "gc": "Remove what a dead run left in NVMe and checkpoint directories.",
     "plan": "Say what fits a machine, how long a step takes, and what to change.",
+    "run": "Run a script that was written for DeepSpeed.",
     "bench": "Measure what this machine's devices give.",
     "config": "Read configurations of other tools.",
 }

@@ -16,11 +16,15 @@ from infinity.cli.finetune import finetune
 from infinity.cli.gc import gc
 from infinity.cli.inspect import inspect
 from infinity.cli.plan import plan
+from infinity.cli.run import run
 from infinity_command.overview import COMMANDS, new_app
+
+OF_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 app = new_app()
 for command in (finetune, inspect, export, doctor, gc, plan):
     app.command(short_help=COMMANDS[command.__name__])(command)
+app.command(short_help=COMMANDS["run"], context_settings=OF_A_SCRIPT)(run)
 bench = typer.Typer(
     name="bench", no_args_is_help=True, help="Measure what this machine's devices give."
 )

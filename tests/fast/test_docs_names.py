@@ -48,7 +48,7 @@ def test_commands_have_the_options_that_pages_show(name: str) -> None:
                 for parameter in command.get_params(context)
                 for option in (*parameter.opts, *parameter.secondary_opts)
             }
-        for word in rest:
+        for word in rest if command.name != "run" else ():  # there they are those of a script
             if word.startswith("--"):
                 assert word.partition("=")[0] in known, (
                     f"{name}: infinity {' '.join(words)} has no {word}"

@@ -1,0 +1,26 @@
+"""`infinity run`: scripts that were written for DeepSpeed. `infinity_command.run` has the work,
+because it must not wait for torch."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def run(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(help="A script, or -m and a module; then its arguments.", metavar="SCRIPT"),
+    ],
+) -> None:
+    """Run a script that was written for DeepSpeed, unmodified: `import deepspeed` finds this
+    engine.
+
+    A package with that name comes first on the path, in this process and in those that the script
+    starts. Nothing is installed. For several ranks: torchrun --nproc-per-node 4 --no-python
+    infinity run SCRIPT.
+    """
+    from infinity_command import run as command
+
+    raise typer.Exit(command.main(arguments))

@@ -1,0 +1,137 @@
+"""`get_accelerator` of DeepSpeed: the compute device by its functions, over `torch.accelerator`."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import accelerator as torch_accelerator
+
+
+class DeepSpeedAccelerator:
+    """The compute device. Functions of devices that this one has not do nothing, or give 0."""
+
+    def __init__(self) -> None:
+        found = torch_accelerator.current_accelerator(check_available=True)
+        self._kind = "cpu" if found is None else found.type
+
+    # Which device
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """The kind of device, "cpu" or "cuda"; with a number that of one."""
+        has_number = device_index is not None and self._kind != "cpu"
+        return f"{self._kind}:{device_index}" if has_number else self._kind
+
+    def current_device(self) -> int:
+        """The number of the current device."""
+        return 0 if self._kind == "cpu" else torch_accelerator.current_device_index()
+
+    def current_device_name(self) -> str:
+        """The current device, as torch takes it."""
+        return self.device_name(self.current_device())
+
+    def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
+        """A context in which that device is the current one."""
+        if self._kind == "cpu" or device_index is None:
+            return nullcontext()
+        return torch_accelerator.device_index(device_index)
+
+    def set_device(self, device_index: int) -> None:
+        """Make that device the current one."""
+        if self._kind != "cpu":
+            torch_accelerator.set_device_index(device_index)
+
+    def device_count(self) -> int:
+        """The number of devices; 1 for the CPU."""
+        return 1 if self._kind == "cpu" else torch_accelerator.device_count()
+
+    def is_available(self) -> bool:
+        """Always: where there is no other device, it is the CPU."""
+        return True
+
+    def is_synchronized_device(self) -> bool:
+        """Whether operations are done when their call returns."""
+        return self._kind == "cpu"
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on such a device."""
+        return tensor.device.type == self._kind
+
+    def communication_backend_name(self) -> str:
+        """The backend of torch.distributed."""
+        return "nccl" if self._kind == "cuda" else "gloo"
+
+    # What it can
+
+    def is_bf16_supported(self) -> bool:
+        """Whether it computes in bf16."""
+        return True
+
+    def is_fp16_supported(self) -> bool:
+        """Whether it computes in fp16."""
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """The dtypes of parameters."""
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    def preferred_dtype(self) -> torch.dtype:
+        """The one to train in."""
+        return torch.bfloat16
+
+    # Time, memory and random numbers
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait until all operations are done."""
+        if self._kind != "cpu":
+            torch_accelerator.synchronize(device_index)
+
+    def empty_cache(self) -> None:
+        """Give back memory that torch keeps."""
+        if self._kind != "cpu":
+            torch_accelerator.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes in use."""
+        return 0 if self._kind == "cpu" else torch_accelerator.memory_allocated(device_index)
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The most bytes in use."""
+        return 0 if self._kind == "cpu" else torch_accelerator.max_memory_allocated(device_index)
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes that torch keeps."""
+        return 0 if self._kind == "cpu" else torch_accelerator.memory_reserved(device_index)
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Count the most bytes from now on."""
+        if self._kind != "cpu":
+            torch_accelerator.reset_peak_memory_stats(device_index)
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed all generators."""
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def random(self) -> Any:
+        """The module of random numbers."""
+        return torch.random
+
+    def range_push(self, message: str) -> None:
+        """Nothing: `INFINITY_NVTX` marks ranges."""
+
+    def range_pop(self) -> None:
+        """Nothing; see `range_push`."""
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """The tensor in pinned memory, where there is a GPU."""
+        return tensor if self._kind == "cpu" else tensor.pin_memory()
+
+
+@functools.cache
+def get_accelerator() -> DeepSpeedAccelerator:
+    """The compute device of this process."""
+    return DeepSpeedAccelerator()

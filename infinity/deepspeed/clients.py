@@ -1,0 +1,122 @@
+"""Optimizers of DeepSpeed that a script builds by itself, before `infinity.initialize`.
+
+They hold parameters, groups and numbers, which `infinity.initialize` takes over. Without it they
+update as those of torch do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+
+from infinity.errors import ConfigError
+
+
+class DeepSpeedCPUAdam(torch.optim.Adam):
+    """Adam, or AdamW with `adamw_mode`, where decay acts on the parameter."""
+
+    kind_here: ClassVar[str] = "adam"
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        if not bias_correction:
+            raise ConfigError(f"{type(self).__name__}: bias_correction=False is not supported")
+        super().__init__(
+            model_params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            decoupled_weight_decay=adamw_mode,
+        )
+
+
+class FusedAdam(DeepSpeedCPUAdam):
+    """The same; where updates run follows from the home of the states."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        super().__init__(
+            params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode
+        )
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """Adagrad."""
+
+    kind_here: ClassVar[str] = "adagrad"
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+
+
+class DeepSpeedCPULion(torch.optim.Optimizer):
+    """Lion (Chen et al., arXiv 2302.06675)."""
+
+    kind_here: ClassVar[str] = "lion"
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                average, gradient = state["exp_avg"], parameter.grad
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.sub_(average.lerp(gradient, 1 - beta1).sign_(), alpha=group["lr"])
+                average.lerp_(gradient, 1 - beta2)
+        return loss
+
+
+class FusedLion(DeepSpeedCPULion):
+    """The same; where updates run follows from the home of the states."""

@@ -1,0 +1,73 @@
+"""`deepspeed.comm`: torch.distributed, which is initialized where a launcher has not done it."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PORT = 29500
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = PORT,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Initialize torch.distributed for the ranks that a launcher has started, or for one rank.
+
+    Does nothing where it is initialized, or where `dist_init_required` is False. `verbose`,
+    `auto_mpi_discovery` and `config` change nothing.
+    """
+    if dist_init_required is False or dist.is_initialized():
+        return
+    rank = int(os.environ.get("RANK", "0")) if rank < 0 else rank
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size < 0 else world_size
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if ranks == 1 and init_method is None:
+        options["store"] = dist.HashStore()  # type: ignore[attr-defined]  # needs no port
+    else:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        options["init_method"] = init_method or "env://"
+    dist.init_process_group(_backend(dist_backend), rank=rank, world_size=ranks, **options)
+
+
+def _backend(asked: str | None) -> str:
+    """The backend for this machine. That of GPUs comes with one for host memory, through which
+    states are read."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type != "cuda":
+        return "gloo"
+    torch.accelerator.set_device_index(get_local_rank() % torch.accelerator.device_count())
+    return "cpu:gloo,cuda:nccl" if asked in (None, "nccl") else asked
+
+
+def is_initialized() -> bool:
+    """Whether ranks can communicate."""
+    return dist.is_initialized()
+
+
+def get_rank(group: Any = None) -> int:
+    """The number of this rank; 0 where there is one."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    """The number of ranks."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    """The number of this rank on its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -1,0 +1,88 @@
+"""Models of transformers at stage 3 of a DeepSpeed configuration: their weights are streamed.
+
+There `from_pretrained` and `from_config` build models inside `deepspeed.zero.Init`, and then fill
+them rank by rank with code that knows DeepSpeed's parameters. Here they do what they do inside of
+`infinity.init()`, and never learn of stage 3.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+
+from infinity.modules.init import init, is_building
+
+_MODULE = "transformers.modeling_utils"
+BUILDERS = ("from_pretrained", "_from_config")
+
+
+def load_streamed() -> None:
+    """From now on models of transformers are built without memory where the configuration has
+    stage 3; also where transformers is imported later."""
+    if _MODULE in sys.modules:
+        _replace(sys.modules[_MODULE])
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Changes one module when it is imported, and then does nothing more."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> Any:
+        """The module's own spec, with a loader that runs `_replace` at its end."""
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def execute(module: ModuleType) -> None:
+            run(module)
+            _replace(module)
+
+        spec.loader.exec_module = execute  # type: ignore[method-assign]
+        return spec
+
+
+def _replace(module: Any) -> None:
+    """Have the builders of `PreTrainedModel` work as inside of `infinity.init()`."""
+    for name in BUILDERS:
+        found = vars(module.PreTrainedModel).get(name)
+        if isinstance(found, classmethod) and not hasattr(found.__func__, "_infinity"):
+            setattr(module.PreTrainedModel, name, classmethod(_building(found.__func__)))
+
+
+def _building(build: Callable[..., Any]) -> Callable[..., Any]:
+    def built(cls: Any, *args: Any, **options: Any) -> Any:
+        from transformers.integrations import is_deepspeed_zero3_enabled
+
+        if not is_deepspeed_zero3_enabled():
+            return build(cls, *args, **options)
+        with _without_stage_3(), nullcontext() if is_building() else init():
+            # `init` may have replaced it, so it is asked again.
+            return getattr(cls, build.__name__)(*args, **options)
+
+    vars(built)["_infinity"] = True
+    return built
+
+
+@contextmanager
+def _without_stage_3() -> Iterator[None]:
+    """transformers takes no notice of the configuration."""
+    from transformers.integrations import deepspeed
+
+    found = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = found

@@ -1,0 +1,33 @@
+"""What DeepSpeed has and this engine has not: one sentence each."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from infinity.errors import ConfigError
+
+
+def init_inference(*args: Any, **options: Any) -> NoReturn:
+    """Refused."""
+    raise ConfigError(
+        "deepspeed.init_inference is not supported: this engine trains; call generate() on a model "
+        "that infinity.wrap returned"
+    )
+
+
+def tp_model_init(*args: Any, **options: Any) -> NoReturn:
+    """Refused."""
+    raise ConfigError(
+        "deepspeed.tp_model_init is not supported: call parallelize_module of torch, and give "
+        "infinity.wrap the other dimension of the mesh"
+    )
+
+
+class PipelineModule:
+    """Refused."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        raise ConfigError(
+            "PipelineModule is not supported: there is no pipeline parallelism; build the model as "
+            "one module"
+        )

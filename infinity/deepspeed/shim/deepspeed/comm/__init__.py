@@ -1,0 +1,19 @@
+"""torch.distributed, and what initializes it."""
+
+from typing import Any
+
+import torch.distributed
+
+from infinity.deepspeed.communication import (
+    get_local_rank,
+    get_rank,
+    get_world_size,
+    init_distributed,
+    is_initialized,
+)
+
+__all__ = ["get_local_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(torch.distributed, name)

@@ -1,0 +1,5 @@
+"""Adagrad."""
+
+from infinity.deepspeed.clients import DeepSpeedCPUAdagrad
+
+__all__ = ["DeepSpeedCPUAdagrad"]

@@ -1,0 +1,5 @@
+"""Lion."""
+
+from infinity.deepspeed.clients import DeepSpeedCPULion, FusedLion
+
+__all__ = ["DeepSpeedCPULion", "FusedLion"]

@@ -1,0 +1,5 @@
+"""Configurations."""
+
+from infinity.errors import ConfigError as DeepSpeedConfigError
+
+__all__ = ["DeepSpeedConfigError"]

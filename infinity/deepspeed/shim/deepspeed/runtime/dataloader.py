@@ -1,0 +1,5 @@
+"""Data loaders."""
+
+from infinity.deepspeed.tools import RepeatingLoader
+
+__all__ = ["RepeatingLoader"]

@@ -1,0 +1,5 @@
+"""The engine."""
+
+from infinity.deepspeed.engine import DeepSpeedEngine
+
+__all__ = ["DeepSpeedEngine"]

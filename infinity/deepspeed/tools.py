@@ -1,0 +1,67 @@
+"""Small tools of DeepSpeed's `utils` that scripts use."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._pytree import tree_map
+
+from infinity.deepspeed.communication import get_rank
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+logger = logging.getLogger("infinity")
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log `message` on `ranks`; on all where they are left out, or hold -1."""
+    if not ranks or -1 in ranks or get_rank() in ranks:
+        logger.log(level, "[rank %d] %s", get_rank(), message)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Nothing: `engine.report()` has the bytes of each tier."""
+
+
+def instrument_w_nvtx(function: F) -> F:
+    """`function` as it is: `INFINITY_NVTX=1` marks ranges."""
+    return function
+
+
+def OnDevice(
+    dtype: torch.dtype | None = None, device: str = "meta", enabled: bool = True
+) -> AbstractContextManager[Any]:
+    """A context that builds tensors on `device`."""
+    return torch.device(device) if enabled else nullcontext()
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """`item` with a copy of each tensor, which has no larger storage behind it."""
+    return tree_map(
+        lambda value: (
+            value.detach().clone().to(device) if isinstance(value, torch.Tensor) else value
+        ),
+        item,
+    )
+
+
+class RepeatingLoader:
+    """A loader that begins again where it ends."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self._items = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self._items)
+        except StopIteration:
+            self._items = iter(self.loader)
+            return next(self._items)

@@ -1,0 +1,172 @@
+"""The package `deepspeed` of `infinity run` has the names that frameworks look for, and refuses the
+rest in one sentence."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import pkgutil
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.deepspeed.clients import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+)
+from infinity.deepspeed.pretrained import BUILDERS
+from infinity.errors import ConfigError
+from infinity_command.run import shim
+
+# What accelerate, transformers, PEFT, TRL and Lightning import or touch.
+TOUCHED = """
+initialize DeepSpeedEngine init_distributed add_config_arguments get_accelerator __version__
+zero.Init zero.GatheredParameters zero.register_external_parameter
+zero.partition_parameters.ZeroParamStatus
+comm.get_rank comm.get_world_size comm.get_local_rank comm.is_initialized comm.init_distributed
+comm.all_reduce comm.barrier comm.broadcast comm.new_group comm.ReduceOp
+accelerator.get_accelerator
+ops.adam.DeepSpeedCPUAdam ops.adam.FusedAdam ops.adagrad.DeepSpeedCPUAdagrad
+ops.lion.DeepSpeedCPULion ops.lion.FusedLion
+checkpointing.checkpoint checkpointing.configure
+checkpoint.utils.clone_tensors_for_torch_save
+runtime.engine.DeepSpeedEngine runtime.lr_schedules.VALID_LR_SCHEDULES
+runtime.lr_schedules.WarmupDecayLR runtime.base_optimizer.DeepSpeedOptimizer
+runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor
+runtime.zero.partition_parameters._orig_torch_arange
+runtime.zero.partition_parameters.get_accelerator
+utils.logger utils.logging.logger utils.log_dist utils.groups
+utils.safe_get_full_grad utils.safe_get_full_fp32_param utils.safe_set_full_optimizer_state
+utils.set_z3_leaf_modules utils.safe_get_local_grad
+"""
+
+
+def test_it_is_on_no_path_by_default() -> None:
+    assert str(shim()) not in sys.path
+    assert str(shim()) not in os.environ.get("PYTHONPATH", "")
+
+
+@pytest.fixture(scope="module")
+def package() -> Iterator[Any]:
+    before, finders = set(sys.modules), list(sys.meta_path)
+    models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    builders = {name: vars(models)[name] for name in BUILDERS} if models else {}
+    sys.path.insert(0, str(shim()))
+    try:
+        yield importlib.import_module("deepspeed")
+    finally:
+        sys.path.remove(str(shim()))
+        sys.meta_path[:] = finders
+        for name, builder in builders.items():
+            setattr(models, name, builder)
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == "deepspeed":
+                del sys.modules[name]
+
+
+def test_all_modules_import_and_have_what_they_promise(package: Any) -> None:
+    names = [each.name for each in pkgutil.walk_packages(package.__path__, "deepspeed.")]
+    assert len(names) >= 20
+    for name in names:
+        module = importlib.import_module(name)
+        missing = [each for each in getattr(module, "__all__", ()) if not hasattr(module, each)]
+        assert missing == [], name
+
+
+@pytest.mark.parametrize("path", TOUCHED.split())
+def test_frameworks_find(package: Any, path: str) -> None:
+    module, _, name = f"deepspeed.{path}".rpartition(".")
+    found: Any = package
+    for part in path.split(".")[:-1]:
+        found = getattr(found, part, None)
+    if found is None:  # as `from deepspeed.x import y` does
+        found = importlib.import_module(module)
+    assert hasattr(found, name)
+
+
+def test_the_version_is_that_of_its_distribution(package: Any) -> None:
+    assert importlib.metadata.version("deepspeed") == package.__version__
+
+
+@pytest.mark.parametrize(
+    ("call", "problem"),
+    [
+        (lambda d: d.init_inference(None), "this engine trains; call generate"),
+        (lambda d: d.tp_model_init(None), "call parallelize_module of torch"),
+        (lambda d: d.PipelineModule([]), "there is no pipeline parallelism"),
+        (lambda d: d.ops.adam.FusedAdam([], bias_correction=False), "is not supported"),
+    ],
+)
+def test_what_it_has_not_is_refused_in_one_sentence(package: Any, call: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        call(package)
+
+
+def test_other_names_are_missing_in_words(package: Any) -> None:
+    with pytest.raises(AttributeError, match="package deepspeed of `infinity run` has no 'moe'"):
+        _ = package.moe
+
+
+def test_the_accelerator_answers(package: Any) -> None:
+    device = package.get_accelerator()
+    assert torch.device(device.current_device_name()).type == device.device_name()
+    assert device.device_count() >= 1
+    with device.device(0):
+        device.synchronize()
+    assert device.memory_allocated() >= 0
+    assert device.on_accelerator(torch.zeros(1, device=device.device_name()))
+
+
+# Optimizers that scripts build
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    (parameter,) = optimizer.param_groups[0]["params"]
+    for number in (1.0, -2.0, 0.5):
+        parameter.grad = torch.full_like(parameter, number)
+        optimizer.step()
+    return parameter.detach()
+
+
+def parameter() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.tensor([1.0, -3.0]))]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (
+            DeepSpeedCPUAdam(parameter(), lr=0.1, weight_decay=0.2),
+            torch.optim.AdamW(parameter(), lr=0.1, weight_decay=0.2),
+        ),
+        (
+            DeepSpeedCPUAdam(parameter(), lr=0.1, weight_decay=0.2, adamw_mode=False),
+            torch.optim.Adam(parameter(), lr=0.1, weight_decay=0.2),
+        ),
+        (
+            FusedAdam(parameter(), lr=0.1, weight_decay=0.2, adam_w_mode=False),
+            torch.optim.Adam(parameter(), lr=0.1, weight_decay=0.2),
+        ),
+        (
+            DeepSpeedCPUAdagrad(parameter(), lr=0.1),
+            torch.optim.Adagrad(parameter(), lr=0.1),
+        ),
+    ],
+)
+def test_they_update_as_those_of_torch(
+    found: torch.optim.Optimizer, expected: torch.optim.Optimizer
+) -> None:
+    assert torch.equal(stepped(found), stepped(expected))
+
+
+def test_lion_takes_steps_of_one_length() -> None:
+    start = parameter()[0].detach()
+    found = stepped(DeepSpeedCPULion(parameter(), lr=0.1))
+    # Signs of 0.1, 0.9 * 0.01 - 0.2 and 0.9 * -0.0101 + 0.05.
+    assert torch.allclose(found, start - 0.1 + 0.1 - 0.1)

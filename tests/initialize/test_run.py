@@ -1,0 +1,227 @@
+"""`infinity run`: unmodified scripts find this engine where they import deepspeed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.children import CHILD
+from support.deepspeed_configs import AUTO
+
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; sys.argv[0] = 'infinity'; from infinity_command import main; main()",
+    "run",
+]
+WITHOUT_RANKS = {
+    name: value
+    for name, value in CHILD["env"].items()
+    if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+}
+
+
+def run(*words: object, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, words)],
+        **{**CHILD, "env": WITHOUT_RANKS | (env or {})},
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def answers(done: subprocess.CompletedProcess[str]) -> Any:
+    """The last line that a script printed, as JSON."""
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+PLAIN = """
+import argparse, importlib.metadata, json, sys
+assert "torch" not in sys.modules, "the command is as light as python"
+import torch
+import deepspeed
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int, default=-1)
+args = parser.parse_args()
+deepspeed.init_distributed()
+
+torch.manual_seed(1)
+def build():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+data = torch.randn(4, 4, 8)
+
+def losses(model, backward, step):
+    found = []
+    for batch in data:
+        loss = model(batch).square().mean()
+        backward(loss)
+        step()
+        found.append(loss.item())
+    return found
+
+model = build()
+engine, optimizer, _, scheduler = deepspeed.initialize(
+    args=args, model=model, model_parameters=model.parameters()
+)
+found = losses(engine, engine.backward, engine.step)
+engine.destroy()
+
+second = build()
+client = DeepSpeedCPUAdam(second.parameters(), lr=0.01)
+config = {"train_batch_size": 4, "gradient_clipping": 0}
+with deepspeed.zero.Init(enabled=False):
+    engine, *_ = deepspeed.initialize(model=second, optimizer=client, config=config)
+with_client = losses(engine, engine.backward, engine.step)
+with deepspeed.zero.GatheredParameters(engine.module.parameters(), modifier_rank=None):
+    shape = list(engine.module[0].weight.shape)
+engine.destroy()
+
+plain = build()
+adam = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0)
+def step():
+    adam.step()
+    adam.zero_grad()
+expected = losses(plain, torch.Tensor.backward, step)
+print(json.dumps({
+    "found": found, "with_client": with_client, "expected": expected, "shape": shape,
+    "name": __name__, "rest": sys.argv[1:], "ranks": deepspeed.comm.get_world_size(),
+    "versions": [deepspeed.__version__, importlib.metadata.version("deepspeed")],
+    "scheduler": type(scheduler).__name__, "rank": deepspeed.comm.get_rank(),
+}))
+"""
+
+
+def test_a_script_for_deepspeed_runs_with_the_losses_of_plain_torch(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PLAIN)
+    config = {
+        "train_batch_size": 4,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")},
+            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "nvme")},
+        },
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    options = ["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")]
+    found = answers(run(tmp_path / "script.py", *options))
+    assert found["found"] == pytest.approx(found["expected"], rel=1e-6)
+    assert found["with_client"] == pytest.approx(found["expected"], rel=1e-6)
+    assert found["shape"] == [16, 8]
+    assert (found["name"], found["rest"]) == ("__main__", options)
+    assert found["versions"][0] == found["versions"][1]
+    assert (found["rank"], found["ranks"]) == (0, 1)
+
+
+TRAINER = """
+import json, sys
+import torch
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(sys.argv[2:])
+torch.manual_seed(0)
+small = LlamaConfig(
+    hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, vocab_size=64, max_position_embeddings=32,
+)
+if not args.deepspeed:
+    LlamaForCausalLM(small).save_pretrained(sys.argv[1])
+model = LlamaForCausalLM.from_pretrained(sys.argv[1])
+device = next(model.parameters()).device.type
+ids = torch.arange(16)
+data = [{"input_ids": ids * i % 64, "labels": ids * i % 64} for i in range(1, 17)]
+trainer = Trainer(model=model, args=args, train_dataset=data)
+trainer.train()
+history = [each for each in trainer.state.log_history if "loss" in each]
+log = [each[name] for each in history for name in ("loss", "grad_norm")]
+
+from accelerate.state import AcceleratorState
+kind = str(AcceleratorState().distributed_type.value)
+print(json.dumps({"log": log, "device": device, "kind": kind}))
+"""
+OPTIONS = """
+--per_device_train_batch_size 4 --max_steps 3 --logging_steps 1 --save_strategy no --report_to none
+--learning_rate 1e-2 --disable_tqdm true
+"""
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> list[str]:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    (tmp_path / "script.py").write_text(TRAINER)
+    options = ["--output_dir", str(tmp_path / "out"), *OPTIONS.split()]
+    return [str(tmp_path / "script.py"), str(tmp_path / "model"), *options]
+
+
+def test_a_trainer_with_a_deepspeed_configuration_runs_unmodified(
+    tmp_path: Path, trainer: list[str]
+) -> None:
+    """At stage 3 the model takes no memory until it is wrapped. Both scripts start with the weights
+    that the plain one saved."""
+    plain = answers(
+        subprocess.run(
+            [sys.executable, *trainer],
+            **{**CHILD, "env": WITHOUT_RANKS},
+            capture_output=True,
+            timeout=300,
+            check=False,
+        )
+    )
+    config = json.loads(json.dumps(AUTO["trainer, zero3"]))
+    del config["scheduler"]
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = answers(run(*trainer, "--deepspeed", tmp_path / "ds.json"))
+    assert (plain["device"], found["device"]) == ("cpu", "meta")
+    assert (plain["kind"], found["kind"]) == ("NO", "DEEPSPEED")
+    assert found["log"] == pytest.approx(plain["log"], rel=1e-6)
+
+
+def test_a_module_runs_and_its_children_find_the_package(tmp_path: Path) -> None:
+    (tmp_path / "tool.py").write_text(
+        "import importlib.util, json, subprocess, sys\n"
+        "find = 'import importlib.util; print(importlib.util.find_spec(\"deepspeed\").origin)'\n"
+        "child = subprocess.run([sys.executable, '-c', find], capture_output=True, text=True)\n"
+        "origin = importlib.util.find_spec('deepspeed').origin\n"
+        "print(json.dumps([__name__, sys.argv[1:], origin == child.stdout.strip()]))\n"
+    )
+    done = subprocess.run(
+        [*COMMAND, "-m", "tool", "--x"],
+        **{**CHILD, "env": WITHOUT_RANKS, "cwd": tmp_path},
+        capture_output=True,
+        timeout=100,
+        check=False,
+    )
+    assert answers(done) == ["__main__", ["--x"], True]
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["-m"], "run takes a script, or -m and a module"),
+        (["--help-me"], "run takes a script, or -m and a module"),
+        (["nowhere.py"], "nowhere.py: no such script"),
+    ],
+)
+def test_a_command_without_a_script_is_refused(words: list[str], problem: str) -> None:
+    done = run(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert problem in done.stderr
+
+
+def test_the_status_of_the_script_is_that_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text("import os, sys\nsys.exit(int(os.environ['RANK']) + 7)\n")
+    assert run(tmp_path / "ends.py").returncode == 7
+    assert run(tmp_path / "ends.py", env={"RANK": "2"}).returncode == 9, "a launcher is heeded"
