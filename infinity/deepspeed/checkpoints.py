@@ -6,7 +6,6 @@ DeepSpeed engine, the state of the scheduler, and the `client_state` of the scri
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Mapping
@@ -47,7 +46,7 @@ class TaggedCheckpoints:
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         if Path(name).name != name:
             raise ConfigError(f"tag={tag!r} must be a name without directories")
-        self._validate(name)
+        name = self._agreed(name)
         extra: dict[str, Any] = {
             "client_state": dict(client_state),
             "counters": {counter: getattr(engine, counter) for counter in _COUNTERS},
@@ -62,20 +61,20 @@ class TaggedCheckpoints:
             _write(directory / LATEST, name)
         return True
 
-    def _validate(self, tag: str) -> None:
-        """See that all ranks have the same tag, as `checkpoint.tag_validation` says."""
+    def _agreed(self, tag: str) -> str:
+        """The tag of the first rank. Where others have another one, `checkpoint.tag_validation`
+        says whether that is an error."""
+        if self._engine.world_size == 1:
+            return tag
+        tags: list[str] = [""] * self._engine.world_size
+        dist.all_gather_object(tags, tag)
         mode = self._engine.settings.tag_validation
-        if mode == "ignore" or self._engine.world_size == 1:
-            return
-        number = int.from_bytes(hashlib.sha256(tag.encode()).digest()[:6], "big")
-        numbers: list[int] = [0] * self._engine.world_size
-        dist.all_gather_object(numbers, number)
-        if len(set(numbers)) == 1:
-            return
-        text = f"the ranks save under different tags, this one under {tag!r}"
-        if mode == "fail":
-            raise CheckpointError(f"{text}, and checkpoint.tag_validation is Fail")
-        log.warning("%s; a checkpoint has one", text)
+        if mode != "ignore" and len(set(tags)) > 1:
+            text = f"the ranks save under different tags, the first one under {tags[0]!r}"
+            if mode == "fail":
+                raise CheckpointError(f"{text}, and checkpoint.tag_validation is Fail")
+            log.warning("%s, which is taken", text)
+        return tags[0]
 
     def load(
         self,

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_map
 
 from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.checkpoints import TaggedCheckpoints
+from infinity.deepspeed.data import Collate, loader
 from infinity.deepspeed.settings import Settings
 from infinity.engine import Engine, engine
 from infinity.errors import ConfigError, EngineClosedError, in_words
@@ -270,6 +272,28 @@ class DeepSpeedEngine(Answers, nn.Module):
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [group[name] for group in groups if name in group]
 
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Any = None,
+        collate_fn: Collate | None = None,
+        num_local_io_workers: int = 0,
+    ) -> Any:
+        """A loader of micro-batches of this rank, as `training_data` becomes one."""
+        options = {"batch_size": batch_size} if batch_size else {}
+        return loader(
+            self.settings,
+            dataset,
+            collate_fn,
+            sampler=data_sampler,
+            pin_memory=pin_memory,
+            num_workers=num_local_io_workers or 0,
+            **options,
+        )
+
     # Weights and checkpoints
 
     def save_checkpoint(
@@ -286,7 +310,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         `exclude_frozen_parameters` a model that loads this keeps its own frozen parameters.
         """
         return self._checkpoints.save(
-            Path(save_dir), tag, client_state or {}, save_latest, exclude_frozen_parameters
+            _directory(save_dir), tag, client_state or {}, save_latest, exclude_frozen_parameters
         )
 
     def load_checkpoint(
@@ -312,7 +336,9 @@ class DeepSpeedEngine(Answers, nn.Module):
             )
         optimizer = load_optimizer_states and not load_module_only
         schedule = load_lr_scheduler_states and not load_module_only
-        return self._checkpoints.load(Path(load_dir), tag, optimizer, schedule, load_module_only)
+        return self._checkpoints.load(
+            _directory(load_dir), tag, optimizer, schedule, load_module_only
+        )
 
     def save_16bit_model(
         self,
@@ -407,6 +433,12 @@ def _checked(loss: object) -> torch.Tensor:
         )
         raise ConfigError(f"the loss is {found}; it must be a tensor of one element")
     return loss.float() if loss.dtype.itemsize < 4 else loss
+
+
+def _directory(path: object) -> Path:
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise ConfigError(f"the directory of a checkpoint is {in_words(path)}; give a path")
+    return Path(path)
 
 
 def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:

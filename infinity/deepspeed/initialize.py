@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
 
 from infinity.build import wrapping
 from infinity.config import Config
 from infinity.deepspeed.agree import join_ranks, take_model
+from infinity.deepspeed.data import Collate, loader
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.optimizers import Client, Recipe, follow, options, recipe
 from infinity.deepspeed.schedulers import scheduler
@@ -42,7 +42,7 @@ def initialize(
     distributed_port: int = 29500,
     mpu: Any = None,
     dist_init_required: bool | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    collate_fn: Collate | None = None,
     config: Source | None = None,
     mesh_param: Any = None,
     config_params: Source | None = None,
@@ -76,18 +76,18 @@ def initialize(
     found = recipe(settings, plain, optimizer, model_parameters)
     _check_scheduler(settings, lr_scheduler, found)
     take_model(plain)
-    loader = _loader(settings, training_data, collate_fn)
+    batches = loader(settings, training_data, collate_fn)
     with _wrapped(plain, settings, found) as directories:
         built = None if found is None else found.build(plain, options(settings))
         follower = _scheduler(settings, lr_scheduler, built)
     if settings.precision != "fp32":
         plain.to(DTYPES[settings.precision])  # buffers; parameters are
-    engine = DeepSpeedEngine(plain, settings, built, follower, loader, directories)
+    engine = DeepSpeedEngine(plain, settings, built, follower, batches, directories)
     if built is not None and found is not None and found.client is not None:
         engine.client_optimizer = found.client
         engine.share_groups()
         follow(follower, found.client, built)
-    return engine, built, loader, follower
+    return engine, built, batches, follower
 
 
 def _source(args: Any, config: Source | None, config_params: Source | None) -> Source:
@@ -211,24 +211,3 @@ def _scheduler(settings: Settings, given: Any, optimizer: Any) -> Any:
     if settings.scheduler is not None and optimizer is not None:
         return scheduler(settings.scheduler, optimizer)
     return given(optimizer) if given is not None and not hasattr(given, "step") else given
-
-
-def _loader(
-    settings: Settings, data: Any, collate: Callable[[list[Any]], Any] | None
-) -> DataLoader[Any] | None:
-    """Micro-batches of this rank, shuffled alike on all ranks."""
-    if data is None:
-        return None
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        raise ConfigError(
-            f"training_data is {in_words(data)}; give a dataset with a length and an index, or "
-            "build a DataLoader yourself"
-        )
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return DataLoader(
-        data,
-        batch_size=settings.batches.micro,
-        sampler=DistributedSampler(data, num_replicas=_world(), rank=rank),
-        collate_fn=collate,
-        drop_last=settings.drop_last,
-    )

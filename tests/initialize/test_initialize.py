@@ -292,6 +292,9 @@ def test_training_data_becomes_micro_batches(start: Start) -> None:
     seen = [engine(*each).item() for each in loader]
     assert len(seen) == len(loader) == 2
     assert engine.training_dataloader is loader
+    whole = engine.deepspeed_io(data, batch_size=5, data_sampler=range(5))
+    (inputs, _), *_ = whole
+    assert torch.equal(inputs, torch.stack([x for x, _ in data]))
 
 
 def test_several_engines_work_in_one_directory(start: Start, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,8 @@ def checkpoints(where: Path, rank: int) -> Any:
         engine.step()
     with pytest.raises(infinity.CheckpointError, match="under different tags"):
         engine.save_checkpoint(where, tag=f"rank{rank}")
+    engine.settings = dataclasses.replace(engine.settings, tag_validation="warn")
+    engine.save_checkpoint(where, tag=f"rank{rank}")
     engine.save_checkpoint(where, client_state={"rank": rank})
     consolidated = getattr(engine, CONSOLIDATED)()
     engine.save_16bit_model(where / "whole")
@@ -155,6 +158,7 @@ def test_checkpoints_of_two_ranks(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert torch.equal(parts, found[0]["whole"].reshape(-1))
     assert set(torch.load(tmp_path / "whole" / "pytorch_model.bin")) == set(net().state_dict())
     assert (tmp_path / "latest").read_text() == "global_step2"
+    assert (tmp_path / "rank0").is_dir() and not (tmp_path / "rank1").exists()
     assert not [name for each in found for name in each["left"] if name.startswith("engine")]
 
 

@@ -121,6 +121,9 @@ def test_there_is_nothing_to_load(
         engine.save_checkpoint(tmp_path, tag="a/b")
     with pytest.raises(infinity.CheckpointError, match="extra"):
         engine.save_checkpoint(tmp_path, client_state={"model": object()})
+    for nowhere in (None, ""):
+        with pytest.raises(infinity.ConfigError, match="the directory of a checkpoint is"):
+            engine.save_checkpoint(nowhere)
     assert not (tmp_path / "latest").exists()
 
 

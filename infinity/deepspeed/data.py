@@ -1,0 +1,38 @@
+"""The data loader of a DeepSpeed engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+from infinity.deepspeed.settings import Settings
+from infinity.errors import ConfigError, in_words
+
+Collate = Callable[[list[Any]], Any]
+
+
+def loader(
+    settings: Settings, data: Any, collate: Collate | None = None, **options: Any
+) -> DataLoader[Any] | None:
+    """Micro-batches of this rank, shuffled alike on all ranks, or in the order of a `sampler`; None
+    without `data`. `options` are those of `DataLoader`."""
+    if data is None:
+        return None
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise ConfigError(
+            f"training_data is {in_words(data)}; give a dataset with a length and an index, or "
+            "build a DataLoader yourself"
+        )
+    several = dist.is_initialized()
+    if options.get("sampler") is None:
+        options["sampler"] = DistributedSampler(
+            data,
+            num_replicas=dist.get_world_size() if several else 1,
+            rank=dist.get_rank() if several else 0,
+        )
+    options = {"batch_size": settings.batches.micro, "drop_last": settings.drop_last} | options
+    return DataLoader(data, collate_fn=collate, **options)
