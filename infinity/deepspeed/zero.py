@@ -1,4 +1,7 @@
-"""`infinity.zero`: the contexts and functions of DeepSpeed's ZeRO-3, over those of this engine."""
+"""`infinity.zero`: the contexts and functions of DeepSpeed's ZeRO-3, over those of this engine.
+
+Functions for the states of one parameter are in `fragments`.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,21 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.deepspeed.agree import join_ranks, same_draws, several, values_of
+from infinity.deepspeed.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
 from infinity.directories.mapped import mapped
 from infinity.errors import ConfigError, in_words
 from infinity.modules.gathered import gathered
@@ -26,6 +44,19 @@ __all__ = [
     "ZeroParamStatus",
     "get_z3_leaf_modules",
     "register_external_parameter",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

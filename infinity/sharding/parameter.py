@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError, EngineClosedError, ShardedParameterError
+from infinity.placement.spec import Kind
 from infinity.sharding.copied import writes
 from infinity.sharding.recognize import is_dtensor_class
 from infinity.sharding.value import LazyValue, on_values, readable
@@ -143,6 +144,18 @@ class ShardedParameter(nn.Parameter, ZeroNames):
         unit = type(self).unit
         place = f"on {unit.tier or 'no tier'}, unit {unit.name}"
         return f"Parameter containing:\nShardedParameter({unit.name_of(self)}, {place})"
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """A copy of what this rank keeps of the flat parameter, (n,)."""
+        unit = type(self).unit
+        unit.listeners.updates.look()
+        return unit.states.part(Kind.PARAM, unit.position(self))
+
+    def partition_numel(self) -> int:
+        """How many of its elements this rank keeps."""
+        unit = type(self).unit
+        return unit.layout.overlap(unit.position(self), unit.rank).length
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -42,3 +42,7 @@ class ZeroNames:
     def ds_numel(self: Any) -> int:
         """The number of elements of the whole parameter, as `numel()`."""
         return int(self.numel())
+
+    def partition_numel(self: Any) -> int:
+        """How many of its elements this rank keeps."""
+        return int(self.numel())

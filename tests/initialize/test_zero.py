@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.deepspeed import fragments
 from infinity.deepspeed.zero import ZeroParamStatus
 from support.deepspeed import Net, batch, configuration, net
 
@@ -68,6 +67,8 @@ def test_parameters_have_their_names_in_deepspeed(start: Start) -> None:
     assert len({parameter.ds_id for parameter in parameters}) == len(parameters)
     assert weight.ds_shape == weight.shape == (16, 8) and weight.ds_numel == 128
     assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    assert weight.partition_numel() == weight.ds_tensor.numel() == 128
+    assert torch.equal(weight.ds_tensor.view(16, 8), net().first.weight)
     with infinity.zero.GatheredParameters(weight):
         assert weight.ds_status is ZeroParamStatus.AVAILABLE and weight.ds_numel == 128
 
@@ -143,8 +144,8 @@ def test_states_of_a_parameter(start: Start, tmp_path: Path, precision: str, for
     model = net()
     model.second.requires_grad_(False)
     engine, *_ = start(model=model, config=configuration(tmp_path, **changes))
-    get = {name: getattr(fragments, f"safe_get_{form}_{name}") for name in NAMES}
-    put = {name: getattr(fragments, f"safe_set_{form}_{name}") for name in NAMES}
+    get = {name: getattr(infinity.zero, f"safe_get_{form}_{name}") for name in NAMES}
+    put = {name: getattr(infinity.zero, f"safe_set_{form}_{name}") for name in NAMES}
     frozen, trained = engine.module.second.weight, engine.module.last.weight
     assert get["grad"](trained) is None
     x, labels = batch(0)
@@ -184,10 +185,10 @@ def test_gradients_are_updated_together(start: Start) -> None:
     engine, *_ = start(model=net(), config=configuration())
     engine.backward(engine(*batch(0)))
     parameters = list(engine.parameters())
-    before = [fragments.safe_get_full_grad(parameter) for parameter in parameters]
-    fragments.safe_update_full_grad_vectorized(parameters, lambda gradient, _: gradient * 2)
+    before = [infinity.zero.safe_get_full_grad(parameter) for parameter in parameters]
+    infinity.zero.safe_update_full_grad_vectorized(parameters, lambda gradient, _: gradient * 2)
     for parameter, gradient in zip(parameters, before, strict=True):
-        assert torch.equal(fragments.safe_get_full_grad(parameter), gradient * 2)
+        assert torch.equal(infinity.zero.safe_get_full_grad(parameter), gradient * 2)
 
 
 # Parameters before there is an engine
