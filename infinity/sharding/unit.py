@@ -254,12 +254,19 @@ class Unit:
         def join() -> None:
             collectives.all_gather(flat, shard, exchange.ranks.shards)
 
-        arrive = functools.partial(self.store.resident.wait, block)
-        self.gather_posted = exchange.post(
-            "gather", self.name, join, self.sent_bytes(shard), arrive, everywhere=False
-        )
-        self._gathered_lease = block.copy.lease
-        self.store.resident.gather(block, self.gather_posted)
+        resident = self.store.resident
+        arrive = functools.partial(resident.wait, block)
+        # Pinned: an update that may be rolled back puts nothing there any more. What one has put
+        # there before is fetched anew.
+        resident.start(block)
+        try:
+            self.gather_posted = exchange.post(
+                "gather", self.name, join, self.sent_bytes(shard), arrive, everywhere=False
+            )
+            self._gathered_lease = block.copy.lease
+            resident.gather(block, self.gather_posted)
+        finally:
+            resident.release(block)
 
     @property
     def stays_whole(self) -> bool:
