@@ -61,7 +61,8 @@ class Contents:
     """One checkpoint. Opening it reads the index and the header, and checks every file's length and
     first bytes.
 
-    Raises `CheckpointError` for what is no checkpoint, not whole, or of a newer version.
+    `left_out` are the names of frozen parameters that it was saved without. Raises
+    `CheckpointError` for what is no checkpoint, not whole, or of a newer version.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -73,9 +74,11 @@ class Contents:
             raise CheckpointError(f"{directory} was not written by save_checkpoint of infinity")
         with in_words(f"{directory} cannot be read"):
             self.header: dict[str, Any] = self._reader.read(index)
+            self.left_out = frozenset(self.header.get("frozen", ()))
             self._weights = [
                 self._stored(str(name), tuple(map(int, shape)))
                 for name, shape in self.header["shapes"].items()
+                if name not in self.left_out
             ]
 
     @property
@@ -84,7 +87,7 @@ class Contents:
         return self._reader.manifest
 
     def weights(self) -> list[StoredTensor]:
-        """The parameters and buffers of the model, in its order."""
+        """The parameters and buffers of the model that it has, in their order."""
         return self._weights
 
     def trained(self) -> frozenset[str]:

@@ -45,8 +45,13 @@ class Exported(NamedTuple):
     nbytes: int
 
 
-def everything() -> Selection:
-    """All parameters and buffers."""
+def everything(contents: Contents) -> Selection:
+    """All parameters and buffers. Raises `CheckpointError` where frozen ones were left out."""
+    if contents.left_out:
+        raise CheckpointError(
+            f"{contents.directory} was saved without its {len(contents.left_out)} frozen "
+            "parameters, so it is no whole model; give --trainable-only or --adapters-only"
+        )
     return Selection("model", lambda name: name)
 
 

@@ -189,7 +189,7 @@ def _selection(contents: Contents, trainable: bool, adapter: str | None) -> Sele
 
     if adapter is not None:
         return adapters_only(contents, adapter)
-    return trained_only(contents) if trainable else everything()
+    return trained_only(contents) if trainable else everything(contents)
 
 
 def _torch_dtype(name: str | None) -> torch.dtype | None:

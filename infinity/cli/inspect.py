@@ -51,6 +51,7 @@ def describe(contents: Contents, tensors: bool) -> dict[str, Any]:
             "bytes": sum(each.nbytes for each in weights),
             "dtypes": _dtypes(_name(each.dtype) for each in weights),
         },
+        "left_out": len(contents.left_out),
         "optimizers": [_optimizer(each) for each in header.get("optimizers", [])],
         "states": {
             kind: {
@@ -108,6 +109,8 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
             f"{format_bytes(model['bytes'])}: {_listed(model['dtypes'])}",
         ),
     ]
+    if facts["left_out"]:
+        rows.append(("left out", f"{facts['left_out']} frozen parameters"))
     for number, each in enumerate(facts["optimizers"]):
         text = f"{each['parameters']} parameters in {each['groups']} groups: {each['states']}"
         rows.append((f"optimizer {number}", text))

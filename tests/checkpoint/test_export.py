@@ -66,6 +66,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "PIECE", 100)
         engine.save_checkpoint(where / "step-7", optimizer, {"seed": 1, "scheduler": {}})
+    engine.save_checkpoint(where / "trained", optimizer, {}, trainable_only=True)
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
     config = where / "description"
     model.config.save_pretrained(config)
@@ -161,7 +162,7 @@ def test_one_piece_is_in_memory_at_a_time(
 
     source = Contents(saved.checkpoint)
     monkeypatch.setattr(contents.CheckpointReader, "read", counted)
-    export.export(source, tmp_path / "out", export.everything())
+    export.export(source, tmp_path / "out", export.everything(source))
     assert max(counts) <= 100
     assert sum(counts) == sum(value.numel() for value in saved.weights.values())
 
@@ -171,6 +172,15 @@ def test_trainable_only_leaves_frozen_parameters_out(saved: Run, tmp_path: Path)
     frozen = "model.layers.0.input_layernorm.weight"
     expected = {name: value for name, value in saved.weights.items() if name != frozen}
     assert equal(load_file(tmp_path / "out/model.safetensors"), expected)
+    # A checkpoint of these alone says so.
+    small = saved.checkpoint.with_name("trained")
+    assert done("inspect", small)["left_out"] == 1
+    assert refusal("export", small, tmp_path / "small").endswith(
+        " was saved without its 1 frozen parameters, so it is no whole model; give "
+        "--trainable-only or --adapters-only"
+    )
+    done("export", small, tmp_path / "small", "--trainable-only", "--dtype", "bf16")
+    assert equal(load_file(tmp_path / "small/model.safetensors"), expected)
 
 
 def test_adapters_get_the_names_of_peft() -> None:
