@@ -13,7 +13,8 @@ shards and exchanges gradients. On one device there is no process group.
 
 [Note: checkpoints are directories]
 A checkpoint with optimizers is a directory: `infinity/`, written by all ranks, each its part, and
-`rest.ckpt` with all that is not the engine's. One without optimizers is an ordinary file of
+`rest.ckpt` with all that is not the engine's. `exclude_frozen_parameters=True` leaves frozen ones
+out, such as the base of adapters. One without optimizers is an ordinary file of
 Lightning.
 """
 
@@ -108,6 +109,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
     def __init__(
         self,
         infinity_config: Config | None = None,
+        exclude_frozen_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
         start_method: str = "popen",
@@ -115,6 +117,7 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
     ) -> None:
         super().__init__(**options)
         self.infinity_config = infinity_config or Config()
+        self.exclude_frozen_parameters = exclude_frozen_parameters
         self._num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -242,7 +245,9 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = Path(self.broadcast(str(filepath)))
-        engine(self.model).save_checkpoint(path / FOLDER, self._ours)
+        engine(self.model).save_checkpoint(
+            path / FOLDER, self._ours, trainable_only=self.exclude_frozen_parameters
+        )
         super().save_checkpoint(checkpoint, path / REST, storage_options)
 
     def load_checkpoint(
@@ -287,9 +292,15 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
     Other arguments are those of `lightning.fabric.strategies.DDPStrategy`.
     """
 
-    def __init__(self, infinity_config: Config | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        infinity_config: Config | None = None,
+        exclude_frozen_parameters: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
         self.infinity_config = infinity_config or Config()
+        self.exclude_frozen_parameters = exclude_frozen_parameters
         self._backward_sync_control = Sync()
         self._optimizers: list[torch.optim.Optimizer] = []
 
@@ -362,7 +373,9 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
         if filter:
             raise ConfigError("a checkpoint of the engine is whole; leave out filter=")
         path = Path(self.broadcast(str(path)))
-        engine(model).save_checkpoint(path / FOLDER, optimizers)
+        engine(model).save_checkpoint(
+            path / FOLDER, optimizers, trainable_only=self.exclude_frozen_parameters
+        )
         super().save_checkpoint(path / REST, rest, storage_options)
 
     def load_checkpoint(

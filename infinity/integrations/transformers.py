@@ -11,9 +11,10 @@
 
 [Note: checkpoints of a trainer]
 `checkpoint-N/` has what a Trainer writes, but for `optimizer.pt`: its place takes `infinity/`, a
-checkpoint of the engine, with weights, masters and moments. All ranks write it, each its part. A
-resume and the best model come from there, bit for bit. A directory without it, from a plain Trainer
-or with `save_only_model=True`, is loaded as a plain Trainer loads it.
+checkpoint of the engine, with weights, masters and moments; of a PEFT model, those of the adapters.
+All ranks write it, each its part. A resume and the best model come from there, bit for bit. A
+directory without it, from a plain Trainer or with `save_only_model=True`, is loaded as a plain
+Trainer loads it.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
                 )
             return
         optimizer = self._given_optimizer
-        config = with_device(self._completed(config or Config()), self.args.device)
-        wrap_for(model, config, () if optimizer is None else [optimizer])
+        config = with_device(Config() if config is None else config, self.args.device)
+        wrap_for(model, self._completed(config), () if optimizer is None else [optimizer])
 
     def _completed(self, config: Config) -> Config:
         """`config` with what follows from the names and numbers of the arguments."""
@@ -187,7 +188,11 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir)
-        engine(self.model).save_checkpoint(folder / FOLDER, self.optimizer.optimizer)
+        engine(self.model).save_checkpoint(
+            folder / FOLDER,
+            self.optimizer.optimizer,
+            trainable_only=hasattr(self.model, "peft_config"),
+        )
         if self.args.should_save:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Please also save or load the state")

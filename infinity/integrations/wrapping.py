@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.build import wrap
 from infinity.config import Config
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, in_words
 from infinity.optim.conversion import algorithm_for, converted
 from infinity.sharding.parameter import ShardedParameter
 
@@ -48,7 +48,13 @@ def convert(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def with_device(config: Config, device: torch.device) -> Config:
-    """`config` for a model on `device`, where it does not say where the model runs."""
+    """`config` for a model on `device`, where it does not say where the model runs. Raises
+    `ConfigError` for what is no `Config`."""
+    if not isinstance(config, Config):
+        raise ConfigError(
+            f"infinity_config is {in_words(config)}; give an infinity.Config, such as "
+            'infinity.Config(nvme="/mnt/nvme0")'
+        )
     if config.tuning.device != "auto":
         return config
     tuning = config.tuning.model_copy(update={"device": device.type})

@@ -57,15 +57,22 @@ def arguments(output: Path, **options: Any) -> Any:
     return TrainingArguments(**(usual | options))
 
 
-def trained(output: Path, wrapped: bool, run: bool = True, **options: Any) -> Any:
-    """A trainer over a tiny Llama that has trained if it is to `run`; `options` are arguments."""
+def trained(
+    output: Path, wrapped: bool, run: bool = True, adapters: Any = None, **options: Any
+) -> Any:
+    """A trainer over a tiny Llama that has trained if it is to `run`; `options` are arguments.
+    `adapters` is peft, for a model with LoRA."""
     from transformers import Trainer
 
     from infinity.integrations.transformers import InfinityTrainer
 
     data = Sentences()
+    model = FAMILIES["llama"].build()
+    if adapters is not None:
+        lora = adapters.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        model = adapters.get_peft_model(model, lora)
     given: dict[str, Any] = {
-        "model": FAMILIES["llama"].build(),
+        "model": model,
         "args": arguments(output, **options),
         "train_dataset": data,
         "eval_dataset": data,
@@ -212,9 +219,86 @@ def test_a_model_without_memory_from_model_init(outputs: Path) -> None:
     infinity.engine(found.model).close()
 
 
+def test_adapters_go_on_from_a_checkpoint(outputs: Path) -> None:
+    """It holds the adapters alone, and what a plain Trainer saved is taken, too."""
+    peft = pytest.importorskip("peft")
+
+    def run(name: str, wrapped: bool, resume: Path | None = None) -> Any:
+        often = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        trainer = trained(outputs / name, wrapped, run=False, adapters=peft, **often)
+        trainer.train(resume_from_checkpoint=resume and str(resume))
+        if wrapped:
+            infinity.engine(trainer.model).close()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    expected = run("plain", wrapped=False)
+    assert run("ours", wrapped=True) == pytest.approx(expected, rel=1e-5)
+    saved = outputs / "ours" / "checkpoint-2"
+    assert sum(path.stat().st_size for path in (saved / "infinity").iterdir()) < 200_000
+    for source in (saved, outputs / "plain" / "checkpoint-2"):
+        assert run("again", wrapped=True, resume=source) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("reference", ["model", "adapters off"])
+def test_preference_optimization_of_trl(
+    outputs: Path, reference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a reference model, which may be wrapped, and with none beside adapters."""
+    peft, trl = pytest.importorskip("peft"), pytest.importorskip("trl")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from infinity.integrations.transformers import InfinityTrainerMixin
+
+    class Streamed(InfinityTrainerMixin, trl.DPOTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    monkeypatch.setenv("CI", "1")  # TRL sends nothing
+    words = {word: number for number, word in enumerate(["<end>", *map(str, range(63))])}
+    plain = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token="<end>", pad_token="<end>"
+    )
+    pairs = [
+        {"prompt": f"{n} {n + 1}", "chosen": f" {n + 2} {n + 3}", "rejected": f" {3 * n} 7"}
+        for n in range(12)
+    ]
+    logs = []
+    for kind in (trl.DPOTrainer, Streamed):
+        torch.manual_seed(0)
+        options = arguments(outputs / kind.__name__).to_dict()
+        names = ("output_dir", "max_steps", "logging_steps", "learning_rate", "use_cpu")
+        given: dict[str, Any] = {name: options[name] for name in (*names, "disable_tqdm")}
+        model, beside = FAMILIES["llama"].build(), FAMILIES["llama"].build().requires_grad_(False)
+        ours: dict[str, Any] = {}
+        if kind is Streamed:
+            ours = {"infinity_config": config(outputs / "drive")}
+            infinity.wrap(beside, config(outputs / "beside"))
+        if reference == "model":
+            ours["ref_model"] = beside
+        else:
+            ours["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        trainer = kind(
+            model,
+            args=trl.DPOConfig(**given, report_to="none", save_strategy="no", bf16=False),
+            train_dataset=Dataset.from_list(pairs),
+            processing_class=tokenizer,
+            **ours,
+        )
+        trainer.train()
+        logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert logs[1] == pytest.approx(logs[0], rel=1e-5)
+    assert logs[0][-1] < logs[0][0]
+    infinity.engine(trainer.model).close()
+    infinity.engine(beside).close()
+
+
 REFUSED = [
     ({"optim": "galore_adamw"}, {}, "infinity has no optimizer for optim='galore_adamw'"),
     ({"bf16_full_eval": True}, {}, "bf16_full_eval=True converts the model"),
+    ({"fsdp": "full_shard"}, {}, "fsdp=.* leave out FSDP"),
     ({}, {"wrapped": True}, "the model is wrapped already, so infinity_config would change"),
 ]
 
