@@ -2,8 +2,9 @@
 """How near `infinity plan` comes: the predicted step over the measured one.
 
 Each round goes through all settings. For each it measures this machine as `infinity plan` does,
-plans, and then trains for `--steps` steps with the same configuration. The prediction knows nothing
-of the training run.
+plans, trains for `--steps` steps with the same configuration, and measures and plans again: a
+shared machine is not as fast now as it was a moment ago. The prediction is the mean of both plans.
+It knows nothing of the training run.
 
     python benchmarks/plan.py --nvme DIR [--json FILE]
 """
@@ -24,10 +25,11 @@ import infinity
 from infinity.bench.step.train import Workload, train
 from infinity.bench.summary import Row, Spread, Summary
 from infinity.models.source import ModelSource
-from infinity.plan.forecast import Forecast, plan
+from infinity.plan.forecast import plan
 from infinity.plan.measure import measured
 from infinity.plan.memory import Training
 from infinity.plan.model import of_source
+from infinity.plan.pace import Pace
 
 QUESTION = "How near does the predicted step come to the measured one?"
 LIMIT = "the measured step, in the same round"
@@ -88,11 +90,12 @@ def source_of(setting: Setting) -> ModelSource:
 
 
 def config_of(setting: Setting, folder: Path) -> infinity.Config:
-    """On NVMe as little as possible passes through memory, and elsewhere there is plenty."""
-    own = setting.fields or setting.tuning
+    """In memory there is room for everything, and on NVMe for a part of the parameters."""
     on_nvme = setting.fields.get("parameters", "nvme") == "nvme"
-    device = "512MiB" if on_nvme and setting.size is SMALL else "1GiB" if on_nvme else "6GiB"
-    budgets = {"gpu_memory": device if own else "6GiB", "cpu_memory": "2GiB" if on_nvme else "4GiB"}
+    budgets = {
+        "gpu_memory": "128MiB" if on_nvme else "6GiB",
+        "cpu_memory": "2GiB" if on_nvme else "4GiB",
+    }
     return infinity.Config(
         nvme=folder,
         precision=setting.precision,  # type: ignore[arg-type]
@@ -102,16 +105,21 @@ def config_of(setting: Setting, folder: Path) -> infinity.Config:
 
 
 class Outcome(NamedTuple):
-    """Of one setting in one round: the prediction, and the seconds that were measured."""
+    """Of one setting in one round: the plans before and after, and the seconds that were
+    measured."""
 
-    forecast: Forecast
+    plans: tuple[Pace, Pace]
+    parameters: int
     seconds: float
 
     @property
     def predicted(self) -> float:
         """Seconds."""
-        assert self.forecast.pace is not None, self.forecast.problems
-        return self.forecast.pace.seconds
+        return statistics.fmean(pace.seconds for pace in self.plans)
+
+    def busy(self, lane: str) -> float:
+        """Seconds of one lane, as predicted."""
+        return statistics.fmean(pace.busy.get(lane, 0.0) for pace in self.plans)
 
 
 def compare(setting: Setting, folder: Path, steps: int, say: Callable[[str], None]) -> Outcome:
@@ -119,19 +127,26 @@ def compare(setting: Setting, folder: Path, steps: int, say: Callable[[str], Non
     size, source, config = setting.size, source_of(setting), config_of(setting, folder)
     training = Training(size.length, size.batch, 1, recomputes=False)
     model = of_source(source, config)
-    hardware = measured(model, source, training, config, config.nvme, say)
-    forecast = plan(model, hardware, training, config)
+
+    def planned() -> Pace:
+        hardware = measured(model, source, training, config, config.nvme, say)
+        forecast = plan(model, hardware, training, config)
+        if forecast.pace is None:
+            raise SystemExit(f"{setting.name} does not fit: {forecast.problems}")
+        return forecast.pace
+
+    before = planned()
     work = Workload(
         source, config, size.length, size.batch, 1, False, False, steps, 3, 1e9, 1e-4, 0
     )
     trained = train(work, say)
-    return Outcome(forecast, statistics.median(trained.seconds))
+    return Outcome((before, planned()), model.parameters, statistics.median(trained.seconds))
 
 
 def row_of(setting: Setting, outcomes: list[Outcome]) -> Row:
     """All rounds of one setting."""
-    paces = [outcome.forecast.pace for outcome in outcomes]
-    busy = {lane: [p.busy.get(lane, 0.0) for p in paces if p] for lane in paces[0].busy}  # type: ignore[union-attr]
+    last = outcomes[-1].plans[-1]
+    busy = {lane: Spread.of([each.busy(lane) for each in outcomes]) for lane in last.busy}
     return Row(
         name=setting.name,
         unit="s",
@@ -140,12 +155,12 @@ def row_of(setting: Setting, outcomes: list[Outcome]) -> Row:
         ratio=Spread.of([outcome.predicted / outcome.seconds for outcome in outcomes]),
         others={
             "predicted_seconds": Spread.of([outcome.predicted for outcome in outcomes]),
-            **{f"{lane.replace(' ', '_')}_seconds": Spread.of(each) for lane, each in busy.items()},
+            **{f"{lane.replace(' ', '_')}_seconds": each for lane, each in busy.items()},
         },
         facts={
-            "parameters_count": outcomes[0].forecast.model.parameters,
-            "bottleneck": paces[-1].bottleneck if paces[-1] else None,
-            "updates": paces[-1].mode if paces[-1] else None,
+            "parameters_count": outcomes[0].parameters,
+            "bottleneck": last.bottleneck,
+            "updates": last.mode,
         },
     )
 
@@ -169,11 +184,10 @@ def main() -> None:
             for setting in settings:
                 outcome = compare(setting, Path(folder), options.steps, lambda text: None)
                 found[setting.name].append(outcome)
-                pace = outcome.forecast.pace
+                lanes = (f"{lane} {outcome.busy(lane):.2f}" for lane in outcome.plans[0].busy)
                 print(
                     f"{setting.name}: predicted {outcome.predicted:.3f} s, measured "
-                    f"{outcome.seconds:.3f} s, {pace.mode if pace else ''}, busy "
-                    f"{ {k: round(v, 3) for k, v in pace.busy.items()} if pace else '' }",
+                    f"{outcome.seconds:.3f} s, {outcome.plans[0].mode}; {', '.join(lanes)}",
                     flush=True,
                 )
     rows = [row_of(setting, found[setting.name]) for setting in settings]

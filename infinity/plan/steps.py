@@ -140,8 +140,8 @@ class Steps:
         self._written: dict[int, Task] = {}
         self._gradients: dict[int, Task] = {}
         self._pending: dict[int, Task] = {}  # to be updated when there is a place: after this task
-        self._begun: list[Task] = []  # updates of the step under way, and of the one before
-        self._posted: list[Task] = []
+        self._begun: dict[int, Task] = {}  # updates that came before the end of their step
+        self._posted: list[Task] = []  # those of the step before
         self._first = {unit: place for place, unit in reversed(list(enumerate(uses.order)))}
         self._last = {unit: place for place, unit in enumerate(uses.order)}
         self._only_forward = [unit for unit, place in self._last.items() if place < uses.forward]
@@ -281,7 +281,7 @@ class Steps:
         self._gradients[number] = last
         final = cycle == self._accumulation - 1
         if final and self._mode == "speculative" and unit.has_shadow and not unit.on_device:
-            self._begun.append(self._update(number, last, self._before(AHEAD)))
+            self._begun[number] = self._update(number, last, self._before(AHEAD))
 
     def _end_step(self) -> None:
         """The norm, and the updates that waited for it, what the next forward needs first first."""
@@ -297,13 +297,9 @@ class Steps:
         end = self._add(COMPUTE if speeds.unified else ADAM, "norm", seconds, needs)
         self.ends.append(end)
         self._computed = [*self._computed[-AHEAD:], end]
-        early = self._begun if self._mode == "speculative" else []
-        self._posted, self._begun = list(early), []
-        speculated = {task.name for task in early}
-        for number in sorted(self._gradients, key=lambda each: self._first[each]):
+        self._posted = list(self._begun.values())
+        for number in sorted(self._gradients.keys() - self._begun, key=self._first.__getitem__):
             unit = units[number]
-            if f"update {unit.name}" in speculated:
-                continue
             if unit.on_device and not speeds.unified:
                 work = unit.state_bytes / speeds.device
                 done = self._add(COMPUTE, f"update {unit.name}", work, [end])
@@ -313,7 +309,7 @@ class Steps:
                 self._posted.append(self._update(number, end, [end]))
             else:
                 self._pending[number] = end
-        self._gradients = {}
+        self._gradients, self._begun = {}, {}
 
     def _land(self, number: int) -> None:
         """Update a unit that has no copy: its old parameter is read."""
