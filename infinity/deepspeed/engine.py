@@ -103,10 +103,21 @@ class DeepSpeedEngine(Answers, nn.Module):
         return self.engine.device
 
     def share_groups(self) -> None:
-        """The groups of the script's own optimizer are those of `optimizer`, so that what reads or
-        changes them works as before."""
-        if self.client_optimizer is not None and self.optimizer is not None:
-            self.client_optimizer.param_groups = self.optimizer.param_groups
+        """The groups of the script's own optimizer are those of `optimizer`, the same dicts.
+
+        So what holds one of them works as before: for example a scheduler of yet another optimizer,
+        from which accelerate has made the one that it gives.
+        """
+        client, optimizer = self.client_optimizer, self.optimizer
+        if client is None or optimizer is None:
+            return
+        pairs = zip(client.param_groups, optimizer.param_groups, strict=True)
+        for index, (old, new) in enumerate(pairs):
+            if old is not new:
+                old.clear()
+                old.update(new)
+                optimizer.param_groups[index] = old
+        client.param_groups = optimizer.param_groups
 
     # Forward and backward
 

@@ -189,6 +189,63 @@ def test_a_trainer_with_a_deepspeed_configuration_runs_unmodified(
     assert found["log"] == pytest.approx(plain["log"], rel=1e-6)
 
 
+ACCELERATE = """
+import json
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+
+def build():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
+    return model, optimizer, loader, scheduler
+
+model, optimizer, loader, scheduler = build()
+plain = []
+for number, batch in enumerate(loader):
+    loss = model(batch).square().mean()
+    (loss / 2).backward()
+    if number % 2:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    plain += [loss.item(), optimizer.param_groups[0]["lr"]]
+
+plugin = DeepSpeedPlugin(
+    zero_stage=3, gradient_accumulation_steps=2, offload_optimizer_device="cpu",
+    gradient_clipping=0.1, zero3_save_16bit_model=True,
+)
+accelerator = Accelerator(deepspeed_plugin=plugin)
+model, optimizer, loader, scheduler = accelerator.prepare(*build())
+found = []
+for batch in loader:
+    with accelerator.accumulate(model):
+        loss = model(batch).square().mean()
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    found += [loss.item(), optimizer.param_groups[0]["lr"]]
+names = list(accelerator.get_state_dict(model))
+print(json.dumps({"plain": plain, "found": found, "names": names}))
+"""
+
+
+def test_accelerate_with_a_deepspeed_plugin_runs_unmodified(tmp_path: Path) -> None:
+    """Rates are those of the script's own scheduler, which drives an optimizer that accelerate has
+    replaced."""
+    pytest.importorskip("accelerate")
+    (tmp_path / "script.py").write_text(ACCELERATE)
+    found = answers(run(tmp_path / "script.py"))
+    assert found["found"] == pytest.approx(found["plain"], rel=1e-6)
+    assert found["names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
 def test_a_module_runs_and_its_children_find_the_package(tmp_path: Path) -> None:
     (tmp_path / "tool.py").write_text(
         "import importlib.util, json, subprocess, sys\n"
