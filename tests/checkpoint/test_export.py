@@ -347,6 +347,18 @@ def test_links_beside_the_weights_are_not_followed(saved: Run, tmp_path: Path) -
     assert f"{where}/config.json is a link" in refusal("export", where, tmp_path / "out")
 
 
+def test_the_directory_of_a_run_stands_for_one_checkpoint(saved: Run, tmp_path: Path) -> None:
+    """The one that `latest` names, as DeepSpeed's runs have it, else the one of the last step."""
+    for name in ("step-9", "step-10", "tag"):
+        (tmp_path / name).symlink_to(saved.checkpoint)
+    (tmp_path / "step-11").mkdir()
+    assert contents.latest(tmp_path) == tmp_path / "step-10"
+    (tmp_path / "latest").write_text("tag\n")
+    assert contents.latest(tmp_path) == tmp_path / "tag"
+    (tmp_path / "latest").write_text("../elsewhere")
+    assert contents.latest(tmp_path) == tmp_path / "step-10"
+
+
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     for command in (["inspect", tmp_path], ["export", tmp_path, tmp_path / "out"]):
         assert "is no checkpoint, or not a whole one" in refusal(*command)
