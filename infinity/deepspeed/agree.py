@@ -11,26 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from infinity.deepspeed.communication import PORT, get_world_size, init_distributed
 from infinity.sharding.collectives import reaches
 
 
-def join_ranks(port: int = 29500, required: bool | None = None) -> None:
+def join_ranks(port: int = PORT, required: bool | None = None) -> None:
     """Initialize torch.distributed where a launcher has started several ranks, and nobody did."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if required is False or ranks == 1 or dist.is_initialized() or not dist.is_available():
-        return
-    os.environ.setdefault("MASTER_PORT", str(port))
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None or device.type != "cuda":
-        dist.init_process_group("gloo")
-        return
-    torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        init_distributed(distributed_port=port, dist_init_required=required)
 
 
 def several() -> bool:
     """Whether there are other ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return get_world_size() > 1
 
 
 def values_of(rank: int, values: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from infinity.deepspeed.communication import get_local_rank, get_rank, get_world_size
 from infinity.deepspeed.settings import Settings
 from infinity.errors import ConfigError
 from infinity.optim.optimizer import Optimizer
@@ -148,11 +148,16 @@ class Answers:
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return dist.get_world_size() if dist.is_initialized() else 1
+        return get_world_size()
 
     dp_world_size = world_size
 
     @property
     def global_rank(self) -> int:
         """The number of this rank."""
-        return dist.get_rank() if dist.is_initialized() else 0
+        return get_rank()
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank on its node."""
+        return get_local_rank()

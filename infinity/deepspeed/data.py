@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from infinity.deepspeed.communication import get_rank, get_world_size
 from infinity.deepspeed.settings import Settings
 from infinity.errors import ConfigError, in_words
 
@@ -27,12 +27,11 @@ def loader(
             f"training_data is {in_words(data)}; give a dataset with a length and an index, or "
             "build a DataLoader yourself"
         )
-    several = dist.is_initialized()
     if options.get("sampler") is None:
         options["sampler"] = DistributedSampler(
             data,
-            num_replicas=dist.get_world_size() if several else 1,
-            rank=dist.get_rank() if several else 0,
+            num_replicas=get_world_size(),
+            rank=get_rank(),
         )
     options = {"batch_size": settings.batches.micro, "drop_last": settings.drop_last} | options
     return DataLoader(data, collate_fn=collate, **options)

@@ -1,12 +1,5 @@
 """`DeepSpeedEngine`: DeepSpeed's calling convention around a wrapped model.
 
-[Note: two ways to go backward]
-`engine.backward(loss)` divides the loss by the number of forwards of a step, and scales it in fp16.
-A script may also call `loss.backward()` itself. Then nobody sees the loss, so the division is done
-where gradients enter the model: each output of the engine is another tensor of the same data, whose
-gradient is divided on its way back. `engine.backward` switches that off for its own pass. In fp16
-`engine.scale(loss).backward()` scales; without it a pass raises, because gradients would vanish.
-
 [Note: a step]
 `engine.step()` is called after every backward. At the boundary of an accumulation it takes an
 optimizer step, forgets the gradients and lets the scheduler go on, unless gradients were not finite
@@ -15,22 +8,20 @@ and the step was left out.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.checkpoints import TaggedCheckpoints
 from infinity.deepspeed.data import Collate, loader
+from infinity.deepspeed.losses import Losses, checked, mapped
 from infinity.deepspeed.settings import Settings
 from infinity.engine import Engine, engine
 from infinity.errors import ConfigError, EngineClosedError, in_words
@@ -73,8 +64,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         self.skipped_steps = 0
         self._given_boundary: bool | None = None
         self._stepped = False
-        self._in_backward = False
         self._apart = False  # inside of `no_sync`
+        self._losses = Losses(self)
         self._kept = engine(model)
         self._closed = False
         self._directories = tuple(directories)
@@ -124,49 +115,19 @@ class DeepSpeedEngine(Answers, nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The forward of the model, under autocast where the configuration says so."""
         if self.settings.cast_inputs:
-            inputs, named = _mapped(_as_half, (inputs, named))
+            inputs, named = mapped(_as_half, (inputs, named))
         with self._autocast():
             outputs = self.module(*inputs, **named)
-        if not torch.is_grad_enabled() or self.optimizer is None:
-            return outputs
-        if self._divisor(True) == 1 and self.optimizer.loss_scaler is None:
-            return outputs
-        return _mapped(self._entrance, outputs)
+        return self._losses.watch(outputs) if torch.is_grad_enabled() else outputs
 
     def _autocast(self) -> AbstractContextManager[Any]:
         dtype = self.settings.autocast
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
-    def _entrance(self, value: Any) -> Any:
-        """`value`, or if it takes gradients another tensor of its data, through which these enter
-        the model."""
-        if not isinstance(value, torch.Tensor) or value.grad_fn is None:
-            return value
-        return _Entrance.apply(value, self)  # type: ignore[no-untyped-call]
-
-    def enter(self, gradient: torch.Tensor) -> torch.Tensor:
-        """A gradient of an output, as it goes on into the model. See [Note: two ways to go
-        backward]."""
-        if self._in_backward or self.optimizer is None:
-            return gradient
-        if not self.optimizer.loss_is_scaled:
-            raise RuntimeError(
-                "Loss scaling is required in fp16: call engine.backward(loss), or "
-                "engine.scale(loss).backward()"
-            )
-        divisor = self._divisor(True)
-        return gradient if divisor == 1 else gradient / divisor
-
-    def _divisor(self, by_forwards: bool) -> float:
-        """What a loss is divided by. Ranks average gradients, so a sum is a loss that is as many
-        times larger."""
-        ranks = self.world_size if self.settings.average == "sum" else 1
-        return (self.gradient_accumulation_steps() if by_forwards else 1) / ranks
-
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """What to call `backward` on instead of `loss`, where `engine.backward` is not used: `loss`
         times the loss scale. `retain_graph` is for that backward, and nothing here."""
-        return self._trained("scale").scale(_checked(loss))
+        return self._trained("scale").scale(checked(loss))
 
     def backward(
         self,
@@ -180,16 +141,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         unknown = [name for name in others if name not in _ANYWAY]
         if unknown:
             raise TypeError(f"engine.backward has no option {unknown[0]!r}")
-        optimizer = self._trained("backward")
-        wide = _checked(loss)
-        divisor = self._divisor(scale_wrt_gas)
-        divided = wide if divisor == 1 else wide / divisor
-        self._in_backward = True
-        try:
-            optimizer.scale(divided).backward(retain_graph=retain_graph)
-        finally:
-            self._in_backward = False
-        return divided
+        return self._losses.backward(loss, self._trained("backward"), retain_graph, scale_wrt_gas)
 
     def _trained(self, what: str) -> Optimizer:
         if self.optimizer is None:
@@ -420,50 +372,10 @@ class DeepSpeedEngine(Answers, nn.Module):
                 directory.rmdir()
 
 
-class _Entrance(torch.autograd.Function):
-    """Where gradients enter a model; see [Note: two ways to go backward]."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, engine: DeepSpeedEngine) -> torch.Tensor:
-        ctx.engine = engine
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.engine.enter(gradient), None
-
-
-def _checked(loss: object) -> torch.Tensor:
-    """`loss` in fp32 or wider, where it would overflow when it is scaled; raises `ConfigError` for
-    what is no loss."""
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, torch.Tensor)
-            else in_words(loss)
-        )
-        raise ConfigError(f"the loss is {found}; it must be a tensor of one element")
-    return loss.float() if loss.dtype.itemsize < 4 else loss
-
-
 def _directory(path: object) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path):
         raise ConfigError(f"the directory of a checkpoint is {in_words(path)}; give a path")
     return Path(path)
-
-
-def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """`tree` with what `function` makes of its leaves, also inside of dataclasses."""
-
-    def leaf(value: Any) -> Any:
-        if not dataclasses.is_dataclass(value) or isinstance(value, type):
-            return function(value)
-        made = copy.copy(value)
-        for each in dataclasses.fields(value):
-            object.__setattr__(made, each.name, _mapped(function, getattr(value, each.name)))
-        return made
-
-    return tree_map(leaf, tree)
 
 
 def _as_half(value: Any) -> Any:

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from infinity.build import wrapping
 from infinity.config import Config
 from infinity.deepspeed.agree import join_ranks, take_model
+from infinity.deepspeed.communication import PORT, get_world_size
 from infinity.deepspeed.data import Collate, loader
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.optimizers import Client, Recipe, follow, options, recipe
@@ -39,7 +39,7 @@ def initialize(
     model_parameters: Iterable[Any] | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
-    distributed_port: int = 29500,
+    distributed_port: int = PORT,
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Collate | None = None,
@@ -70,7 +70,7 @@ def initialize(
         )
     plain = _checked(model)
     join_ranks(distributed_port, dist_init_required)
-    settings = Settings.read(source, _world(), _hidden_size(plain))
+    settings = Settings.read(source, get_world_size(), _hidden_size(plain))
     for notice in settings.notices:
         log.info("%s", notice)
     found = recipe(settings, plain, optimizer, model_parameters)
@@ -121,13 +121,6 @@ def _hidden_size(model: nn.Module) -> int | None:
     described = getattr(described, "text_config", described)
     size = getattr(described, "hidden_size", None)
     return size if isinstance(size, int) else None
-
-
-# Ranks
-
-
-def _world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 # The model

@@ -2,7 +2,7 @@
 
 There `from_pretrained` and `from_config` build models inside `deepspeed.zero.Init`, and then fill
 them rank by rank with code that knows DeepSpeed's parameters. Here they do what they do inside of
-`infinity.init()`, and never learn of stage 3.
+`infinity.zero.Init()`, and never learn of stage 3.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from infinity.modules.init import init, is_building
+from infinity.deepspeed.zero import Init
 
 _MODULE = "transformers.modeling_utils"
 BUILDERS = ("from_pretrained", "_from_config")
@@ -67,8 +67,8 @@ def _building(build: Callable[..., Any]) -> Callable[..., Any]:
 
         if not is_deepspeed_zero3_enabled():
             return build(cls, *args, **options)
-        with _without_stage_3(), nullcontext() if is_building() else init():
-            # `init` may have replaced it, so it is asked again.
+        with _without_stage_3(), Init():
+            # `Init` may have replaced it, so it is asked again.
             return getattr(cls, build.__name__)(*args, **options)
 
     vars(built)["_infinity"] = True

@@ -1,0 +1,119 @@
+"""Losses on their way into a model: divided for an accumulation, and scaled in fp16.
+
+[Note: two ways to go backward]
+`engine.backward(loss)` divides the loss by the number of forwards of a step, and scales it in fp16.
+A script may also call `loss.backward()` itself. Then nobody sees the loss, so the division is done
+where gradients enter the model: each output of the engine is another tensor of the same data, whose
+gradient is divided on its way back. `engine.backward` switches that off for its own pass. In fp16
+`engine.scale(loss).backward()` scales; without it a pass raises, because gradients would vanish.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from infinity.errors import ConfigError, in_words
+from infinity.optim.optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from infinity.deepspeed.engine import DeepSpeedEngine
+
+
+class Losses:
+    """Divides and scales the losses of one engine."""
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self._is_divided = False  # the loss of the backward that runs
+
+    def _divisor(self, by_forwards: bool = True) -> float:
+        """What a loss is divided by. Ranks average gradients, so a sum is that of a loss that is as
+        many times larger."""
+        engine = self._engine
+        ranks = engine.world_size if engine.settings.average == "sum" else 1
+        return (engine.gradient_accumulation_steps() if by_forwards else 1) / ranks
+
+    def backward(
+        self, loss: object, optimizer: Optimizer, retain_graph: bool, by_forwards: bool
+    ) -> torch.Tensor:
+        """Go backward from `loss`; returns what it was divided to."""
+        wide, divisor = checked(loss), self._divisor(by_forwards)
+        divided = wide if divisor == 1 else wide / divisor
+        self._is_divided = True
+        try:
+            optimizer.scale(divided).backward(retain_graph=retain_graph)
+        finally:
+            self._is_divided = False
+        return divided
+
+    def watch(self, outputs: Any) -> Any:
+        """`outputs` of the model, with other tensors of the same data through which gradients enter
+        it, where a script that goes backward itself needs that."""
+        optimizer = self._engine.optimizer
+        if optimizer is None or (self._divisor() == 1 and optimizer.loss_scaler is None):
+            return outputs
+        return mapped(self._entrance, outputs)
+
+    def _entrance(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+            return value
+        return _Entrance.apply(value, self)  # type: ignore[no-untyped-call]
+
+    def enter(self, gradient: torch.Tensor) -> torch.Tensor:
+        """A gradient of an output, as it goes on into the model."""
+        optimizer = self._engine.optimizer
+        if self._is_divided or optimizer is None:
+            return gradient
+        if not optimizer.loss_is_scaled:
+            raise RuntimeError(
+                "Loss scaling is required in fp16: call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+        divisor = self._divisor()
+        return gradient if divisor == 1 else gradient / divisor
+
+
+class _Entrance(torch.autograd.Function):
+    """Where gradients enter a model; see [Note: two ways to go backward]."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, losses: Losses) -> torch.Tensor:
+        ctx.losses = losses
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return ctx.losses.enter(gradient), None
+
+
+def checked(loss: object) -> torch.Tensor:
+    """`loss` in fp32 or wider, because it would overflow when it is scaled; raises `ConfigError`
+    for what is no loss."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else in_words(loss)
+        )
+        raise ConfigError(f"the loss is {found}; it must be a tensor of one element")
+    return loss.float() if loss.dtype.itemsize < 4 else loss
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` with what `function` makes of its leaves, also inside of dataclasses."""
+
+    def leaf(value: Any) -> Any:
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return function(value)
+        made = copy.copy(value)
+        for each in dataclasses.fields(value):
+            object.__setattr__(made, each.name, mapped(function, getattr(value, each.name)))
+        return made
+
+    return tree_map(leaf, tree)
