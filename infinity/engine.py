@@ -25,6 +25,7 @@ from infinity.modules.facade import Facade
 from infinity.modules.hooks import Hooks
 from infinity.modules.interleave import Interleaver
 from infinity.modules.load import persistent_buffers
+from infinity.modules.merging import Merges
 from infinity.observe import Recorder
 from infinity.optim.lazy_gradient import LazyGradients
 from infinity.optim.norm import clip, clip_factor
@@ -42,6 +43,7 @@ from infinity.tiers.store import Store
 
 ATTRIBUTE = "_infinity_engine"
 """The attribute of a wrapped model that holds its engine."""
+_OUTER = "_infinity_outer"
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,14 @@ class Engine:
         vars(model)["zero_grad"] = self.zero_grad
         vars(model)["no_sync"] = self.no_sync
         Facade.attach(model, self._state_directory)
+        Merges.attach(model, self._hand_over)
+
+    def _hand_over(self, inner: nn.Module) -> None:
+        """`inner`, a part of the model, goes on without what is around it: it has this engine, too,
+        and keeps it alive."""
+        if inner is not self.model:
+            vars(inner)[ATTRIBUTE] = self
+            vars(inner)[_OUTER] = self.model
 
     # Gradients
 
@@ -325,6 +335,10 @@ class Engine:
             finally:
                 for name in (ATTRIBUTE, "zero_grad", "no_sync"):
                     vars(model).pop(name, None)
+                for module in model.modules():
+                    vars(module).pop(ATTRIBUTE, None)
+                    vars(module).pop(_OUTER, None)
+                Merges.detach(model)
                 Facade.detach(model)
 
     def __enter__(self) -> Engine:

@@ -63,6 +63,12 @@ def gathered(
             f"{described(changed)} was changed inside of infinity.gathered without write=True; the "
             "change was undone. Use infinity.gathered(..., write=True)"
         )
+    misfits = [name for read in reads for name in read.misfits]
+    if misfits:
+        raise ShardedParameterError(
+            f"{described(misfits)} was given data of another shape or dtype inside of "
+            "infinity.gathered, which was left out: a wrapped model keeps both"
+        )
     left = [name for read in reads for name in read.left]
     if left:
         raise ShardedParameterError(
@@ -110,6 +116,8 @@ class _Reading:
         self._before: torch.Tensor | None = None
         self.changed: list[str] = []
         """The parameters that were changed and may not be, after `end`."""
+        self.misfits: list[str] = []
+        """The parameters that were given data of another shape or dtype, after `end`."""
         self.left: list[str] = []
         """The parameters of which views were left behind, after `end`."""
 
@@ -140,6 +148,7 @@ class _Reading:
         after = None
         try:
             if self._write:
+                self.misfits = unit.data.views.take_assigned()
                 self._take(unit.wait())
                 after = unit.shard_of(unit.wait()).detach().cpu().clone()
             else:

@@ -178,6 +178,22 @@ class Views:
             else {}
         )
 
+    def take_assigned(self) -> list[str]:
+        """Where `.data` of a parameter was assigned, take the content over. Returns the names of
+        those that were given another shape or dtype, which is left out."""
+        wrong = []
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            for index, (tensor, view) in enumerate(zip(self._tensors, self._made, strict=True)):
+                data = tensor.data
+                if data.data_ptr() == view.data_ptr() or data.numel() == 0:
+                    continue
+                if data.shape == view.shape and data.dtype == view.dtype:
+                    view.copy_(data)
+                else:
+                    wrong.append(self.unit.names[index])
+                tensor.data = view
+        return wrong
+
     def detach(self) -> None:
         """The parameters point elsewhere again."""
         self._versions, self._digests = [], {}

@@ -341,6 +341,22 @@ def test_a_write_inside_of_a_forward_is_undone_while_an_update_is_being_written(
     assert all(torch.equal(other, expected) for other in others)
 
 
+def test_data_assigned_in_gathered_is_taken_over(wrap: Wrap) -> None:
+    """As `parameter.data = tensor` of plain PyTorch; the parameter keeps its shape and dtype."""
+    model = wrap(make(lambda: Model(Weighted(lambda self, x: x @ self.weight))), {})
+    weight, before = model.special.weight, model.state_dict()["special.weight"].clone()
+    with infinity.gathered(model.special, write=True):
+        weight.data = weight.data + 1
+        assert torch.equal(weight, before + 1)
+    assert torch.equal(model.state_dict()["special.weight"], before + 1)
+    with (
+        pytest.raises(infinity.ShardedParameterError, match="weight was given data of another"),
+        infinity.gathered(model.special, write=True),
+    ):
+        weight.data = weight.data.double()
+    assert torch.equal(model.state_dict()["special.weight"], before + 1)
+
+
 @pytest.mark.parametrize("write", WRITES)
 @every_placement
 def test_a_write_in_gathered_without_write_is_refused_and_undone(

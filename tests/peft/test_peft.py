@@ -3,6 +3,7 @@ alone."""
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,3 +214,56 @@ def test_checkpointed_activations(saved: Path, tmp_path: Path, closed: list[nn.M
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     assert train(model) == expected
+
+
+# Merging
+
+
+@pytest.mark.parametrize(("kind", "safe"), [("lora", False), ("dora", True), ("ia3", False)])
+def test_merging_gives_the_bits_of_plain_peft(
+    kind: str, safe: bool, saved: Path, tmp_path: Path, closed: list[nn.Module]
+) -> None:
+    """Unit by unit: each unit of the base that has adapters is written once. The file keeps its
+    bytes, and what is left outlives the model of PEFT."""
+    bits = (saved / "model.safetensors").read_bytes()
+    plain = adapted(saved, ADAPTERS[kind]())
+    model = managed(saved, ADAPTERS[kind](), tmp_path, closed, algorithm="sgd")
+    for each, optimizer in ((plain, torch.optim.SGD), (model, infinity.SGD)):
+        torch.manual_seed(2)
+        train(each, optimizer)
+    engine = infinity.engine(model)
+    blocks = [u for u in engine.units if u.name.endswith("its files)") and "layers" in u.name]
+    assert len(blocks) == 3
+    engine.drain()
+    before = engine.io.counters()["bytes_written"]
+    merged = model.merge_and_unload(safe_merge=safe)
+    written = engine.io.counters()["bytes_written"] - before
+    assert written == sum(block.nbytes for u in blocks for block in u.blocks.values())
+    closed.clear()
+    del model, engine
+    gc.collect()
+    expected = plain.merge_and_unload(safe_merge=safe)
+    merged.eval(), expected.eval()
+    assert torch.equal(merged(**batch()).loss, expected(**batch()).loss)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(merged.state_dict()[name], value), name
+    merged.save_pretrained(tmp_path / "merged")
+    infinity.engine(merged).close()
+    again = base(tmp_path / "merged")
+    assert torch.equal(again(**batch()).loss, expected(**batch()).loss)
+    assert (saved / "model.safetensors").read_bytes() == bits
+
+
+def test_merged_adapters_can_be_taken_out(
+    saved: Path, tmp_path: Path, closed: list[nn.Module]
+) -> None:
+    model = managed(saved, lora(), tmp_path, closed)
+    train(model)
+    loss = model(**batch()).loss.item()
+    model.merge_adapter()
+    assert model(**batch()).loss.item() == pytest.approx(loss, rel=1e-5)
+    model.unmerge_adapter()
+    assert model(**batch()).loss.item() == pytest.approx(loss, rel=1e-5)
+    layer: Any = model.base_model.model.model.layers[0].mlp.up_proj
+    layer.merge()
+    assert layer.merged and model(**batch()).loss.item() == pytest.approx(loss, rel=1e-5)
