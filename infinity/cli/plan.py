@@ -138,7 +138,9 @@ def plan(
         if advice is not None:
             case = advice.case
             better = forecast_of(planned, case.hardware, case.training, case.config)
-        if timeline is not None and forecast.pace is not None:
+        if timeline is not None and forecast.pace is None:
+            say(f"{timeline} is not written: the plan does not fit")
+        elif timeline is not None and forecast.pace is not None:
             from infinity.cli.history import History
             from infinity.cli.perfetto import write_trace
 

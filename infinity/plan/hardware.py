@@ -63,6 +63,10 @@ class Hardware:
     gpus: int = 1
     network: float = 10e9
     """Bytes per second that one rank sends to others, while they do so, too."""
+    host_total: int | None = None
+    """Bytes of a node, where some are in use; None: `host_memory` is all."""
+    gpu_total: int | None = None
+    """The same of one GPU."""
 
     @property
     def unified(self) -> bool:
@@ -82,10 +86,11 @@ class Hardware:
     @property
     def available(self) -> Available:
         """What a node has for its ranks, as budgets are chosen from it."""
-        host = Memory(self.host_memory, self.host_memory, self.name)
+        host = Memory(self.host_total or self.host_memory, self.host_memory, self.name)
         gpu = None
         if self.gpu_memory is not None:
-            gpu = Memory(self.gpu_memory, self.gpu_memory, f"a GPU of {self.name}")
+            total = self.gpu_total or self.gpu_memory
+            gpu = Memory(total, self.gpu_memory, f"a GPU of {self.name}")
         return Available(host, gpu, self.gpus)
 
     def replace(self, **changes: Any) -> Hardware:
@@ -144,7 +149,7 @@ PRESETS: dict[str, Hardware] = {
 }
 """Machines by name. Of "dgx2" the published figures; of the others round figures for such parts."""
 
-_BYTES = ("host_memory", "gpu_memory")
+_BYTES = ("host_memory", "gpu_memory", "host_total", "gpu_total")
 
 
 def find_hardware(name: str) -> Hardware:

@@ -64,9 +64,11 @@ def measured(
             Hardware(
                 "this machine",
                 host_memory=host.free,
+                host_total=host.total,
                 flops=blocks,
                 head_flops=head,
                 gpu_memory=None if gpu is None else gpu.free,
+                gpu_total=None if gpu is None else gpu.total,
                 link=min(map(statistics.median, links.values())),
                 memory_bandwidth=statistics.median(update) * formats.bytes_per_parameter,
                 drives=_drives(directories, config, say),

@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 import infinity
+from infinity.free_memory import Memory
 from infinity.plan.forecast import plan
 from infinity.plan.hardware import DriveSpec, Hardware
 from infinity.plan.lanes import simulate
@@ -76,6 +77,21 @@ def test_bytes_of_every_tier(name: str, options: dict[str, Any], tmp_path: Path)
         states = planned.states
         in_memory = sum(tiers["cpu"] for tiers in states.values())
         assert in_memory <= arenas["cpu"] == engine.memory()["cpu"]
+
+
+def test_budgets_that_nobody_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the memory that a plan describes, `wrap` chooses the budgets of the plan."""
+    free, total = 6 << 30, 8 << 30
+    monkeypatch.setattr("infinity.build.read_host", lambda: Memory(total, free, "this machine"))
+    config = config_of(nvme=[tmp_path], precision="bf16", device="cpu")
+    hardware = THIS.replace(host_memory=free, host_total=total)
+    model = build("gpt2")
+    memory = plan(of_module(model, config, "", VALUES), hardware, Training(8, 2), config).memory
+    assert memory is not None
+    with infinity.engine(infinity.wrap(model, config)) as engine:
+        budgets = engine.report().budgets
+        assert (budgets["gpu"], budgets["cpu"]) == memory.choice.budgets
+        assert memory.layout.rooms == Probe(engine).store.layout.rooms
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "hand"])
