@@ -17,7 +17,7 @@ from infinity.deepspeed.agree import join_ranks, take_model
 from infinity.deepspeed.communication import PORT, get_world_size
 from infinity.deepspeed.data import Collate, loader
 from infinity.deepspeed.engine import DeepSpeedEngine
-from infinity.deepspeed.optimizers import Client, Recipe, follow, options, recipe
+from infinity.deepspeed.optimizers import Client, Recipe, follow, options, recipe, unwrapped
 from infinity.deepspeed.schedulers import scheduler
 from infinity.deepspeed.settings import DTYPES, Settings
 from infinity.deepspeed.source import Source
@@ -196,6 +196,12 @@ def _check_scheduler(settings: Settings, given: Any, found: Recipe | None) -> No
         raise ConfigError(
             f"lr_scheduler is {in_words(given)}; give a scheduler, or a function of an optimizer "
             "that makes one"
+        )
+    client = None if found is None else found.client
+    if hasattr(given, "optimizer") and unwrapped(given.optimizer) is not client:
+        raise ConfigError(
+            "lr_scheduler was built for another optimizer than the one that trains the model; give "
+            "optimizer= that one, or lr_scheduler= a function of an optimizer that makes one"
         )
 
 

@@ -4,7 +4,8 @@
 `engine.backward(loss)` divides the loss by the number of forwards of a step, and scales it in fp16.
 A script may also call `loss.backward()` itself. Then nobody sees the loss, so the division is done
 where gradients enter the model: each output of the engine is another tensor of the same data, whose
-gradient is divided on its way back. `engine.backward` switches that off for its own pass. In fp16
+gradient is divided on its way back. `engine.backward` switches that off for its own pass, also of
+other engines whose outputs are in the loss. In fp16
 `engine.scale(loss).backward()` scales; without it a pass raises, because gradients would vanish.
 """
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_map
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
 class Losses:
     """Divides and scales the losses of one engine."""
 
+    running: ClassVar[weakref.WeakSet[Losses]] = weakref.WeakSet()
+    """Those of all engines whose `backward` runs: its loss is divided."""
+
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
-        self._is_divided = False  # the loss of the backward that runs
 
     def _divisor(self, by_forwards: bool = True) -> float:
         """What a loss is divided by. Ranks average gradients, so a sum is that of a loss that is as
@@ -45,11 +49,11 @@ class Losses:
         """Go backward from `loss`; returns what it was divided to."""
         wide, divisor = checked(loss), self._divisor(by_forwards)
         divided = wide if divisor == 1 else wide / divisor
-        self._is_divided = True
+        Losses.running.add(self)
         try:
             optimizer.scale(divided).backward(retain_graph=retain_graph)
         finally:
-            self._is_divided = False
+            Losses.running.discard(self)
         return divided
 
     def watch(self, outputs: Any) -> Any:
@@ -68,7 +72,7 @@ class Losses:
     def enter(self, gradient: torch.Tensor) -> torch.Tensor:
         """A gradient of an output, as it goes on into the model."""
         optimizer = self._engine.optimizer
-        if self._is_divided or optimizer is None:
+        if self in Losses.running or optimizer is None:
             return gradient
         if not optimizer.loss_is_scaled:
             raise RuntimeError(
@@ -76,7 +80,7 @@ class Losses:
                 "engine.scale(loss).backward()"
             )
         divisor = self._divisor()
-        return gradient if divisor == 1 else gradient / divisor
+        return gradient if divisor == 1 or Losses.running else gradient / divisor
 
 
 class _Entrance(torch.autograd.Function):
@@ -102,6 +106,11 @@ def checked(loss: object) -> torch.Tensor:
             else in_words(loss)
         )
         raise ConfigError(f"the loss is {found}; it must be a tensor of one element")
+    if not loss.requires_grad:
+        raise ConfigError(
+            "the loss has no gradients to give: it was computed under torch.no_grad(), of what was "
+            "detached, or of frozen parameters alone"
+        )
     return loss.float() if loss.dtype.itemsize < 4 else loss
 
 

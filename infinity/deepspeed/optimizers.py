@@ -123,7 +123,7 @@ def recipe(
     if client is not None and not isinstance(client, torch.optim.Optimizer):
         client = _called(client, given)
     if client is not None:
-        return _of_client(client, names)
+        return _of_client(unwrapped(client), names)
     if settings.optimizer is None:
         return None
     return _of_configuration(settings.optimizer, list(_groups(given, names)))
@@ -265,6 +265,13 @@ def _settings_of(client: torch.optim.Optimizer) -> dict[str, Any]:
 # Schedulers of the script
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of a wrapper, such as that of accelerate."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def follow(scheduler: Any, old: torch.optim.Optimizer, new: Optimizer) -> None:
     """Let a scheduler that was built for the optimizer `old` set the rates of `new` from now on,
     and those inside of it, too."""
@@ -283,7 +290,7 @@ def follow(scheduler: Any, old: torch.optim.Optimizer, new: Optimizer) -> None:
             for value in listed
             if isinstance(value, LRScheduler)
         ]
-        if getattr(each, "optimizer", None) is old:
+        if unwrapped(getattr(each, "optimizer", None)) is old:
             each.optimizer = new
     # Has torch count the steps of `new`, as it does for the schedulers that are built for it.
     ConstantLR(new, factor=1.0, total_iters=0)

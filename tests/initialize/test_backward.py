@@ -165,6 +165,22 @@ def test_several_engines_share_a_loss(start: Start, tmp_path: Path) -> None:
             engine.optimizer.zero_grad()
 
 
+def test_several_engines_divide_a_loss_once(start: Start) -> None:
+    """Whoever goes backward."""
+    for by_engine in (True, False):
+        config = configuration(gradient_accumulation_steps=2)
+        engines = [start(model=net(number), config=config)[0] for number in range(2)]
+        loss = engines[0](*batch(0)) + engines[1](*batch(0))
+        if by_engine:
+            engines[0].backward(loss)
+        else:
+            loss.backward()
+        for number, engine in enumerate(engines):
+            plain = net(number)
+            (plain(*batch(0)) / 2).backward()
+            same(gradients(engine), plain_gradients(plain))
+
+
 def test_the_script_says_where_a_step_ends(start: Start) -> None:
     """As accelerate does; and with managed_gradient_accumulation=false, where it calls `step`."""
     engine, *_ = start(model=net(), config=configuration(gradient_accumulation_steps=2))
@@ -339,3 +355,7 @@ def test_a_loss_of_a_wrong_kind(start: Start, wrong: Any) -> None:
     engine, *_ = start(model=net(), config=configuration())
     with pytest.raises(infinity.ConfigError, match=r"the loss is .*; it must be a tensor of one"):
         engine.backward(wrong)
+    with torch.no_grad():
+        loss = engine(*batch(0))
+    with pytest.raises(infinity.ConfigError, match="the loss has no gradients to give"):
+        engine.backward(loss)

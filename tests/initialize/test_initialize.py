@@ -394,6 +394,32 @@ def test_what_cannot_be_is_told_in_one_sentence(arguments: dict[str, Any], text:
     assert torch.equal(model.first.weight, net().first.weight)
 
 
+def test_wrappers_of_an_optimizer_are_seen_through(start: Start) -> None:
+    """As those of accelerate."""
+
+    class Wrapper:
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+    model = net()
+    client = adamw(model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(client, 0.5)
+    schedule.optimizer = Wrapper(client)
+    config = configuration()
+    del config["optimizer"]
+    engine, *_ = start(model=model, optimizer=client, lr_scheduler=schedule, config=config)
+    engine_losses(engine, 2)
+    assert engine.get_lr() == [2.5e-3]
+
+
+def test_a_scheduler_of_another_optimizer(start: Start) -> None:
+    """Its rates would reach nobody."""
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(other, 0.5)
+    with pytest.raises(infinity.ConfigError, match="built for another optimizer than the one"):
+        start(model=net(), lr_scheduler=schedule, config=configuration())
+
+
 @pytest.mark.parametrize("given", [None, 3, {"a": 1}])
 def test_a_model_that_is_none(given: Any) -> None:
     with pytest.raises(infinity.ConfigError, match=r"takes a torch\.nn\.Module, not"):
