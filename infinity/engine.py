@@ -181,6 +181,10 @@ class Engine:
         """
         self._updater.look()
         for unit in self._units:
+            stored = unit.states.in_files()
+            if stored is not None:
+                yield from zip(unit.names, stored, strict=True)
+                continue
             flat = unit.states.gather(Kind.PARAM)
             for name, parameter, place in zip(
                 unit.names, unit.parameters, unit.layout.places, strict=True
@@ -193,13 +197,18 @@ class Engine:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What `model.state_dict()` of the plain model would be, on the host. Parameters are mapped
         from unnamed files in the first NVMe directory, or where `tempfile` puts files, and take no
-        memory that the kernel cannot have back (`directories/mapped`).
+        memory that the kernel cannot have back (`directories/mapped`). Frozen ones that stay in
+        files of the user are mapped from there.
 
         With several ranks every rank must call it, and each gets the whole, which any number of
         data and tensor parallel ranks can take: of DTensors, too, plain tensors of the whole shape,
         as `get_model_state_dict` of torch gives for FSDP2 with `full_state_dict=True`.
         """
-        values = {name: mapped(value, self._state_directory) for name, value in self.weights()}
+        there = {n for u in self._units if u.states.in_files() is not None for n in u.names}
+        values = {
+            name: value if name in there else mapped(value, self._state_directory)
+            for name, value in self.weights()
+        }
         first = {
             id(p): name
             for unit in self._units

@@ -106,6 +106,10 @@ def _named_file() -> type[Any]:
                 )
             self._warned = True
 
+        def duplicate(self) -> int:
+            """Another descriptor of the file, for the caller to close."""
+            return os.dup(self._descriptor)
+
         def close(self) -> None:
             super().close()
             descriptor, self._descriptor = self._descriptor, -1

@@ -11,13 +11,14 @@ gone, as with any new optimizer.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from infinity.directories.mapped import mapped, mapped_range
+from infinity.directories.mapped import mapped
 from infinity.engine import ATTRIBUTE, Engine
 from infinity.errors import ConfigError, WeightsError
 from infinity.modules.load import aliases_of
@@ -114,10 +115,10 @@ def _values_of(
     unit: Unit, directory: Path | None, kept: dict[int, KeptValue]
 ) -> list[torch.Tensor]:
     """The parameters of `unit`, mapped; notes in `kept` what else there is of them."""
-    found = _from_files(unit)
+    found = unit.states.in_files()
     if found is not None:
         for parameter, value, place in zip(unit.parameters, found, unit.stored, strict=True):
-            kept[id(parameter)] = KeptValue(value, place)
+            kept[id(parameter)] = KeptValue(value, place if _is_there(place) else None)
         return found
     found = _split(unit, unit.states.gather(Kind.PARAM), directory)
     if Kind.MASTER in unit.blocks and unit.blocks[Kind.MASTER].written:
@@ -127,17 +128,13 @@ def _values_of(
     return found
 
 
-def _from_files(unit: Unit) -> list[torch.Tensor] | None:
-    """The parameters of `unit`, if they are in files of the user that can still be opened."""
-    if unit.blocks[Kind.PARAM].original is None:
-        return None
+def _is_there(place: StoredBytes) -> bool:
+    """Whether the file can be opened again: the engine has it open, also when it was deleted."""
     try:
-        return [
-            mapped_range(place.file.open(), place.offset, place.nbytes, unit.dtype).view(at.shape)
-            for place, at in zip(unit.stored, unit.layout.places, strict=True)
-        ]
-    except (OSError, WeightsError):  # it was deleted: the engine has it open, and we do not
-        return None
+        os.close(place.file.open())
+    except (OSError, WeightsError):
+        return False
+    return True
 
 
 def _split(unit: Unit, flat: torch.Tensor, directory: Path | None) -> list[torch.Tensor]:

@@ -193,6 +193,10 @@ class Facade:
         if units:
             units[0].listeners.updates.look()
         for unit in units:
+            stored = unit.states.in_files()
+            if stored is not None:
+                found.update(zip(map(id, unit.parameters), stored, strict=True))
+                continue
             flat = unit.states.gather(Kind.PARAM)
             for parameter, place in zip(unit.parameters, unit.layout.places, strict=True):
                 if id(parameter) in wanted:

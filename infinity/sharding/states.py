@@ -233,6 +233,17 @@ class States:
             return self.part(kind, index).view(place.shape)
         return self.gather(kind)[place.offset : place.end].view(place.shape)
 
+    def in_files(self) -> list[torch.Tensor] | None:
+        """The parameters, mapped from files of the user that are their home; else None. Takes no
+        memory, and no other rank."""
+        unit = self.unit
+        if not unit.stored or unit.blocks[Kind.PARAM].home.updates:
+            return None
+        return [
+            unit.store.mapped(stored, unit.dtype).view(place.shape)
+            for stored, place in zip(unit.stored, unit.layout.places, strict=True)
+        ]
+
     def gather(self, kind: Kind) -> torch.Tensor:
         """Like `read`, but the whole unit (numel,) from all ranks; every rank must call it."""
         shard = self.read(kind)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity import native
+from infinity.directories.mapped import mapped_range
 from infinity.errors import WeightsError
 from infinity.native import make_engine
 
@@ -164,6 +165,12 @@ class Originals:
             )
             for at, part in extent.parts(begin, nbytes)
         ]
+
+    def mapped(self, place: StoredBytes, dtype: torch.dtype) -> torch.Tensor:
+        """The bytes at `place` as a tensor (n,) of `dtype`, which the kernel reads when somebody
+        does. What is written to it does not reach the file."""
+        descriptor = self._files[place.file].duplicate()
+        return mapped_range(descriptor, place.offset, place.nbytes, dtype)
 
     def close(self) -> None:
         """Wait for what is in flight, and close the files. May be called twice."""

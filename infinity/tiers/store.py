@@ -19,6 +19,8 @@ import threading
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from infinity.config import Config, Tier
 from infinity.device import ComputeDevice
 from infinity.errors import BudgetError, ConfigError
@@ -33,7 +35,7 @@ from infinity.tiers.block import Block
 from infinity.tiers.chunks import Chunks
 from infinity.tiers.drives import ALIGNMENT, NvmeTier
 from infinity.tiers.latch import Latch
-from infinity.tiers.originals import FileExtent
+from infinity.tiers.originals import FileExtent, StoredBytes
 from infinity.tiers.resident import NOBODY, CopyListeners, Loader, Residency
 from infinity.tiers.staging import Staging
 
@@ -268,6 +270,10 @@ class Store:
             where = (0, cached.numel(), cached.data_ptr(), block.name, self.meter)
             self._nvme.read(self._originals[block], *where).wait()
         block.home.written = True
+
+    def mapped(self, place: StoredBytes, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in a file of the user that is the home of a block; see `Originals.mapped`."""
+        return self._nvme.originals.mapped(place, dtype)
 
     def make_writable(self, block: Block) -> None:
         """Give `block`, all of which is about to be rewritten, a place of ours if its home is in

@@ -11,12 +11,24 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import infinity
 from infinity.modules.load import open_weights
 from infinity.placement.spec import Kind
-from support.adapted import BASE, STEPS, batch, built, config, is_frozen, saved, train
+from support.adapted import (
+    BASE,
+    STEPS,
+    WIDTH,
+    batch,
+    built,
+    config,
+    is_frozen,
+    saved,
+    train,
+    written_by_the_kernel,
+)
 from support.discrete import DiscreteDevice
 from support.models import FAMILIES
 from support.probe import Probe
@@ -44,11 +56,6 @@ def expected() -> dict[str, Any]:
     model = built()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     return {"losses": train(model, optimizer), **model.state_dict()}
-
-
-def written_by_the_kernel() -> int:
-    text = Path("/proc/self/io").read_text()
-    return int(dict(line.split(": ") for line in text.splitlines())["write_bytes"])
 
 
 @pytest.mark.parametrize("cache", [0, 32 << 10, 1 << 20])
@@ -103,6 +110,34 @@ def test_the_copies_of_a_device_with_memory_of_its_own(
     model = infinity.wrap(built(), config(tmp_path, **least), weights=path)
     with infinity.engine(model) as engine:
         assert_same(trained(engine), found)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_quantized_base(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Codes are read as bytes and keep their dtype, whatever `precision` says."""
+
+    def quantized() -> nn.Module:
+        torch.manual_seed(0)
+        model = built()
+        for block in model:
+            codes = torch.randint(0, 9, (WIDTH + 1,)).to(dtype)
+            block.codes = nn.Parameter(codes, requires_grad=False)
+        return model
+
+    path, values = saved(tmp_path), quantized().state_dict()
+    codes = {name: value for name, value in values.items() if "codes" in name}
+    save_file(codes, path / "codes.safetensors")
+    settings = config(tmp_path, precision="bf16")
+    model = infinity.wrap(quantized(), settings, weights=path / "codes.safetensors")
+    with infinity.engine(model) as engine:
+        assert 0 < engine.report().in_files < BASE
+        optimizer = infinity.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        for step in range(2):
+            model(batch(step).bfloat16()).float().square().mean().backward()
+            optimizer.step()
+        found = engine.state_dict()
+        assert all(found[name].dtype is dtype for name in codes)
+        assert all(torch.equal(found[n].float(), value.float()) for n, value in codes.items())
 
 
 def test_a_model_of_init_stays_in_its_files(tmp_path: Path) -> None:

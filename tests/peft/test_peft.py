@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import infinity
+from support.adapted import written_by_the_kernel
 from support.configs import config_of
 from support.models import FAMILIES
 
@@ -177,7 +178,11 @@ def test_what_was_trained_before_adapters_came_is_kept(
 def test_adapters_are_saved_alone(saved: Path, tmp_path: Path, closed: list[nn.Module]) -> None:
     model = managed(saved, lora(), tmp_path, closed)
     train(model)
+    infinity.engine(model).drain()
+    before = written_by_the_kernel()
     model.save_pretrained(tmp_path / "adapter")
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    assert written_by_the_kernel() - before < frozen, "nothing of the base"
     file = tmp_path / "adapter" / "adapter_model.safetensors"
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert trained < file.stat().st_size < 2 * trained
