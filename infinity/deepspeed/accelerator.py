@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -44,8 +45,10 @@ class DeepSpeedAccelerator:
             torch_accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
-        """The number of devices; 1 for the CPU."""
-        return 1 if self._kind == "cpu" else torch_accelerator.device_count()
+        """The number of devices; of CPUs, each of which may run a rank, where there is no GPU."""
+        if self._kind == "cpu":
+            return len(os.sched_getaffinity(0))
+        return torch_accelerator.device_count()
 
     def is_available(self) -> bool:
         """Always: where there is no other device, it is the CPU."""
@@ -64,6 +67,10 @@ class DeepSpeedAccelerator:
         return "nccl" if self._kind == "cuda" else "gloo"
 
     # What it can
+
+    def is_triton_supported(self) -> bool:
+        """Whether kernels of Triton run."""
+        return self._kind != "cpu"
 
     def is_bf16_supported(self) -> bool:
         """Whether it computes in bf16."""
@@ -120,11 +127,23 @@ class DeepSpeedAccelerator:
         """The module of random numbers."""
         return torch.random
 
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """The state of the generator of the CPU."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device_index: int | None = None) -> None:
+        """Set what `get_rng_state` gave."""
+        torch.set_rng_state(state)
+
     def range_push(self, message: str) -> None:
         """Nothing: `INFINITY_NVTX` marks ranges."""
 
     def range_pop(self) -> None:
         """Nothing; see `range_push`."""
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in pinned memory, as all are where there is no GPU."""
+        return self._kind == "cpu" or tensor.is_pinned()
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         """The tensor in pinned memory, where there is a GPU."""
@@ -135,3 +154,8 @@ class DeepSpeedAccelerator:
 def get_accelerator() -> DeepSpeedAccelerator:
     """The compute device of this process."""
     return DeepSpeedAccelerator()
+
+
+def is_current_accelerator_supported() -> bool:
+    """Always: models run on any device of torch that wrap takes."""
+    return True

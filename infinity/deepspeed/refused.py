@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
+
 from infinity.errors import ConfigError
 
 
@@ -23,11 +25,32 @@ def tp_model_init(*args: Any, **options: Any) -> NoReturn:
     )
 
 
-class PipelineModule:
+class PipelineModule(torch.nn.Module):
     """Refused."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         raise ConfigError(
             "PipelineModule is not supported: there is no pipeline parallelism; build the model as "
             "one module"
+        )
+
+
+class LayerSpec:
+    """A layer of a `PipelineModule`, which is refused where it is built."""
+
+    def __init__(self, typename: Any, *args: Any, **options: Any) -> None:
+        self.typename = typename
+
+
+class TiedLayerSpec(LayerSpec):
+    """The same."""
+
+
+class MoE(torch.nn.Module):
+    """Refused."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        raise ConfigError(
+            "deepspeed.moe is not supported: experts are not spread over ranks; use the mixture of "
+            "experts of the model, whose weights are sharded as all others"
         )

@@ -65,3 +65,18 @@ class RepeatingLoader:
         except StopIteration:
             self._items = iter(self.loader)
             return next(self._items)
+
+
+def required_torch_version(
+    min_version: float | None = None, max_version: float | None = None
+) -> bool:
+    """Whether the version of torch is in these bounds, as 2.1 for 2.1.0."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+
+    def parts(version: float) -> tuple[int, int]:
+        first, _, second = str(version).partition(".")
+        return int(first), int(second or 0)
+
+    here = (major, minor)
+    above = min_version is None or here >= parts(min_version)
+    return above and (max_version is None or here <= parts(max_version))

@@ -43,7 +43,9 @@ runtime.zero.partition_parameters._orig_torch_arange
 runtime.zero.partition_parameters.get_accelerator
 utils.logger utils.logging.logger utils.log_dist utils.groups
 utils.safe_get_full_grad utils.safe_get_full_fp32_param utils.safe_set_full_optimizer_state
-utils.set_z3_leaf_modules utils.safe_get_local_grad
+utils.set_z3_leaf_modules utils.safe_get_local_grad utils.torch.required_torch_version
+ops.op_builder.CPUAdamBuilder ops.aio.AsyncIOBuilder runtime.zero.offload_config.OffloadDeviceEnum
+runtime.lr_schedules.WARMUP_MAX_LR runtime.zero.utils.ZeRORuntimeException
 """
 
 
@@ -100,6 +102,7 @@ def test_the_version_is_that_of_its_distribution(package: Any) -> None:
         (lambda d: d.init_inference(None), "this engine trains; call generate"),
         (lambda d: d.tp_model_init(None), "call parallelize_module of torch"),
         (lambda d: d.PipelineModule([]), "there is no pipeline parallelism"),
+        (lambda _: importlib.import_module("deepspeed.moe.layer").MoE(4), "deepspeed.moe is not"),
         (lambda d: d.ops.adam.FusedAdam([], bias_correction=False), "is not supported"),
     ],
 )
@@ -109,8 +112,10 @@ def test_what_it_has_not_is_refused_in_one_sentence(package: Any, call: Any, pro
 
 
 def test_other_names_are_missing_in_words(package: Any) -> None:
-    with pytest.raises(AttributeError, match="package deepspeed of `infinity run` has no 'moe'"):
-        _ = package.moe
+    with pytest.raises(
+        AttributeError, match="package deepspeed of `infinity run` has no 'monitor'"
+    ):
+        _ = package.monitor
 
 
 def test_the_accelerator_answers(package: Any) -> None:
@@ -121,6 +126,19 @@ def test_the_accelerator_answers(package: Any) -> None:
         device.synchronize()
     assert device.memory_allocated() >= 0
     assert device.on_accelerator(torch.zeros(1, device=device.device_name()))
+
+
+def test_native_parts_are_named_as_scripts_ask_for_them(package: Any) -> None:
+    builder = package.ops.op_builder.CPUAdamBuilder
+    assert package.ops.__compatible_ops__[builder.NAME]
+    assert builder().is_compatible()
+    assert not package.ops.__compatible_ops__[package.ops.op_builder.FusedLambBuilder.NAME]
+
+
+def test_bounds_of_the_version_of_torch(package: Any) -> None:
+    required = importlib.import_module("deepspeed.utils.torch").required_torch_version
+    assert required(min_version=1.10) and required(min_version=2.1)
+    assert not required(max_version=2.0) and not required(min_version=99.1)
 
 
 # Optimizers that scripts build

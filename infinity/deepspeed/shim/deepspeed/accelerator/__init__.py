@@ -1,5 +1,9 @@
 """The compute device."""
 
-from infinity.deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from infinity.deepspeed.accelerator import (
+    DeepSpeedAccelerator,
+    get_accelerator,
+    is_current_accelerator_supported,
+)
 
-__all__ = ["DeepSpeedAccelerator", "get_accelerator"]
+__all__ = ["DeepSpeedAccelerator", "get_accelerator", "is_current_accelerator_supported"]

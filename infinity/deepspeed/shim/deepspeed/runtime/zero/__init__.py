@@ -4,6 +4,7 @@ from deepspeed.runtime.zero import partition_parameters
 from infinity.deepspeed.zero import (
     GatheredParameters,
     Init,
+    ZeroParamStatus,
     register_external_parameter,
     unregister_external_parameter,
 )
@@ -11,6 +12,7 @@ from infinity.deepspeed.zero import (
 __all__ = [
     "GatheredParameters",
     "Init",
+    "ZeroParamStatus",
     "partition_parameters",
     "register_external_parameter",
     "unregister_external_parameter",

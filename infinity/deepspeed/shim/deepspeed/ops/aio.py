@@ -1,0 +1,5 @@
+"""Reads and writes of NVMe."""
+
+from infinity.deepspeed.builders import AsyncIOBuilder
+
+__all__ = ["AsyncIOBuilder"]

@@ -1,0 +1,4 @@
+"""NVMe."""
+
+MIN_SWAPPABLE_BYTES = 0
+"""States of any size go to the drive."""

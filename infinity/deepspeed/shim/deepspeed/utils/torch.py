@@ -1,0 +1,5 @@
+"""Versions of torch."""
+
+from infinity.deepspeed.tools import required_torch_version
+
+__all__ = ["required_torch_version"]
