@@ -20,6 +20,7 @@ Lightning.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -167,7 +168,11 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
         return self.wrap(model)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """As of every strategy, and converted to optimizers of infinity."""
+        """As of every strategy, converted to optimizers of infinity. Those of an earlier fit are
+        let go, because a parameter has the states of one."""
+        self.optimizers = []
+        self.lr_scheduler_configs: list[Any] = []
+        gc.collect()  # a save of checkpoints leaves cycles that hold them
         super().setup_optimizers(trainer)
         made = list(self.optimizers)
         self.optimizers = [convert(each) for each in made]

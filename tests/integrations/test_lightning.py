@@ -102,6 +102,10 @@ def test_a_trainer_and_its_checkpoints(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     weights = torch.load(tmp_path / "weights.ckpt", weights_only=False)["state_dict"]
     assert all(torch.equal(value, weights[k]) for k, value in found.state_dict().items())
+    trainer.fit_loop.max_epochs = 2  # a second fit makes other optimizers
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(found, batches())
+    assert len(found.losses) == 6
     infinity.engine(found).close()
 
     again, _ = fitted(tmp_path / "plain2", "auto", tmp_path / "plain" / "step=2.ckpt")
