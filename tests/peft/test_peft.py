@@ -272,3 +272,20 @@ def test_merged_adapters_can_be_taken_out(
     layer: Any = model.base_model.model.model.layers[0].mlp.up_proj
     layer.merge()
     assert layer.merged and model(**batch()).loss.item() == pytest.approx(loss, rel=1e-5)
+
+
+def test_adapters_keep_their_dtype(saved: Path, tmp_path: Path, closed: list[nn.Module]) -> None:
+    """PEFT makes fp32 ones for a base in bf16, which stays in its files."""
+    base(saved, dtype=torch.bfloat16).save_pretrained(tmp_path / "half")
+    plain, model = (adapted(tmp_path / "half", lora()) for _ in range(2))
+    closed.append(model)
+    settings = config(tmp_path, algorithm="sgd")
+    infinity.wrap(model, settings, weights=tmp_path / "half")
+    dtypes = {name: p.dtype for name, p in plain.named_parameters()}
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+    assert {name: p.dtype for name, p in model.named_parameters()} == dtypes
+    assert train(model, infinity.SGD) == train(plain, torch.optim.SGD)
+    report = infinity.engine(model).report()
+    assert report.in_files >= sum(p.nbytes for p in plain.parameters() if not p.requires_grad)
+    assert report.peaks["gpu"] <= report.budgets["gpu"]
+    assert report.peaks["cpu"] <= report.budgets["cpu"]
