@@ -13,7 +13,7 @@ import typer
 from infinity.bench.io.workspace import leftovers, remove
 from infinity.cli import checkpoints
 from infinity.cli.failure import plain_failures
-from infinity.cli.ranks import rank_directories
+from infinity.cli.ranks import own_directories
 from infinity.directories.directory import Directory
 from infinity.directories.drafts import remove_leftovers
 from infinity.directories.lock import LOCK_NAME, lock
@@ -22,7 +22,7 @@ from infinity.tiers.drives import STATES_NAME
 
 
 def collect(directory: Path) -> dict[str, int]:
-    """Remove the leftovers of a dead run from `directory`, and from those of its ranks there;
+    """Remove the leftovers of a dead run from `directory`, and from those of its ranks and engines;
     returns the removed paths with their bytes on disk.
 
     Raises `PathInUseError` while a live process trains or measures there, and `NotADirectoryError`
@@ -38,7 +38,7 @@ def collect(directory: Path) -> dict[str, int]:
 def _collect_all(place: Directory) -> dict[str, int]:
     """`collect` in an open directory."""
     found = _collect(place)
-    for own in rank_directories(place.path):
+    for own in own_directories(place.path):
         with place.below(own.name) as inner:
             left = _collect_all(inner)
         found |= left

@@ -41,7 +41,7 @@ JOINING = timedelta(minutes=5)
 _SPEAKING = timedelta(seconds=5)  # a sentence takes less; who was to say it may have been killed
 _ERRORS = 2  # INFO, WARNING, ERROR, FATAL
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OWN = re.compile(r"rank\d+")
+_OWN = re.compile(r"(rank|engine)\d+")
 _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 
@@ -284,10 +284,11 @@ class _Voice:
                 self._store.wait(["said"], _SPEAKING)
 
 
-def rank_directories(nvme: Path) -> list[Path]:
-    """The directories of ranks that are there below `nvme`, as `infinity.wrap` calls them."""
+def own_directories(nvme: Path) -> list[Path]:
+    """The directories below `nvme` that ranks have for themselves, as `infinity.wrap` calls them,
+    and further engines, as `infinity.initialize` does."""
     return sorted(
         path
-        for path in nvme.glob("rank*")
+        for path in nvme.iterdir()
         if _OWN.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
     )

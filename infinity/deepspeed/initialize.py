@@ -56,7 +56,8 @@ def initialize(
     over, and its own groups are from now on those of the optimizer that is returned. It comes
     before the one in the configuration, which trains `model_parameters` (default: all that take
     gradients). `lr_scheduler` is one for that optimizer, or a function of an optimizer that makes
-    one; a scheduler in the configuration comes before it.
+    one; a scheduler in the configuration comes before it. Without an optimizer parameters are
+    frozen, and take no memory for gradients and states.
 
     All ranks call it. Where torchrun has started several and torch.distributed is not initialized,
     that is done. Raises `ConfigError` for all that cannot work, before anything is changed, and
@@ -134,10 +135,16 @@ def _wrapped(model: nn.Module, settings: Settings, found: Recipe | None) -> Iter
         update={"algorithm": "sgd" if found is None else found.algorithm}
     )
     config, directories = _with_own_directories(config)
+    # What nobody trains needs no place for gradients and masters.
+    frozen = [each for each in model.parameters() if each.requires_grad and found is None]
     try:
+        for each in frozen:
+            each.requires_grad_(False)
         with wrapping(model, config, units_for(model, settings.leaf_modules)):
             yield directories
     except BaseException:
+        for each in frozen:
+            each.requires_grad_(True)
         _remove(directories)
         raise
 

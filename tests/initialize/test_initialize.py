@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.cli.gc import collect
+from infinity.tiers.drives import STATES_NAME
 from support.deepspeed import Net, batch, configuration, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -309,6 +311,15 @@ def test_several_engines_work_in_one_directory(start: Start, tmp_path: Path) -> 
     assert not list((tmp_path / "made").iterdir())
 
 
+def test_gc_removes_what_several_engines_of_a_dead_run_left(tmp_path: Path) -> None:
+    left = [tmp_path / where / STATES_NAME for where in ("", "engine2", "engine2/rank1")]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(4096))
+    assert set(collect(tmp_path)) == set(map(str, left))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("marked", [True, False])
 def test_a_leaf_module_is_one_unit(start: Start, marked: bool) -> None:
     model = nn.Sequential(
@@ -438,9 +449,19 @@ def test_without_an_optimizer_it_evaluates(start: Start) -> None:
     assert optimizer is None
     loss = engine(*batch(0))
     assert loss.item() == net()(*batch(0)).item()
+    assert not any(unit.trainable for unit in engine.engine.units)
     for call in (lambda: engine.backward(loss), engine.step):
         with pytest.raises(infinity.ConfigError, match="needs an optimizer"):
             call()
+
+
+def test_without_an_optimizer_a_failure_freezes_nothing(tmp_path: Path) -> None:
+    config = without("optimizer")
+    config["infinity"]["gpu_memory"] = 1
+    model = net()
+    with pytest.raises(infinity.BudgetError):
+        infinity.initialize(model=model, config=config)
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_attributes_are_those_of_the_model(start: Start) -> None:
