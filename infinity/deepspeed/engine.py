@@ -26,6 +26,7 @@ from infinity.deepspeed.settings import Settings
 from infinity.engine import Engine, engine
 from infinity.errors import ConfigError, EngineClosedError, in_words
 from infinity.optim.optimizer import Optimizer
+from infinity.unwrapping import unwrap
 
 _ANYWAY = {"allreduce_gradients", "release_loss"}
 """Options of `backward` in earlier versions, which change nothing here."""
@@ -45,8 +46,10 @@ class DeepSpeedEngine(Answers, nn.Module):
         lr_scheduler: Any,
         training_dataloader: Any,
         directories: Sequence[Path] = (),
+        frozen: Sequence[str] = (),
     ) -> None:
-        """`directories` were made for this engine, and go with it where they are empty."""
+        """`directories` were made for this engine, and go with it where they are empty. The
+        parameters `frozen` take gradients again after it."""
         nn.Module.__init__(self)
         self.module = model
         self.training = model.training
@@ -69,6 +72,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         self._kept = engine(model)
         self._closed = False
         self._directories = tuple(directories)
+        self._frozen = tuple(frozen)
         self._checkpoints = TaggedCheckpoints(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -361,12 +365,20 @@ class DeepSpeedEngine(Answers, nn.Module):
         """Nothing; see `offload_states`."""
 
     def destroy(self) -> None:
-        """Finish updates, and give back memory, threads and files; the model has no data after
-        that. May be called twice."""
+        """Finish updates, and give back memory, threads and files. May be called twice.
+
+        The model has no data after that. Without an optimizer it is as it was before `initialize`,
+        in files that have no name, and may be initialized once more; then every rank calls this.
+        """
         if self._closed:
             return
         self._closed = True
-        self._kept.close()
+        if self.optimizer is None:
+            unwrap(self._kept, self.module)
+            for name in self._frozen:
+                self.module.get_parameter(name).requires_grad_(True)
+        else:
+            self._kept.close()
         for directory in self._directories:
             with suppress(OSError):  # somebody keeps something there
                 directory.rmdir()

@@ -78,12 +78,13 @@ def initialize(
     _check_scheduler(settings, lr_scheduler, found)
     take_model(plain)
     batches = loader(settings, training_data, collate_fn)
-    with _wrapped(plain, settings, found) as directories:
+    frozen = [] if found is not None else _trained(plain)
+    with _wrapped(plain, settings, found, frozen) as directories:
         built = None if found is None else found.build(plain, options(settings))
         follower = _scheduler(settings, lr_scheduler, built)
     if settings.precision != "fp32":
         plain.to(DTYPES[settings.precision])  # buffers; parameters are
-    engine = DeepSpeedEngine(plain, settings, built, follower, batches, directories)
+    engine = DeepSpeedEngine(plain, settings, built, follower, batches, directories, frozen)
     if built is not None and found is not None and found.client is not None:
         engine.client_optimizer = found.client
         engine.share_groups()
@@ -127,24 +128,29 @@ def _hidden_size(model: nn.Module) -> int | None:
 # The model
 
 
+def _trained(model: nn.Module) -> list[str]:
+    """The parameters that take gradients."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 @contextmanager
-def _wrapped(model: nn.Module, settings: Settings, found: Recipe | None) -> Iterator[list[Path]]:
+def _wrapped(
+    model: nn.Module, settings: Settings, found: Recipe | None, frozen: Iterable[str]
+) -> Iterator[list[Path]]:
     """Wrap the model, and keep it so if the block ends well; gives the directories that were made
-    for it."""
+    for it. The parameters `frozen` are, because what nobody trains needs no place for gradients."""
     config = settings.config.model_copy(
         update={"algorithm": "sgd" if found is None else found.algorithm}
     )
     config, directories = _with_own_directories(config)
-    # What nobody trains needs no place for gradients and masters.
-    frozen = [each for each in model.parameters() if each.requires_grad and found is None]
     try:
-        for each in frozen:
-            each.requires_grad_(False)
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
         with wrapping(model, config, units_for(model, settings.leaf_modules)):
             yield directories
     except BaseException:
-        for each in frozen:
-            each.requires_grad_(True)
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(True)
         _remove(directories)
         raise
 

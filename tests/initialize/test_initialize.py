@@ -340,8 +340,8 @@ def test_a_leaf_module_is_one_unit(start: Start, marked: bool) -> None:
 # What cannot be
 
 
-def without(*keys: str, **others: Any) -> dict[str, Any]:
-    config = configuration(**others)
+def without(*keys: str, nvme: Path | None = None, **others: Any) -> dict[str, Any]:
+    config = configuration(nvme, **others)
     for key in keys:
         del config[key]
     return config
@@ -453,6 +453,18 @@ def test_without_an_optimizer_it_evaluates(start: Start) -> None:
     for call in (lambda: engine.backward(loss), engine.step):
         with pytest.raises(infinity.ConfigError, match="needs an optimizer"):
             call()
+
+
+def test_a_model_is_trained_after_it_was_evaluated(start: Start, tmp_path: Path) -> None:
+    """As by a Trainer, which destroys the engine in between."""
+    config = without("optimizer", nvme=tmp_path)
+    model = net()
+    engine, *_ = start(model=model, config=config)
+    loss = engine(*batch(0)).item()
+    engine.destroy()
+    assert model(*batch(0)).item() == loss
+    engine, *_ = start(model=model, config=configuration(tmp_path))
+    close(engine_losses(engine, 3), plain_losses(net(), adamw, 3))
 
 
 def test_without_an_optimizer_a_failure_freezes_nothing(tmp_path: Path) -> None:
