@@ -148,8 +148,6 @@ def test_a_run_with_evaluation_checkpoints_and_the_best_model(outputs: Path) -> 
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        ("sgd", {"optim_args": "momentum=0.9"}),
-        ("adagrad", {}),
         ("rmsprop", {}),
         ("adamw_torch_fused", {"bf16": True, "gradient_checkpointing": True}),
     ],
