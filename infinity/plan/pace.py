@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from infinity.bench.step import flops
 from infinity.config import Config
@@ -13,7 +12,7 @@ from infinity.observe import Span
 from infinity.placement.calibrate import Rates
 from infinity.placement.spec import units_of
 from infinity.plan.hardware import Hardware
-from infinity.plan.lanes import Sharing, Task, simulate, spans
+from infinity.plan.lanes import Sharing, simulate, spans
 from infinity.plan.memory import MemoryPlan, Training
 from infinity.plan.model import PlannedModel, PlannedUnit
 from infinity.plan.steps import ADAM, COMPUTE, READ, WRITE, Mode, Speeds, Steps, UnitWork, Uses
@@ -175,22 +174,19 @@ def pace(model: PlannedModel, training: Training, memory: MemoryPlan, hardware: 
     works = _works(model, training, memory, hardware)
     uses, slots = _uses(model), memory.layout.copy_bytes // SLOT_BYTES
     mode = _mode(works, uses, slots, training, config, speeds)
-    tasks, ends, later = _simulated(works, uses, slots, training.accumulate, mode, speeds)
-    begin, end = ends[-3].end, ends[-1].end
-    seconds = (end - begin) / 2 + later
-    shown = [task for task in tasks if task.end > begin]
-    busy = _busy(shown, begin, end)
-    scale = seconds / ((end - begin) / 2)
+    steps = _simulated(works, uses, slots, training.accumulate, mode, speeds)
+    tasks, ends = steps[-1].tasks, steps[-1].ends
     traffic = _traffic(works, uses, slots, training.accumulate, config)
     spilled = memory.offloaded[1] * training.accumulate
     written = (traffic.update_written + spilled) * hardware.gpus
+    seconds = _extrapolated([_length(each) for each in steps], training.accumulate)
     one = replace(training, accumulate=1)
     own = compute_seconds(model, one, hardware) / one.tokens
     moved = _traffic(works, uses, slots, 1, config)
     drive = moved.read / speeds.read + moved.update_written / speeds.write
     return Pace(
         seconds=seconds,
-        busy={lane: each * scale for lane, each in busy.items()},
+        busy=_stretched(steps, training.accumulate),
         mode=mode,
         tokens=training.tokens * hardware.ranks,
         traffic=traffic,
@@ -235,7 +231,8 @@ def _mode(
         return "plain"
     if not any(work.has_shadow for work in works):
         return "exact"
-    tasks, ends, _ = _simulated(works, uses, slots, 1, "exact", speeds)
+    (steps,) = _simulated(works, uses, slots, 1, "exact", speeds)
+    tasks, ends = steps.tasks, steps.ends
     begin, end = ends[-3].end, ends[-2].end
     updates = [t for t in tasks if t.name.startswith("update ") and t.lane in (ADAM, READ, WRITE)]
     last = max((t.end for t in updates if t.start < end), default=begin)
@@ -243,30 +240,49 @@ def _mode(
     return "speculative" if last - begin > forward else "exact"
 
 
+def _counts(cycles: int) -> list[int]:
+    """The numbers of micro-batches that are simulated for a step of `cycles`."""
+    return [cycles] if cycles <= MOST_CYCLES else [MOST_CYCLES - 1, MOST_CYCLES]
+
+
+def _extrapolated(found: Sequence[float], cycles: int) -> float:
+    """What a step of `cycles` micro-batches has, from those of `_counts`: each further one adds as
+    much as the last one did."""
+    return found[-1] + (found[-1] - found[0]) * (cycles - _counts(cycles)[-1])
+
+
 def _simulated(
     works: Sequence[UnitWork], uses: Uses, slots: int, cycles: int, mode: Mode, speeds: Speeds
-) -> tuple[list[Task], list[Task], float]:
-    """The tasks of some steps, the last task of each, and the seconds of the micro-batches of a
-    step that are not among them."""
+) -> list[Steps]:
+    """Some steps for each of `_counts`, with the times of their tasks."""
     found = []
-    counts = [cycles] if cycles <= MOST_CYCLES else [MOST_CYCLES - 1, MOST_CYCLES]
-    for count in counts:
+    for count in _counts(cycles):
         steps = Steps(works, uses, slots, count, mode, speeds)
         for _ in range(SIMULATED_STEPS):
             steps.step()
         simulate(steps.tasks, speeds.sharing)
-        found.append((steps.tasks, steps.ends))
-    tasks, ends = found[-1]
-    lengths = [(each[-1].end - each[-3].end) / 2 for _, each in found]
-    further = sum(after - before for before, after in pairwise(lengths))
-    return tasks, ends, further * (cycles - counts[-1])
+        found.append(steps)
+    return found
 
 
-def _busy(tasks: Sequence[Task], begin: float, end: float) -> dict[str, float]:
-    """Seconds of each lane per step, from `begin` to `end`, which are two steps: what tasks take
-    alone."""
+def _length(steps: Steps) -> float:
+    """Seconds of a step, on average over the last two."""
+    return (steps.ends[-1].end - steps.ends[-3].end) / 2
+
+
+def _stretched(found: Sequence[Steps], cycles: int) -> dict[str, float]:
+    """Seconds of work of each lane in a step of `cycles` micro-batches."""
+    busy = [_busy(steps) for steps in found]
+    return {
+        lane: _extrapolated([each.get(lane, 0.0) for each in busy], cycles) for lane in busy[-1]
+    }
+
+
+def _busy(steps: Steps) -> dict[str, float]:
+    """Seconds of each lane per step, in the last two: what tasks take alone."""
+    begin, end = steps.ends[-3].end, steps.ends[-1].end
     busy: dict[str, float] = {}
-    for task in tasks:
+    for task in steps.tasks:
         inside = min(task.end, end) - max(task.start, begin)
         if inside > 0:
             part = inside / (task.end - task.start)
@@ -279,21 +295,13 @@ def _traffic(
 ) -> Traffic:
     """As the engine's report states it; see `_simulated` for many micro-batches."""
     update = config.tuning.update
-    counts = [cycles] if cycles <= MOST_CYCLES else [MOST_CYCLES - 1, MOST_CYCLES]
     found = []
-    for count in counts:
+    for count in _counts(cycles):
         costs = [cost_of(work.blocks, count, NORMS, work.cost.trainable) for work in works]
         waits, delayed = update == "plain", update == "delayed"
         found.append(predict(uses.order, costs, slots, count, uses.held, waits, delayed))
-    last, more = found[-1], cycles - counts[-1]
-    if not more:
-        return last
-    before = found[0]
-    each = (
-        after + (after - first) * more
-        for first, after in zip(_three(before), _three(last), strict=True)
-    )
-    return Traffic(*each)
+    parts = zip(*map(_three, found), strict=True)
+    return Traffic(*(round(_extrapolated(part, cycles)) for part in parts))
 
 
 def _three(traffic: Traffic) -> tuple[int, int, int]:

@@ -138,6 +138,8 @@ class Steps:
         self._gate: list[Task] = []  # what the next use waits for beside
         self._arrived: dict[int, Task] = {}  # what makes the copy of a unit ready
         self._written: dict[int, Task] = {}
+        self._updates: list[Task] = []  # pieces, in the order of the pipeline
+        self._writes: list[Task] = []
         self._gradients: dict[int, Task] = {}
         self._pending: dict[int, Task] = {}  # to be updated when there is a place: after this task
         self._begun: dict[int, Task] = {}  # updates that came before the end of their step
@@ -328,26 +330,24 @@ class Steps:
         pieces = MOST_PIECES if read + written else 1
         placed = 0.0 if unit.param.spec.permanent else unit.param.spec.nbytes / speeds.up
         urgency = 1.0 + self._first[number]
-        done: list[Task] = []
-        writes: list[Task] = []
-        for piece in range(pieces):
-            needs = [ready, *done[-1:]]
+        last = ready
+        for _ in range(pieces):
+            needs = [ready, *self._updates[-1:]]
+            if len(self._writes) >= WRITING:
+                needs.append(self._writes[-WRITING])
             if read:
-                ahead = done[piece - READING : piece - READING + 1] if piece >= READING else ()
-                needs.append(
-                    self._io(READ, name, read / pieces, *may_read, *ahead, urgency=urgency)
-                )
-            if written and piece >= WRITING:
-                needs.append(writes[piece - WRITING])
+                ahead = self._updates[-READING:][:1]
+                reading = self._io(READ, name, read / pieces, *may_read, *ahead, urgency=urgency)
+                needs.append(reading)
             seconds = elements / pieces / speeds.updates
-            done.append(self._add(ADAM, name, seconds, needs, urgency))
+            last = self._add(ADAM, name, seconds, needs, urgency)
+            self._updates.append(last)
             if written:
-                writes.append(self._io(WRITE, name, written / pieces, done[-1]))
-        last = done[-1]
+                self._writes.append(self._io(WRITE, name, written / pieces, last))
         if self._mode != "delayed":
             self._arrived[number] = self._gather(
                 number, self._add(UP, name, placed, [last], urgency)
             )
-        if writes:
-            self._written[number] = writes[-1]
+        if written:
+            self._written[number] = self._writes[-1]
         return last

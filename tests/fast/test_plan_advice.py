@@ -92,7 +92,15 @@ def test_what_fits_and_what_to_change(
 
 def test_a_trillion_parameters_on_one_gpu() -> None:
     drives = (DriveSpec(6.5e9, 4e9, 7_680 * GB, 14e15),) * 4
-    hardware = Hardware("big", 2000 * GB, 4e14, gpu_memory=141 * GB, drives=drives, link=50e9)
+    hardware = Hardware(
+        "big",
+        2000 * GB,
+        4e14,
+        gpu_memory=141 * GB,
+        drives=drives,
+        link=50e9,
+        memory_bandwidth=300e9,
+    )
     forecast = planned(TRILLION, hardware, gradients="nvme")
     assert forecast.fits and forecast.pace is not None and forecast.memory is not None
     assert forecast.model.parameters > 1.0e12

@@ -1,0 +1,73 @@
+"""A simulated step is never faster than its devices allow, and its lanes do the work that the
+planner states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from infinity.config import Tuning
+from infinity.plan.forecast import default_config, plan
+from infinity.plan.hardware import DriveSpec, Hardware
+from infinity.plan.memory import Training
+from infinity.plan.model import Dimensions, of_dimensions
+from infinity.plan.pace import Pace
+
+GB = 10**9
+READ, WRITE = 6e9, 3e9
+BOX = Hardware(
+    "box", 64 * GB, 1e14, gpu_memory=24 * GB, drives=(DriveSpec(READ, WRITE, 2000 * GB),)
+)
+MODEL = Dimensions(4, 1024, 8)
+
+
+def paced(hardware: Hardware = BOX, accumulate: int = 1, **options: Any) -> Pace:
+    update = options.pop("update", "auto")
+    tuning = Tuning(cache=0, gpu_cache=0, update=update)
+    config = default_config(hardware, **{"precision": "bf16", **options}, tuning=tuning)
+    training = Training(1024, 1, accumulate)
+    pace = plan(of_dimensions(MODEL, config), hardware, training, config).pace
+    assert pace is not None
+    return pace
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 7])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"update": "exact"},
+        {"update": "plain"},
+        {"update": "delayed"},
+        {"gradients": "nvme"},
+        {"parameters": "gpu"},
+        {"activations": "nvme"},
+        {"moment_precision": "int8"},
+        {"gpu_memory": "600MB"},
+    ],
+)
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_lanes_do_the_stated_work(gpus: int, options: dict[str, Any], accumulate: int) -> None:
+    pace = paced(BOX.replace(gpus=gpus), accumulate, **options)
+    assert pace.seconds * 1.001 >= max(pace.busy.values())
+    written, read = (pace.busy[lane] for lane in ("nvme write", "nvme read"))
+    assert pace.seconds * 1.02 >= written + read  # they take turns
+    assert written * WRITE / gpus == pytest.approx(pace.traffic.update_written, rel=0.02)
+    if options != {"gpu_memory": "600MB"}:  # a speculative update leaves a parameter to its fetch
+        assert read * READ / gpus == pytest.approx(pace.traffic.read, rel=0.02)
+
+
+def test_a_step_in_memory_is_its_compute_and_its_update() -> None:
+    cpu = Hardware("cpu", 64 * GB, 1e11)
+    pace = paced(cpu, parameters="gpu", gradients="gpu", optimizer="gpu")
+    assert pace.mode == "plain"
+    assert pace.seconds == pytest.approx(pace.busy["compute"] + pace.busy["adam"])
+    assert pace.hiding_tokens is None and pace.written_per_day == 0
+
+
+def test_faster_parts_never_make_a_slower_step() -> None:
+    slow = paced()
+    drive = DriveSpec(2 * READ, 2 * WRITE, 2000 * GB)
+    for faster in ({"drives": (drive,)}, {"link": 40e9}, {"memory_bandwidth": 80e9}):
+        assert paced(BOX.replace(**faster)).seconds <= slow.seconds * 1.001
