@@ -16,9 +16,13 @@ from types import ModuleType
 from typing import Any
 
 from infinity.deepspeed.zero import Init
+from infinity.errors import ConfigError
 
 _MODULE = "transformers.modeling_utils"
-BUILDERS = ("from_pretrained", "_from_config")
+_BUILDERS = ("from_pretrained", "_from_config")
+_RESIZE = "resize_token_embeddings"
+CHANGED = (*_BUILDERS, _RESIZE)
+"""What is replaced in `PreTrainedModel`."""
 
 
 def load_streamed() -> None:
@@ -55,10 +59,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def _replace(module: Any) -> None:
     """Have the builders of `PreTrainedModel` work as inside of `infinity.init()`."""
-    for name in BUILDERS:
+    for name in _BUILDERS:
         found = vars(module.PreTrainedModel).get(name)
         if isinstance(found, classmethod) and not hasattr(found.__func__, "_infinity"):
             setattr(module.PreTrainedModel, name, classmethod(_building(found.__func__)))
+    resize = vars(module.PreTrainedModel).get(_RESIZE)
+    if resize is not None and not hasattr(resize, "_infinity"):
+        setattr(module.PreTrainedModel, _RESIZE, _resizing(resize))
 
 
 def _building(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,6 +80,24 @@ def _building(build: Callable[..., Any]) -> Callable[..., Any]:
 
     vars(built)["_infinity"] = True
     return built
+
+
+def _resizing(resize: Callable[..., Any]) -> Callable[..., Any]:
+    def resized(model: Any, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
+        rows = model.get_input_embeddings().weight
+        if not rows.is_meta:
+            return resize(model, new_num_tokens, *args, **options)
+        if new_num_tokens not in (None, len(rows)) or args or options.get("pad_to_multiple_of"):
+            raise ConfigError(
+                "resize_token_embeddings at stage 3 of a DeepSpeed configuration: the parameters "
+                "have no data before initialize; resize a model that is loaded before the "
+                "configuration is read, save it, and load that one"
+            )
+        with _without_stage_3():  # where it returns what is there
+            return resize(model, new_num_tokens, **options)
+
+    vars(resized)["_infinity"] = True
+    return resized
 
 
 @contextmanager

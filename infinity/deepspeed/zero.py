@@ -164,6 +164,7 @@ def _listed(params: Any) -> list[torch.Tensor]:
         return list(params.parameters())
     found = [params] if isinstance(params, torch.Tensor) else params
     listed: list[Any] = list(found) if isinstance(found, Iterable) else [found]
+    listed = [each for each in listed if each is not None]  # a missing bias
     wrong = [each for each in listed if not isinstance(each, torch.Tensor)]
     if wrong:
         raise ConfigError(

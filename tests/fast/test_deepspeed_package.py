@@ -20,7 +20,7 @@ from infinity.deepspeed.clients import (
     DeepSpeedCPULion,
     FusedAdam,
 )
-from infinity.deepspeed.pretrained import BUILDERS
+from infinity.deepspeed.pretrained import CHANGED
 from infinity.errors import ConfigError
 from infinity_command.run import shim
 
@@ -58,7 +58,7 @@ def test_it_is_on_no_path_by_default() -> None:
 def package() -> Iterator[Any]:
     before, finders = set(sys.modules), list(sys.meta_path)
     models = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
-    builders = {name: vars(models)[name] for name in BUILDERS} if models else {}
+    builders = {name: vars(models)[name] for name in CHANGED} if models else {}
     sys.path.insert(0, str(shim()))
     try:
         yield importlib.import_module("deepspeed")
@@ -126,6 +126,11 @@ def test_the_accelerator_answers(package: Any) -> None:
         device.synchronize()
     assert device.memory_allocated() >= 0
     assert device.on_accelerator(torch.zeros(1, device=device.device_name()))
+
+
+def test_a_missing_bias_among_gathered_parameters_is_left_out(package: Any) -> None:
+    with package.zero.GatheredParameters([*parameter(), None], modifier_rank=0):
+        pass
 
 
 def test_native_parts_are_named_as_scripts_ask_for_them(package: Any) -> None:
