@@ -270,3 +270,27 @@ def test_ranks_begin_with_one_model(on_ranks: OnRanks, tmp_path: Path) -> None:
     assert torch.equal(first["gathered"], second["gathered"])
     assert torch.equal(first["gathered"], first["changed"]["first.weight"])
     assert not torch.equal(first["gathered"], expected["first.weight"])
+
+
+def evaluations(where: Path, rank: int) -> Any:
+    """A model that was evaluated, and is trained then."""
+    found, model = [], net()
+    for stage in (3, 1):
+        config = of_stage(stage, where)
+        del config["optimizer"]
+        engine, *_ = infinity.initialize(model=model, config=config)
+        found.append(engine(*batch(0)).item())
+        engine.destroy()
+    engine, *_ = infinity.initialize(model=model, config=of_stage(3, where))
+    engine.backward(engine(*batch(rank)))
+    engine.step()
+    found.append(engine(*batch(0)).item())
+    engine.destroy()
+    return found
+
+
+def test_ranks_evaluate_and_then_train(on_ranks: OnRanks, tmp_path: Path) -> None:
+    first, second = on_both(on_ranks, "evaluations", tmp_path)
+    expected = net()(*batch(0)).item()
+    assert first == second and first[:2] == [expected] * 2
+    assert first[2] != expected
