@@ -1,0 +1,5 @@
+"""Pipeline parallelism, which is refused."""
+
+from deepspeed.runtime.pipe import module
+
+__all__ = ["module"]
