@@ -12,12 +12,15 @@ from typing import Any, ClassVar
 import torch
 
 from infinity.errors import ConfigError
+from infinity.optim.adam import Adam
+from infinity.optim.optimizer import Optimizer
+from infinity.optim.rules import Adagrad, Lion
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam):
     """Adam, or AdamW with `adamw_mode`, where decay acts on the parameter."""
 
-    kind_here: ClassVar[str] = "adam"
+    computed_by: ClassVar[type[Optimizer]] = Adam
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class FusedAdam(DeepSpeedCPUAdam):
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     """Adagrad."""
 
-    kind_here: ClassVar[str] = "adagrad"
+    computed_by: ClassVar[type[Optimizer]] = Adagrad
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
 class DeepSpeedCPULion(torch.optim.Optimizer):
     """Lion (Chen et al., arXiv 2302.06675)."""
 
-    kind_here: ClassVar[str] = "lion"
+    computed_by: ClassVar[type[Optimizer]] = Lion
 
     def __init__(
         self,

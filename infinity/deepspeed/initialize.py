@@ -17,7 +17,7 @@ from infinity.deepspeed.agree import join_ranks, take_model
 from infinity.deepspeed.communication import PORT, get_world_size
 from infinity.deepspeed.data import Collate, loader
 from infinity.deepspeed.engine import DeepSpeedEngine
-from infinity.deepspeed.optimizers import Client, Recipe, follow, options, recipe, unwrapped
+from infinity.deepspeed.optimizers import Client, Recipe, options, recipe
 from infinity.deepspeed.schedulers import scheduler
 from infinity.deepspeed.settings import DTYPES, Settings
 from infinity.deepspeed.source import Source
@@ -25,6 +25,7 @@ from infinity.deepspeed.zero import units_for
 from infinity.directories.lock import lock_directory
 from infinity.engine import ATTRIBUTE
 from infinity.errors import ConfigError, PathInUseError, in_words
+from infinity.optim.conversion import redirect, unwrapped
 from infinity.sharding.ranks import find_ranks
 
 log = logging.getLogger("infinity")
@@ -88,7 +89,7 @@ def initialize(
     if built is not None and found is not None and found.client is not None:
         engine.client_optimizer = found.client
         engine.share_groups()
-        follow(follower, found.client, built)
+        redirect(follower, found.client, built)
     return engine, built, batches, follower
 
 

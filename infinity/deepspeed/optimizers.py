@@ -16,11 +16,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ConstantLR, LRScheduler
 
 from infinity.deepspeed.settings import LossScale, Named, Settings
 from infinity.errors import ConfigError, in_words
 from infinity.optim.adam import Adam, AdamW
+from infinity.optim.conversion import (
+    algorithm_for,
+    algorithm_of,
+    groups_of,
+    kernels_for,
+    unwrapped,
+)
 from infinity.optim.foreign import adapt
 from infinity.optim.optimizer import UNSUPPORTED, WITHOUT_EFFECT, Optimizer
 from infinity.optim.rules import SGD, Adagrad, Lion
@@ -39,13 +45,6 @@ _HERE: dict[str, type[Optimizer]] = {
 """The optimizers of the engine, by the type that a configuration names."""
 _DECAY_OF_ZERO = ("adam", "adamw")
 """Types whose `weight_decay` is 0 in DeepSpeed where nobody says one."""
-_OF_TORCH: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.Adam: "adam",
-    torch.optim.AdamW: "adamw",
-    torch.optim.Adagrad: "adagrad",
-    torch.optim.SGD: "sgd",
-}
-"""Those of torch that compute the same."""
 _ONLY_DEEPSPEED = (
     *("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states", "set_grad_none"),
     *("max_grad_norm", *UNSUPPORTED, *WITHOUT_EFFECT),
@@ -193,7 +192,8 @@ def _of_configuration(named: Named, groups: list[dict[str, Any]]) -> Recipe:
         params.setdefault("weight_decay", 0.0)
     if kind in _HERE:
         taken = {name: value for name, value in params.items() if name not in _ONLY_DEEPSPEED}
-        return Recipe(_HERE[kind], _algorithm(kind, [*groups, taken]), groups, taken)
+        merged = [taken | group for group in groups]
+        return Recipe(_HERE[kind], algorithm_of(_HERE[kind], *merged), groups, taken)
     of_torch = getattr(torch.optim, named.type, None)
     if not isinstance(of_torch, type) or not issubclass(of_torch, torch.optim.Optimizer):
         raise ConfigError(
@@ -213,12 +213,6 @@ def _adapting(kind: type[torch.optim.Optimizer]) -> Callable[..., Optimizer]:
     return make
 
 
-def _algorithm(kind: str, groups: Iterable[Mapping[str, Any]]) -> str:
-    if kind == "sgd":
-        return "momentum" if any(group.get("momentum") for group in groups) else "sgd"
-    return "adam" if kind in ("adam", "adamw") else kind
-
-
 # By an optimizer of the script
 
 
@@ -230,67 +224,20 @@ def _of_client(client: torch.optim.Optimizer, names: NamedParameters) -> Recipe:
             '"optimizer" in the configuration'
         )
     groups = list(_groups(client.param_groups, names))
-    kind = _kind(client)
+    kind = kernels_for(type(client), groups_of(client))
     if kind is None:
         return Recipe(_adapting(type(client)), "other", groups, _settings_of(client), client=client)
     plain = [
         {name: value for name, value in group.items() if name not in _DROPPED} for group in groups
     ]
-    return Recipe(_HERE[kind], _algorithm(kind, groups), plain, client=client)
+    return Recipe(kind, algorithm_for(client), plain, client=client)
 
 
 _DROPPED = (*UNSUPPORTED, *WITHOUT_EFFECT, "differentiable", "decoupled_weight_decay")
 """Settings of torch's groups that are off, or change no number."""
 
 
-def _kind(client: torch.optim.Optimizer) -> str | None:
-    """Which optimizer of the engine computes what `client` does; None where none does."""
-    kind = getattr(type(client), "kind_here", None) or _OF_TORCH.get(type(client))
-    for group in client.param_groups:
-        if group.get("decoupled_weight_decay") and kind == "adam":
-            kind = "adamw"
-        if any(group.get(name) for name in (*UNSUPPORTED, "differentiable")):
-            return None
-        if group.get("initial_accumulator_value"):
-            return None
-    return kind
-
-
 def _settings_of(client: torch.optim.Optimizer) -> dict[str, Any]:
     """The defaults of `client` as its constructor takes them."""
     taken = inspect.signature(type(client).__init__).parameters
     return {name: value for name, value in client.defaults.items() if name in taken}
-
-
-# Schedulers of the script
-
-
-def unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside of a wrapper, such as that of accelerate."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-def follow(scheduler: Any, old: torch.optim.Optimizer, new: Optimizer) -> None:
-    """Let a scheduler that was built for the optimizer `old` set the rates of `new` from now on,
-    and those inside of it, too."""
-    pending, seen = [scheduler], set[int]()
-    while pending:
-        each = pending.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        values = list(getattr(each, "__dict__", {}).values())
-        pending += [value for value in values if isinstance(value, LRScheduler)]
-        pending += [
-            value
-            for listed in values
-            if isinstance(listed, (list, tuple))
-            for value in listed
-            if isinstance(value, LRScheduler)
-        ]
-        if unwrapped(getattr(each, "optimizer", None)) is old:
-            each.optimizer = new
-    # Has torch count the steps of `new`, as it does for the schedulers that are built for it.
-    ConstantLR(new, factor=1.0, total_iters=0)

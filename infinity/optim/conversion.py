@@ -4,7 +4,7 @@ model needs the second."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,41 +17,60 @@ from infinity.optim.foreign import adapt
 from infinity.optim.optimizer import UNSUPPORTED, Optimizer
 from infinity.optim.rules import SGD, Adagrad, Lion
 
-_OURS: dict[type[torch.optim.Optimizer], Callable[..., Optimizer]] = {
+_OURS: dict[type[torch.optim.Optimizer], type[Optimizer]] = {
     torch.optim.AdamW: AdamW,
     torch.optim.Adam: Adam,
     torch.optim.Adagrad: Adagrad,
     torch.optim.SGD: SGD,
 }
 """What computes the same numbers with kernels."""
+_ALGORITHMS: dict[type[Optimizer], str] = {Adam: "adam", Lion: "lion", Adagrad: "adagrad"}
+"""The `Config.algorithm` of each; that of SGD depends on its momentum."""
+
+Settings = Mapping[str, Any]
+"""The hyper-parameters of one parameter group."""
 
 
-def algorithm_of(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> str:
+def kernels_for(
+    kind: type[torch.optim.Optimizer], groups: Sequence[Settings]
+) -> type[Optimizer] | None:
+    """The optimizer of infinity whose kernels compute what class `kind`, of torch or of infinity,
+    does with these groups; None where none does.
+
+    A subclass of one of torch may compute something else, so it has to name that optimizer as its
+    `computed_by`.
+    """
+    if issubclass(kind, Optimizer):
+        return kind if kind.by_kernels else None
+    ours = getattr(kind, "computed_by", None) or _OURS.get(kind)
+    unsupported = (*UNSUPPORTED, "differentiable", "initial_accumulator_value")
+    if any(group.get(name) for name in unsupported for group in groups):
+        return None
+    if ours is Adam:  # that of torch is AdamW, too
+        decoupled = [bool(group.get("decoupled_weight_decay")) for group in groups]
+        ours = AdamW if all(decoupled) else None if any(decoupled) else Adam
+    return ours
+
+
+def algorithm_of(kind: type[torch.optim.Optimizer], *groups: Settings) -> str:
     """The `Config.algorithm` under which a model is wrapped for an optimizer of class `kind`, of
-    torch or of infinity, with these hyper-parameters."""
-    if not _has_kernels(kind, settings):
+    torch or of infinity, with these groups."""
+    ours = kernels_for(kind, groups)
+    if ours is None:
         return "other"
-    for name, kinds in (("adam", (Adam, torch.optim.Adam)), ("lion", (Lion,))):
-        if issubclass(kind, kinds):
-            return name
-    if issubclass(kind, (SGD, torch.optim.SGD)):
-        return "momentum" if settings.get("momentum") else "sgd"
-    return "adagrad"
+    if issubclass(ours, SGD):
+        return "momentum" if any(group.get("momentum") for group in groups) else "sgd"
+    return next(name for each, name in _ALGORITHMS.items() if issubclass(ours, each))
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[Settings]:
+    """The hyper-parameters of each group of `optimizer`."""
+    return [optimizer.defaults | group for group in optimizer.param_groups]
 
 
 def algorithm_for(optimizer: torch.optim.Optimizer) -> str:
     """`algorithm_of` all groups of `optimizer`."""
-    kind = type(optimizer)
-    found = {algorithm_of(kind, optimizer.defaults | group) for group in optimizer.param_groups}
-    return next(name for name in ("other", "momentum", *found) if name in found)
-
-
-def _has_kernels(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any]) -> bool:
-    """Whether the kernels compute what `kind` does. A subclass may compute something else."""
-    if issubclass(kind, Optimizer):
-        return kind.by_kernels
-    unsupported = (*UNSUPPORTED, "differentiable", "initial_accumulator_value")
-    return kind in _OURS and not any(settings.get(name) for name in unsupported)
+    return algorithm_of(type(optimizer), *groups_of(optimizer))
 
 
 def converted(optimizer: torch.optim.Optimizer, **options: Any) -> Optimizer:
@@ -71,10 +90,9 @@ def converted(optimizer: torch.optim.Optimizer, **options: Any) -> Optimizer:
         return optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"{in_words(optimizer)} is no optimizer; give one of infinity or torch")
-    kind = type(optimizer)
-    has_kernels = algorithm_for(optimizer) != "other"
-    make: Callable[..., Optimizer] = _OURS[kind] if has_kernels else partial(adapt, kind)
-    known = inspect.signature(_OURS[kind] if has_kernels else kind).parameters
+    ours = kernels_for(type(optimizer), groups_of(optimizer))
+    make: Callable[..., Optimizer] = ours or partial(adapt, type(optimizer))
+    known = inspect.signature(ours or type(optimizer)).parameters
     numbers = {name: value for name, value in optimizer.defaults.items() if name in known}
     made = make(optimizer.param_groups, **numbers, **options)
     if optimizer.state:
@@ -84,13 +102,25 @@ def converted(optimizer: torch.optim.Optimizer, **options: Any) -> Optimizer:
     return made
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside of a wrapper, such as that of accelerate."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
 def redirect(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
     """`scheduler`, made for the optimizer `old` that became `new`, drives `new`; so do those inside
     of it. It finds that `step` is called before its own, as torch checks."""
-    if getattr(scheduler, "optimizer", None) is old:
-        scheduler.optimizer = new
-    for value in vars(scheduler).values():
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            if isinstance(each, LRScheduler) and getattr(each, "optimizer", None) is old:
-                redirect(each, old, new)
+    pending, seen = [scheduler], set[int]()
+    while pending:
+        each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if unwrapped(getattr(each, "optimizer", None)) is old:
+            each.optimizer = new
+        for value in getattr(each, "__dict__", {}).values():
+            several = value if isinstance(value, (list, tuple)) else [value]
+            pending += [one for one in several if isinstance(one, LRScheduler)]
     ConstantLR(new, factor=1.0, total_iters=0)  # has torch count the steps of `new`
