@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from infinity.deepspeed.communication import get_local_rank, get_rank, get_world_size
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.settings import Settings
-from infinity.errors import ConfigError
 from infinity.optim.optimizer import Optimizer
 
 
@@ -53,7 +53,7 @@ class Answers:
         where it is no multiple of those that the ranks take together."""
         together = self.settings.batches.micro * self.dp_world_size
         if train_batch_size < together or train_batch_size % together:
-            raise ConfigError(
+            raise DeepSpeedConfigError(
                 f"train_batch_size={train_batch_size} is no multiple of {together}, which the "
                 "ranks take in one forward each"
             )

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.directories.directory import make_durable
-from infinity.errors import CheckpointError, ConfigError
+from infinity.errors import CheckpointError
 
 if TYPE_CHECKING:
     from infinity.deepspeed.engine import DeepSpeedEngine
@@ -45,7 +46,7 @@ class TaggedCheckpoints:
         engine = self._engine
         name = f"global_step{engine.global_steps}" if tag is None else str(tag)
         if Path(name).name != name:
-            raise ConfigError(f"tag={tag!r} must be a name without directories")
+            raise DeepSpeedConfigError(f"tag={tag!r} must be a name without directories")
         name = self._agreed(name)
         extra: dict[str, Any] = {
             "client_state": dict(client_state),

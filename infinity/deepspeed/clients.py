@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from infinity.errors import ConfigError
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.optim.adam import Adam
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.rules import Adagrad, Lion
@@ -35,7 +35,9 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if not bias_correction:
-            raise ConfigError(f"{type(self).__name__}: bias_correction=False is not supported")
+            raise DeepSpeedConfigError(
+                f"{type(self).__name__}: bias_correction=False is not supported"
+            )
         super().__init__(
             model_params,
             lr=lr,

@@ -9,8 +9,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from infinity.deepspeed.communication import get_rank, get_world_size
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.settings import Settings
-from infinity.errors import ConfigError, in_words
+from infinity.errors import in_words
 
 Collate = Callable[[list[Any]], Any]
 
@@ -23,7 +24,7 @@ def loader(
     if data is None:
         return None
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             f"training_data is {in_words(data)}; give a dataset with a length and an index, or "
             "build a DataLoader yourself"
         )

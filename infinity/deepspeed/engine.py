@@ -21,10 +21,11 @@ from torch import nn
 from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.checkpoints import TaggedCheckpoints
 from infinity.deepspeed.data import Collate, loader
+from infinity.deepspeed.errors import DeepSpeedConfigError, DeepSpeedUsageError
 from infinity.deepspeed.losses import Losses, checked, mapped
 from infinity.deepspeed.settings import Settings
 from infinity.engine import Engine, engine
-from infinity.errors import ConfigError, EngineClosedError, in_words
+from infinity.errors import EngineClosedError, in_words
 from infinity.optim.optimizer import Optimizer
 from infinity.unwrapping import unwrap
 
@@ -149,7 +150,7 @@ class DeepSpeedEngine(Answers, nn.Module):
 
     def _trained(self, what: str) -> Optimizer:
         if self.optimizer is None:
-            raise ConfigError(
+            raise DeepSpeedConfigError(
                 f"engine.{what} needs an optimizer: give infinity.initialize one, or the "
                 'configuration a block "optimizer"'
             )
@@ -189,7 +190,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         self._stepped = False
         if self.is_gradient_accumulation_boundary():
             if self._apart:
-                raise RuntimeError(
+                raise DeepSpeedUsageError(
                     "engine.step() is at the end of an accumulation, inside of engine.no_sync(); "
                     "leave no_sync() before the last backward"
                 )
@@ -208,7 +209,7 @@ class DeepSpeedEngine(Answers, nn.Module):
     def _refuse_unused(self) -> None:
         for name, parameter in self.module.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
-                raise RuntimeError(
+                raise DeepSpeedUsageError(
                     f"{name} got no gradient in this step, and "
                     "zero_optimization.ignore_unused_parameters is false; use it in the forward, "
                     "freeze it, or leave that key out"
@@ -297,7 +298,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         `load_module_strict` is; frozen parameters may be left out of it.
         """
         if custom_load_fn is not None:
-            raise ConfigError(
+            raise DeepSpeedConfigError(
                 "load_checkpoint: custom_load_fn is not supported, because checkpoints are "
                 "streamed; leave it out, and change weights in infinity.gathered(write=True)"
             )
@@ -386,7 +387,9 @@ class DeepSpeedEngine(Answers, nn.Module):
 
 def _directory(path: object) -> Path:
     if not isinstance(path, (str, os.PathLike)) or not str(path):
-        raise ConfigError(f"the directory of a checkpoint is {in_words(path)}; give a path")
+        raise DeepSpeedConfigError(
+            f"the directory of a checkpoint is {in_words(path)}; give a path"
+        )
     return Path(path)
 
 

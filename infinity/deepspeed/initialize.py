@@ -17,6 +17,7 @@ from infinity.deepspeed.agree import join_ranks, take_model
 from infinity.deepspeed.communication import PORT, get_world_size
 from infinity.deepspeed.data import Collate, loader
 from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.optimizers import Client, Recipe, options, recipe
 from infinity.deepspeed.schedulers import scheduler
 from infinity.deepspeed.settings import DTYPES, Settings
@@ -24,7 +25,7 @@ from infinity.deepspeed.source import Source
 from infinity.deepspeed.zero import units_for
 from infinity.directories.lock import lock_directory
 from infinity.engine import ATTRIBUTE
-from infinity.errors import ConfigError, PathInUseError, in_words
+from infinity.errors import PathInUseError, in_words
 from infinity.optim.conversion import redirect, unwrapped
 from infinity.sharding.ranks import find_ranks
 
@@ -66,7 +67,7 @@ def initialize(
     """
     source = _source(args, config, config_params)
     if mpu is not None or mesh_param is not None:
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             "mpu and mesh_param are not supported: the engine shares a model among all data "
             "parallel ranks; leave them out, or give infinity.wrap a DeviceMesh as group="
         )
@@ -97,11 +98,11 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
     by_args = getattr(args, "deepspeed_config", None)
     given = [each for each in (config, config_params, by_args) if each is not None]
     if not given:
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             "infinity.initialize needs a configuration: give config=, a dict or a path"
         )
     if any(each is not given[0] and each != given[0] for each in given):
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             "config, config_params and args.deepspeed_config give several configurations; give one"
         )
     return given[0]
@@ -109,12 +110,14 @@ def _source(args: Any, config: Source | None, config_params: Source | None) -> S
 
 def _checked(model: object) -> nn.Module:
     if isinstance(model, DeepSpeedEngine) or ATTRIBUTE in getattr(model, "__dict__", {}):
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             "the model is wrapped already: use the engine that it has, or destroy it and build the "
             "model again"
         )
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"infinity.initialize takes a torch.nn.Module, not {in_words(model)}")
+        raise DeepSpeedConfigError(
+            f"infinity.initialize takes a torch.nn.Module, not {in_words(model)}"
+        )
     return model
 
 
@@ -180,7 +183,7 @@ def _make(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"nvme_path {path} cannot be made: {error.strerror}") from None
+        raise DeepSpeedConfigError(f"nvme_path {path} cannot be made: {error.strerror}") from None
 
 
 def _is_taken(path: Path) -> bool:
@@ -205,15 +208,17 @@ def _remove(directories: Iterable[Path]) -> None:
 
 def _check_scheduler(settings: Settings, given: Any, found: Recipe | None) -> None:
     if given is not None and found is None:
-        raise ConfigError("lr_scheduler needs an optimizer: give one, or an optimizer block")
+        raise DeepSpeedConfigError(
+            "lr_scheduler needs an optimizer: give one, or an optimizer block"
+        )
     if given is not None and not callable(given) and not hasattr(given, "step"):
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             f"lr_scheduler is {in_words(given)}; give a scheduler, or a function of an optimizer "
             "that makes one"
         )
     client = None if found is None else found.client
     if hasattr(given, "optimizer") and unwrapped(given.optimizer) is not client:
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             "lr_scheduler was built for another optimizer than the one that trains the model; give "
             "optimizer= that one, or lr_scheduler= a function of an optimizer that makes one"
         )

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.utils._pytree import tree_map
 
-from infinity.errors import ConfigError, in_words
+from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.errors import in_words
 from infinity.optim.optimizer import Optimizer
 
 if TYPE_CHECKING:
@@ -105,9 +106,9 @@ def checked(loss: object) -> torch.Tensor:
             if isinstance(loss, torch.Tensor)
             else in_words(loss)
         )
-        raise ConfigError(f"the loss is {found}; it must be a tensor of one element")
+        raise DeepSpeedConfigError(f"the loss is {found}; it must be a scalar tensor")
     if not loss.requires_grad:
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             "the loss has no gradients to give: it was computed under torch.no_grad(), of what was "
             "detached, or of frozen parameters alone"
         )

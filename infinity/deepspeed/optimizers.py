@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.settings import LossScale, Named, Settings
-from infinity.errors import ConfigError, in_words
+from infinity.errors import in_words
 from infinity.optim.adam import Adam, AdamW
 from infinity.optim.conversion import (
     algorithm_for,
@@ -66,7 +67,7 @@ class NamedParameters:
         """The name of one; raises `ConfigError` for what the model has not."""
         name = self._names.get(id(parameter))
         if name is None:
-            raise ConfigError(
+            raise DeepSpeedConfigError(
                 "the optimizer was given a parameter that the model of infinity.initialize does "
                 "not have; give parameters of that model, built before it was wrapped"
                 if isinstance(parameter, torch.Tensor)
@@ -149,7 +150,7 @@ def _listed(parameters: object) -> list[Any]:
     if isinstance(parameters, (str, torch.Tensor, nn.Module, Mapping)) or not isinstance(
         parameters, Iterable
     ):
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             f"model_parameters is {in_words(parameters)}; give model.parameters(), a list of "
             "parameters, or groups of them as for an optimizer of torch"
         )
@@ -159,7 +160,7 @@ def _listed(parameters: object) -> list[Any]:
 def _called(make: object, parameters: list[Any]) -> torch.optim.Optimizer:
     made = make(parameters) if callable(make) and not isinstance(make, type) else None
     if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             f"optimizer is {in_words(make)}; give an optimizer of torch, a function of the "
             "parameters that makes one, or an optimizer block in the configuration"
         )
@@ -171,7 +172,7 @@ def _groups(given: list[Any], names: NamedParameters) -> Iterator[dict[str, Any]
     groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
     for group in groups:
         if not isinstance(group, Mapping) or "params" not in group:
-            raise ConfigError(
+            raise DeepSpeedConfigError(
                 f"model_parameters holds {in_words(group)} among groups; a group is a dict with "
                 '"params"'
             )
@@ -196,7 +197,7 @@ def _of_configuration(named: Named, groups: list[dict[str, Any]]) -> Recipe:
         return Recipe(_HERE[kind], algorithm_of(_HERE[kind], *merged), groups, taken)
     of_torch = getattr(torch.optim, named.type, None)
     if not isinstance(of_torch, type) or not issubclass(of_torch, torch.optim.Optimizer):
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             f"optimizer.type={named.type!r} is no optimizer that the engine knows; take Adam, "
             "AdamW, Adagrad, Lion or SGD, or any name in torch.optim"
         )
@@ -208,7 +209,7 @@ def _adapting(kind: type[torch.optim.Optimizer]) -> Callable[..., Optimizer]:
         try:
             return adapt(kind, groups, **settings)
         except TypeError as error:
-            raise ConfigError(f"optimizer {kind.__name__}: {error}") from None
+            raise DeepSpeedConfigError(f"optimizer {kind.__name__}: {error}") from None
 
     return make
 
@@ -218,7 +219,7 @@ def _adapting(kind: type[torch.optim.Optimizer]) -> Callable[..., Optimizer]:
 
 def _of_client(client: torch.optim.Optimizer, names: NamedParameters) -> Recipe:
     if isinstance(client, Optimizer):
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             f"infinity.initialize wraps the model itself, but infinity.{type(client).__name__} is "
             "for a model that is wrapped already; give the optimizer of torch, or the block "
             '"optimizer" in the configuration'

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.zero import Init
-from infinity.errors import ConfigError
 
 _MODULE = "transformers.modeling_utils"
 _BUILDERS = ("from_pretrained", "_from_config")
@@ -88,7 +88,7 @@ def _resizing(resize: Callable[..., Any]) -> Callable[..., Any]:
         if not rows.is_meta:
             return resize(model, new_num_tokens, *args, **options)
         if new_num_tokens not in (None, len(rows)) or args or options.get("pad_to_multiple_of"):
-            raise ConfigError(
+            raise DeepSpeedConfigError(
                 "resize_token_embeddings at stage 3 of a DeepSpeed configuration: the parameters "
                 "have no data before initialize; resize a model that is loaded before the "
                 "configuration is read, save it, and load that one"

@@ -6,12 +6,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from infinity.errors import ConfigError
+from infinity.deepspeed.errors import DeepSpeedConfigError
 
 
 def init_inference(*args: Any, **options: Any) -> NoReturn:
     """Refused."""
-    raise ConfigError(
+    raise DeepSpeedConfigError(
         "deepspeed.init_inference is not supported: this engine trains; call generate() on a model "
         "that infinity.wrap returned"
     )
@@ -19,7 +19,7 @@ def init_inference(*args: Any, **options: Any) -> NoReturn:
 
 def tp_model_init(*args: Any, **options: Any) -> NoReturn:
     """Refused."""
-    raise ConfigError(
+    raise DeepSpeedConfigError(
         "deepspeed.tp_model_init is not supported: call parallelize_module of torch, and give "
         "infinity.wrap the other dimension of the mesh"
     )
@@ -29,7 +29,7 @@ class PipelineModule(torch.nn.Module):
     """Refused."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             "PipelineModule is not supported: there is no pipeline parallelism; build the model as "
             "one module"
         )
@@ -50,7 +50,7 @@ class MoE(torch.nn.Module):
     """Refused."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             "deepspeed.moe is not supported: experts are not spread over ranks; use the mixture of "
             "experts of the model, whose weights are sharded as all others"
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.keys import RENAMED
-from infinity.errors import ConfigError, in_words
+from infinity.errors import in_words
 
 OFFLOADS = {
     "cpu_offload": "offload_optimizer",
@@ -39,7 +40,9 @@ def _offloads(config: dict[str, Any]) -> list[str]:
             continue
         wanted = zero.pop(old)
         if wanted not in (True, False, None):
-            raise ConfigError(f"zero_optimization.{old} must be true or false; write {new} instead")
+            raise DeepSpeedConfigError(
+                f"zero_optimization.{old} must be true or false; write {new} instead"
+            )
         device = "cpu" if wanted else "none"
         if wanted and not zero.get(new):
             zero[new] = {"device": device}
@@ -65,11 +68,15 @@ def _put(config: dict[str, Any], path: str, value: Any) -> None:
     for block in blocks:
         place = place.setdefault(block, {})
         if not isinstance(place, dict):
-            raise ConfigError(f"{block} must be an object with keys, not {in_words(place)}")
+            raise DeepSpeedConfigError(
+                f"{block} must be an object with keys, not {in_words(place)}"
+            )
     there = place.get(name)
     if isinstance(there, dict) and isinstance(value, dict) and not there.keys() & value.keys():
         there.update(value)
     elif name in place:
-        raise ConfigError(f"{path} is there twice, once under an old name; leave out one of them")
+        raise DeepSpeedConfigError(
+            f"{path} is there twice, once under an old name; leave out one of them"
+        )
     else:
         place[name] = value

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.settings import Named
-from infinity.errors import ConfigError, in_words
+from infinity.errors import in_words
 
 Rate = float | Sequence[float]
 """One for all parameter groups, or one for each."""
@@ -34,7 +35,7 @@ def scheduler(named: Named, optimizer: torch.optim.Optimizer) -> LRScheduler:
     try:
         made: LRScheduler = known(optimizer, **named.params)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"scheduler {named.type}: {error}") from error
+        raise DeepSpeedConfigError(f"scheduler {named.type}: {error}") from error
     return made
 
 
@@ -87,7 +88,7 @@ def _for_groups(optimizer: torch.optim.Optimizer, value: Rate, name: str) -> lis
     groups = len(optimizer.param_groups)
     values = list(value) if isinstance(value, Sequence) else [value] * groups
     if len(values) != groups:
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             f"{name} has {len(values)} values, but the optimizer has {groups} parameter groups"
         )
     return values
@@ -330,7 +331,7 @@ class Warmup:
     def __init__(self, steps: int, kind: str) -> None:
         _check_steps("warmup_num_steps", steps, 0)
         if kind not in ("log", "linear"):
-            raise ConfigError(f'warmup_type={in_words(kind)} must be "log" or "linear"')
+            raise DeepSpeedConfigError(f'warmup_type={in_words(kind)} must be "log" or "linear"')
         self.steps = max(2, steps)
         """The least is 2, because log(1) is 0."""
         self.is_linear = kind == "linear"
@@ -344,7 +345,9 @@ class Warmup:
 
 def _check_steps(name: str, steps: Any, least: int) -> None:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < least:
-        raise ConfigError(f"{name}={in_words(steps)} must be a whole number of at least {least}")
+        raise DeepSpeedConfigError(
+            f"{name}={in_words(steps)} must be a whole number of at least {least}"
+        )
 
 
 SCHEDULES: dict[str, type[Iterations]] = {

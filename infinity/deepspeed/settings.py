@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 
 from infinity.config import Config
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.keys import KEYS, OPTIMIZERS, Treatment
 from infinity.deepspeed.renamed import modernize
 from infinity.deepspeed.rows import AUTO, AUTO_LEFT, KeyRow, account
@@ -118,7 +119,7 @@ class Settings:
         """
         explained = explain(source, ranks, hidden_size, partial)
         if explained.settings is None:
-            raise ConfigError("; ".join(explained.problems))
+            raise DeepSpeedConfigError("; ".join(explained.problems))
         return explained.settings
 
 
@@ -225,7 +226,7 @@ def _named(values: _Values, block: str) -> Named | None:
     kind = values[f"{block}.type"]
     if kind is None:
         if values.below(block):
-            raise ConfigError(f"{block} has no type; name one, or leave the block out")
+            raise DeepSpeedConfigError(f"{block} has no type; name one, or leave the block out")
         return None
     return Named(kind, values.below(f"{block}.params"))
 
@@ -246,7 +247,7 @@ def _batches(values: _Values, ranks: int, partial: bool) -> Batches:
     if train is None and micro is None:
         if partial:
             return Batches(ranks * (accumulation or 1), 1, accumulation or 1)
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             "give train_batch_size, train_micro_batch_size_per_gpu, or both: train_batch_size = "
             f"train_micro_batch_size_per_gpu * gradient_accumulation_steps * {ranks} ranks"
         )
@@ -259,7 +260,7 @@ def _batches(values: _Values, ranks: int, partial: bool) -> Batches:
     elif accumulation is None:
         accumulation = train // (micro * ranks)
     if train != micro * accumulation * ranks or not micro or not accumulation:
-        raise ConfigError(_equation(train, micro, accumulation, ranks))
+        raise DeepSpeedConfigError(_equation(train, micro, accumulation, ranks))
     return Batches(train, micro, accumulation)
 
 
@@ -278,11 +279,13 @@ def _equation(train: int, micro: int, accumulation: int, ranks: int) -> str:
 def _precision(values: _Values) -> Precision:
     chosen = [name for name in ("fp16", "bf16") if values[f"{name}.enabled"]]
     if len(chosen) > 1:
-        raise ConfigError("fp16.enabled and bf16.enabled are both true; choose one of them")
+        raise DeepSpeedConfigError(
+            "fp16.enabled and bf16.enabled are both true; choose one of them"
+        )
     precision = cast(Precision, chosen[0] if chosen else "fp32")
     asked = values["data_types.param_dtype"]
     if asked is not None and DTYPES[asked] is not DTYPES[precision]:
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             f"data_types.param_dtype={asked!r} is not the precision {precision}; set bf16.enabled "
             "or fp16.enabled, which say the same"
         )
@@ -293,7 +296,7 @@ def _autocast(values: _Values, precision: Precision) -> torch.dtype | None:
     if not values["torch_autocast.enabled"]:
         return None
     if precision != "fp32":
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             f"torch_autocast.enabled and {precision}.enabled are both true; torch_autocast "
             "computes in 16 bits from fp32 weights, so choose one of them"
         )
@@ -336,12 +339,14 @@ def _config(
     try:
         return Config(**{**chosen, **own})
     except ConfigError as error:
-        raise ConfigError(f"the configuration becomes one that cannot work: {error}") from None
+        raise DeepSpeedConfigError(
+            f"the configuration becomes one that cannot work: {error}"
+        ) from None
 
 
 def _as_dict(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ConfigError(f"infinity.tuning must be an object with keys, not {value!r}")
+        raise DeepSpeedConfigError(f"infinity.tuning must be an object with keys, not {value!r}")
     return value
 
 
@@ -362,7 +367,9 @@ def _homes(values: _Values, notices: list[str]) -> dict[str, Any]:
             continue
         found = values[f"{path}.nvme_path"]
         if found is None and "nvme" not in values.below("infinity"):
-            raise ConfigError(f'{path}.device is "nvme", but {path}.nvme_path names no directory')
+            raise DeepSpeedConfigError(
+                f'{path}.device is "nvme", but {path}.nvme_path names no directory'
+            )
         paths += [found] if isinstance(found, str) else list(found or ())
     # Reduced gradients go where updates run, which for states on NVMe is host memory.
     homes["gradients"] = "gpu" if stage == 1 or homes["optimizer"] == "gpu" else "cpu"
@@ -411,7 +418,7 @@ def _accumulates_in_fp32(values: _Values, precision: Precision) -> bool:
         if values[path] is not None:
             asked[path] = DTYPES[values[path]]
             if asked[path] not in (torch.float32, DTYPES[precision]):
-                raise ConfigError(
+                raise DeepSpeedConfigError(
                     f"{path}={values[path]!r}: gradients are accumulated and reduced in the dtype "
                     f"of the parameters ({precision}) or in fp32; choose one of these"
                 )

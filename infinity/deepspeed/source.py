@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from infinity.errors import ConfigError, in_words
+from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.errors import in_words
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
 """A dict, the path of a file, or base64 text of one."""
@@ -35,7 +36,7 @@ def read(source: Source) -> dict[str, Any]:
         path = Path(source)
         return _parse(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(source, str):
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             f"the configuration is {in_words(source)}; give a dict, or the path of a JSON file"
         )
     try:
@@ -43,7 +44,7 @@ def read(source: Source) -> dict[str, Any]:
     except (binascii.Error, ValueError):
         text = ""
     if not text.lstrip().startswith("{"):
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             f"the configuration {in_words(source)} is neither a file nor base64 text of a JSON "
             "object"
         )
@@ -62,7 +63,7 @@ def _plain(source: Mapping[str, Any], path: str) -> dict[str, Any]:
     found = {}
     for key, value in source.items():
         if not isinstance(key, str):
-            raise ConfigError(f"the key {in_words(key)} {_inside(path)}is not text")
+            raise DeepSpeedConfigError(f"the key {in_words(key)} {_inside(path)}is not text")
         below = f"{path}.{key}" if path else key
         found[key] = _plain(value, below) if isinstance(value, Mapping) else copy.deepcopy(value)
     return found
@@ -78,7 +79,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         found = _parse_hjson(text, name, error)
     if not isinstance(found, dict):
-        raise ConfigError(f"{name} holds {in_words(found)}, not an object with keys")
+        raise DeepSpeedConfigError(f"{name} holds {in_words(found)}, not an object with keys")
     return found
 
 
@@ -86,13 +87,15 @@ def _parse_hjson(text: str, name: str, problem: json.JSONDecodeError) -> Any:
     try:
         hjson = importlib.import_module("hjson")
     except ImportError:
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             f"{name} is not JSON ({problem}); if it is HJSON, pip install hjson"
         ) from None
     try:
         return hjson.loads(text, object_pairs_hook=lambda pairs: _once(pairs, name))
     except hjson.HjsonDecodeError as error:
-        raise ConfigError(f"{name} is neither JSON ({problem}) nor HJSON ({error})") from None
+        raise DeepSpeedConfigError(
+            f"{name} is neither JSON ({problem}) nor HJSON ({error})"
+        ) from None
 
 
 def _once(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
@@ -100,5 +103,7 @@ def _once(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
     counts = Counter(key for key, _ in pairs)
     twice = [repr(key) for key, count in counts.items() if count > 1]
     if twice:
-        raise ConfigError(f"{name} has a key twice: {', '.join(twice)}; leave out one of them")
+        raise DeepSpeedConfigError(
+            f"{name} has a key twice: {', '.join(twice)}; leave out one of them"
+        )
     return dict(pairs)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.deepspeed.agree import join_ranks, same_draws, several, values_of
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -31,7 +32,7 @@ from infinity.deepspeed.fragments import (
     safe_update_full_grad_vectorized,
 )
 from infinity.directories.mapped import mapped
-from infinity.errors import ConfigError, in_words
+from infinity.errors import in_words
 from infinity.modules.gathered import gathered
 from infinity.modules.grouping import find_owners
 from infinity.modules.init import TapedParameter, init_zero, is_building, reopened
@@ -167,7 +168,7 @@ def _listed(params: Any) -> list[torch.Tensor]:
     listed = [each for each in listed if each is not None]  # a missing bias
     wrong = [each for each in listed if not isinstance(each, torch.Tensor)]
     if wrong:
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             "GatheredParameters takes a module, a parameter or a list of parameters, not "
             f"{in_words(wrong[0])}"
         )
@@ -187,9 +188,13 @@ def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) ->
 
 def _check_external(module: object, parameter: object) -> None:
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"an external parameter is one of a module, not of {in_words(module)}")
+        raise DeepSpeedConfigError(
+            f"an external parameter is one of a module, not of {in_words(module)}"
+        )
     if not isinstance(parameter, torch.nn.Parameter):
-        raise ConfigError(f"an external parameter is a parameter, not {in_words(parameter)}")
+        raise DeepSpeedConfigError(
+            f"an external parameter is a parameter, not {in_words(parameter)}"
+        )
 
 
 # Leaf modules
@@ -270,7 +275,7 @@ def _names(module: nn.Module) -> tuple[str, str]:
 
 def _mark(model: nn.Module, flag: bool, found: list[nn.Module], needed: bool) -> list[nn.Module]:
     if needed and not found:
-        raise ConfigError(
+        raise DeepSpeedConfigError(
             f"no module of {type(model).__name__} is meant by that; print(model) shows their "
             "classes and names"
         )

@@ -208,7 +208,7 @@ def test_no_sync_changes_no_number_and_takes_no_step(start: Start) -> None:
         engine.backward(engine(*batch(1)))
         found.append(gradients(engine))
         if apart:
-            with pytest.raises(RuntimeError, match=r"inside of engine\.no_sync"), engine.no_sync():
+            with pytest.raises(AssertionError, match=r"inside of engine\.no_sync"), engine.no_sync():
                 engine.step()
         engine.step()
         assert engine.global_steps == 1
@@ -266,7 +266,7 @@ def test_unused_parameters_may_be_refused(start: Start) -> None:
     config["zero_optimization"]["ignore_unused_parameters"] = False
     engine, *_ = start(model=Branches(), config=config)
     engine.backward(engine(batch(0)[0], 0))
-    with pytest.raises(RuntimeError, match=r"branches\.1\.weight got no gradient"):
+    with pytest.raises(AssertionError, match=r"branches\.1\.weight got no gradient"):
         engine.step()
 
 
@@ -353,7 +353,7 @@ def test_bf16_skips_what_is_not_finite(start: Start) -> None:
 @pytest.mark.parametrize("wrong", [None, torch.ones(2, requires_grad=True), "loss"])
 def test_a_loss_of_a_wrong_kind(start: Start, wrong: Any) -> None:
     engine, *_ = start(model=net(), config=configuration())
-    with pytest.raises(infinity.ConfigError, match=r"the loss is .*; it must be a tensor of one"):
+    with pytest.raises(infinity.ConfigError, match=r"the loss is .*; it must be a scalar tensor"):
         engine.backward(wrong)
     with torch.no_grad():
         loss = engine(*batch(0))

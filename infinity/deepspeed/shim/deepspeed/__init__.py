@@ -11,10 +11,10 @@ from infinity.deepspeed.accelerator import get_accelerator
 from infinity.deepspeed.arguments import add_config_arguments
 from infinity.deepspeed.communication import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.initialize import initialize
 from infinity.deepspeed.pretrained import load_streamed
 from infinity.deepspeed.refused import PipelineModule, init_inference, tp_model_init
-from infinity.errors import ConfigError as DeepSpeedConfigError
 from infinity.optim.optimizer import Optimizer as DeepSpeedOptimizer
 
 __version__ = "0.19.8"

@@ -1,5 +1,5 @@
 """Configurations."""
 
-from infinity.errors import ConfigError as DeepSpeedConfigError
+from infinity.deepspeed.errors import DeepSpeedConfigError
 
 __all__ = ["DeepSpeedConfigError"]
