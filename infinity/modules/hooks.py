@@ -39,6 +39,7 @@ again. What the graph saves passes `Packer` as ever.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -52,7 +53,7 @@ import torch
 from torch import nn
 
 from infinity.backward import in_backward
-from infinity.errors import ShardedParameterError
+from infinity.errors import BudgetError, ShardedParameterError
 from infinity.modules.execution import Call, Execution, Executions, Interleaving, caller
 from infinity.modules.packing import PackedView, Packer, uncompiled
 from infinity.modules.saved_tensors import SavedTensorOffloader
@@ -303,6 +304,16 @@ class Hooks(Border):
         """The context in which autograd saves views of units so that these may move."""
         return self._packer.context() or nullcontext()
 
+    def _flat(self, unit: Unit) -> torch.Tensor:
+        """`Runtime.enter`, where views may be garbage of what the pass has left: a cycle of
+        objects, such as an exception and its frames, keeps them until Python collects it."""
+        try:
+            return self._runtime.enter(unit)
+        except BudgetError:
+            gc.collect()
+            self._now.sweep()
+            return self._runtime.enter(unit)
+
     def _bring(self, saved: PackedView) -> torch.Tensor:
         """The tensor of a saved view, for the node that runs, or for whoever asks for what autograd
         saved."""
@@ -317,7 +328,7 @@ class Hooks(Border):
         if self._executions.interleaver is not None:
             self._executions.interleaver.switch_at(unit)
         self._executions.begin_turn(unit)
-        use = Unpacking(unit, self._runtime.enter(unit), Unit.release)
+        use = Unpacking(unit, self._flat(unit), Unit.release)
         view = use.window.tensor(
             saved.size, saved.stride, saved.offset // saved.dtype.itemsize, saved.dtype
         )

@@ -108,6 +108,8 @@ NEVER = "does not block", ""
 WAITS: dict[str, tuple[str, str]] = {
     "checkpoint/files.py hold": NEVER,  # LOCK_NB
     "checkpoint/files.py is_held": NEVER,  # LOCK_NB
+    "deepspeed/accelerator.py DeepSpeedAccelerator.synchronize": DEVICE,
+    "deepspeed/checkpoints.py TaggedCheckpoints.save_weights": RANKS,
     "device.py Copy.wait": DEVICE,
     "device.py ComputeDevice.await_stream": DEVICE,
     "device.py ComputeDevice.reach": DEVICE,
@@ -117,6 +119,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "device.py ComputeDevice.join": NEVER,  # queues the wait on a stream
     "directories/lock.py _LockFile._take": NEVER,  # LOCK_NB
     "directories/lock.py _Held.__init__": NEVER,
+    "integrations/lightning.py InfinityStrategy": RANKS,
     "modules/gathered.py _Reading.begin": STORE,
     "modules/gathered.py _Reading._take": COLLECTIVE,
     "modules/gathered.py _Reading.end": STORE,
@@ -169,6 +172,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "sharding/states.py States.read_chunk": COLLECTIVE,
     "sharding/states.py States._checked_out": DRIVE,
     "sharding/states.py States.gather": COLLECTIVE,
+    "sharding/value.py read": STORE,
     "sharding/watch.py Watch.others": ("its patience", RANKS[1]),
     "sharding/watch.py _hear": (
         "its timeout",
@@ -190,6 +194,7 @@ WAITS: dict[str, tuple[str, str]] = {
     "tiers/activations.py Activations._let_go": NEVER,
     "tiers/activations.py Activations._sweep": NEVER,  # blocking=False
     "tiers/drives.py NvmeTier._try_direct": DRIVE,
+    "tiers/store.py Store.fill_from_files": DRIVE,
     "tiers/speed.py _move": DRIVE,
     "tiers/resident.py Loader._fill": DRIVE,
     "tiers/resident.py Loader._fill_directly": DRIVE,
@@ -211,6 +216,7 @@ LOCKS: dict[str, str] = {
     "nvme/functions.py _Shared._lock": "for a few lines",
     "observe.py Meter._lock": "for a few lines",
     "observe.py Recorder._lock": "for a few lines",
+    "tiers/drives.py NvmeTier._growing": "held while files grow, which takes no I/O that may stay out",
     "optim/job.py JobQueue.changed": "for a few lines; who waits on it lets go of it",
     "sharding/exchange.py Exchange._lock": "for a few lines",
     "sharding/watch.py Watch._lock": (

@@ -4,6 +4,7 @@ write."""
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -669,3 +670,43 @@ def test_a_second_thread_is_refused_while_the_first_is_inside(when: str, wrap: W
     # One after the other is all right.
     assert run_beside(lambda: model(batch()).sum().backward()) is None
     model(batch())
+
+
+class Littering(torch.autograd.Function):
+    """A product whose backward leaves its weight in a cycle of objects."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        litter: list[Any] = [weight]
+        litter.append(litter)
+        return gradient @ weight.T, x.T @ gradient
+
+
+class LitteringBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + Littering.apply(x, self.weight)
+
+
+def test_garbage_that_keeps_views_is_collected_where_its_memory_is_needed(wrap: Wrap) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(LitteringBlock() for _ in range(8)))
+    model = wrap(copy.deepcopy(plain), PLACEMENTS["nvme"])
+    x = torch.randn(4, WIDTH)
+    plain(x).sum().backward()
+    gc.disable()
+    try:
+        model(x).sum().backward()
+    finally:
+        gc.enable()
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(infinity.engine(model).gradient(found), expected.grad), name
