@@ -216,7 +216,7 @@ LOCKS: dict[str, str] = {
     "nvme/functions.py _Shared._lock": "for a few lines",
     "observe.py Meter._lock": "for a few lines",
     "observe.py Recorder._lock": "for a few lines",
-    "tiers/drives.py NvmeTier._growing": "held while files grow, which takes no I/O that may stay out",
+    "tiers/drives.py NvmeTier._growing": "held while files grow: no wait for I/O",
     "optim/job.py JobQueue.changed": "for a few lines; who waits on it lets go of it",
     "sharding/exchange.py Exchange._lock": "for a few lines",
     "sharding/watch.py Watch._lock": (

@@ -208,7 +208,10 @@ def test_no_sync_changes_no_number_and_takes_no_step(start: Start) -> None:
         engine.backward(engine(*batch(1)))
         found.append(gradients(engine))
         if apart:
-            with pytest.raises(AssertionError, match=r"inside of engine\.no_sync"), engine.no_sync():
+            with (
+                pytest.raises(AssertionError, match=r"inside of engine\.no_sync"),
+                engine.no_sync(),
+            ):
                 engine.step()
         engine.step()
         assert engine.global_steps == 1

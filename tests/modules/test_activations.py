@@ -314,7 +314,7 @@ class Machine(RuleBasedStateMachine):
             self.rig.assert_empty()
 
 
-Machine.TestCase.settings = settings(max_examples=250, stateful_step_count=30, deadline=None)
+Machine.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
 
 
 class TestMachine(Machine.TestCase):  # type: ignore[name-defined,misc]

@@ -236,7 +236,7 @@ ACTIONS: dict[str, Callable[[infinity.Engine, infinity.AdamW], Any]] = {
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     schedule=st.lists(

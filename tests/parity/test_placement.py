@@ -225,7 +225,7 @@ def test_instruction_sets_and_threads(
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     precision=st.sampled_from(PRECISIONS),

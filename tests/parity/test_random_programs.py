@@ -20,7 +20,7 @@ from random_programs.ranks import TwoRanks
 from support.children import CHILD
 
 EACH = 10
-SEEDS = 6  # `make random-programs` runs thousands
+SEEDS = 4  # `make random-programs` runs thousands
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -71,7 +71,7 @@ def test_random_programs_see_the_same_on_two_ranks_of_every_stage(
     tmp_path: Path, one_thread: None
 ) -> None:
     with TwoRanks(tmp_path) as ranks:
-        for recipe in drawn(0, EACH)[5:7]:
+        for recipe in drawn(0, EACH)[6:7]:
             assert ranks.difference(recipe) is None
 
 

@@ -197,7 +197,7 @@ def test_numbers_are_the_same_whatever_is_kept_with_some_steps_clipped(
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     cpu_memory=st.integers(1 << 20, 8 << 20),

@@ -76,8 +76,8 @@ SAME = (
 )  # bit for bit
 LONG = ("stage 3", "nvme")
 WAYS = {
-    "2 x 2": ("2 x 2", "4 x 1", "1 x 4", "replicas", "1 x 2"),
-    "4 x 1": ("2 x 2", "1 x 4"),
+    "2 x 2": ("4 x 1", "replicas", "1 x 2"),
+    "4 x 1": ("2 x 2",),
     "1 x 4": ("2 x 2",),
     "replicas": ("4 x 1",),
 }

@@ -407,7 +407,7 @@ class MachineUring(Machine):
 TestPosix = Machine.TestCase
 TestUring = without_io_uring(MachineUring.TestCase)
 TestPosix.settings = TestUring.settings = settings(
-    max_examples=25, stateful_step_count=50, deadline=None
+    max_examples=15, stateful_step_count=50, deadline=None
 )
 
 
