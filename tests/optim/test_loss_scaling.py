@@ -345,7 +345,7 @@ PARAMETERS = [name for name, _ in transformer().named_parameters()]
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_any_parameter_in_any_micro_batch_of_any_step(

@@ -20,7 +20,7 @@ from random_programs.ranks import TwoRanks
 from support.children import CHILD
 
 EACH = 10
-SEEDS = 4  # `make random-programs` runs thousands
+SEEDS = 3  # `make random-programs` runs thousands
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
