@@ -3,6 +3,7 @@ new one. Imports no torch."""
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Hashable
 from typing import Generic, NamedTuple, TypeVar
@@ -33,12 +34,11 @@ class SlotMap(Generic[Owner]):
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.runs: dict[Owner, SlotRun] = {}
-
-    @property
-    def used(self) -> int:
+        self.used = 0
         """Slots in use."""
-        return sum(run.length for run in self.runs.values())
+        self.runs: dict[Owner, SlotRun] = {}
+        self._starts: list[int] = []  # of the runs, sorted
+        self._owners: list[Owner] = []  # in the same order
 
     def place(
         self, length: int, next_use: Callable[[Owner], float | None], beyond: float = -math.inf
@@ -53,25 +53,42 @@ class SlotMap(Generic[Owner]):
         Example: slots AAB.., next uses A=9, B=2, length 3: [2, 5) would evict B (soonest 2) and [0,
         3) A and B (soonest 2), so with beyond=1 the answer is start 2, evicted (B,).
         """
-        runs = sorted(self.runs.items(), key=lambda item: item[1].start)
+        free = self._first_free(length)
+        if free is not None:
+            return SlotWindow(free, ())
+        runs = [self.runs[owner] for owner in self._owners]
+        uses = [next_use(owner) for owner in self._owners]
         edges = {0, self.count - length}
-        for _, run in runs:
+        for run in runs:
             edges |= {run.start, run.end, run.start - length, run.end - length}
         best: tuple[float, int, int] | None = None
         answer: SlotWindow[Owner] | None = None
+        first = end = 0  # of the runs that lie in the window
         for start in sorted(edge for edge in edges if 0 <= edge <= self.count - length):
-            evicted = [
-                owner for owner, run in runs if run.start < start + length and start < run.end
-            ]
-            uses = [next_use(owner) for owner in evicted]
-            if any(use is None or use <= beyond for use in uses):
-                continue
-            soonest = min((use for use in uses if use is not None), default=math.inf)
-            lost = sum(self.runs[owner].length for owner in evicted)
-            rank = (soonest if evicted else math.inf, -lost, -start)
-            if best is None or rank > best:
-                best, answer = rank, SlotWindow(start, tuple(evicted))
+            while runs[first].end <= start:
+                first += 1
+            while end < len(runs) and runs[end].start < start + length:
+                end += 1
+            soonest = math.inf
+            for use in uses[first:end]:
+                if use is None or use <= beyond:
+                    break
+                soonest = min(soonest, use)
+            else:
+                lost = sum(run.length for run in runs[first:end])
+                rank = (soonest, -lost, -start)
+                if best is None or rank > best:
+                    best, answer = rank, SlotWindow(start, tuple(self._owners[first:end]))
         return answer
+
+    def _first_free(self, length: int) -> int | None:
+        """The lowest start of `length` free slots."""
+        end = 0
+        for start, owner in zip(self._starts, self._owners, strict=True):
+            if start - end >= length:
+                return end
+            end = self.runs[owner].end
+        return end if self.count - end >= length else None
 
     def take(self, owner: Owner, start: int, length: int) -> SlotRun:
         """Give `owner` the free run of `length` slots from `start`."""
@@ -80,11 +97,19 @@ class SlotMap(Generic[Owner]):
             raise ValueError(
                 f"slots {start}..{run.end} of {self.count} cannot be given to {owner!r}"
             )
-        if any(other.start < run.end and start < other.end for other in self.runs.values()):
+        at = bisect.bisect(self._starts, start)
+        is_free = at == 0 or self.runs[self._owners[at - 1]].end <= start
+        if not is_free or (at < len(self._starts) and self._starts[at] < run.end):
             raise ValueError(f"slots {start}..{run.end} are not free")
         self.runs[owner] = run
+        self._starts.insert(at, start)
+        self._owners.insert(at, owner)
+        self.used += length
         return run
 
     def give_back(self, owner: Owner) -> None:
         """Free the run of `owner`."""
-        del self.runs[owner]
+        run = self.runs.pop(owner)
+        at = bisect.bisect_left(self._starts, run.start)
+        del self._starts[at], self._owners[at]
+        self.used -= run.length
