@@ -342,6 +342,7 @@ class Engine:
             try:
                 shut_down(*parts)
             finally:
+                self._checkpoints.close()
                 for name in (ATTRIBUTE, "zero_grad", "no_sync"):
                     vars(model).pop(name, None)
                 for module in model.modules():

@@ -6,6 +6,7 @@ or load.
 
 from __future__ import annotations
 
+import gc
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -85,6 +86,11 @@ class Checkpoints:
         for unit in self._units:
             unit.renew()
         return extra
+
+    def close(self) -> None:
+        """Let go of the ranks: the engine was closed, and may live on. See `Unit.close`."""
+        if vars(self).pop("_savers", None) is not None:
+            gc.collect()  # torch's save and load leave cycles that hold the group
 
     def _state(self, buffers: Buffers, given: Optimizers) -> EngineState:
         from infinity.checkpoint.state import EngineState  # not at the top: see there
