@@ -4,7 +4,8 @@
 Each round goes through all settings. For each it measures this machine as `infinity plan` does,
 plans, trains for `--steps` steps with the same configuration, and measures and plans again: a
 shared machine is not as fast now as it was a moment ago. The prediction is the mean of both plans.
-It knows nothing of the training run.
+It knows nothing of the training run. No step clips; with `update="exact"` steps run as if each one
+did.
 
     python benchmarks/plan.py --nvme DIR [--json FILE]
 """
@@ -68,6 +69,7 @@ SETTINGS = (
     Setting("large, bf16, in memory", LARGE, "bf16", MEMORY, {}),
     Setting("large, bf16, host memory", LARGE, "bf16", HOST, {}),
     Setting("large, bf16, NVMe", LARGE, "bf16", {}, UNCACHED),
+    Setting("large, bf16, NVMe, exact updates", LARGE, "bf16", {}, UNCACHED | {"update": "exact"}),
     Setting("large, bf16, half of NVMe cached", LARGE, "bf16", {}, {"cache": "500MiB"}),
     Setting("large, bf16, activations on NVMe", LARGE, "bf16", {"activations": "nvme"}, UNCACHED),
 )
@@ -137,7 +139,7 @@ def compare(setting: Setting, folder: Path, steps: int, say: Callable[[str], Non
 
     before = planned()
     work = Workload(
-        source, config, size.length, size.batch, 1, False, False, steps, 3, 1e9, 1e-4, 0
+        source, config, size.length, size.batch, 1, False, False, steps, 3, 1e9, 1e-4, 0, None
     )
     trained = train(work, say)
     return Outcome((before, planned()), model.parameters, statistics.median(trained.seconds))

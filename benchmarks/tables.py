@@ -446,6 +446,16 @@ def look_ahead() -> Lines:
     )
 
 
+def plan() -> Lines:
+    yield from lines(
+        ["model and states", "updates", "bottleneck", "predicted step over measured one"],
+        (
+            [name, str(row.facts["updates"]), str(row.facts["bottleneck"]), spread(row.ratio)]
+            for name, row in rows_of("plan").items()
+        ),
+    )
+
+
 TABLES: dict[str, Callable[[], Lines]] = {
     "comparison": comparison,
     "step": step,
@@ -462,6 +472,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "tensors": tensors,
     "tensor-files": tensor_files,
     "look-ahead": look_ahead,
+    "plan": plan,
 }
 """What pages may name, and what writes it."""
 

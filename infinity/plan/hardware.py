@@ -59,6 +59,9 @@ class Hardware:
     """Of host memory of a node, as the optimizer kernels reach it."""
     drives: tuple[DriveSpec, ...] = ()
     """Of a node."""
+    together: float = 1.0
+    """What the drives and a CPU that computes keep of their speed while both are at work, from 0 to
+    1."""
     nodes: int = 1
     gpus: int = 1
     network: float = 10e9
@@ -251,6 +254,8 @@ def checked(hardware: Hardware) -> Hardware:
             value = getattr(part, field.name)
             if isinstance(value, (int, float)) and not 0 < value < 1e24:
                 raise ConfigError(f"{field.name}{where} is {value}, and has to be positive")
+    if hardware.together > 1:
+        raise ConfigError(f"together is {hardware.together}, and cannot be more than 1")
     if hardware.unified and hardware.gpus > 1:
         raise ConfigError(f"gpus is {hardware.gpus}, but gpu_memory is missing")
     return hardware

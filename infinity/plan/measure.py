@@ -27,9 +27,12 @@ PROBE_PARAMETERS = 16 << 20
 BLOCK_SHARE = 8
 """One part in so many of free memory is the most that two measured blocks may take."""
 MOST_SECONDS = 1.5
-"""Of a pass through one measured block, the head and the loss: longer ones are measured with fewer
-tokens, but with `LEAST_TOKENS` at least."""
+"""Of a pass through the measured blocks, the head and the loss. Of a longer one, fewer blocks are
+measured, and then fewer tokens, but `LEAST_TOKENS` at least."""
 LEAST_TOKENS = 64
+MOST_BLOCKS = 5
+"""The time of a block is the difference between passes through one and through so many."""
+COMPUTE_ROUNDS = 5
 
 
 def measured(
@@ -59,7 +62,9 @@ def measured(
         formats = formats_of(config, dtype)
         update = updates(formats, PROBE_PARAMETERS, threads_of(config.tuning.threads), ROUNDS)
         say("measuring compute")
-        blocks, head = _compute(model, source, training, device.torch, dtype, host.free)
+        compute = _Compute(model, source, training, device.torch, dtype, host.free)
+        blocks, head = compute.rates()
+        drives, together = _drives(directories, config, compute, say)
         return checked(
             Hardware(
                 "this machine",
@@ -71,75 +76,120 @@ def measured(
                 gpu_total=None if gpu is None else gpu.total,
                 link=min(map(statistics.median, links.values())),
                 memory_bandwidth=statistics.median(update) * formats.bytes_per_parameter,
-                drives=_drives(directories, config, say),
+                drives=drives,
+                together=together,
             )
         )
     finally:
         device.close()
 
 
+class _Compute:
+    """Blocks of the model, where two of them fit into a part of free memory, and a matrix
+    multiplication."""
+
+    def __init__(
+        self,
+        model: PlannedModel,
+        source: ModelSource | Dimensions,
+        training: Training,
+        device: torch.device,
+        dtype: torch.dtype,
+        free: int,
+    ) -> None:
+        shape, self._training = model.shape, training
+        self.on_cpu = device.type == "cpu"
+        self._products = statistics.median(limits.multiplications(device, dtype, ROUNDS))
+        block = shape.in_blocks // max(shape.layers, 1)
+        rest = model.parameters - shape.in_blocks
+        room = free // BLOCK_SHARE // (2 * dtype.itemsize)  # parameters and gradients
+        self._layers = min(MOST_BLOCKS, (room - rest) // block) if block else 0
+        if not self.has_blocks:
+            return
+        self._outside = shape._replace(
+            multiplied=shape.multiplied - shape.in_blocks, in_blocks=0, layers=0
+        )
+        self._block = flops.Shape(block, block, 1, shape.width)
+        tokens, length = training.windows, training.length
+        outside, each = (
+            self._operations(part, tokens, length) / self._products
+            for part in (self._outside, self._block)
+        )
+        self._layers = max(2, min(self._layers, int((MOST_SECONDS - outside) / each)))
+        seconds = outside + self._layers * each
+        most = max(int(MOST_SECONDS / seconds * tokens), LEAST_TOKENS)
+        self._length = min(length, most)
+        self._windows = max(1, min(training.batch, most // self._length))
+        if isinstance(source, Dimensions):
+            source = gpt_of(source, self._length)
+        words = source.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, words, (self._windows, self._length), generator=generator).to(device)
+        self._batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+        self._models = [
+            limits.Resident(source, layers, device, dtype, training.recomputes)
+            for layers in (1, self._layers)
+        ]
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether blocks are measured."""
+        return self._layers >= 2
+
+    def seconds(self) -> float:
+        """Of a pass through the blocks."""
+        return self._models[-1].seconds(self._batch)
+
+    def rates(self) -> tuple[float, float | None]:
+        """Operations per second in a block, and in the rest of the model (None: not measured)."""
+        if not self.has_blocks:
+            return self._products, None
+        turns = limits.in_turns(self._models, self._batch, COMPUTE_ROUNDS)
+        one, all_blocks = turns
+        each = statistics.median(
+            (after - before) / (self._layers - 1)
+            for before, after in zip(one, all_blocks, strict=True)
+        )
+        tokens = self._windows * self._length
+        block, outside = (
+            self._operations(part, tokens, self._length) for part in (self._block, self._outside)
+        )
+        # No block is faster than the multiplication, whatever was measured.
+        each = max(each, block / self._products)
+        return block / each, outside / max(statistics.median(one) - each, outside / self._products)
+
+    def _operations(self, part: flops.Shape, tokens: int, length: int) -> float:
+        return flops.count(part, tokens, length, self._training.recomputes).hardware
+
+
 def _drives(
-    directories: Sequence[Path], config: Config, say: Callable[[str], None]
-) -> tuple[DriveSpec, ...]:
+    directories: Sequence[Path], config: Config, compute: _Compute, say: Callable[[str], None]
+) -> tuple[tuple[DriveSpec, ...], float]:
+    """The drives, and what they and a CPU that computes keep of their speed beside each other."""
     if not directories:
-        return ()
+        return (), 1.0
     missing = [directory for directory in directories if not directory.is_dir()]
     if missing:
         raise ConfigError(f"nvme directory {missing[0]} does not exist; create it on the drive")
     say("measuring the drives")
-    found = limits.drives(directories, config.tuning.io_engine, 4 * PROBE_BYTES, ROUNDS)
-    rates = {name: statistics.median(values) for name, values in found.items()}
-    count = len(directories)
-    return tuple(
+    with limits.DriveProbe(directories, config.tuning.io_engine, 4 * PROBE_BYTES) as probe:
+        rates = {
+            name: statistics.median(each) / len(directories)
+            for name, each in limits.drives(probe, ROUNDS).items()
+        }
+        together = [1.0]
+        if compute.on_cpu and compute.has_blocks:
+            together = limits.beside_drives(compute.seconds, probe, ROUNDS)
+    drives = tuple(
         DriveSpec(
-            read=rates["nvme_read"] / count,
-            write=rates["nvme_write"] / count,
+            read=rates["nvme_read"],
+            write=rates["nvme_write"],
             capacity=shutil.disk_usage(directory).free,
-            both=rates["nvme_both"] / count,
+            both=rates["nvme_both"],
         )
         for directory in directories
     )
-
-
-def _compute(
-    model: PlannedModel,
-    source: ModelSource | Dimensions,
-    training: Training,
-    device: torch.device,
-    dtype: torch.dtype,
-    free: int,
-) -> tuple[float, float | None]:
-    """Operations per second in a block, and in the rest of the model: those of models of one and of
-    two blocks, where they fit, else those of a matrix multiplication."""
-    shape = model.shape
-    block = shape.in_blocks // max(shape.layers, 1)
-    rest = model.parameters - shape.in_blocks
-    products = statistics.median(limits.multiplications(device, dtype, ROUNDS))
-    nbytes = (2 * block + rest) * dtype.itemsize * 2  # parameters and gradients
-    if nbytes > free // BLOCK_SHARE or not shape.layers:
-        return products, None
-    outside = shape._replace(multiplied=shape.multiplied - shape.in_blocks, in_blocks=0, layers=0)
-    first = outside._replace(multiplied=outside.multiplied + block, in_blocks=block, layers=1)
-
-    def operations(part: flops.Shape, tokens: int, length: int) -> float:
-        return flops.count(part, tokens, length, training.recomputes).hardware
-
-    per_token = operations(first, training.windows, training.length) / training.windows
-    most = max(int(MOST_SECONDS * products / per_token), LEAST_TOKENS)
-    length = min(training.length, most)
-    windows = max(1, min(training.batch, most // length))
-    if isinstance(source, Dimensions):
-        source = gpt_of(source, length)
-    words = source.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, words, (windows, length), generator=generator).to(device)
-    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
-    one, two = limits.compute_seconds(source, batch, device, dtype, training.recomputes, ROUNDS)
-    each = statistics.median(after - before for before, after in zip(one, two, strict=True))
-    each = max(each, statistics.median(one) / 100)
-    other = max(statistics.median(one) - each, 1e-6)
-    whole, outer = (operations(part, windows * length, length) for part in (first, outside))
-    return (whole - outer) / each, outer / other
+    return drives, statistics.median(together)
 
 
 def gpt_of(dimensions: Dimensions, length: int) -> ModelSource:

@@ -41,7 +41,7 @@ READING, WRITING = 2, 4
 class Speeds:
     """What one rank has of the machine: bytes per second of the drives, the link, copies in host
     memory, kernels over host and device memory, and the network; parameters per second that the
-    CPU updates."""
+    CPU updates. `handling` is seconds of Python for each parameter that is updated in chunks."""
 
     read: float
     write: float
@@ -54,6 +54,7 @@ class Speeds:
     updates: float
     sharing: Sharing
     unified: bool
+    handling: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -329,6 +330,11 @@ class Steps:
         elements = unit.param.spec.elements
         pieces = MOST_PIECES if read + written else 1
         placed = 0.0 if unit.param.spec.permanent else unit.param.spec.nbytes / speeds.up
+        seconds = elements / speeds.updates
+        if read + written:
+            seconds += elements * speeds.handling
+            if speeds.unified:  # the updater copies the old parameter and the new one, too
+                seconds, placed = seconds + 2 * placed, 0.0
         urgency = 1.0 + self._first[number]
         last = ready
         for _ in range(pieces):
@@ -339,8 +345,7 @@ class Steps:
                 ahead = self._updates[-READING:][:1]
                 reading = self._io(READ, name, read / pieces, *may_read, *ahead, urgency=urgency)
                 needs.append(reading)
-            seconds = elements / pieces / speeds.updates
-            last = self._add(ADAM, name, seconds, needs, urgency)
+            last = self._add(ADAM, name, seconds / pieces, needs, urgency)
             self._updates.append(last)
             if written:
                 self._writes.append(self._io(WRITE, name, written / pieces, last))

@@ -37,6 +37,7 @@ def test_every_rate_is_measured(tmp_path: Path) -> None:
     assert found.link > 1e6 and found.memory_bandwidth > 1e6
     (drive,) = found.drives
     assert min(drive.read, drive.write, drive.both or 0) > 1e5 and drive.capacity > 0
+    assert 0 < found.together <= 1
     assert said == ["measuring copies and updates", "measuring compute", "measuring the drives"]
     assert not any(tmp_path.iterdir())
 
@@ -48,6 +49,18 @@ def test_blocks_that_do_not_fit_are_not_built(monkeypatch: pytest.MonkeyPatch) -
     model = of_dimensions(large, config)
     found = measure.measured(model, large, TRAINING, config, [], lambda _: None)
     assert (found.flops, found.head_flops, found.drives) == (1e12, None, ())
+
+
+def test_no_block_is_faster_than_a_multiplication(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long one block and several take on a machine that is busy with other things."""
+    monkeypatch.setattr(measure.limits, "multiplications", lambda *_: [1e9])
+    monkeypatch.setattr(measure.limits, "in_turns", lambda *_: [[1.0, 3.0], [1.0, 2.0]])
+    config = Config(precision="fp32")
+    source = find_source("llama-tiny", "fp32")
+    found = measure.measured(
+        of_source(source, config), source, TRAINING, config, [], lambda _: None
+    )
+    assert (found.flops, found.together) == (pytest.approx(1e9), 1.0)
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:

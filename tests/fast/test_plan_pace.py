@@ -71,3 +71,20 @@ def test_faster_parts_never_make_a_slower_step() -> None:
     drive = DriveSpec(2 * READ, 2 * WRITE, 2000 * GB)
     for faster in ({"drives": (drive,)}, {"link": 40e9}, {"memory_bandwidth": 80e9}):
         assert paced(BOX.replace(**faster)).seconds <= slow.seconds * 1.001
+
+
+def test_a_cpu_that_computes_shares_its_time_with_the_drives_and_the_updates() -> None:
+    cpu = Hardware("cpu", 64 * GB, 1e12, drives=BOX.drives)
+    apart, together = (paced(cpu.replace(together=share)).seconds for share in (1.0, 0.5))
+    assert together > 1.05 * apart
+    assert paced(BOX.replace(together=0.5)).seconds == paced().seconds  # a GPU computes
+
+
+def test_chunks_of_an_update_take_time_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = paced(update="exact").busy["adam"]
+    monkeypatch.setattr("infinity.plan.pace.CHUNK_SECONDS", 0.0)
+    assert paced(update="exact").busy["adam"] < before
+    in_memory = {"parameters": "gpu", "gradients": "gpu", "optimizer": "cpu"}
+    free = paced(**in_memory).busy["adam"]
+    monkeypatch.undo()
+    assert paced(**in_memory).busy["adam"] == free

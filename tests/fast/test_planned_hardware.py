@@ -53,6 +53,7 @@ def test_presets(name: str) -> None:
         ({"drives": 3}, "drives is a list of tables with read, write and capacity"),
         ({"drives": [{"read": 1}]}, "no 'write' of a drive; the fields are read, write"),
         ({"gpu_memory": None}, "gpus is 2, but gpu_memory is missing"),
+        ({"together": 1.5}, "together is 1.5, and cannot be more than 1"),
         ({"nodes": 0}, "nodes is 0, and has to be positive"),
     ],
 )

@@ -17,7 +17,10 @@ import copy
 import dataclasses
 import statistics
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -100,17 +103,9 @@ def extrapolated(one: Sequence[float], two: Sequence[float], layers: int) -> flo
     return statistics.median(one) + (layers - 1) * max(each, 0.0)
 
 
-def compute_seconds(
-    source: ModelSource,
-    batch: dict[str, Any],
-    device: torch.device,
-    dtype: torch.dtype,
-    recomputes: bool,
-    rounds: int,
-) -> list[list[float]]:
-    """Seconds of forward and backward with one block and with two, a list of rounds each; the
-    first, untimed ones go before."""
-    models = [Resident(source, layers, device, dtype, recomputes) for layers in (1, 2)]
+def in_turns(models: Sequence[Resident], batch: dict[str, Any], rounds: int) -> list[list[float]]:
+    """Seconds of forward and backward of each of `models`, a list of rounds each; the first,
+    untimed ones go before."""
     for model in models:
         model.seconds(batch)
     turns = [[model.seconds(batch) for model in models] for _ in range(rounds)]
@@ -120,56 +115,106 @@ def compute_seconds(
 # Links
 
 
-def drives(
-    directories: Sequence[Path], engine: str, nbytes: int, rounds: int
-) -> dict[str, list[float]]:
-    """Bytes per second over all `directories` together of writing, of reading, and of both at once,
-    half of each.
+class DriveProbe:
+    """A file of `nbytes` in each of `directories`, which a `with` block makes and removes, written
+    and read in order and in pieces of 4 MiB.
 
-    `nbytes` go to each directory, into a file that is removed, in order and in pieces of 4 MiB.
     Raises `OSError`, `NvmeError`.
     """
-    count = max(2, nbytes // PIECE_BYTES)
-    total, half = count * PIECE_BYTES * len(directories), count // 2
-    with ExitStack() as stack:
-        memory = nvme.empty(count * PIECE_BYTES, dtype=torch.uint8)
+
+    def __init__(self, directories: Sequence[Path], engine: str, nbytes: int) -> None:
+        self._count = max(2, nbytes // PIECE_BYTES)
+        self._directories, self._engine = directories, engine
+        self.nbytes = self._count * PIECE_BYTES * len(directories)
+        """Bytes of `write` and of `read`."""
+        self.both_bytes = self._count // 2 * 2 * PIECE_BYTES * len(directories)
+
+    def __enter__(self) -> DriveProbe:
+        memory = nvme.empty(self._count * PIECE_BYTES, dtype=torch.uint8)
         # Drives may compress.
         memory.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
-        pieces = list(memory.split(PIECE_BYTES))
-        places = []
-        for directory in directories:
-            folder = stack.enter_context(
-                tempfile.TemporaryDirectory(dir=directory, prefix="infinity-bench-step-")
-            )
-            places.append((stack.enter_context(nvme.Io(engine)), Path(folder) / "probe.bin"))
+        self._pieces = list(memory.split(PIECE_BYTES))
+        with ExitStack() as stack:
+            self._places = []
+            for directory in self._directories:
+                folder = stack.enter_context(
+                    tempfile.TemporaryDirectory(dir=directory, prefix="infinity-bench-step-")
+                )
+                io = stack.enter_context(nvme.Io(self._engine))
+                self._places.append((io, Path(folder) / "probe.bin"))
+            self.write()  # the files have their length from here on
+            self._parts = stack.pop_all()
+        return self
 
-        def one(operation: str) -> None:
-            tickets = [
-                getattr(io, f"{operation}_async")(piece, file, number * PIECE_BYTES)
-                for number, piece in enumerate(pieces)
-                for io, file in places
-            ]
-            for ticket in tickets:
-                ticket.wait()
+    def __exit__(self, *_: object) -> None:
+        self._parts.close()
 
-        def both() -> None:
-            tickets = []
-            for number in range(half):
-                for io, file in places:
-                    tickets.append(io.read_async(pieces[number], file, number * PIECE_BYTES))
-                    tickets.append(
-                        io.write_async(pieces[half + number], file, (half + number) * PIECE_BYTES)
-                    )
-            for ticket in tickets:
-                ticket.wait()
+    def write(self) -> None:
+        """Write all."""
+        self._run(self._requests("write", range(self._count)))
 
-        one("write")  # the file has its length from here on
-        turns = [
-            {
-                "nvme_write": total / seconds_of(lambda: one("write")),
-                "nvme_read": total / seconds_of(lambda: one("read")),
-                "nvme_both": 2 * half * PIECE_BYTES * len(places) / seconds_of(both),
-            }
-            for _ in range(rounds)
-        ]
+    def read(self) -> None:
+        """Read all."""
+        self._run(self._requests("read", range(self._count)))
+
+    def both(self) -> None:
+        """Read a half and write the other one, in turns."""
+        half = self._count // 2
+        pairs = zip(
+            self._requests("read", range(half)),
+            self._requests("write", range(half, 2 * half)),
+            strict=True,
+        )
+        self._run(request for pair in pairs for request in pair)
+
+    def _requests(self, operation: str, numbers: range) -> Iterator[nvme.Ticket]:
+        for number in numbers:
+            for io, file in self._places:
+                submit = getattr(io, f"{operation}_async")
+                yield submit(self._pieces[number], file, number * PIECE_BYTES)
+
+    def _run(self, requests: Iterator[nvme.Ticket]) -> None:
+        for ticket in list(requests):
+            ticket.wait()
+
+
+def drives(probe: DriveProbe, rounds: int) -> dict[str, list[float]]:
+    """Bytes per second over all drives together of writing, of reading, and of both at once, half
+    of each."""
+    turns = [
+        {
+            "nvme_write": probe.nbytes / seconds_of(probe.write),
+            "nvme_read": probe.nbytes / seconds_of(probe.read),
+            "nvme_both": probe.both_bytes / seconds_of(probe.both),
+        }
+        for _ in range(rounds)
+    ]
     return {name: [turn[name] for turn in turns] for name in turns[0]}
+
+
+def beside_drives(compute: Callable[[], float], probe: DriveProbe, rounds: int) -> list[float]:
+    """What `compute`, which gives its seconds, and the drives keep of their speed while both are at
+    work, from 0 to 1: the mean of the two."""
+
+    def move(end: threading.Event) -> int:
+        turns = 0
+        while not (turns and end.is_set()):
+            probe.both()
+            turns += 1
+        return turns
+
+    found = []
+    for _ in range(rounds):
+        alone, moved = compute(), seconds_of(probe.both)
+        end = threading.Event()
+        with ThreadPoolExecutor(1) as thread:
+            start = time.perf_counter()
+            moving = thread.submit(move, end)
+            try:
+                together = compute()
+            finally:
+                end.set()
+            turns = moving.result()
+            each = (time.perf_counter() - start) / turns
+        found.append(min(1.0, (alone / together + moved / each) / 2))
+    return found

@@ -84,11 +84,10 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
     def links() -> dict[str, list[float]]:
         say("measuring the links")
         rates = copies(ComputeDevice(config.tuning.device), probe_bytes, ROUNDS)
-        return rates | (
-            limits.drives(config.nvme, config.tuning.io_engine, probe_bytes, ROUNDS)
-            if on_nvme
-            else {}
-        )
+        if not on_nvme:
+            return rates
+        with limits.DriveProbe(config.nvme, config.tuning.io_engine, probe_bytes) as probe:
+            return rates | limits.drives(probe, ROUNDS)
 
     try:
         before = links()
@@ -96,14 +95,12 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
         trained, peak = train(work, say), device.peak_bytes()
         gc.collect()
         say("measuring compute without the engine")
-        one, two = limits.compute_seconds(
-            work.source,
-            work.batch(0, device.torch),
-            device.torch,
-            trained.dtype,
-            work.recomputes,
-            ROUNDS,
-        )
+        models = [
+            limits.Resident(work.source, layers, device.torch, trained.dtype, work.recomputes)
+            for layers in (1, 2)
+        ]
+        one, two = limits.in_turns(models, work.batch(0, device.torch), ROUNDS)
+        del models
         gc.collect()
         rates = {
             name: [*values, *then]
