@@ -204,7 +204,7 @@ class Engine:
         data and tensor parallel ranks can take: of DTensors, too, plain tensors of the whole shape,
         as `get_model_state_dict` of torch gives for FSDP2 with `full_state_dict=True`.
         """
-        there = {n for u in self._units if u.states.in_files() is not None for n in u.names}
+        there = {n for u in self._units if u.states.are_in_files for n in u.names}
         values = {
             name: value if name in there else mapped(value, self._state_directory)
             for name, value in self.weights()

@@ -12,7 +12,6 @@ gone, as with any new optimizer.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -86,9 +85,8 @@ def unwrap(engine: Engine, model: nn.Module) -> KeptValues:
     """
     _check(engine.units)
     engine.drain()
-    directory = engine.config.nvme[0] if engine.config.nvme else None
     kept: dict[int, KeptValue] = {}
-    values = [_values_of(unit, directory, kept) for unit in engine.units]
+    values = [_values_of(unit, kept) for unit in engine.units]
     units = engine.units
     engine.close()
     for unit, data in zip(units, values, strict=True):
@@ -111,18 +109,16 @@ def _check(units: tuple[Unit, ...]) -> None:
             )
 
 
-def _values_of(
-    unit: Unit, directory: Path | None, kept: dict[int, KeptValue]
-) -> list[torch.Tensor]:
+def _values_of(unit: Unit, kept: dict[int, KeptValue]) -> list[torch.Tensor]:
     """The parameters of `unit`, mapped; notes in `kept` what else there is of them."""
     found = unit.states.in_files()
     if found is not None:
         for parameter, value, place in zip(unit.parameters, found, unit.stored, strict=True):
             kept[id(parameter)] = KeptValue(value, place if _is_there(place) else None)
         return found
-    found = _split(unit, unit.states.gather(Kind.PARAM), directory)
+    found = _split(unit, unit.states.gather(Kind.PARAM))
     if Kind.MASTER in unit.blocks and unit.blocks[Kind.MASTER].written:
-        masters = _split(unit, unit.states.gather(Kind.MASTER), directory)
+        masters = _split(unit, unit.states.gather(Kind.MASTER))
         for parameter, master in zip(unit.parameters, masters, strict=True):
             kept[id(parameter)] = KeptValue(master)
     return found
@@ -137,8 +133,8 @@ def _is_there(place: StoredBytes) -> bool:
     return True
 
 
-def _split(unit: Unit, flat: torch.Tensor, directory: Path | None) -> list[torch.Tensor]:
+def _split(unit: Unit, flat: torch.Tensor) -> list[torch.Tensor]:
     return [
-        mapped(flat[place.offset : place.end].view(place.shape), directory)
+        mapped(flat[place.offset : place.end].view(place.shape), unit.files)
         for place in unit.layout.places
     ]

@@ -23,7 +23,6 @@ from infinity.engine import is_wrapped
 from infinity.errors import ConfigError
 from infinity.integrations.required import required
 from infinity.integrations.wrapping import convert, scaled, with_device, wrap_for
-from infinity.optim.conversion import redirect
 from infinity.optim.optimizer import Optimizer
 
 with required("accelerate", "trainer"):
@@ -66,11 +65,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for model in things:
             if isinstance(model, nn.Module) and not is_wrapped(model) and self.infinity_config:
                 wrap_for(model, with_device(self.infinity_config, self.device), optimizers)
-        ours = {id(optimizer): convert(optimizer) for optimizer in optimizers}
-        for each in things:
-            for optimizer in optimizers if isinstance(each, LRScheduler) else ():
-                if (found := ours[id(optimizer)]) is not optimizer:
-                    redirect(each, optimizer, found)
+        schedulers = [each for each in things if isinstance(each, LRScheduler)]
+        ours = {id(optimizer): convert(optimizer, schedulers) for optimizer in optimizers}
         return [ours.get(id(each), each) for each in things]
 
     def prepare_model(

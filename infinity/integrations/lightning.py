@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,6 @@ from infinity.errors import ConfigError
 from infinity.integrations.required import required
 from infinity.integrations.wrapping import convert, scaled, with_device, wrap_for
 from infinity.modules.init import init, is_building
-from infinity.optim.conversion import redirect
 from infinity.optim.optimizer import Optimizer
 
 with required("lightning", "lightning"):
@@ -71,11 +70,9 @@ class Streaming:
         return model
 
 
-@contextmanager
-def without_memory() -> Iterator[None]:
+def without_memory() -> AbstractContextManager[None]:
     """`infinity.init()`, unless this is inside of one."""
-    with nullcontext() if is_building() else init():
-        yield
+    return nullcontext() if is_building() else init()
 
 
 class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
@@ -144,12 +141,11 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
         else:
             self._start_group()
 
-    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """What is built inside takes no memory, as in `infinity.init()`."""
-        stack = ExitStack()
-        stack.enter_context(self.precision_plugin.tensor_init_context())
-        stack.enter_context(without_memory())
-        return stack
+        with self.precision_plugin.tensor_init_context(), without_memory():
+            yield
 
     def model_sharded_context(self) -> Any:
         """What is built inside takes no memory, as in `infinity.init()`."""
@@ -174,11 +170,8 @@ class InfinityStrategy(Streaming, ParallelStrategy):  # type: ignore[misc]
         self.lr_scheduler_configs: list[Any] = []
         gc.collect()  # a save of checkpoints leaves cycles that hold them
         super().setup_optimizers(trainer)
-        made = list(self.optimizers)
-        self.optimizers = [convert(each) for each in made]
-        for old, new in zip(made, self.optimizers, strict=True):
-            for each in self.lr_scheduler_configs if new is not old else ():
-                redirect(each.scheduler, old, new)
+        schedulers = [each.scheduler for each in self.lr_scheduler_configs]
+        self.optimizers = [convert(each, schedulers) for each in self.optimizers]
 
     def teardown(self) -> None:
         """As of DDP, but the module stays on its device."""
@@ -326,12 +319,11 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
         else:
             super()._setup_distributed()
 
-    def module_init_context(self, empty_init: bool | None = None) -> Any:
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """What is built inside takes no memory, as in `infinity.init()`."""
-        stack = ExitStack()
-        stack.enter_context(self.precision.module_init_context())
-        stack.enter_context(without_memory())
-        return stack
+        with self.precision.module_init_context(), without_memory():
+            yield
 
     def module_to_device(self, module: nn.Module) -> None:
         """Nothing: the engine brings parameters where they are used."""
@@ -342,20 +334,23 @@ class InfinityFabricStrategy(Streaming, FabricDDPStrategy):  # type: ignore[misc
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Convert `optimizer`, whose model is wrapped."""
-        made = convert(optimizer)
-        self._optimizers.append(made)
-        return made
+        return self._convert(optimizer)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> Any:
         """Wrap `module` for its `optimizers`, and convert these."""
         self.wrap(module, optimizers)
-        made = [self.setup_optimizer(optimizer) for optimizer in optimizers]
-        for old, new in zip(optimizers, made, strict=True):
-            if scheduler is not None and isinstance(new, Optimizer):
-                redirect(scheduler, old, new)
+        schedulers = [] if scheduler is None else [scheduler]
+        made = [self._convert(optimizer, schedulers) for optimizer in optimizers]
         return module, made, scheduler
+
+    def _convert(
+        self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any] = ()
+    ) -> torch.optim.Optimizer:
+        made = convert(optimizer, schedulers)
+        self._optimizers.append(made)
+        return made
 
     def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """As of every strategy; for fp16 parameters the loss is scaled."""

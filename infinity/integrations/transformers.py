@@ -20,7 +20,6 @@ Trainer loads it.
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +34,7 @@ from infinity.integrations.accelerate import ONE_BACKEND, adopt, is_new_optimize
 from infinity.integrations.required import required
 from infinity.integrations.wrapping import convert, with_device, wrap_for
 from infinity.optim.adam import AdamW
-from infinity.optim.conversion import algorithm_of, redirect
+from infinity.optim.conversion import algorithm_of
 from infinity.optim.optimizer import Optimizer
 from infinity.optim.rules import Lion
 
@@ -172,9 +171,8 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
         """As of transformers, and converted to one of infinity."""
         made = super().create_optimizer(*args, **kwargs)
         if is_new_optimizer(made):
-            self.optimizer: Any = convert(made)
-            if self.lr_scheduler is not None and self.optimizer is not made:
-                redirect(self.lr_scheduler, made, self.optimizer)
+            schedulers = [] if self.lr_scheduler is None else [self.lr_scheduler]
+            self.optimizer: Any = convert(made, schedulers)
         return self.optimizer
 
     # Checkpoints. See [Note: checkpoints of a trainer].
@@ -194,9 +192,7 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
             trainable_only=hasattr(self.model, "peft_config"),
         )
         if self.args.should_save:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Please also save or load the state")
-                torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
@@ -210,10 +206,8 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
             return
         folder = Path(checkpoint)
         engine(self.model).load_checkpoint(folder / FOLDER, self.optimizer.optimizer)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Please also save or load the state")
-            scheduler = torch.load(folder / SCHEDULER_NAME, weights_only=True)
-            self.lr_scheduler.load_state_dict(scheduler)
+        scheduler = torch.load(folder / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint

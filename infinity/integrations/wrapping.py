@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from infinity.build import wrap
 from infinity.config import Config
 from infinity.errors import ConfigError, in_words
-from infinity.optim.conversion import algorithm_for, converted
+from infinity.optim.conversion import algorithm_for, converted, redirect
 from infinity.sharding.parameter import ShardedParameter
 
 
@@ -31,14 +31,20 @@ def wrap_for(
             ]
 
 
-def convert(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """`optimizer` as one of infinity where it has parameters of a wrapped model, else itself.
+def convert(
+    optimizer: torch.optim.Optimizer, schedulers: Iterable[Any] = ()
+) -> torch.optim.Optimizer:
+    """`optimizer` as one of infinity where it has parameters of a wrapped model, else itself. Those
+    of `schedulers` that drive it go with it.
 
     Raises `ConfigError` for one that has parameters of before `wrap`, which nothing would train.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(isinstance(parameter, ShardedParameter) for parameter in parameters):
-        return converted(optimizer)
+        made = converted(optimizer)
+        for scheduler in schedulers if made is not optimizer else ():
+            redirect(scheduler, optimizer, made)
+        return made
     if any(parameter.is_meta for parameter in parameters):
         raise ConfigError(
             f"{type(optimizer).__name__} has parameters without memory, of before the model was "

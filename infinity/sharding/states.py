@@ -233,11 +233,16 @@ class States:
             return self.part(kind, index).view(place.shape)
         return self.gather(kind)[place.offset : place.end].view(place.shape)
 
+    @property
+    def are_in_files(self) -> bool:
+        """Whether files of the user are still the home of the parameters."""
+        return bool(self.unit.stored) and not self.unit.blocks[Kind.PARAM].home.updates
+
     def in_files(self) -> list[torch.Tensor] | None:
         """The parameters, mapped from files of the user that are their home; else None. Takes no
         memory, and no other rank."""
         unit = self.unit
-        if not unit.stored or unit.blocks[Kind.PARAM].home.updates:
+        if not self.are_in_files:
             return None
         return [
             unit.store.mapped(stored, unit.dtype).view(place.shape)

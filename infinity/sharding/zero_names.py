@@ -44,5 +44,5 @@ class ZeroNames:
         return int(self.numel())
 
     def partition_numel(self: Any) -> int:
-        """How many of its elements this rank keeps."""
+        """How many of its elements this rank keeps: all, unless ranks share it."""
         return int(self.numel())

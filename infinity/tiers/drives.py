@@ -133,9 +133,8 @@ class NvmeTier:
         Raises `ConfigError` (no such directory, not writable), `PathInUseError` (another process),
         `BudgetError` (space), `NvmeError` (a drive that fails when it is measured).
         """
-        check_directories(
-            self._directories
-        )  # a mistake in a path is told even if all states fit elsewhere
+        # A mistake in a path is told even if all states fit elsewhere.
+        check_directories(self._directories)
         if self.reserved == 0:
             return
         stripes = -(-self.reserved // STRIPE_BYTES)

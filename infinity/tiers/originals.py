@@ -150,11 +150,6 @@ class Originals:
             self.engine = make_engine(self._kind, request_bytes=self._request_bytes)
             self._parts.callback(self.engine.close)
 
-    def register(self, memory: torch.Tensor) -> None:
-        """Let the engine pin `memory`; raises `OSError` where that is refused."""
-        if self.engine is not None:
-            self.engine.register_memory(memory.data_ptr(), memory.numel())
-
     def requests(
         self, extent: FileExtent, begin: int, nbytes: int, address: int, name: str
     ) -> list[Any]:
