@@ -45,8 +45,8 @@ from support.probe import Probe
 from support.rank_group import run_ranks
 from support.stages import flat
 
-RANKS, WIDTH, HEAD, WORDS, ROWS, LENGTH, STEPS = 4, 32, 8, 41, 8, 8, 10
-SHORT = 4  # steps of those that `LONG` does not name
+RANKS, WIDTH, HEAD, WORDS, ROWS, LENGTH, STEPS = 4, 32, 8, 41, 8, 8, 6
+SHORT = 3  # steps of those that `LONG` does not name
 GPU, CPU = (
     dict.fromkeys(("parameters", "gradients", "optimizer"), tier) for tier in ("gpu", "cpu")
 )

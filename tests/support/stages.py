@@ -20,7 +20,7 @@ from infinity.sharding import collectives
 from support.configs import config_of
 from support.probe import Probe
 
-WIDTH, WORDS, ROWS, STEPS = 48, 40, 24, 4
+WIDTH, WORDS, ROWS, STEPS = 48, 40, 24, 3
 GPU, CPU = (
     dict.fromkeys(("parameters", "gradients", "optimizer"), tier) for tier in ("gpu", "cpu")
 )
