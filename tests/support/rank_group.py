@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -60,6 +61,7 @@ def _become_rank(errors: Path) -> None:
     with errors.open("w") as file:
         os.dup2(file.fileno(), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    gc.freeze()  # what the server imported is no garbage
     torch.set_num_threads(1)
 
 
