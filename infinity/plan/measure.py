@@ -25,7 +25,7 @@ ROUNDS = 3
 PROBE_BYTES = 64 << 20
 PROBE_PARAMETERS = 16 << 20
 BLOCK_SHARE = 8
-"""One part in so many of free memory is the most that two measured blocks may take."""
+"""One part in so many of free memory is the most that measured blocks may take."""
 MOST_SECONDS = 1.5
 """Of a pass through the measured blocks, the head and the loss. Of a longer one, fewer blocks are
 measured, and then fewer tokens, but `LEAST_TOKENS` at least."""
@@ -103,7 +103,8 @@ class _Compute:
         block = shape.in_blocks // max(shape.layers, 1)
         rest = model.parameters - shape.in_blocks
         room = free // BLOCK_SHARE // (2 * dtype.itemsize)  # parameters and gradients
-        self._layers = min(MOST_BLOCKS, (room - rest) // block) if block else 0
+        # A model of one block and one of several, each with the rest.
+        self._layers = min(MOST_BLOCKS, (room - 2 * rest) // block - 1) if block else 0
         if not self.has_blocks:
             return
         self._outside = shape._replace(
@@ -144,11 +145,10 @@ class _Compute:
         """Operations per second in a block, and in the rest of the model (None: not measured)."""
         if not self.has_blocks:
             return self._products, None
-        turns = limits.in_turns(self._models, self._batch, COMPUTE_ROUNDS)
-        one, all_blocks = turns
+        one, several = limits.in_turns(self._models, self._batch, COMPUTE_ROUNDS)
         each = statistics.median(
             (after - before) / (self._layers - 1)
-            for before, after in zip(one, all_blocks, strict=True)
+            for before, after in zip(one, several, strict=True)
         )
         tokens = self._windows * self._length
         block, outside = (
@@ -156,7 +156,8 @@ class _Compute:
         )
         # No block is faster than the multiplication, whatever was measured.
         each = max(each, block / self._products)
-        return block / each, outside / max(statistics.median(one) - each, outside / self._products)
+        other = max(statistics.median(one) - each, outside / self._products, 1e-6)
+        return block / each, outside / other
 
     def _operations(self, part: flops.Shape, tokens: int, length: int) -> float:
         return flops.count(part, tokens, length, self._training.recomputes).hardware
