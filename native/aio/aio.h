@@ -14,7 +14,7 @@
 //                        gives kEndOfFile with what was there. When the ring itself fails, that errno is the result of
 //                        every ticket, then and later.
 //   Who outlives whom?   The caller's memory outlives the ticket's completion. A File may go sooner: its descriptor
-//                        stays open until its last ticket is gone. A Ticket may outlive its Engine, whose
+//                        stays open until its last request is done. A Ticket may outlive its Engine, whose
 //                        destructor drains: it waits for what is in flight, then stops.
 //
 // Files are opened with O_DIRECT where the file system allows it. Callers may pass any address, offset and length:

@@ -85,6 +85,7 @@ void Transfer::fail(std::uint64_t mark, int code) {
 }
 
 void Transfer::finish() {
+  descriptor.reset();  // before anybody can see the end: then no file is open that its caller has closed
   // Notifying under the lock: the waiter may drop the last reference as soon as it can run.
   std::lock_guard<std::mutex> lock(mutex_);
   finished_.store(true, std::memory_order_release);

@@ -71,7 +71,7 @@ class Transfer {
 
   const Operation operation;
   Priority priority;
-  const std::shared_ptr<const Descriptor> descriptor;
+  std::shared_ptr<const Descriptor> descriptor;  // null once it is finished
   const bool direct;
   const std::shared_ptr<FaultPlan> faults;  // null: none
   unsigned in_flight = 0;                   // device requests
