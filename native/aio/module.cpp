@@ -146,8 +146,8 @@ std::unique_ptr<PyEngine> cufile_engine(const PyCuFile& self, const PyFile& file
 }
 
 // A ticket and, when the caller wishes, the object that owns the memory: it lives until the request is complete, so
-// whoever drops such a ticket waits for that. Once it is seen to be complete it keeps the outcome alone, so neither the memory
-// nor the descriptor of the file. The GIL guards the fields.
+// whoever drops such a ticket waits for that. Once it is seen to be complete it keeps the outcome alone. The GIL guards the
+// fields.
 class PyTicket {
  public:
   PyTicket(Ticket ticket, std::weak_ptr<Engine> engine, Asked asked, py::object owner)
