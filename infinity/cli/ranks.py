@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from infinity.cli.failure import explained, plain_failures, say
 from infinity.cli.interrupt import interrupted_by_signals
 from infinity.errors import InfinityError, sentence
+from infinity.sharding.ranks import join
 
 T = TypeVar("T")
 
@@ -177,9 +178,7 @@ def joined(debug: bool) -> Iterator[World]:
     voice = _Voice(store, world.rank)
     with plain_failures(debug, voice.tell), interrupted_by_signals():
         try:
-            dist.init_process_group(
-                _backend(world), store=store, rank=world.rank, world_size=world.size
-            )
+            join(_backend(world), store=store, rank=world.rank, world_size=world.size)
             yield world
         except typer.Exit:
             raise

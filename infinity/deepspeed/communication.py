@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from infinity.sharding.ranks import join
+
 PORT = 29500
 
 
@@ -40,7 +42,7 @@ def init_distributed(
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(distributed_port))
         options["init_method"] = init_method or "env://"
-    dist.init_process_group(_backend(dist_backend), rank=rank, world_size=ranks, **options)
+    join(_backend(dist_backend), rank=rank, world_size=ranks, **options)
 
 
 def _backend(asked: str | None) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,6 +18,18 @@ log = logging.getLogger("infinity")
 
 GivenGroup = Group | DeviceMesh | Literal["auto"]
 """What `infinity.wrap` takes as `group`."""
+
+
+def join(backend: str, **options: Any) -> None:
+    """`torch.distributed.init_process_group`, for a group that `destroy_process_group` ends.
+
+    Functions of `torch.distributed.nn` have the default group of their import as default arguments.
+    Dynamo and transformers import it. Imported after the group was made, it keeps that group until
+    the interpreter ends, where the threads of a gloo group may abort the process.
+    """
+    import torch.distributed.nn.functional  # noqa: F401
+
+    dist.init_process_group(backend, **options)
 
 
 class Ranks(NamedTuple):

@@ -1,8 +1,10 @@
-"""Nothing of a closed engine keeps a process group: one of gloo that lives until the interpreter
+"""Nothing keeps a process group that was destroyed: one of gloo that lives until the interpreter
 ends may abort the process there."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -36,3 +38,20 @@ def work(task: Any, where: Path, rank: int) -> None:
 
 def test_a_closed_engine_keeps_no_group(on_ranks: OnRanks) -> None:
     assert on_ranks("end") == ["done"] * RANKS
+
+
+def test_what_is_imported_later_keeps_no_default_group() -> None:
+    code = """
+import gc, weakref
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
+from infinity.deepspeed import communication
+
+communication.init_distributed()
+import torch.distributed.nn
+kept = weakref.ref(_get_default_group())
+dist.destroy_process_group()
+gc.collect()
+assert kept() is None, gc.get_referrers(kept())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
