@@ -22,6 +22,7 @@ from infinity.deepspeed.answers import Answers
 from infinity.deepspeed.checkpoints import TaggedCheckpoints
 from infinity.deepspeed.data import Collate, loader
 from infinity.deepspeed.errors import DeepSpeedConfigError, DeepSpeedUsageError
+from infinity.deepspeed.generation import ParameterOffload
 from infinity.deepspeed.losses import Losses, checked, mapped
 from infinity.deepspeed.settings import Settings
 from infinity.engine import Engine, engine
@@ -75,6 +76,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         self._directories = tuple(directories)
         self._frozen = tuple(frozen)
         self._checkpoints = TaggedCheckpoints(self)
+        if optimizer is not None and settings.config.stage == 3:
+            vars(optimizer)["parameter_offload"] = ParameterOffload()
 
     def __getattr__(self, name: str) -> Any:
         try:

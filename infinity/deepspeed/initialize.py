@@ -26,6 +26,7 @@ from infinity.deepspeed.zero import units_for
 from infinity.directories.lock import lock_directory
 from infinity.engine import ATTRIBUTE
 from infinity.errors import PathInUseError, in_words
+from infinity.modules.init import outside
 from infinity.optim.conversion import redirect, unwrapped
 from infinity.sharding.ranks import find_ranks
 
@@ -34,6 +35,7 @@ log = logging.getLogger("infinity")
 _MOST_ENGINES = 64  # in one NVMe directory
 
 
+@outside()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,

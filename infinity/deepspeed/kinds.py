@@ -111,6 +111,17 @@ def several(each: ValueKind, count: int | None = None) -> ValueKind:
     return ValueKind(f"a list of {count or ''} {each.words}".replace("  ", " "), parse)
 
 
+def one_or_several(each: ValueKind) -> ValueKind:
+    """A list of values of one kind, or one of them."""
+    listed = several(each)
+
+    def parse(value: Any) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = listed.parse([value] if isinstance(value, str) else value)
+        return found
+
+    return ValueKind(listed.words, parse)
+
+
 def either(first: ValueKind, second: ValueKind) -> ValueKind:
     """A value of one of two kinds."""
 

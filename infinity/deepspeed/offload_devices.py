@@ -1,4 +1,5 @@
-"""The values of `offload_param.device` and `offload_optimizer.device`, as scripts write them."""
+"""The values of `offload_param.device` and `offload_optimizer.device`, and those that
+`engine.offload_states` takes, as scripts write them."""
 
 from enum import Enum
 
@@ -9,3 +10,13 @@ class OffloadDeviceEnum(str, Enum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+class OffloadStateTypeEnum(str, Enum):
+    """What `engine.offload_states` may be asked to move."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"

@@ -89,7 +89,7 @@ class Settings:
     gather_16bit_weights_on_save: bool
     refuse_unused: bool
     """Whether a step fails where a trainable parameter got no gradient."""
-    leaf_modules: tuple[str, ...]
+    leaf_modules: Mapping[str, tuple[str, ...]]
     """Names of classes or modules that are one unit each."""
     tag_validation: Literal["ignore", "warn", "fail"]
     drop_last: bool
@@ -186,7 +186,7 @@ def _settings(
     raw, notices, rows = found
     optimizer = _named(values, "optimizer")
     precision = _precision(values)
-    leaf = [values[f"zero_optimization.leaf_module.{name}"] for name in LEAVES]
+    leaf = {name: values[f"zero_optimization.leaf_module.{name}"] for name in LEAVES}
     return Settings(
         config=_config(values, precision, optimizer, notices),
         batches=_batches(values, ranks, partial),
@@ -204,7 +204,7 @@ def _settings(
             "zero_optimization.stage3_gather_16bit_weights_on_model_save"
         ],
         refuse_unused=not values["zero_optimization.ignore_unused_parameters"],
-        leaf_modules=tuple(name for names in leaf for name in names),
+        leaf_modules=leaf,
         tag_validation=values["checkpoint.tag_validation"],
         drop_last=values["dataloader_drop_last"],
         raw=raw,

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from infinity.deepspeed.communication import get_rank
+from infinity.deepspeed.errors import DeepSpeedConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,6 +22,15 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     """Log `message` on `ranks`; on all where they are left out, or hold -1."""
     if not ranks or -1 in ranks or get_rank() in ranks:
         logger.log(level, "[rank %d] %s", get_rank(), message)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: Any = None) -> None:
+    """Log from this level on: "debug", "info", "warning", "error" or "critical". Raises
+    `ConfigError` for another one."""
+    levels = ("debug", "info", "warning", "error", "critical")
+    if not isinstance(log_level_str, str) or log_level_str.lower() not in levels:
+        raise DeepSpeedConfigError(f"log level {log_level_str!r}; take one of {', '.join(levels)}")
+    (custom_logger or logger).setLevel(log_level_str.upper())
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

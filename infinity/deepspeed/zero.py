@@ -5,7 +5,7 @@ Functions for the states of one parameter are in `fragments`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -242,20 +242,33 @@ def unset_z3_leaf_modules(
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules with these names in the model; returns them."""
-    found = [module for name, module in model.named_modules() if name in module_names]
-    return _mark(model, True, found, raise_if_not_found)
+    model: nn.Module,
+    module_names: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules with these names in the model; returns them, and the names that it has
+    not."""
+    found = {
+        wanted: [module for name, module in model.named_modules() if name == wanted]
+        for wanted in module_names
+    }
+    return _mark_named(model, flag, found, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules whose names in the model end so; returns them."""
-    ends = tuple(module_name_suffixes)
-    found = [module for name, module in model.named_modules() if name.endswith(ends)]
-    return _mark(model, True, found, raise_if_not_found)
+    model: nn.Module,
+    module_name_suffixes: Sequence[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules whose names in the model end so; returns them, and the ends that no name
+    has."""
+    found = {
+        end: [module for name, module in model.named_modules() if name.endswith(end)]
+        for end in module_name_suffixes
+    }
+    return _mark_named(model, flag, found, raise_if_not_found)
 
 
 def _of_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
@@ -284,16 +297,26 @@ def _mark(model: nn.Module, flag: bool, found: list[nn.Module], needed: bool) ->
     return found
 
 
-def units_for(model: nn.Module, named: Sequence[str]) -> list[nn.Module] | None:
+def _mark_named(
+    model: nn.Module, flag: bool, found: Mapping[str, list[nn.Module]], needed: bool
+) -> tuple[list[nn.Module], list[str]]:
+    missing = [name for name, modules in found.items() if not modules]
+    if needed and missing:
+        raise DeepSpeedConfigError(
+            f"{type(model).__name__} has no module {missing[0]!r}; print(model) shows their names"
+        )
+    modules = list(dict.fromkeys(module for each in found.values() for module in each))
+    return _mark(model, flag, modules, needed=False), missing
+
+
+def units_for(model: nn.Module, named: Mapping[str, Sequence[str]]) -> list[nn.Module] | None:
     """What `infinity.wrap` takes as `units` so that every marked module is brought as a whole, and
-    those that a configuration names, by class, by name, or by the end of it. None where they are
+    those that a configuration names, by "classes", "names" or "name_suffixes". None where they are
     anyway, as parts of a repeated block."""
-    leaves = set(get_z3_leaf_modules(model)) | set(_of_classes(model, named))
-    leaves |= {
-        module
-        for name, module in model.named_modules()
-        if name and any(name == each or name.endswith(f".{each}") for each in named)
-    }
+    set_z3_leaf_modules(model, named["classes"], raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, named["names"], raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, named["name_suffixes"], raise_if_not_found=False)
+    leaves = get_z3_leaf_modules(model)
     blocks = find_owners(model).values()
     inside = {part for block in blocks for part in block.modules()}
     whole = [module for module in leaves if module not in inside and _has_parameters(module)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import ClassVar, NamedTuple
@@ -109,13 +108,12 @@ def _building(exact: bool, named: bool) -> Iterator[None]:
     thread = threading.get_ident()
     taping = Taping(Tape(), exact)
     of_ours = type("TapedParameter", (TapedParameter,), {"taping": taping})
-    holders: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
         if parameter is None or taping.is_paused or threading.get_ident() != thread:
             return
-        holders.setdefault(module, set()).add(name)
+        taping.holders.setdefault(module, set()).add(name)
         is_plain = number_of(parameter) is not None and not is_lazy(parameter)
         if parameter.device.type != "meta" and is_plain:  # others, such as sparse ones, stay
             kind, values = type(parameter), dict(vars(parameter))
@@ -132,9 +130,19 @@ def _building(exact: bool, named: bool) -> Iterator[None]:
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
         taping.tape.end()
-        for module, names in holders.items():
-            for name in names:
-                _note(module, name, taping)
+        _note_all(taping)
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """Inside, this thread builds as outside of `init`, and what it has built until now can be
+    wrapped. Does nothing outside of `init`."""
+    with ExitStack() as stack:
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, Taping):
+                stack.enter_context(mode.paused())
+                _note_all(mode)
+        yield
 
 
 @contextmanager
@@ -154,7 +162,15 @@ def reopened(parameters: Sequence[TapedParameter]) -> Iterator[None]:
 
 def is_building() -> bool:
     """Whether this thread is inside of `init`."""
-    return any(isinstance(mode, Taping) for mode in _get_current_dispatch_mode_stack())
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, Taping) and not mode.is_paused for mode in modes)
+
+
+def _note_all(taping: Taping) -> None:
+    """Tell all modules that were built where the values of their parameters come from."""
+    for module, names in taping.holders.items():
+        for name in names:
+            _note(module, name, taping)
 
 
 def _note(module: nn.Module, name: str, taping: Taping) -> None:

@@ -22,12 +22,14 @@ asks `tensor.is_meta`.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
@@ -70,6 +72,8 @@ class Taping(TorchDispatchMode):
         self.tape = tape
         self.exact = exact
         self.is_paused = False
+        self.holders: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        """The modules that registered parameters, and the names of these."""
         self._functions = _Functions(self)
 
     def __enter__(self) -> Taping:

@@ -161,9 +161,9 @@ def test_batch_sizes_that_do_not_fit_are_refused_with_the_equation(
             LossScale(100.0, 65536.0, 1000, 2, 1.0),
         ),
         (
-            {"zero_optimization": {"leaf_module": {"classes": ["A"], "names": ["b"]}}},
+            {"zero_optimization": {"leaf_module": {"classes": ["A"], "names": "b"}}},
             "leaf_modules",
-            ("A", "b"),
+            {"classes": ("A",), "names": ("b",), "name_suffixes": ()},
         ),
         (
             {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.5, 0.9]}}},

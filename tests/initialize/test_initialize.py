@@ -330,8 +330,9 @@ def test_a_leaf_module_is_one_unit(start: Start, marked: bool) -> None:
         leaves = infinity.zero.set_z3_leaf_modules(model[0], [nn.Sequential])
         assert leaves == [model[0]] and infinity.zero.z3_leaf_module(model[0])
     else:
-        config["zero_optimization"]["leaf_module"] = {"classes": [], "names": ["0"]}
+        config["zero_optimization"]["leaf_module"] = {"classes": [], "names": "0"}
     engine, *_ = start(model=model, config=config)
+    assert infinity.zero.get_z3_leaf_modules(model) == [model[0]]
     (unit,) = [unit for unit in engine.engine.units if "0.0.weight" in unit.names]
     assert {"0.0.weight", "0.2.weight"} <= set(unit.names)
     assert "1.weight" not in unit.names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.deepspeed.generation import unwrap_model_for_generation
+from infinity.deepspeed.tiling import TiledLinear, TiledLinearReturnBias
 from infinity.deepspeed.zero import ZeroParamStatus
 from support.deepspeed import Net, batch, configuration, net
 
@@ -47,6 +50,19 @@ def test_a_model_built_inside_init_has_the_values_of_its_constructors(
     for name, value in net().state_dict().items():
         assert torch.equal(engine.module_state_dict()[name], value)
     step(engine)
+
+
+def test_a_model_is_initialized_inside_init(start: Start, tmp_path: Path) -> None:
+    """What is built after that has no memory, either."""
+    torch.manual_seed(0)
+    with infinity.zero.Init():
+        engine, *_ = start(model=Net(), config=configuration(tmp_path))
+        later = Net()
+    assert all(parameter.is_meta for parameter in later.parameters())
+    assert torch.equal(engine.module_state_dict()["first.weight"], net().first.weight)
+    step(engine)
+    other, *_ = start(model=later, config=configuration(tmp_path))
+    step(other)
 
 
 def test_init_may_be_off() -> None:
@@ -122,13 +138,18 @@ def test_leaf_modules_are_marked_and_unmarked() -> None:
     assert zero.set_z3_leaf_modules(model, [nn.Linear, "ReLU"]) == [model[0], model[1][0]]
     assert zero.get_z3_leaf_modules(model) == [model[0], model[1][0]]
     assert zero.unset_z3_leaf_modules(model, [nn.Linear]) == [model[0]]
-    assert zero.set_z3_leaf_modules_by_name(model, ["1"]) == [model[1]]
-    assert zero.set_z3_leaf_modules_by_suffix(model, ["1.0"]) == [model[1][0]]
+    assert zero.set_z3_leaf_modules_by_name(model, ["1"]) == ([model[1]], [])
+    assert zero.set_z3_leaf_modules_by_suffix(model, ["1.0", "0"]) == ([model[1][0], model[0]], [])
     zero.set_z3_leaf_module(model[1], False)
     assert not zero.z3_leaf_module(model[1])
     with pytest.raises(infinity.ConfigError, match="no module of Sequential is meant"):
         zero.set_z3_leaf_modules(model, [nn.Conv2d])
     assert zero.set_z3_leaf_modules(model, [nn.Conv2d], raise_if_not_found=False) == []
+    assert zero.set_z3_leaf_modules_by_name(model, ["0", "x"], False, False) == ([model[0]], ["x"])
+    assert zero.get_z3_leaf_modules(model) == [model[1][0]]
+    with pytest.raises(ValueError, match="Sequential has no module 'x'; print"):
+        zero.set_z3_leaf_modules_by_suffix(model, ["0", "x"])
+    assert zero.get_z3_leaf_modules(model) == [model[1][0]]
 
 
 # States of one parameter
@@ -239,3 +260,59 @@ def test_a_write_outside_of_a_gather_is_refused(start: Start) -> None:
         model.first.weight.zero_()
     with pytest.raises(infinity.ConfigError, match=r"first\.weight was given values after"):
         start(model=model, config=configuration())
+
+
+# Generation
+
+
+def test_trl_takes_hooks_away_before_it_generates(start: Start, tmp_path: Path) -> None:
+    """As `trl.models.utils.remove_hooks` and `add_hooks` do."""
+    engine, *_ = start(model=net(), config=configuration(tmp_path))
+    x, _ = batch(0)
+    expected = engine(x)
+    offload = engine.optimizer.parameter_offload
+    with unwrap_model_for_generation(engine) as model:
+        assert not [*offload.module.named_parameters(recurse=True)]
+        assert not [*offload.module.ds_external_parameters()]
+        assert offload.forward_hooks == offload.backward_hooks == []
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+            assert model.module.first.weight.ds_status is ZeroParamStatus.AVAILABLE
+        methodcaller("_register_deepspeed_module", offload.module)(offload)
+    step(engine)
+
+
+# Tiles
+
+
+def test_a_tiled_layer_computes_what_a_layer_does(start: Start, tmp_path: Path) -> None:
+    plain = nn.Linear(8, 5)
+    x = torch.randn(2, 8)
+    with infinity.zero.Init():
+        tiled = TiledLinear(8, 5, in_splits=3, out_splits=2)
+    assert [tuple(row[0].weight.shape) for row in tiled.linears] == [(3, 3), (2, 3)]
+    engine, *_ = start(model=nn.Sequential(tiled), config=configuration(tmp_path))
+    tiled.copy_params_from(plain)
+    torch.testing.assert_close(engine(x), plain(x))
+    apart = TiledLinear(8, 5, bias=False, out_splits=2, combine_out_splits=False)
+    assert [part.shape for part in apart(x)] == [(2, 3), (2, 2)]
+    with pytest.raises(RuntimeError, match="out_splits=6 must be from 1 to 5"):
+        TiledLinear(8, 5, out_splits=6)
+
+
+class WithBias(nn.Linear):
+    """Leaves adding its bias to others."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """The output, and the bias."""
+        return nn.functional.linear(x, self.weight), self.bias
+
+
+def test_a_tiled_layer_may_leave_its_bias_to_others() -> None:
+    plain = nn.Linear(8, 5)
+    tiled = TiledLinearReturnBias(
+        8, 5, in_splits=2, out_splits=2, linear_cls=WithBias, init_linear=plain
+    )
+    output, bias = tiled(torch.eye(8))
+    assert torch.equal(bias, plain.bias)
+    torch.testing.assert_close(output, plain.weight.T)

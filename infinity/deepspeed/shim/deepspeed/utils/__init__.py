@@ -23,6 +23,7 @@ from infinity.deepspeed.tools import (
     log_dist,
     logger,
     see_memory_usage,
+    set_log_level_from_string,
 )
 from infinity.deepspeed.zero import (
     get_z3_leaf_modules,
@@ -58,6 +59,7 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
     "see_memory_usage",
+    "set_log_level_from_string",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

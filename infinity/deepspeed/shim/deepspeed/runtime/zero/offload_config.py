@@ -1,5 +1,5 @@
 """Where states may live."""
 
-from infinity.deepspeed.offload_devices import OffloadDeviceEnum
+from infinity.deepspeed.offload_devices import OffloadDeviceEnum, OffloadStateTypeEnum
 
-__all__ = ["OffloadDeviceEnum"]
+__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum"]
