@@ -171,6 +171,11 @@ class DeepSpeedEngine(Answers, nn.Module):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say from now on whether the next `step` is one of the optimizer, instead of counting."""
+        if not self.settings.managed_accumulation:
+            raise DeepSpeedUsageError(
+                "set_gradient_accumulation_boundary has no say where managed_gradient_accumulation "
+                "is false: there every step is one of the optimizer; leave out one of them"
+            )
         self._given_boundary = bool(is_boundary)
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:

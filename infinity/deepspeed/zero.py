@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.deepspeed.agree import join_ranks, same_draws, several, values_of
-from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.deepspeed.errors import DeepSpeedConfigError, DeepSpeedUsageError
 from infinity.deepspeed.fragments import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -146,8 +146,16 @@ class GatheredParameters:
 def _rebuilt(parameters: Sequence[TapedParameter], rank: int | None) -> Iterator[None]:
     """Inside, parameters without memory can be read and changed; on all ranks they are what `rank`
     leaves in them."""
+    before = [parameter._version for parameter in parameters]
+    is_free = is_building()  # a constructor writes what it likes
     with reopened(parameters):
         yield
+        changed = [parameter._version for parameter in parameters] != before
+        if rank is None and changed and not is_free:
+            raise DeepSpeedUsageError(
+                "in-place modification of a parameter inside of GatheredParameters without "
+                "modifier_rank; say which rank changes it, and build the model again"
+            )
         if rank is None or not several():
             return
         for parameter in parameters:

@@ -46,6 +46,7 @@ utils.safe_get_full_grad utils.safe_get_full_fp32_param utils.safe_set_full_opti
 utils.set_z3_leaf_modules utils.safe_get_local_grad utils.torch.required_torch_version
 ops.op_builder.CPUAdamBuilder ops.aio.AsyncIOBuilder runtime.zero.offload_config.OffloadDeviceEnum
 runtime.zero.offload_config.OffloadStateTypeEnum utils.set_log_level_from_string
+utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
 zero.unwrap_model_for_generation zero.TiledLinear runtime.zero.tiling.TiledLinearReturnBias
 runtime.lr_schedules.WARMUP_MAX_LR runtime.zero.utils.ZeRORuntimeException
 """

@@ -196,6 +196,8 @@ def test_the_script_says_where_a_step_ends(start: Start) -> None:
     own.backward(own(*batch(0)))
     own.step()
     assert own.global_steps == 1
+    with pytest.raises(AssertionError, match="managed_gradient_accumulation is false"):
+        own.set_gradient_accumulation_boundary(False)
 
 
 def test_no_sync_changes_no_number_and_takes_no_step(start: Start) -> None:

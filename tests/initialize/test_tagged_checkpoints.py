@@ -11,6 +11,11 @@ import pytest
 import torch
 
 import infinity
+from infinity.deepspeed.consolidation import (
+    convert_zero_checkpoint_to_fp32_state_dict,
+    get_fp32_state_dict_from_zero_checkpoint,
+    load_state_dict_from_zero_checkpoint,
+)
 from support.deepspeed import batch, configuration, net
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -190,3 +195,33 @@ def test_weights_are_loaded_from_a_state_dict(start: Start) -> None:
     engine, *_ = start(model=net(), config=configuration())
     engine.load_module_state_dict({"module": net(1).state_dict()})
     assert torch.equal(engine.module_state_dict()["last.bias"], net(1).last.bias)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_weights_of_a_checkpoint_come_back_in_fp32(
+    start: Start, tmp_path: Path, safe: bool
+) -> None:
+    model = net()
+    model.second.requires_grad_(False)
+    engine, *_ = start(model=model, config=configuration(bf16={"enabled": True}))
+    x, labels = batch(0)
+    engine.backward(engine(x.bfloat16(), labels))
+    engine.step()
+    with pytest.raises(ValueError, match="has no file latest; give a tag"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    engine.save_checkpoint(tmp_path)
+    state = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    assert set(state) == set(net().state_dict())
+    assert {each.dtype for each in state.values()} == {torch.float32}
+    weight = engine.module.first.weight
+    assert torch.equal(state["first.weight"], infinity.get(weight, "master"))
+    loaded = load_state_dict_from_zero_checkpoint(net(1), tmp_path, tag="global_step1")
+    assert torch.equal(loaded.first.weight, state["first.weight"])
+    trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    assert "first.weight" in trained and "second.weight" not in trained
+    out = tmp_path / "made" / "out"
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, out, "400B", safe_serialization=safe)
+    assert len(list(out.iterdir())) > 2 if safe else (out / "pytorch_model.bin").is_file()
+    if not safe:
+        written = torch.load(out / "pytorch_model.bin")
+        assert all(torch.equal(written[name], state[name]) for name in state)

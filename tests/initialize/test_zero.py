@@ -65,6 +65,22 @@ def test_a_model_is_initialized_inside_init(start: Start, tmp_path: Path) -> Non
     step(other)
 
 
+def test_a_change_before_initialize_needs_a_rank() -> None:
+    with infinity.zero.Init():
+        model = Net()
+    weight = model.first.weight
+    with infinity.zero.GatheredParameters(weight), torch.no_grad():
+        assert weight.abs().sum() > 0
+    with (
+        pytest.raises(RuntimeError, match="in-place modification of a parameter"),
+        infinity.zero.GatheredParameters(weight),
+        torch.no_grad(),
+    ):
+        weight.add_(0.0)
+    with infinity.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight.zero_()
+
+
 def test_init_may_be_off() -> None:
     with infinity.zero.Init(enabled=False):
         model = net()

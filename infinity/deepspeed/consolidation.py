@@ -1,0 +1,95 @@
+"""`deepspeed.utils.zero_to_fp32`: the weights of a checkpoint in fp32, without an engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.contents import Contents, StoredTensor
+from infinity.checkpoint.export import everything, export, target_dtype, trained_only
+from infinity.deepspeed.checkpoints import LATEST
+from infinity.deepspeed.errors import DeepSpeedConfigError
+from infinity.engine import ATTRIBUTE
+from infinity.quantities import parse_bytes
+
+_FILE = "pytorch_model.bin"
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a checkpoint of `save_checkpoint`, floating-point ones in fp32, in
+    host memory. `lazy_mode` changes nothing. Without frozen parameters, what is trained is left.
+
+    Raises `ValueError` without a tag and a file `latest`, and `CheckpointError` for what is no
+    checkpoint of this engine.
+    """
+    contents = Contents(_tagged(Path(checkpoint_dir), tag))
+    wanted = _selection(contents, exclude_frozen_parameters).rename
+    return {
+        weight.name: _read(contents, weight) for weight in contents.weights() if wanted(weight.name)
+    }
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Load these weights into `model`, on the host unless an engine has it; returns it."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    if ATTRIBUTE not in vars(model):
+        model = model.cpu()
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write these weights to `output_dir`: as `pytorch_model.bin`, one file of `torch.save`; with
+    `safe_serialization` piece by piece as safetensors, in files of at most `max_shard_size`."""
+    output = Path(output_dir)
+    if not safe_serialization:
+        state = get_fp32_state_dict_from_zero_checkpoint(
+            checkpoint_dir, tag, exclude_frozen_parameters
+        )
+        output.mkdir(parents=True, exist_ok=True)
+        torch.save(state, output / _FILE)
+        return
+    contents = Contents(_tagged(Path(checkpoint_dir), tag))
+    output.absolute().parent.mkdir(parents=True, exist_ok=True)
+    selection = _selection(contents, exclude_frozen_parameters)
+    most = sys.maxsize if max_shard_size is None else parse_bytes(max_shard_size)
+    export(contents, output, selection, torch.float32, shard_bytes=most)
+
+
+def _tagged(directory: Path, tag: str | None) -> Path:
+    if tag is None:
+        latest = directory / LATEST
+        if not latest.is_file():
+            raise DeepSpeedConfigError(f"{directory} has no file {LATEST}; give a tag")
+        tag = latest.read_text().strip()
+    return directory / str(tag)
+
+
+def _selection(contents: Contents, without_frozen: bool) -> Any:
+    return trained_only(contents) if without_frozen else everything(contents)
+
+
+def _read(contents: Contents, weight: StoredTensor) -> torch.Tensor:
+    dtype = target_dtype(weight.dtype, torch.float32)
+    values = torch.empty(weight.numel, dtype=dtype)
+    for run in contents.read(weight):
+        values[run.begin : run.begin + run.values.numel()] = run.values
+    return values.view(weight.shape)
