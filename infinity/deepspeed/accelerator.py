@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import accelerator as torch_accelerator
 
+from infinity.free_memory import read_host
+
 
 class DeepSpeedAccelerator:
     """The compute device. Functions of devices that this one has not do nothing, or give 0."""
@@ -80,6 +82,10 @@ class DeepSpeedAccelerator:
         """Whether it computes in fp16."""
         return True
 
+    def is_fp64_supported(self) -> bool:
+        """Whether it computes in fp64."""
+        return True
+
     def supported_dtypes(self) -> list[torch.dtype]:
         """The dtypes of parameters."""
         return [torch.float32, torch.float16, torch.bfloat16]
@@ -112,16 +118,62 @@ class DeepSpeedAccelerator:
         """Bytes that torch keeps."""
         return 0 if self._kind == "cpu" else torch_accelerator.memory_reserved(device_index)
 
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The most bytes that torch kept."""
+        return 0 if self._kind == "cpu" else torch_accelerator.max_memory_reserved(device_index)
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """What torch counts of its memory."""
+        return {} if self._kind == "cpu" else dict(torch_accelerator.memory_stats(device_index))
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes of the device; of the host, where there is no other."""
+        return self._memory(device_index)[1]
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes of them that are free."""
+        return self._memory(device_index)[0]
+
+    def _memory(self, device_index: int | None) -> tuple[int, int]:
+        if self._kind != "cpu":
+            return torch_accelerator.get_memory_info(device_index)
+        host = read_host()
+        return (0, 0) if host is None else (host.free, host.total)
+
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Count the most bytes from now on."""
         if self._kind != "cpu":
             torch_accelerator.reset_peak_memory_stats(device_index)
+
+    reset_max_memory_allocated = reset_peak_memory_stats
+
+    def current_stream(self, device_index: int | None = None) -> torch.Stream | None:
+        """The queue of operations in use; None on CPUs."""
+        return None if self._kind == "cpu" else torch_accelerator.current_stream(device_index)
+
+    def stream(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
+        """A context in which `stream` is the one in use."""
+        return nullcontext() if stream is None else stream
+
+    @property
+    def Stream(self) -> Any:
+        """The class of streams; on CPUs a function that gives None."""
+        return (lambda *_, **__: None) if self._kind == "cpu" else torch.Stream
+
+    @property
+    def Event(self) -> Any:
+        """The class of events; on CPUs a function that gives None."""
+        return (lambda *_, **__: None) if self._kind == "cpu" else torch.Event
 
     def manual_seed(self, seed: int) -> None:
         """Seed all generators."""
         torch.manual_seed(seed)
 
     manual_seed_all = manual_seed
+
+    def initial_seed(self) -> int:
+        """What the generator of the CPU was seeded with."""
+        return torch.initial_seed()
 
     def random(self) -> Any:
         """The module of random numbers."""

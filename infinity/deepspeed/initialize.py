@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,7 +21,7 @@ from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.optimizers import Client, Recipe, options, recipe
 from infinity.deepspeed.schedulers import scheduler
-from infinity.deepspeed.settings import DTYPES, Settings
+from infinity.deepspeed.settings import Settings
 from infinity.deepspeed.source import Source
 from infinity.deepspeed.zero import units_for
 from infinity.directories.lock import lock_directory
@@ -86,8 +87,8 @@ def initialize(
     with _wrapped(plain, settings, found, frozen) as directories:
         built = None if found is None else found.build(plain, options(settings))
         follower = _scheduler(settings, lr_scheduler, built)
-    if settings.precision != "fp32":
-        plain.to(DTYPES[settings.precision])  # buffers; parameters are
+    if settings.buffer_dtype is not None:
+        _cast_buffers(plain, settings.buffer_dtype)
     engine = DeepSpeedEngine(plain, settings, built, follower, batches, directories, frozen)
     if built is not None and found is not None and found.client is not None:
         engine.client_optimizer = found.client
@@ -159,6 +160,13 @@ def _wrapped(
             model.get_parameter(name).requires_grad_(True)
         _remove(directories)
         raise
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_floating_point():
+            owner, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(owner), own_name, buffer.to(dtype))
 
 
 def _with_own_directories(config: Config) -> tuple[Config, list[Path]]:

@@ -146,7 +146,7 @@ _BATCH = (
 _GRADIENTS = (
     exact("gradient_clipping", number(), 1.0, "max_grad_norm={value} of the optimizer"),
     exact("gradient_allreduce_op", one_of("mean", "sum"), "mean", "how ranks reduce"),
-    refused("data_types.buffer_dtype", DTYPE, None, "buffers keep their dtype"),
+    exact("data_types.buffer_dtype", DTYPE, None, "buffers of floating point are cast to it"),
     mapped("data_types.param_dtype", DTYPE, None, "Config(precision=...)"),
     ignored("data_types.keep_in_fp32_modules", ANYTHING, "auto", "buffers keep their dtype"),
     mapped("communication_data_type", DTYPE, None, "Tuning(gradient_precision=...)"),

@@ -194,6 +194,12 @@ class OneCycle(Iterations):
             for low, high in zip(self.min_moms, self.max_moms, strict=True)
         ]
 
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas in use, of each group; None where they have no cycle."""
+        if not self.cycle_momentum:
+            return None
+        return [group["betas"] for group in self.optimizer.param_groups]
+
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go on by one iteration, or to the one that is given."""
         super().step(last_batch_iteration)

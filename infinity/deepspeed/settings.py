@@ -10,6 +10,7 @@ become fields. [Note: order of steps]
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,6 +77,8 @@ class Settings:
     precision: Precision
     loss_scale: LossScale | None
     """With fp16 only."""
+    buffer_dtype: torch.dtype | None
+    """What buffers of floating point are cast to; None where they keep their dtype."""
     cast_inputs: bool
     """Whether floating-point inputs of the model are cast to fp16."""
     autocast: torch.dtype | None
@@ -186,6 +189,7 @@ def _settings(
     raw, notices, rows = found
     optimizer = _named(values, "optimizer")
     precision = _precision(values)
+    buffer_dtype = values["data_types.buffer_dtype"]
     leaf = {name: values[f"zero_optimization.leaf_module.{name}"] for name in LEAVES}
     return Settings(
         config=_config(values, precision, optimizer, notices),
@@ -194,6 +198,7 @@ def _settings(
         gradient_clipping=float(values["gradient_clipping"]),
         precision=precision,
         loss_scale=_loss_scale(values) if precision == "fp16" else None,
+        buffer_dtype=None if buffer_dtype is None else DTYPES[buffer_dtype],
         cast_inputs=precision == "fp16" and values["fp16.auto_cast"],
         autocast=_autocast(values, precision),
         skip_nonfinite=precision == "bf16" and values["bf16.check_grad_overflow"],
@@ -305,12 +310,21 @@ def _autocast(values: _Values, precision: Precision) -> torch.dtype | None:
 
 def _loss_scale(values: _Values) -> LossScale:
     static = values["fp16.loss_scale"]
+    initial = 2.0 ** values["fp16.initial_scale_power"]
+    minimum = float(values["fp16.min_loss_scale"])
+    if math.isinf(static):
+        raise DeepSpeedConfigError(f"fp16.loss_scale={static} must be finite; 0 is a dynamic scale")
+    if not static and (math.frexp(minimum)[0] != 0.5 or minimum > initial):
+        raise DeepSpeedConfigError(
+            f"fp16.min_loss_scale={minimum:g} must be a power of two, and at most "
+            f"2**fp16.initial_scale_power, {initial:g}"
+        )
     return LossScale(
         static=float(static) if static else None,
-        initial=2.0 ** values["fp16.initial_scale_power"],
+        initial=initial,
         window=values["fp16.loss_scale_window"],
         hysteresis=values["fp16.hysteresis"],
-        minimum=float(values["fp16.min_loss_scale"]),
+        minimum=minimum,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -42,11 +42,19 @@ def instrument_w_nvtx(function: F) -> F:
     return function
 
 
+@contextmanager
 def OnDevice(
-    dtype: torch.dtype | None = None, device: str = "meta", enabled: bool = True
-) -> AbstractContextManager[Any]:
-    """A context that builds tensors on `device`."""
-    return torch.device(device) if enabled else nullcontext()
+    dtype: torch.dtype | None = None, device: str | torch.device = "meta", enabled: bool = True
+) -> Iterator[None]:
+    """A context that builds tensors on `device`, those of floating point in `dtype`."""
+    before = torch.get_default_dtype()
+    with torch.device(device) if enabled else nullcontext():
+        if enabled and dtype is not None:
+            torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

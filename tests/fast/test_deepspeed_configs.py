@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,12 @@ def test_a_key_becomes_a_field_of_tuning(more: dict[str, Any], tuning: dict[str,
         ),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "changes the numbers"),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zenflow.topk_ratio=0.1: upd"),
+        ({"fp16": {"enabled": True, "loss_scale": math.inf}}, "fp16.loss_scale=inf must be finite"),
+        ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "min_loss_scale=0 must be a power of"),
+        (
+            {"fp16": {"enabled": True, "min_loss_scale": 16, "initial_scale_power": 3}},
+            "at most 2**fp16.initial_scale_power, 8",
+        ),
         ({"pipeline": {"stages": 2}}, "pipeline.stages=2: there is no pipeline parallelism"),
         ({"tensor_parallel": {"autotp_size": 2}}, "apply parallelize_module of torch before"),
         ({"compile": {"deepcompile": True}}, "call torch.compile on blocks of the model"),

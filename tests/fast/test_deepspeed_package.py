@@ -49,6 +49,10 @@ runtime.zero.offload_config.OffloadStateTypeEnum utils.set_log_level_from_string
 utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
 zero.unwrap_model_for_generation zero.TiledLinear runtime.zero.tiling.TiledLinearReturnBias
 runtime.lr_schedules.WARMUP_MAX_LR runtime.zero.utils.ZeRORuntimeException
+DeepSpeedConfig OnDevice DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable comm.log_summary
+runtime.config.DeepSpeedConfig runtime.config.ADAM_OPTIMIZER utils.nvtx.instrument_w_nvtx
+moe.utils.is_moe_param moe.utils.has_moe_layers
+moe.utils.split_params_into_different_moe_groups_for_optimizer
 """
 
 
@@ -129,6 +133,45 @@ def test_the_accelerator_answers(package: Any) -> None:
         device.synchronize()
     assert device.memory_allocated() >= 0
     assert device.on_accelerator(torch.zeros(1, device=device.device_name()))
+
+
+def test_the_accelerator_knows_its_memory_and_streams(package: Any) -> None:
+    device = package.get_accelerator()
+    assert 0 < device.available_memory() <= device.total_memory()
+    assert device.max_memory_reserved() >= 0 and isinstance(device.memory_stats(), dict)
+    with device.stream(device.current_stream()):
+        made = device.Stream(), device.Event()
+    assert device.device_name() != "cpu" or made == (None, None)
+    torch.manual_seed(5)
+    assert device.initial_seed() == 5
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_on_device_builds_there_and_in_the_dtype(package: Any, device: str) -> None:
+    before = torch.get_default_dtype()
+    with package.OnDevice(dtype=torch.half, device=device):
+        model = torch.nn.Linear(2, 2)
+    with package.OnDevice(dtype=torch.half, device=device, enabled=False):
+        plain = torch.nn.Linear(2, 2)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {(device, torch.half)}
+    assert {(p.device.type, p.dtype) for p in plain.parameters()} == {("cpu", torch.float32)}
+    assert torch.get_default_dtype() is before
+
+
+def test_a_configuration_is_read_without_an_engine(package: Any) -> None:
+    read = package.DeepSpeedConfig({"train_batch_size": 6, "gradient_accumulation_steps": 2})
+    assert (read.train_batch_size, read.train_micro_batch_size_per_gpu) == (6, 3)
+    assert (read.gradient_clipping, read.zero_enabled) == (1.0, False)
+    with pytest.raises(package.DeepSpeedConfigError, match="train_batch_size=5 is not"):
+        package.DeepSpeedConfig({"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2})
+
+
+def test_groups_of_a_model_without_experts_stay(package: Any) -> None:
+    experts = importlib.import_module("deepspeed.moe.utils")
+    group = {"params": parameter(), "name": "all"}
+    assert experts.split_params_into_different_moe_groups_for_optimizer(group) == [group]
+    assert not experts.is_moe_param(group["params"][0])
+    assert experts.has_moe_layers(torch.nn.Linear(1, 1)) == (False, 0)
 
 
 def test_a_missing_bias_among_gathered_parameters_is_left_out(package: Any) -> None:

@@ -127,6 +127,7 @@ def test_the_first_beta_has_a_cycle_of_its_own_and_both_decay() -> None:
     )
     betas, lrs = [], []
     for _ in range(7):
+        assert made.get_mom() == [optimizer.param_groups[0]["betas"]]
         betas.append(optimizer.param_groups[0]["betas"][0])
         lrs.append(optimizer.param_groups[0]["lr"])
         optimizer.step()

@@ -82,12 +82,19 @@ def test_a_loop_has_the_losses_of_plain_pytorch(
     assert engine.optimizer is optimizer and isinstance(optimizer, torch.optim.Optimizer)
 
 
-def test_bf16_is_that_of_parameters_and_buffers(start: Start) -> None:
+def test_buffers_are_cast_where_the_configuration_says_so(start: Start) -> None:
+    half = {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}
+    engine, *_ = start(model=net(), config=configuration(**half))
+    assert engine.module.scale.dtype == torch.bfloat16
+    assert [*dict(engine.module.named_buffers())] == ["scale"]
+
+
+def test_bf16_is_that_of_parameters_and_buffers_keep_their_dtype(start: Start) -> None:
     """As of `model.bfloat16()` with fp32 masters."""
     model, plain = net(), net()
     engine, *_ = start(model=model, config=configuration(bf16={"enabled": True}))
     assert {p.dtype for p in engine.parameters()} == {torch.bfloat16}
-    assert engine.module.scale.dtype == torch.bfloat16
+    assert engine.module.scale.dtype == torch.float32
     found = []
     masters = [p.detach().clone().requires_grad_() for p in plain.parameters()]
     optimizer = adamw(masters)

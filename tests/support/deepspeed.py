@@ -22,7 +22,8 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         """The loss (0-dimensional), or logits."""
-        x = functional.gelu(self.first(x)) * self.scale
+        x = functional.gelu(self.first(x))
+        x = x * self.scale.to(x.dtype)
         x = self.last(functional.gelu(self.second(x)))
         return x if labels is None else functional.cross_entropy(x.float(), labels)
 

@@ -6,13 +6,15 @@ from typing import Any
 from deepspeed import accelerator, checkpoint, comm, ops, pipe, runtime, utils
 from deepspeed.runtime import zero
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.utils import log_dist, logger
+from deepspeed.runtime.engine import DeepSpeedOptimizerCallable, DeepSpeedSchedulerCallable
+from deepspeed.utils import OnDevice, log_dist, logger
 from infinity.deepspeed.accelerator import get_accelerator
 from infinity.deepspeed.arguments import add_config_arguments
 from infinity.deepspeed.communication import init_distributed
 from infinity.deepspeed.engine import DeepSpeedEngine
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.initialize import initialize
+from infinity.deepspeed.parsed import DeepSpeedConfig
 from infinity.deepspeed.pretrained import load_streamed
 from infinity.deepspeed.refused import PipelineModule, init_inference, tp_model_init
 from infinity.optim.optimizer import Optimizer as DeepSpeedOptimizer
@@ -23,9 +25,13 @@ __git_hash__ = __git_branch__ = "infinity"
 version, git_hash, git_branch = __version__, __git_hash__, __git_branch__
 
 __all__ = [
+    "DeepSpeedConfig",
     "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "DeepSpeedOptimizer",
+    "DeepSpeedOptimizerCallable",
+    "DeepSpeedSchedulerCallable",
+    "OnDevice",
     "PipelineModule",
     "accelerator",
     "add_config_arguments",

@@ -10,9 +10,17 @@ from infinity.deepspeed.communication import (
     get_world_size,
     init_distributed,
     is_initialized,
+    log_summary,
 )
 
-__all__ = ["get_local_rank", "get_rank", "get_world_size", "init_distributed", "is_initialized"]
+__all__ = [
+    "get_local_rank",
+    "get_rank",
+    "get_world_size",
+    "init_distributed",
+    "is_initialized",
+    "log_summary",
+]
 
 
 def __getattr__(name: str) -> Any:

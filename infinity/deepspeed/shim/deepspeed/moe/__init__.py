@@ -1,5 +1,5 @@
 """Mixtures of experts, which are refused."""
 
-from deepspeed.moe import layer
+from deepspeed.moe import layer, utils
 
-__all__ = ["layer"]
+__all__ = ["layer", "utils"]

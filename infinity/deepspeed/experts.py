@@ -1,0 +1,25 @@
+"""What scripts ask about mixtures of experts of `deepspeed.moe`, of which there are none here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def has_moe_layers(model: nn.Module) -> tuple[bool, int]:
+    """Whether a model has layers of `deepspeed.moe`, and how many experts: none."""
+    return False, 0
+
+
+def is_moe_param(param: torch.Tensor) -> bool:
+    """Whether a parameter belongs to some ranks only: none does, for all are sharded alike."""
+    return False
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: Any, max_group_size: int | float | None = None
+) -> list[dict[str, Any]]:
+    """The groups as they are, in a list."""
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)
