@@ -6,6 +6,7 @@ paste it into a test.
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -49,10 +50,16 @@ def test_the_command_runs_programs_in_processes_of_its_own() -> None:
     assert "2 programs of seeds from 7 on: 0 seeds differ" in done.stdout
 
 
-def test_programs_are_the_same_each_time_and_can_be_pasted() -> None:
+def test_programs_are_the_same_each_time_and_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn.cache_clear()
     first = drawn(1, 50)
     drawn.cache_clear()
+    # Hypothesis looks for numbers there.
+    (tmp_path / "full_of_numbers.py").write_text(f"NUMBERS = {list(range(50))}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("full_of_numbers")
     assert drawn(1, 50) == first
     for recipe in first:
         assert eval(repr(recipe), dict(vars(recipes))) == recipe

@@ -10,12 +10,15 @@ import logging
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Flaky
+from hypothesis.internal.conjecture import providers
 
 from random_programs.comparing import Difference, difference
 from random_programs.ranks import TwoRanks
@@ -152,4 +155,16 @@ def _each(seed: int, count: int, phases: tuple[Phase, ...], call: Callable[[Reci
     def test(recipe: Recipe) -> None:
         call(recipe)
 
-    test()
+    with _the_same_wherever_it_runs():
+        test()
+
+
+@contextmanager
+def _the_same_wherever_it_runs() -> Iterator[None]:
+    """Hypothesis also draws numbers that it finds in the sources of the modules that are imported,
+    unless they are installed. The programs of a seed would change with them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(providers, "_get_local_constants", providers.Constants)
+        providers.CONSTANTS_CACHE.cache.clear()
+        yield
+    providers.CONSTANTS_CACHE.cache.clear()

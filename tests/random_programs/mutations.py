@@ -172,7 +172,7 @@ MUTATIONS = (
         5,
     ),
     Mutation(
-        "another gradient does not roll a speculative update back", Unit, "rollback", _nothing, 2
+        "another gradient does not roll a speculative update back", Unit, "rollback", _nothing, 14
     ),
     Mutation(
         "what a speculative update put in place is not rolled back",
@@ -214,7 +214,7 @@ MUTATIONS = (
         codec,
         "decode_master",
         _low_bits_are_lost,
-        17,
+        26,
     ),
     Mutation(
         "copies stay as they were before an update", Residency, "begin_update", _old_copies_stay, 0
