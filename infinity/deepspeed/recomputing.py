@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 log = logging.getLogger("infinity")
 
 
-def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, which is done again in backward instead of keeping what it needs."""
-    return torch_checkpoint(function, *args, use_reentrant=False)
+def checkpoint(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """`function(*args, **named)`, which is done again in backward instead of keeping what it needs.
+
+    As in DeepSpeed, the function gets all that is named.
+    """
+    return torch_checkpoint(partial(function, **named), *args, use_reentrant=False)
 
 
 non_reentrant_checkpoint = checkpoint

@@ -166,6 +166,14 @@ def test_a_configuration_is_read_without_an_engine(package: Any) -> None:
         package.DeepSpeedConfig({"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2})
 
 
+def test_a_checkpointed_function_gets_what_is_named(package: Any) -> None:
+    x: Any = torch.tensor([3.0], requires_grad=True)
+    found = package.checkpointing.checkpoint(lambda x, scale: x * x * scale, x, scale=2.0)
+    found.backward()
+    assert found.item() == 18.0
+    assert torch.equal(x.grad, torch.tensor([12.0]))
+
+
 def test_groups_of_a_model_without_experts_stay(package: Any) -> None:
     experts = importlib.import_module("deepspeed.moe.utils")
     group = {"params": parameter(), "name": "all"}
