@@ -149,7 +149,9 @@ class DeepSpeedEngine(Answers, nn.Module):
         unknown = [name for name in others if name not in _ANYWAY]
         if unknown:
             raise TypeError(f"engine.backward has no option {unknown[0]!r}")
-        return self._losses.backward(loss, self._trained("backward"), retain_graph, scale_wrt_gas)
+        optimizer = self._trained("backward")
+        divided = self._losses.backward(loss, optimizer, retain_graph, scale_wrt_gas)
+        return divided.to(loss.dtype)
 
     def _trained(self, what: str) -> Optimizer:
         if self.optimizer is None:

@@ -82,6 +82,12 @@ def test_a_loop_has_the_losses_of_plain_pytorch(
     assert engine.optimizer is optimizer and isinstance(optimizer, torch.optim.Optimizer)
 
 
+def test_backward_returns_the_loss_in_its_dtype(start: Start) -> None:
+    engine, *_ = start(model=net(), config=configuration(bf16={"enabled": True}))
+    loss = engine(batch(0)[0].bfloat16()).mean()
+    assert engine.backward(loss).dtype == loss.dtype == torch.bfloat16
+
+
 def test_buffers_are_cast_where_the_configuration_says_so(start: Start) -> None:
     half = {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}
     engine, *_ = start(model=net(), config=configuration(**half))
