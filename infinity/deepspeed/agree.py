@@ -3,7 +3,6 @@ they are seeded."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,9 +15,9 @@ from infinity.sharding.collectives import reaches
 
 
 def join_ranks(port: int = PORT, required: bool | None = None) -> None:
-    """Initialize torch.distributed where a launcher has started several ranks, and nobody did."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        init_distributed(distributed_port=port, dist_init_required=required)
+    """Initialize torch.distributed where nobody did, also for one rank: scripts ask it for theirs
+    after `initialize`."""
+    init_distributed(distributed_port=port, dist_init_required=required)
 
 
 def several() -> bool:

@@ -209,7 +209,11 @@ def _adapting(kind: type[torch.optim.Optimizer]) -> Callable[..., Optimizer]:
         try:
             return adapt(kind, groups, **settings)
         except TypeError as error:
-            raise DeepSpeedConfigError(f"optimizer {kind.__name__}: {error}") from None
+            raise DeepSpeedConfigError(
+                f"optimizer {kind.__name__}: {error}. Each unit of the model gets one of its own, "
+                f"made by {kind.__name__}(parameters, {', '.join(settings)}): a subclass may take "
+                "that"
+            ) from None
 
     return make
 

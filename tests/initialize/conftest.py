@@ -6,10 +6,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import infinity
 
 Start = Callable[..., tuple[Any, Any, Any, Any]]
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """`initialize` makes one for its process."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import infinity
@@ -80,6 +81,15 @@ def test_a_loop_has_the_losses_of_plain_pytorch(
     assert loader is None and scheduler is None
     assert engine.global_steps == 4 and engine.global_samples == 8 * forwards
     assert engine.optimizer is optimizer and isinstance(optimizer, torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize("required", [None, False])
+def test_one_rank_can_ask_torch_for_its_number(start: Start, required: bool | None) -> None:
+    start(model=net(), config=configuration(), dist_init_required=required)
+    assert dist.is_initialized() is (required is None)
+    if required is None:
+        dist.barrier()
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
 
 
 def test_backward_returns_the_loss_in_its_dtype(start: Start) -> None:
