@@ -47,11 +47,11 @@ test: python-test native-test  ## Run every test (`make -k test`: the native one
 	@echo "make test took $$(($(TOOK) / 60)) min $$(($(TOOK) % 60)) s"
 
 # From an empty folder, so that Python finds the installed package and never the sources. A test waits a third of its time, for a
-# drive or a child, so there is a process more than CPUs. They share the tests file by file: a file may start ranks once for all.
+# drive or a child, so there are two processes more than CPUs. They share the tests file by file: a file may start ranks once for all.
 python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" chooses
 	@mkdir -p build/empty
 	cd build/empty
-	processes=$$(($$(nproc) >= 3 ? 4 : $$(nproc) + 1))
+	processes=$$(($$(nproc) >= 2 ? 4 : 3))
 	"$(BIN)/pytest" -c ../../pyproject.toml -n $$processes --dist loadfile $(PYTEST_ARGS) $(addprefix ../../,$(TESTS))
 
 random-programs: $(VENV)/installed  ## Run PROGRAMS=5000 random programs of seeds from FIRST=1000 on, in two processes
