@@ -250,12 +250,16 @@ class JobQueue:
     # For the pipeline: which chunk is next
 
     def await_work(self, may_hold: bool) -> bool:
-        """Block until there is a chunk to take; False when it was closed and there is none."""
+        """Block until there was a chunk to take; False when it was closed and there is none.
+
+        While it is OPEN the answer is True, although the chunk may be gone: the thread that runs
+        the model gives places to units and takes them away under another lock.
+        """
         with self.changed:
             self.changed.wait_for(
                 lambda: self._state is not QueueState.OPEN or self.has_work(may_hold)
             )
-            return self.has_work(may_hold)
+            return self._state is QueueState.OPEN or self.has_work(may_hold)
 
     def await_change(self, resumed: Callable[[], bool], may_hold: bool) -> None:
         """Block until `resumed`, which is looked at under the lock, or until there is a chunk to

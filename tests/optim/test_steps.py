@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.tiers.block import Block
+from infinity.tiers.resident import Residency
 from support.configs import config_of
 
 
@@ -73,6 +76,31 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: range) -> N
         loss_of(model, seed).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_a_place_that_is_lost_before_its_update_takes_it_ends_no_update(
+    wrap: Callable[..., infinity.Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of updates asks whether a unit has its place. Then another unit may take it."""
+    model, other = nn.Linear(48, 48), nn.Linear(48, 48)
+    other.load_state_dict(model.state_dict())
+    engine, expected = wrap(model, update="exact"), wrap(other, update="exact")
+    steps(other, infinity.AdamW(other.parameters(), lr=1e-2), range(1))
+    weights = expected.state_dict()
+    has_copy, answers, lost = Residency.has_copy, iter([True, False]), threading.Event()
+
+    def lose_once(self: Residency, block: Block) -> bool:
+        has = has_copy(self, block)
+        if has and threading.current_thread().name == "infinity-updater":
+            has = next(answers, True)
+            if not has:
+                lost.set()
+        return has
+
+    monkeypatch.setattr(Residency, "has_copy", lose_once)
+    steps(model, infinity.AdamW(model.parameters(), lr=1e-2), range(1))
+    assert lost.wait(60)
+    assert all(torch.equal(value, weights[name]) for name, value in engine.state_dict().items())
 
 
 def test_a_step_inside_of_gathered_is_refused_and_may_be_tried_again(
