@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from infinity.deepspeed.blocks import (
+    DeepSpeedFP16Config,
+    DeepSpeedZeroConfig,
+    get_bfloat16_config,
+)
 from infinity.deepspeed.communication import get_world_size
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.settings import Settings
@@ -28,6 +33,9 @@ class DeepSpeedConfig:
         self.gradient_accumulation_steps = settings.batches.accumulation
         self.gradient_clipping = settings.gradient_clipping
         self.gradient_allreduce_op = settings.average
+        self.zero_config = DeepSpeedZeroConfig(**(settings.raw.get("zero_optimization") or {}))
+        self.float16_config = DeepSpeedFP16Config(**(settings.raw.get("fp16") or {}))
+        self.bfloat16_config = get_bfloat16_config(settings.raw)
         self.zero_optimization_stage = settings.config.stage
         self.zero_enabled = settings.config.stage > 0
         self.optimizer_name = None if settings.optimizer is None else settings.optimizer.type

@@ -25,6 +25,14 @@ def tp_model_init(*args: Any, **options: Any) -> NoReturn:
     )
 
 
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> NoReturn:
+    """Refused."""
+    raise DeepSpeedConfigError(
+        f"{base_folder} has no file of a rank: checkpoints of this engine are read by "
+        "engine.load_checkpoint, and by get_fp32_state_dict_from_zero_checkpoint"
+    )
+
+
 class PipelineModule(torch.nn.Module):
     """Refused."""
 

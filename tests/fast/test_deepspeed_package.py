@@ -14,12 +14,18 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.deepspeed.blocks import (
+    DeepSpeedZeroConfig,
+    DeepSpeedZeroOffloadOptimizerConfig,
+    get_bfloat16_config,
+)
 from infinity.deepspeed.clients import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
     DeepSpeedCPULion,
     FusedAdam,
 )
+from infinity.deepspeed.keys import MIXTURES
 from infinity.deepspeed.pretrained import CHANGED
 from infinity.errors import ConfigError
 from infinity_command.run import shim
@@ -53,6 +59,10 @@ DeepSpeedConfig OnDevice DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable c
 runtime.config.DeepSpeedConfig runtime.config.ADAM_OPTIMIZER utils.nvtx.instrument_w_nvtx
 moe.utils.is_moe_param moe.utils.has_moe_layers
 moe.utils.split_params_into_different_moe_groups_for_optimizer
+runtime.zero.config.ZeroStageEnum runtime.zero.offload_config.DeepSpeedZeroOffloadParamConfig
+runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES
+runtime.precision_config.DeepSpeedFP16Config runtime.config.get_gradient_clipping
+checkpoint.utils.get_model_ckpt_name_for_rank
 """
 
 
@@ -110,6 +120,12 @@ def test_the_version_is_that_of_its_distribution(package: Any) -> None:
         (lambda d: d.tp_model_init(None), "call parallelize_module of torch"),
         (lambda d: d.PipelineModule([]), "there is no pipeline parallelism"),
         (lambda _: importlib.import_module("deepspeed.moe.layer").MoE(4), "deepspeed.moe is not"),
+        (
+            lambda _: importlib.import_module(
+                "deepspeed.checkpoint.utils"
+            ).get_model_ckpt_name_for_rank("run", "00"),
+            "run has no file of a rank",
+        ),
         (lambda d: d.ops.adam.FusedAdam([], bias_correction=False), "is not supported"),
     ],
 )
@@ -162,8 +178,37 @@ def test_a_configuration_is_read_without_an_engine(package: Any) -> None:
     read = package.DeepSpeedConfig({"train_batch_size": 6, "gradient_accumulation_steps": 2})
     assert (read.train_batch_size, read.train_micro_batch_size_per_gpu) == (6, 3)
     assert (read.gradient_clipping, read.zero_enabled) == (1.0, False)
+    assert read.zero_config == DeepSpeedZeroConfig()
     with pytest.raises(package.DeepSpeedConfigError, match="train_batch_size=5 is not"):
         package.DeepSpeedConfig({"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2})
+
+
+def test_a_block_of_a_configuration_is_an_object() -> None:
+    zero = DeepSpeedZeroConfig(stage=3, cpu_offload=True, stage3_prefetch_bucket_size=7)
+    assert zero.prefetch_bucket_size == zero.stage3_prefetch_bucket_size == 7
+    assert (zero.stage, zero.offload_param, zero.overlap_comm) == (3, None, True)
+    assert zero.offload_optimizer == DeepSpeedZeroOffloadOptimizerConfig(device="cpu")
+    assert zero.leaf_module.classes == list(MIXTURES)
+    zero.max_live_parameters = 5
+    assert zero.stage3_max_live_parameters == 5
+    plain = DeepSpeedZeroConfig(overlap_comm="auto", leaf_module={"names": "router"})
+    assert (plain.overlap_comm, plain.leaf_module.names) == (False, ["router"])
+    assert DeepSpeedZeroOffloadOptimizerConfig(pipeline_write=True).pipeline
+    assert get_bfloat16_config({"bfloat16": {"enabled": True}}).enabled
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"stage": 4}, "stage=4: it must be a whole number from 0 to 3"),
+        ({"stage3_prefetch_buckt": 1}, "did you mean .*stage3_prefetch_bucket_size?"),
+        ({"offload_param": {"devic": "cpu"}}, "did you mean .*offload_param.device?"),
+        ({"zero_quantized_weights": True}, "quantized communication changes the numbers"),
+    ],
+)
+def test_a_block_refuses_what_initialize_does(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        DeepSpeedZeroConfig(**given)
 
 
 def test_a_checkpointed_function_gets_what_is_named(package: Any) -> None:

@@ -1,5 +1,6 @@
 """Configurations."""
 
+from infinity.deepspeed.blocks import get_gradient_clipping
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.parsed import DeepSpeedConfig
 
@@ -8,4 +9,4 @@ ADAM_OPTIMIZER = "adam"
 ADAMW_OPTIMIZER = "adamw"
 LION_OPTIMIZER = "lion"
 
-__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError"]
+__all__ = ["DeepSpeedConfig", "DeepSpeedConfigError", "get_gradient_clipping"]

@@ -1,5 +1,14 @@
 """Where states may live."""
 
+from infinity.deepspeed.blocks import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+)
 from infinity.deepspeed.offload_devices import OffloadDeviceEnum, OffloadStateTypeEnum
 
-__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum"]
+__all__ = [
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+]
