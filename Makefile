@@ -48,6 +48,8 @@ test: python-test native-test  ## Run every test (`make -k test`: the native one
 
 # From an empty folder, so that Python finds the installed package and never the sources. A test waits a third of its time, for a
 # drive or a child, so there are two processes more than CPUs. They share the tests file by file: a file may start ranks once for all.
+# Threads of OpenMP sleep while they wait for each other: to spin, with more threads than CPUs, makes some files take twice as long.
+python-test: export OMP_WAIT_POLICY := passive
 python-test: $(VENV)/installed  ## Run the Python tests; PYTEST_ARGS="-k name" chooses
 	@mkdir -p build/empty
 	cd build/empty
