@@ -64,7 +64,7 @@ random-programs: $(VENV)/installed  ## Run PROGRAMS=5000 random programs of seed
 native-test: $(VENV)/tools  ## Build and run the native tests
 	@$(CMAKE) -B build/native >build/native.log || { cat build/native.log; exit 1; }
 	"$(BIN)/cmake" --build build/native
-	"$(BIN)/ctest" --test-dir build/native --output-on-failure --no-tests=error --timeout 1500
+	"$(BIN)/ctest" --test-dir build/native --output-on-failure --no-tests=error --parallel "$$(nproc)" --timeout 1500
 
 # ThreadSanitizer cannot map its shadow where the kernel randomizes addresses over many bits; setarch -R turns that off.
 asan: SANITIZE := address,undefined

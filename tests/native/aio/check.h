@@ -1,6 +1,8 @@
 // What the native test programs share.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -21,10 +23,13 @@ namespace infinity::aio {
 
 using Bytes = std::vector<unsigned char>;
 
-// A file in the working directory, removed at the end.
+// A file of this process in the working directory, removed at the end.
 class Scratch {
  public:
-  explicit Scratch(const std::string& name) : path(name + ".scratch") { std::remove(path.c_str()); }
+  explicit Scratch(const std::string& name)
+      : path(name + "." + std::to_string(::getpid()) + ".scratch") {
+    std::remove(path.c_str());
+  }
   ~Scratch() { std::remove(path.c_str()); }
   const std::string path;
 };
