@@ -6,7 +6,8 @@ its own, and mapped. The file is in the first NVMe directory, or without one whe
 files (`TMPDIR`). Its pages are in the page cache, and the kernel drops them when it needs memory;
 whoever reads the tensor brings them back. A file has no name, so its space is free again when its
 tensor is gone, also after a kill. Each tensor has a storage of its own, because `save_pretrained`
-and safetensors copy tensors that share one.
+and safetensors copy tensors that share one. Tensors below `LEAST_BYTES` are copied to memory: all
+biases and norms of a large model are a few MiB, and to make a file takes a millisecond.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from pathlib import Path
 
 import torch
 
+LEAST_BYTES = 64 << 10
+"""Smaller tensors lie in memory."""
 _PIECE = 64 << 20  # bytes that are written at once
 
 
 def mapped(tensor: torch.Tensor, directory: Path | None) -> torch.Tensor:
-    """A copy of `tensor`, plain and on the host, in an unnamed file in `directory`.
+    """A copy of `tensor`, plain and on the host, in an unnamed file in `directory`; in memory where
+    it is small.
 
     Raises `OSError` that names the directory when that has no space.
     """
-    if tensor.numel() == 0:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    if tensor.nbytes < max(LEAST_BYTES, 1):
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     where = str(directory or tempfile.gettempdir())
     try:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.directories import mapped
 from support.configs import config_of
 from support.models import FAMILIES, Transformer, text_batch, transformer
 
@@ -129,6 +130,13 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.fixture
+def all_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors, too."""
+    monkeypatch.setattr(mapped, "LEAST_BYTES", 0)
+
+
+@pytest.mark.usefixtures("all_in_files")
 @pytest.mark.parametrize("nvme", [True, False])
 def test_a_state_dict_lies_in_unnamed_files(nvme: bool, tmp_path: Path) -> None:
     """On the drive, or without one where `tempfile` puts files. They keep no descriptor open."""
@@ -146,6 +154,19 @@ def test_a_state_dict_lies_in_unnamed_files(nvme: bool, tmp_path: Path) -> None:
     infinity.engine(model).close()
 
 
+def test_small_tensors_take_no_file(tmp_path: Path) -> None:
+    """LEAST_BYTES is 64 KiB: 128 rows of 128 numbers."""
+    model = infinity.wrap(
+        nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 127)),
+        config_of(nvme=tmp_path, gpu_memory=1 << 20, cpu_memory=1 << 26),
+    )
+    found = {name: file_of(value) for name, value in model.state_dict().items()}
+    assert found.pop("0.weight").startswith(str(tmp_path))
+    assert not any(file.startswith(str(tmp_path)) for file in found.values())
+    infinity.engine(model).close()
+
+
+@pytest.mark.usefixtures("all_in_files")
 def test_states_of_an_optimizer_lie_there_too(wrapped: Transformer, tmp_path: Path) -> None:
     optimizer = infinity.AdamW(wrapped.parameters())
     wrapped(**text_batch(0)).loss.backward()
@@ -158,6 +179,7 @@ def test_states_of_an_optimizer_lie_there_too(wrapped: Transformer, tmp_path: Pa
             assert file_of(state[number][name]).startswith(str(tmp_path))
 
 
+@pytest.mark.usefixtures("all_in_files")
 def test_a_full_drive_is_named(wrapped: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full:
         def __init__(self, **_: Any) -> None:
