@@ -28,21 +28,21 @@ class ZeroStageEnum(int, Enum):
     max_stage = 3  # noqa: PIE796  # another name of `weights`
 
 
-class Block(SimpleNamespace):
+class ConfigBlock(SimpleNamespace):
     """The values of one block, as attributes with the names of its keys, old ones too.
 
     Raises `ConfigError` for all that `infinity.initialize` refuses in it. "auto" is the default.
     """
 
     path: ClassVar[str]
-    inner: ClassVar[Mapping[str, type[Block]]] = {}
+    inner: ClassVar[Mapping[str, type[ConfigBlock]]] = {}
     """The blocks in it."""
     leaf_module: Any
     pipeline: Any
 
     def __init__(self, **given: Any) -> None:
         place: dict[str, Any] = {
-            name: vars(value) if isinstance(value, Block) else value
+            name: vars(value) if isinstance(value, ConfigBlock) else value
             for name, value in given.items()
         }
         config = place
@@ -93,13 +93,13 @@ def _value(key: Key, given: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-class DeepSpeedZeroOffloadParamConfig(Block):
+class DeepSpeedZeroOffloadParamConfig(ConfigBlock):
     """Where parameters live."""
 
     path = "zero_optimization.offload_param"
 
 
-class DeepSpeedZeroOffloadOptimizerConfig(Block):
+class DeepSpeedZeroOffloadOptimizerConfig(ConfigBlock):
     """Where states of the optimizer live."""
 
     path = "zero_optimization.offload_optimizer"
@@ -109,17 +109,17 @@ class DeepSpeedZeroOffloadOptimizerConfig(Block):
         self.pipeline |= self.pipeline_read or self.pipeline_write
 
 
-class DeepSpeedZeroLeafModuleConfig(Block):
+class DeepSpeedZeroLeafModuleConfig(ConfigBlock):
     """Modules that are one unit each."""
 
     path = "zero_optimization.leaf_module"
 
 
-class DeepSpeedZeroConfig(Block):
+class DeepSpeedZeroConfig(ConfigBlock):
     """The block `zero_optimization`."""
 
     path = "zero_optimization"
-    inner: ClassVar[Mapping[str, type[Block]]] = {
+    inner: ClassVar[Mapping[str, type[ConfigBlock]]] = {
         "offload_param": DeepSpeedZeroOffloadParamConfig,
         "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
         "leaf_module": DeepSpeedZeroLeafModuleConfig,
@@ -133,13 +133,13 @@ class DeepSpeedZeroConfig(Block):
             self.overlap_comm = self.stage == ZeroStageEnum.weights
 
 
-class DeepSpeedBF16Config(Block):
+class DeepSpeedBF16Config(ConfigBlock):
     """The block `bf16`."""
 
     path = "bf16"
 
 
-class DeepSpeedFP16Config(Block):
+class DeepSpeedFP16Config(ConfigBlock):
     """The block `fp16`."""
 
     path = "fp16"
