@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from infinity.deepspeed.agree import several
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.directories.directory import make_durable
 from infinity.errors import CheckpointError
@@ -58,9 +59,26 @@ class TaggedCheckpoints:
         engine.engine.save_checkpoint(
             directory / name, optimizers, extra, trainable_only=without_frozen
         )
-        if is_latest and engine.global_rank == 0:
-            _write(directory / LATEST, name)
+        if is_latest:
+            self._name_latest(directory / LATEST, name)
         return True
+
+    def _name_latest(self, latest: Path, name: str) -> None:
+        """Write `latest` on the first rank. Then every rank finds it; where that fails, all say
+        so."""
+        failure = [""]
+        if self._engine.global_rank == 0:
+            try:
+                _write(latest, name)
+            except OSError as error:
+                failure = [str(error)]
+        if several():
+            dist.broadcast_object_list(failure, 0)
+        if failure[0]:
+            raise CheckpointError(
+                f"{latest} was not written: {failure[0]}; the checkpoint is whole: load it with "
+                f"tag={name!r}"
+            )
 
     def _agreed(self, tag: str) -> str:
         """The tag of the first rank. Where others have another one, `checkpoint.tag_validation`
@@ -73,7 +91,7 @@ class TaggedCheckpoints:
         if mode != "ignore" and len(set(tags)) > 1:
             text = f"the ranks save under different tags, the first one under {tags[0]!r}"
             if mode == "fail":
-                raise CheckpointError(f"{text}, and checkpoint.tag_validation is Fail")
+                raise DeepSpeedConfigError(f"{text}, and checkpoint.tag_validation is Fail")
             log.warning("%s, which is taken", text)
         return tags[0]
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
+from infinity.deepspeed import checkpoints as tagged
 from infinity.deepspeed import fragments
 from support.deepspeed import Net, batch, configuration, net
 from support.rank_group import RANKS, OnRanks
@@ -117,10 +119,15 @@ def checkpoints(where: Path, rank: int) -> Any:
     for number in range(2):
         engine.backward(engine(*batch(2 * number + rank)))
         engine.step()
-    with pytest.raises(infinity.CheckpointError, match="under different tags"):
+    with pytest.raises(AssertionError, match="under different tags"):
         engine.save_checkpoint(where, tag=f"rank{rank}")
     engine.settings = dataclasses.replace(engine.settings, tag_validation="warn")
     engine.save_checkpoint(where, tag=f"rank{rank}")
+    with (
+        mock.patch.object(tagged, "_write", side_effect=OSError("no space")),
+        pytest.raises(infinity.CheckpointError, match=r"no space; .* load it with tag='mine'"),
+    ):
+        engine.save_checkpoint(where, tag="mine")
     engine.save_checkpoint(where, client_state={"rank": rank})
     consolidated = getattr(engine, CONSOLIDATED)()
     engine.save_16bit_model(where / "whole")
