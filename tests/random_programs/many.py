@@ -11,7 +11,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import hypothesis
@@ -21,6 +21,7 @@ from hypothesis.errors import Flaky
 from hypothesis.internal.conjecture import providers
 
 from random_programs.comparing import Difference, difference
+from random_programs.jitter import jitter
 from random_programs.ranks import TwoRanks
 from random_programs.recipes import Recipe, programs
 
@@ -40,15 +41,18 @@ def main() -> int:
     parser.add_argument(
         "--two-ranks", action="store_true", help="in turn on two ranks of each stage, unshrunk"
     )
+    parser.add_argument(
+        "--jitter", action="store_true", help="with random sleeps in the engine's methods"
+    )
     options = parser.parse_args()
     if options.two_ranks:
-        return _on_two_ranks(options.programs, options.first)
+        return _on_two_ranks(options.programs, options.first, options.jitter)
     begin = time.monotonic()
     ran = differing = 0
     left = options.programs
-    jobs: list[tuple[int, int]] = []
+    jobs: list[tuple[int, int, bool]] = []
     while left > 0:
-        jobs.append((options.first + len(jobs), min(EACH, left)))
+        jobs.append((options.first + len(jobs), min(EACH, left), options.jitter))
         left -= EACH
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
         for done, (seed, count, found) in enumerate(pool.imap_unordered(_job, jobs), 1):
@@ -68,13 +72,16 @@ def main() -> int:
     return differing
 
 
-def _on_two_ranks(programs: int, first: int) -> int:
+def _on_two_ranks(programs: int, first: int, jitters: bool) -> int:
     """Run so many programs on two ranks; returns how many differ."""
     logging.getLogger("infinity").setLevel(logging.ERROR)
     seeds = range(first, first - (-programs // EACH))
     recipes = [recipe for seed in seeds for recipe in drawn(seed, EACH)][:programs]
     differing = 0
-    with tempfile.TemporaryDirectory() as directory, TwoRanks(Path(directory)) as ranks:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        TwoRanks(Path(directory), jitters=jitters) as ranks,
+    ):
         for recipe in recipes:
             found = ranks.difference(recipe)
             if found is not None:
@@ -84,10 +91,11 @@ def _on_two_ranks(programs: int, first: int) -> int:
     return differing
 
 
-def _job(job: tuple[int, int]) -> tuple[int, int, str | None]:
+def _job(job: tuple[int, int, bool]) -> tuple[int, int, str | None]:
     logging.getLogger("infinity").setLevel(logging.ERROR)
-    seed, count = job
-    return seed, *run(seed, count)
+    seed, count, jitters = job
+    with jitter(seed) if jitters else nullcontext():
+        return seed, *run(seed, count)
 
 
 class Differs(Exception):

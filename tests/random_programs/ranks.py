@@ -9,14 +9,16 @@ a step has left in another order, so what they see is rounded in another way tha
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from random_programs.comparing import Difference, equal, first_difference
+from random_programs.jitter import jitter
 from random_programs.mutations import OF_RANKS
 from random_programs.placements import RANKED
 from random_programs.players import Plain, Seen, play, run
@@ -24,11 +26,22 @@ from random_programs.recipes import Recipe
 from support.rank_group import RANKS, Group
 
 
-def work(task: tuple[Recipe, str, int | None], where: Path, rank: int) -> None:
-    """One rank of two: see `support/rank_group`. The last part of `task` is the number of a
-    mutation, if any."""
-    recipe, placement, mutation = task
-    with nullcontext() if mutation is None else OF_RANKS[mutation]():
+class Task(NamedTuple):
+    """What both ranks do: see `TwoRanks`."""
+
+    recipe: Recipe
+    placement: str
+    mutation: int | None
+    jitters: bool
+
+
+def work(task: tuple[Any, ...], where: Path, rank: int) -> None:
+    """One rank of two: see `support/rank_group`."""
+    recipe, placement, mutation, jitters = task
+    with (
+        nullcontext() if mutation is None else OF_RANKS[mutation](),
+        jitter(os.getpid()) if jitters else nullcontext(),
+    ):
         torch.save(play(recipe, placement, where), where / f"seen{rank}.pt")
 
 
@@ -45,12 +58,13 @@ def _close(one: Any, other: Any) -> bool:
 
 
 class TwoRanks:
-    """Two ranks that play programs, on an engine with the `mutation` of that number, if any; a
-    context manager."""
+    """Two ranks that play programs, on an engine with the `mutation` of that number, if any, and
+    with sleeps where it `jitters`; a context manager."""
 
-    def __init__(self, directory: Path, mutation: int | None = None) -> None:
+    def __init__(self, directory: Path, mutation: int | None = None, jitters: bool = False) -> None:
         self._directory = directory
         self._mutation = mutation
+        self._jitters = jitters
         self._group: Group | None = None
 
     def __enter__(self) -> TwoRanks:
@@ -82,7 +96,7 @@ class TwoRanks:
                 self._group = Group(Path(tempfile.mkdtemp(dir=self._directory)))
             answers: list[str] = []
             try:
-                task = recipe, placement, self._mutation
+                task = Task(recipe, placement, self._mutation, self._jitters)
                 answers = self._group.do(Path(__file__), task, where)
             finally:
                 if answers != ["done"] * RANKS:
