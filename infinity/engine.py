@@ -197,8 +197,8 @@ class Engine:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """What `model.state_dict()` of the plain model would be, on the host. Parameters are mapped
         from unnamed files in the first NVMe directory, or where `tempfile` puts files, and take no
-        memory that the kernel cannot have back (`directories/mapped`). Frozen ones that stay in
-        files of the user are mapped from there.
+        memory that the kernel cannot have back (`directories/mapped`). Those below 64 KiB lie in
+        memory. Frozen ones that stay in files of the user are mapped from there.
 
         With several ranks every rank must call it, and each gets the whole, which any number of
         data and tensor parallel ranks can take: of DTensors, too, plain tensors of the whole shape,

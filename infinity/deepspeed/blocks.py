@@ -37,8 +37,6 @@ class ConfigBlock(SimpleNamespace):
     path: ClassVar[str]
     inner: ClassVar[Mapping[str, type[ConfigBlock]]] = {}
     """The blocks in it."""
-    leaf_module: Any
-    pipeline: Any
 
     def __init__(self, **given: Any) -> None:
         place: dict[str, Any] = {
@@ -103,6 +101,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(ConfigBlock):
     """Where states of the optimizer live."""
 
     path = "zero_optimization.offload_optimizer"
+    pipeline: bool
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -124,6 +123,7 @@ class DeepSpeedZeroConfig(ConfigBlock):
         "offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
         "leaf_module": DeepSpeedZeroLeafModuleConfig,
     }
+    leaf_module: DeepSpeedZeroLeafModuleConfig | None
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)

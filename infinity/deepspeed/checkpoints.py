@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from infinity.deepspeed.agree import several
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.directories.directory import make_durable
 from infinity.errors import CheckpointError
@@ -72,7 +71,7 @@ class TaggedCheckpoints:
                 _write(latest, name)
             except OSError as error:
                 failure = [str(error)]
-        if several():
+        if self._engine.world_size > 1:
             dist.broadcast_object_list(failure, 0)
         if failure[0]:
             raise CheckpointError(

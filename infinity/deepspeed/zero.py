@@ -5,7 +5,7 @@ Functions for the states of one parameter are in `fragments`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -257,11 +257,7 @@ def set_z3_leaf_modules_by_name(
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules with these names in the model; returns them, and the names that it has
     not."""
-    found = {
-        wanted: [module for name, module in model.named_modules() if name == wanted]
-        for wanted in module_names
-    }
-    return _mark_named(model, flag, found, raise_if_not_found)
+    return _mark_named(model, flag, module_names, str.__eq__, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -272,11 +268,7 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules whose names in the model end so; returns them, and the ends that no name
     has."""
-    found = {
-        end: [module for name, module in model.named_modules() if name.endswith(end)]
-        for end in module_name_suffixes
-    }
-    return _mark_named(model, flag, found, raise_if_not_found)
+    return _mark_named(model, flag, module_name_suffixes, str.endswith, raise_if_not_found)
 
 
 def _of_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[nn.Module]:
@@ -306,8 +298,14 @@ def _mark(model: nn.Module, flag: bool, found: list[nn.Module], needed: bool) ->
 
 
 def _mark_named(
-    model: nn.Module, flag: bool, found: Mapping[str, list[nn.Module]], needed: bool
+    model: nn.Module,
+    flag: bool,
+    wanted: Sequence[str],
+    matches: Callable[[str, str], bool],
+    needed: bool,
 ) -> tuple[list[nn.Module], list[str]]:
+    named = list(model.named_modules())
+    found = {each: [module for name, module in named if matches(name, each)] for each in wanted}
     missing = [name for name, modules in found.items() if not modules]
     if needed and missing:
         raise DeepSpeedConfigError(

@@ -7,7 +7,8 @@ files (`TMPDIR`). Its pages are in the page cache, and the kernel drops them whe
 whoever reads the tensor brings them back. A file has no name, so its space is free again when its
 tensor is gone, also after a kill. Each tensor has a storage of its own, because `save_pretrained`
 and safetensors copy tensors that share one. Tensors below `LEAST_BYTES` are copied to memory: all
-biases and norms of a large model are a few MiB, and to make a file takes a millisecond.
+biases and norms of a large model are a few MiB, and making and mapping a file for each makes a
+state dict of a thousand of them take nine times as long.
 """
 
 from __future__ import annotations

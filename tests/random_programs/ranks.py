@@ -35,7 +35,7 @@ class Task(NamedTuple):
     jitters: bool
 
 
-def work(task: tuple[Any, ...], where: Path, rank: int) -> None:
+def work(task: Task, where: Path, rank: int) -> None:
     """One rank of two: see `support/rank_group`."""
     recipe, placement, mutation, jitters = task
     with (
