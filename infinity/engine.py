@@ -209,16 +209,19 @@ class Engine:
             name: value if name in there else mapped(value, self._state_directory)
             for name, value in self.weights()
         }
-        first = {
+        result = {name: values[first] for name, first in self._first_names().items()}
+        return result | {name: values[name] for name, _ in persistent_buffers(self.model)}
+
+    def _first_names(self) -> dict[str, str]:
+        """By every name of a parameter the one that its unit knows; tied ones have several. What
+        was added to the model after `wrap` has no unit."""
+        known = {
             id(p): name
             for unit in self._units
             for p, name in zip(unit.parameters, unit.names, strict=True)
         }
-        result = {
-            name: values[first[id(p)]]
-            for name, p in self.model.named_parameters(remove_duplicate=False)
-        }
-        return result | {name: values[name] for name, _ in persistent_buffers(self.model)}
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name: known[id(p)] for name, p in named if id(p) in known}
 
     @property
     def _state_directory(self) -> Path | None:
@@ -249,8 +252,9 @@ class Engine:
         Raises `CheckpointError` when it cannot be written; what was there is as it was, and
         training can go on.
         """
+        tied = {name: first for name, first in self._first_names().items() if name != first}
         self._checkpoints.save(
-            self._buffers(), Path(directory), optimizer, extra or {}, trainable_only
+            self._buffers(), tied, Path(directory), optimizer, extra or {}, trainable_only
         )
 
     def load_checkpoint(

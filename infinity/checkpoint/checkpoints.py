@@ -51,15 +51,17 @@ class Checkpoints:
     def save(
         self,
         buffers: Buffers,
+        tied: Mapping[str, str],
         directory: Path,
         optimizers: Optimizers,
         extra: Mapping[str, Any],
         trainable_only: bool = False,
     ) -> None:
-        """See `Engine.save_checkpoint`."""
+        """See `Engine.save_checkpoint` and, for `tied`, `EngineState`."""
         from infinity.checkpoint.saving import save  # not at the top: see there
 
-        state = self._state(buffers, optimizers)._replace(trainable_only=trainable_only)
+        state = self._state(buffers, optimizers)
+        state = state._replace(tied=tied, trainable_only=trainable_only)
         save(state, directory.absolute(), extra)
 
     def load(self, buffers: Buffers, directory: Path, optimizers: Optimizers) -> dict[str, Any]:

@@ -61,8 +61,9 @@ class Contents:
     """One checkpoint. Opening it reads the index and the header, and checks every file's length and
     first bytes.
 
-    `left_out` are the names of frozen parameters that it was saved without. Raises
-    `CheckpointError` for what is no checkpoint, not whole, or of a newer version.
+    `left_out` are the names of frozen parameters that it was saved without, `tied` other names of
+    tied ones, each with the name that `weights` has. Raises `CheckpointError` for what is no
+    checkpoint, not whole, or of a newer version.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -75,6 +76,8 @@ class Contents:
         with in_words(f"{directory} cannot be read"):
             self.header: dict[str, Any] = self._reader.read(index)
             self.left_out = frozenset(self.header.get("frozen", ()))
+            tied = self.header.get("tied", {})
+            self.tied = {str(name): str(first) for name, first in tied.items()}
             self._weights = [
                 self._stored(str(name), tuple(map(int, shape)))
                 for name, shape in self.header["shapes"].items()

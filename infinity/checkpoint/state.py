@@ -171,6 +171,9 @@ class EngineState(NamedTuple):
     run: str
     """What tells checkpoints of this engine from those of others: 32 hexadecimal digits."""
 
+    tied: Mapping[str, str] = {}
+    """Other names of tied parameters, and for each the name that the checkpoint has it under."""
+
     trainable_only: bool = False
     """Whether frozen parameters are left out."""
 
@@ -204,9 +207,9 @@ class EngineState(NamedTuple):
 
     def header(self) -> dict[str, Any]:
         """A description of the rest: `version`, the number of `ranks` that wrote it, the `shapes`
-        under `model`, the names of `frozen` parameters that are left out, and how many steps were
-        made and skipped. For each optimizer: groups and counts (`Optimizer.header`), the `names` in
-        its groups, and whose `states` it has.
+        under `model`, other names of `tied` parameters, the names of `frozen` ones that are left
+        out, and how many steps were made and skipped. For each optimizer: groups and counts
+        (`Optimizer.header`), the `names` in its groups, and whose `states` it has.
         """
         shapes = {
             name: list(p.shape)
@@ -229,6 +232,7 @@ class EngineState(NamedTuple):
             "version": manifest.VERSION,
             "ranks": collectives.size(self.group),
             "shapes": shapes,
+            "tied": dict(self.tied),
             "frozen": [
                 name
                 for unit in self.units

@@ -26,16 +26,18 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Parameters and buffers of a checkpoint of `save_checkpoint`, floating-point ones in fp32, in
-    host memory. `lazy_mode` changes nothing. Without frozen parameters, what is trained is left.
+    host memory; tied ones are one tensor under each of their names. `lazy_mode` changes nothing.
+    Without frozen parameters, what is trained is left.
 
     Raises `ValueError` without a tag and a file `latest`, and `CheckpointError` for what is no
     checkpoint of this engine.
     """
     contents = Contents(_tagged(Path(checkpoint_dir), tag))
     wanted = _selection(contents, exclude_frozen_parameters).rename
-    return {
+    state = {
         weight.name: _read(contents, weight) for weight in contents.weights() if wanted(weight.name)
     }
+    return state | {name: state[first] for name, first in contents.tied.items() if first in state}
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -58,7 +60,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write these weights to `output_dir`: as `pytorch_model.bin`, one file of `torch.save`; with
-    `safe_serialization` piece by piece as safetensors, in files of at most `max_shard_size`."""
+    `safe_serialization` piece by piece as safetensors, in files of at most `max_shard_size`, tied
+    ones under one name, as transformers saves them."""
     output = Path(output_dir)
     if not safe_serialization:
         state = get_fp32_state_dict_from_zero_checkpoint(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
 from infinity.deepspeed.consolidation import (
@@ -195,6 +196,25 @@ def test_weights_are_loaded_from_a_state_dict(start: Start) -> None:
     engine, *_ = start(model=net(), config=configuration())
     engine.load_module_state_dict({"module": net(1).state_dict()})
     assert torch.equal(engine.module_state_dict()["last.bias"], net(1).last.bias)
+
+
+def test_tied_weights_of_a_checkpoint_have_all_their_names(start: Start, tmp_path: Path) -> None:
+    """So that a strict load finds each, as in what DeepSpeed's function gives."""
+    model = net()
+    model.register_module("other", model.last)
+    engine, *_ = start(model=model, config=configuration())
+    losses(engine, range(2))
+    engine.save_checkpoint(tmp_path)
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path)
+    for state in (
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path),
+        torch.load(tmp_path / "pytorch_model.bin"),
+    ):
+        assert state["other.weight"].data_ptr() == state["last.weight"].data_ptr()
+        loaded = net(1)
+        loaded.register_module("other", nn.Linear(8, 4))
+        loaded.load_state_dict(state)
+        assert torch.equal(loaded.other.weight, infinity.get(model.last.weight, "master"))
 
 
 @pytest.mark.parametrize("safe", [True, False])
