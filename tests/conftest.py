@@ -144,6 +144,10 @@ class Footprint:
             self.threads = count_threads()
         return vars(self) == vars(other)
 
+    def __ne__(self, other: object) -> bool:
+        """Without that wait: what should be there now is there."""
+        return not isinstance(other, Footprint) or vars(self) != vars(other)
+
     def __repr__(self) -> str:
         return f"Footprint({vars(self)})"
 
