@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache, reduce
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _OURS = 2  # tensors that refer to the bytes of a parameter: it, and the view that it was made from
-_DIGESTED = 1 << 20  # int64 numbers at a time: 8 MiB, and as much again for their products
+_DIGESTED = 1 << 17  # int64 numbers at a time: 1 MiB, and as much again for their products
+_FACTOR = 0x9E3779B97F4A7C1  # of a digest so far, when that of the next part is added
 
 
 class Window:
@@ -67,13 +69,22 @@ class Window:
     def digest(self) -> int:
         """A number that changes with the content: the 64-bit sum of every 8 bytes times their
         odd-numbered place."""
-        data = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
-        numbers = data[: data.numel() // 8 * 8].view(torch.int64)
-        total = data[numbers.numel() * 8 :].sum(dtype=torch.int64)
-        for part in numbers.split(_DIGESTED):
-            places = torch.arange(part.numel(), device=part.device) * 2 + 1
-            total = total * 0x9E3779B97F4A7C1 + (part * places).sum()
-        return int(total)
+        places = _odd_numbers(self.storage.device)
+        numbers, rest = divmod(self.storage.nbytes(), 8)
+        sums = []
+        for begin in range(0, numbers, _DIGESTED):
+            count = min(_DIGESTED, numbers - begin)
+            part = self.tensor((count,), offset=begin, dtype=torch.int64)
+            sums.append((part * places[:count]).sum())
+        if rest:
+            sums.append(self.tensor((rest,), offset=8 * numbers, dtype=torch.uint8).sum())
+        return int(reduce(lambda total, each: total * _FACTOR + each, sums)) if sums else 0
+
+
+@cache
+def _odd_numbers(device: torch.device) -> torch.Tensor:
+    """1, 3, 5 and so on, (_DIGESTED,) int64."""
+    return torch.arange(1, 2 * _DIGESTED, 2, device=device)
 
 
 class GatheredParameter(nn.Parameter, ZeroNames):

@@ -206,6 +206,20 @@ def test_references_and_digests_of_a_window() -> None:
     assert window.tensor((64,)).sum() == sum(range(64, 128))  # a window keeps its memory
 
 
+def test_a_digest_is_of_every_byte_in_its_place() -> None:
+    """Of a window of several parts, the last of which is no whole number of 8 bytes."""
+    flat = torch.zeros((2 << 20) + 11, dtype=torch.uint8)
+    window = Window(flat, 0, len(flat))
+    seen = {window.digest()}
+    for place in (0, 7, 8, (1 << 20) - 1, 1 << 20, (2 << 20) - 8, 2 << 20, len(flat) - 1):
+        flat[place] = 1
+        seen.add(window.digest())
+        flat[place] = 0
+    assert len(seen) == 9
+    assert window.digest() in seen
+    assert Window(flat, 5, 5).digest() == 0
+
+
 def refused(index: int, value: torch.Tensor | None) -> None:
     raise AssertionError(f"nobody sets a gradient, but that of {index} was set to {value}")
 
