@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ import torch.distributed as dist
 
 import infinity
 from infinity.checkpoint import state
-from support.children import CHILD
 from support.configs import config_of
 from support.models import text_batch, transformer
 from support.rank_group import run_ranks
@@ -49,7 +46,7 @@ class Task:
     fails: int | None = None
     """The rank whose drive is full, or which cannot read."""
     dies: int | None = None
-    """The rank that is killed before the last step, where this is not the second try."""
+    """The rank that is killed before the last step; all save after each one."""
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -98,11 +95,7 @@ def work(task: Task, rank: int, group: dist.ProcessGroup | None) -> dict[str, An
             error = str(failed)
         loaded, losses = states(), []
         for number in range(first, task.last):
-            if (
-                rank == task.dies
-                and number == task.last - 1
-                and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-            ):
+            if rank == task.dies and number == task.last - 1:
                 os.kill(os.getpid(), 9)
             loss = model(**text_batch(number)).loss
             loss.backward()
@@ -138,15 +131,10 @@ def refuse(_: Any) -> None:
 def serve(directory: Path, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
     task = Task(**json.loads((directory / "task.json").read_text()))
-    # A place for each try: where torchrun's own is used again, gloo now and then meets the
-    # addresses of the try before.
-    place = f"file://{directory}/rendezvous{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    place = f"file://{directory}/rendezvous"
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks)
     torch.save(work(task, rank, dist.group.WORLD), directory / f"result{rank}.pt")
     dist.destroy_process_group()
-
-
-ENVIRONMENT = CHILD["env"] | {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def run(where: Path, ranks: int, form: str, **values: Any) -> list[dict[str, Any]]:
@@ -257,30 +245,14 @@ def test_what_is_damaged_is_told_by_all_ranks(tmp_path: Path) -> None:
         )
 
 
-def test_torchrun_restarts_the_ranks_and_they_go_on(tmp_path: Path) -> None:
-    """A rank is killed; all are started again, and end where they would have ended."""
+def test_ranks_go_on_after_one_of_them_was_killed(tmp_path: Path) -> None:
+    """They save after every step, and end where they would have ended."""
     whole = run(tmp_path / "whole", 2, "bf16", last=4)
-    where, checkpoint = tmp_path / "run", tmp_path / "checkpoint"
-    where.mkdir()
-    run(tmp_path / "start", 2, "bf16", last=0, target=str(checkpoint))
-    task = Task("bf16", str(where), source=str(checkpoint), target=str(checkpoint), last=4, dies=1)
-    (where / "task.json").write_text(json.dumps(dataclasses.asdict(task)))
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=1",
-    ]
-    command = [sys.executable, *torchrun, __file__, str(where), "0", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stderr
-    for rank in range(2):
-        result = torch.load(where / f"result{rank}.pt", weights_only=True)
+    checkpoint = str(tmp_path / "checkpoint")
+    with pytest.raises(AssertionError, match=r"ranks ended with \[.*-9"):
+        run(tmp_path / "killed", 2, "bf16", target=checkpoint, last=4, dies=1)
+    found = run(tmp_path / "again", 2, "bf16", source=checkpoint, last=4)
+    for rank, result in enumerate(found):
         assert result["extra"]["step"] == 3
         assert result["losses"] == whole[rank]["losses"][3:]
         assert differing(result["states"], whole[rank]["states"]) == []
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(os.environ.get("RANK", sys.argv[2])), int(sys.argv[3]))

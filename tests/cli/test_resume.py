@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from infinity.cli import job, training
 from infinity.cli.main import app
 from infinity.directories.lock import lock_directory
 from infinity.errors import CheckpointError
-from support.children import CHILD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -258,58 +255,6 @@ def test_another_placement_goes_on_with_the_same_bits(
         where,
         finished(*common, *there, "--output", output, "--checkpoint", where, "--resume"),
     )
-
-
-SCRIPT = """
-import os
-import torch
-from infinity.cli import main, training
-
-torch.set_num_threads(1)
-real = training.Trainer._step
-
-def step(self, number, batches):
-    if number == 6 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        os.kill(os.getpid(), 9)
-    return real(self, number, batches)
-
-training.Trainer._step = step
-main.app()
-"""
-
-
-def test_an_elastic_restart_goes_on(
-    common: list[Any], expected: Callable[..., None], tmp_path: Path
-) -> None:
-    """torchrun starts the same command again when its process is killed."""
-    where, output = tmp_path / "steps", tmp_path / "out"
-    (tmp_path / "script.py").write_text(SCRIPT)
-    arguments = [
-        *common,
-        "--output",
-        output,
-        "--checkpoint",
-        where,
-        "--checkpoint-every",
-        2,
-        "--resume",
-    ]
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=1",
-        "--max-restarts=1",
-        tmp_path / "script.py",
-    ]
-    command = [sys.executable, *torchrun, "finetune", *arguments]
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, check=False, **CHILD
-    )
-    assert done.returncode == 0, done.stderr
-    assert "training starts from the beginning" in done.stderr
-    assert f"going on from {where}/step-4" in done.stderr
-    expected(output, where, json.loads(done.stdout.splitlines()[-1]))
 
 
 # What is refused

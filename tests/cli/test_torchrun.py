@@ -1,7 +1,8 @@
 """`torchrun --nproc-per-node N -m infinity finetune`: ranks do together what one would alone, speak
 in one voice, and go on after one of them was killed.
 
-Three jobs of two ranks over gloo are started, each once; what one rank does runs in this process.
+torchrun starts two jobs of two ranks over gloo. Other ranks are forked, and what one rank does runs
+in this process.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from infinity.models.data import Windows
 from infinity.report import Report
 from infinity.sharding.watch import Note, Watch
 from infinity.tiers.drives import STATES_NAME
+from support import forked
 from support.children import CHILD
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,6 +121,13 @@ def torchrun(*command: Any, restarts: int = 0) -> subprocess.CompletedProcess[st
     return subprocess.run(
         [str(word) for word in whole], capture_output=True, check=False, text=True, env=ENVIRONMENT
     )
+
+
+def two_ranks(port: int, **more: str) -> list[dict[str, str]]:
+    """The environments of two ranks, whose store is at `port`."""
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    job |= {"LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"} | more
+    return [job | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
 
 
 def alone(*arguments: Any) -> dict[str, Any]:
@@ -298,31 +307,13 @@ def test_the_death_of_the_rank_that_holds_the_store_is_one_line(tmp_path: Path) 
     (tmp_path / "script.py").write_text(ORPHANING)
     (tmp_path / "nvme").mkdir()
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 75)
-    command = [sys.executable, tmp_path / "script.py", *Home(tmp_path).options("orphaned")]
     with socket.create_server(("127.0.0.1", 0)) as server:
-        place = {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(server.getsockname()[1]),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-        }
-    logging = {name: value for name, value in ENVIRONMENT.items() if name != "TORCH_CPP_LOG_LEVEL"}
-    processes = [
-        subprocess.Popen(
-            [str(word) for word in command],
-            env=logging | place | {"RANK": rank, "LOCAL_RANK": rank},
-            text=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-        )
-        for rank in "01"
-    ]
-    try:
-        _, said = (process.communicate()[1] for process in processes)
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [-signal.SIGKILL, 1]
+        port = server.getsockname()[1]
+    ended = forked.run(
+        tmp_path, tmp_path / "script.py", Home(tmp_path).options("orphaned"), two_ranks(port)
+    )
+    said = ended[1].stderr
+    assert [each.returncode for each in ended] == [-signal.SIGKILL, 1]
     assert re.fullmatch(r"infinity: rank 1: another rank is gone, or cannot be reached: .*\n", said)
     assert names(tmp_path / "nvme") == ["rank0"], "what was killed could not clean up"
 
@@ -349,10 +340,13 @@ def test_a_store_that_is_gone_is_asked_once() -> None:
     assert asked == [["1"]]
 
 
-def test_a_batch_that_cannot_be_divided_is_refused_once(home: Home) -> None:
-    done = torchrun("-m", "infinity", *home.options("refused"), "--batch-size", 3)
-    assert done.returncode != 0
-    (line,) = [line for line in done.stderr.splitlines() if "infinity: " in line]
+def test_a_batch_that_cannot_be_divided_is_refused_once(home: Home, tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = two_ranks(store.port, TORCHELASTIC_USE_AGENT_STORE="True")
+    ended = forked.run(tmp_path, "infinity", [*home.options("refused"), "--batch-size", 3], places)
+    assert [each.returncode for each in ended] == [1, 1]
+    said = ended[0].stderr + ended[1].stderr
+    (line,) = [line for line in said.splitlines() if "infinity: " in line]
     assert re.fullmatch(
         (
             r"infinity: rank [01]: --batch-size 3 is that of all ranks together and cannot be "

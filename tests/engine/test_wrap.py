@@ -3,6 +3,7 @@ and directory as before."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import sys
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -167,27 +168,20 @@ Call = tuple[str, str]
 """A function, by its file and its name."""
 
 
-def call_of(frame: FrameType) -> Call | None:
-    """What one of our functions calls here. None for what nobody of ours calls, and for what is no
-    step:
+@functools.cache
+def step_of(code: CodeType, caller: str) -> Call | None:
+    """What one of our functions calls, where the file `caller` calls `code`. None for what nobody
+    of ours calls, and for what is no step:
 
     parts of expressions; generators, which are called to be closed, too; blocks, of which the end
     may not fail; and noting what is to be undone. Left out is also what has a descriptor or a lock
     in its hands: `test_files` and `test_nvme_tier` fail those.
     """
-    caller, code = frame.f_back, frame.f_code
-    if (
-        caller is None
-        or not caller.f_code.co_filename.startswith(SOURCES)
-        or code.co_name.startswith("<")
-    ):
+    if not caller.startswith(SOURCES) or code.co_name.startswith("<"):
         return None
     if code.co_flags & inspect.CO_GENERATOR or code.co_name in ("__enter__", "__exit__", "file_at"):
         return None
-    if (
-        Path(code.co_filename).name == "contextlib.py"
-        or Path(caller.f_code.co_filename).parent.name == "directories"
-    ):
+    if Path(code.co_filename).name == "contextlib.py" or Path(caller).parent.name == "directories":
         return None
     return code.co_filename, code.co_name
 
@@ -197,7 +191,8 @@ def watched(visit: Callable[[Call], None]) -> Iterator[None]:
     """`visit` every call that this thread makes inside."""
 
     def called(frame: FrameType, event: str, _: Any) -> None:
-        call = call_of(frame) if event == "call" else None
+        caller = frame.f_back if event == "call" else None
+        call = None if caller is None else step_of(frame.f_code, caller.f_code.co_filename)
         if call is not None:
             visit(call)
 

@@ -76,14 +76,19 @@ def module_name(path: Path) -> str:
 
 
 PATHS = {module_name(path): path for path in sorted((ROOT / "infinity").rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in PATHS.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Every module of the package, parsed."""
+    return {name: ast.parse(path.read_text(), str(path)) for name, path in PATHS.items()}
 
 
 @functools.cache
 def nodes() -> list[tuple[str, str, ast.AST]]:
     """(module, "path:line", node) for every node of the library."""
     found = []
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         path = str(PATHS[name].relative_to(ROOT))
         found += [(name, f"{path}:{getattr(node, 'lineno', 1)}", node) for node in ast.walk(tree)]
     return found
@@ -186,7 +191,7 @@ def needed_by(*modules: str) -> dict[str, list[str]]:
         module = pending.pop()
         if module not in found:
             found[module] = [
-                target for node in ast.walk(TREES[module]) for target in imported(module, node)
+                target for node in ast.walk(trees()[module]) for target in imported(module, node)
             ]
             ours = list(filter(is_ours, found[module]))
             # Importing a module runs its package first.
@@ -220,7 +225,7 @@ def test_placement_knows_neither_torch_nor_tiers() -> None:
 def test_no_message_cites_an_invariant_by_number() -> None:
     """A user does not have the list at hand. Comments and docstrings may cite it."""
     wrong = []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         wrong += [
             f"{module}:{node.lineno}"
@@ -309,7 +314,9 @@ def test_measuring_knows_no_shell() -> None:
         if module in seen:
             continue
         seen.add(module)
-        targets = [target for node in ast.walk(TREES[module]) for target in imported(module, node)]
+        targets = [
+            target for node in ast.walk(trees()[module]) for target in imported(module, node)
+        ]
         wrong = [
             target
             for target in targets
@@ -392,7 +399,7 @@ def test_nothing_is_pasted_onto_parameters() -> None:
 def test_public_names_change_on_purpose_only() -> None:
     (names,) = [
         ast.literal_eval(node.value)
-        for node in TREES["infinity"].body
+        for node in trees()["infinity"].body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]
     assert sorted(names) == PUBLIC

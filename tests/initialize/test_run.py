@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support import forked
 from support.children import CHILD
 from support.deepspeed_configs import AUTO
 
@@ -36,7 +37,7 @@ def run(*words: object, env: dict[str, str] | None = None) -> subprocess.Complet
     )
 
 
-def answers(done: subprocess.CompletedProcess[str]) -> Any:
+def answers(done: subprocess.CompletedProcess[str] | forked.Ended) -> Any:
     """The last line that a script printed, as JSON."""
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -171,15 +172,8 @@ def test_a_trainer_with_a_deepspeed_configuration_runs_unmodified(
 ) -> None:
     """At stage 3 the model takes no memory until it is wrapped. Both scripts start with the weights
     that the plain one saved."""
-    plain = answers(
-        subprocess.run(
-            [sys.executable, *trainer],
-            **{**CHILD, "env": WITHOUT_RANKS},
-            capture_output=True,
-            timeout=300,
-            check=False,
-        )
-    )
+    (done,) = forked.run(tmp_path, trainer[0], trainer[1:])
+    plain = answers(done)
     config = json.loads(json.dumps(AUTO["trainer, zero3"]))
     del config["scheduler"]
     (tmp_path / "ds.json").write_text(json.dumps(config))

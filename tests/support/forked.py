@@ -1,0 +1,75 @@
+"""Programs that run in processes forked from the server of ranks.
+
+Such a process has imported torch and transformers, so it starts in a fraction of the six CPU
+seconds that `python -m infinity finetune` needs. It ends as a child of multiprocessing, without
+what `atexit` was told: tests of the end of an interpreter start a real one.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from support.rank_group import SERVER
+
+
+class Ended(NamedTuple):
+    """What became of a process: its exit code, or a signal as a negative number, and what it
+    said."""
+
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+def run(
+    directory: Path,
+    program: str | Path,
+    arguments: Sequence[object] = (),
+    environments: Sequence[Mapping[str, str]] = ({},),
+) -> list[Ended]:
+    """Run a script, or a module by its name, once for each of `environments` and all at once.
+    Returns when all have ended. What they say is kept in `directory`.
+
+    An environment is added to that of this process. Each has one thread of torch.
+    """
+    folders = [directory / f"said{number}" for number in range(len(environments))]
+    words = [str(program), *map(str, arguments)]
+    processes = []
+    try:
+        for folder, environment in zip(folders, environments, strict=True):
+            folder.mkdir(parents=True)
+            whole = os.environ | environment
+            processes.append(SERVER.Process(target=_become, args=(folder, words, whole)))
+            processes[-1].start()
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+    said = [[(folder / name).read_text() for name in ("stdout", "stderr")] for folder in folders]
+    return [Ended(p.exitcode, *texts) for p, texts in zip(processes, said, strict=True)]
+
+
+def _become(folder: Path, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        with (folder / name).open("w") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = list(words)
+    gc.freeze()  # what the server imported is no garbage
+    torch.set_num_threads(1)
+    if words[0].endswith(".py"):
+        runpy.run_path(words[0], run_name="__main__")
+    else:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
