@@ -454,6 +454,7 @@ REFUSED_OPTIMIZERS = {
     "zerooneadam": APPROXIMATE,
     "onebitlamb": APPROXIMATE,
     "lamb": "it needs a norm for each layer",
+    "sparseadam": "gradients are dense here",
     "muon": "it needs whole matrices",
     "muadam": "it needs the shapes of a base model",
     "muadamw": "it needs the shapes of a base model",

@@ -24,7 +24,13 @@ def _flag(value: Any) -> bool:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError
+    try:
+        is_number = not math.isnan(value)
+    except OverflowError:  # a whole number above all of float
+        is_number = False
+    if not is_number:
         raise ValueError
     return value
 
@@ -108,7 +114,7 @@ def several(each: ValueKind, count: int | None = None) -> ValueKind:
             raise ValueError
         return tuple(each.parse(item) for item in value)
 
-    return ValueKind(f"a list of {count or ''} {each.words}".replace("  ", " "), parse)
+    return ValueKind(f"a list of {f'{count}, each ' if count else ''}{each.words}", parse)
 
 
 def one_or_several(each: ValueKind) -> ValueKind:

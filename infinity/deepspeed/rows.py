@@ -178,22 +178,27 @@ def _params(
         if here in known:
             yield _row(known[here], value, hidden)
         elif keys is not None:
-            yield _unknown(here, value, list(known))
+            yield _unknown(here, value, list(known), ", ".join(k.rpartition(".")[2] for k in known))
         elif value == AUTO:
             yield KeyRow(here, AUTO, Treatment.REFUSED, reason=AUTO_LEFT, is_auto=True)
         else:
             yield KeyRow(here, value, Treatment.EXACT, f"{kind}({name}={_shown(value)})")
 
 
-def _unknown(path: str, value: Any, known: list[str]) -> KeyRow:
-    """A key that is not in the table, with the nearest ones that are."""
-    near = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
+def _unknown(path: str, value: Any, known: list[str], others: str = "") -> KeyRow:
+    """A key that is not in the table, with the nearest one that is, or with `others` that are."""
+    block, _, leaf = path.rpartition(".")
+    near = [
+        name
+        for name in difflib.get_close_matches(path, known, n=1, cutoff=0.75)
+        if block != name.rpartition(".")[0]
+        or difflib.SequenceMatcher(None, leaf, name.rpartition(".")[2]).ratio() >= 0.6
+    ]  # a block that both are in makes no two names alike
     if not near:  # right, in another block
-        leaf = path.rpartition(".")[2]
         leaves = {name.rpartition(".")[2]: name for name in known}
         near = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.8)]
     meant = RENAMED.get(near[0], near[0]) if near else ""
-    hint = f"; did you mean {meant}?" if meant else ""
+    hint = f"; did you mean {meant}?" if meant else others and f"; known are {others}"
     return KeyRow(path, value, Treatment.REFUSED, reason=f"unknown key{hint}", is_unknown=True)
 
 
@@ -215,7 +220,9 @@ def _type(path: str, value: Any) -> KeyRow:
     if name in known:
         becomes = OPTIMIZERS[name].becomes if is_optimizer else f"{value}, as a scheduler of torch"
         return KeyRow(path, value, Treatment.EXACT, becomes)
-    if isinstance(getattr(others, str(value), None), type):
+    base = torch.optim.Optimizer if is_optimizer else torch.optim.lr_scheduler.LRScheduler
+    kind = getattr(others, str(value), None)
+    if isinstance(kind, type) and issubclass(kind, base) and kind is not base:
         return KeyRow(path, value, Treatment.MAPPED, f"{others.__name__}.{value}")
     names = ", ".join(known)
     reason = f"there is none of that name; known are {names}, and those of {others.__name__}"

@@ -33,8 +33,7 @@ def read(source: Source) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return _plain(source, "")
     if isinstance(source, os.PathLike) or (isinstance(source, str) and _is_file(source)):
-        path = Path(source)
-        return _parse(path.read_text(encoding="utf-8"), str(path))
+        return _parse(_text_of(Path(source)), os.fspath(source))
     if not isinstance(source, str):
         raise DeepSpeedConfigError(
             f"the configuration is {in_words(source)}; give a dict, or the path of a JSON file"
@@ -49,6 +48,15 @@ def read(source: Source) -> dict[str, Any]:
             "object"
         )
     return _parse(text, "the base64 text")
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")  # editors of Windows begin files with a mark
+    except UnicodeDecodeError:
+        raise DeepSpeedConfigError(
+            f"{path} is no text in UTF-8, so it is no JSON; save it as UTF-8, or give another file"
+        ) from None
 
 
 def _is_file(text: str) -> bool:
@@ -78,6 +86,11 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         found = json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, name))
     except json.JSONDecodeError as error:
         found = _parse_hjson(text, name, error)
+    except DeepSpeedConfigError:
+        raise
+    except (RecursionError, ValueError) as error:  # a number of more digits than Python reads
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise DeepSpeedConfigError(f"{name} is no configuration: {reason}") from None
     if not isinstance(found, dict):
         raise DeepSpeedConfigError(f"{name} holds {in_words(found)}, not an object with keys")
     return found

@@ -281,6 +281,19 @@ def test_a_key_becomes_a_field_of_tuning(more: dict[str, Any], tuning: dict[str,
         ({"infinity": {"gpu_memry": 1}}, "did you mean infinity.gpu_memory?"),
         ({"infinity": {"gpu_memory": "much"}}, "gpu_memory: 'much' is not a number of bytes"),
         ({"infinity": {"tuning": 3}}, "infinity.tuning must be an object with keys"),
+        ({"gradient_clipping": 10**400}, "it must be a number of at least 0"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [0.9]}}},
+            "betas=[0.9]: it must be a list of 2, each a number from 0 to 1",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}},
+            "learning_rate=1: unknown key; known are lr, ",
+        ),
+        ({"optimizer": {"type": "Optimizer"}}, "there is none of that name"),
+        ({"optimizer": {"type": "SparseAdam"}}, "gradients are dense here; use AdamW"),
+        ({"scheduler": {"type": "LRScheduler"}}, "there is none of that name"),
+        ({"scheduler": {"type": "Counter"}}, "there is none of that name"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(more: dict[str, Any], problem: str) -> None:
@@ -350,12 +363,22 @@ def test_a_dict_a_path_and_base64_say_the_same(tmp_path: Path) -> None:
         ('{"train_batch_size": 1, "train_batch_size": 2}', "has a key twice: 'train_batch_size'"),
         ('{"fp16": {"enabled": true, "enabled": false}}', "has a key twice: 'enabled'"),
         ("[1]", "not an object with keys"),
+        ("[" * 100_000, "is no configuration: it is nested too deeply"),
+        ('{"train_batch_size": %s}' % ("9" * 5000), "is no configuration: Exceeds the limit"),
+        (b"\x80\xff\x00", "is no text in UTF-8, so it is no JSON; save it as UTF-8"),
+        ("{}".encode("utf-16"), "is no text in UTF-8"),
     ],
 )
-def test_a_file_that_is_wrong_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+def test_a_file_that_is_wrong_is_refused(tmp_path: Path, text: str | bytes, problem: str) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(text)
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
     assert problem in refusal(path)
+
+
+def test_a_file_may_begin_with_the_mark_of_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"train_batch_size": 4}', encoding="utf-8-sig")
+    assert Settings.read(path).batches.train == 4
 
 
 def test_hjson_is_read_where_its_package_is_installed(tmp_path: Path) -> None:
