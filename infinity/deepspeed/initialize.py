@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from infinity.deepspeed.zero import units_for
 from infinity.directories.lock import lock_directory
 from infinity.engine import ATTRIBUTE
 from infinity.errors import PathInUseError, in_words
+from infinity.modules.check import refuse_lazy
 from infinity.modules.init import outside
 from infinity.optim.conversion import redirect, unwrapped
 from infinity.sharding.ranks import find_ranks
@@ -121,6 +122,7 @@ def _checked(model: object) -> nn.Module:
         raise DeepSpeedConfigError(
             f"infinity.initialize takes a torch.nn.Module, not {in_words(model)}"
         )
+    refuse_lazy(model)
     return model
 
 
@@ -149,8 +151,9 @@ def _wrapped(
     config = settings.config.model_copy(
         update={"algorithm": "sgd" if found is None else found.algorithm}
     )
-    config, directories = _with_own_directories(config)
+    made: list[Path] = []
     try:
+        config, directories = _with_own_directories(config, made)
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
         with wrapping(model, config, units_for(model, settings.leaf_modules)):
@@ -158,7 +161,7 @@ def _wrapped(
     except BaseException:
         for name in frozen:
             model.get_parameter(name).requires_grad_(True)
-        _remove(directories)
+        _remove(made)
         raise
 
 
@@ -169,31 +172,35 @@ def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
             setattr(model.get_submodule(owner), own_name, buffer.to(dtype))
 
 
-def _with_own_directories(config: Config) -> tuple[Config, list[Path]]:
-    """`config` with the directories on NVMe made; where another engine works in these already, with
-    `engine<N>` below them, which are returned."""
+def _with_own_directories(config: Config, made: list[Path]) -> tuple[Config, list[Path]]:
+    """`config` with the directories on NVMe; where another engine works in these already, with
+    `engine<N>` below them, which are returned. What was missing is added to `made`."""
     if not config.nvme:
         return config, []
     own = find_ranks("auto", config.stage).own
     for number in range(1, _MOST_ENGINES + 1):
         below = "" if number == 1 else f"engine{number}"
-        made = [path / below for path in config.nvme]
-        for path in made:
-            _make(path)
-        if not any(_is_taken(path / own) for path in made):
-            chosen = made if below else []
-            return config.model_copy(update={"nvme": tuple(made)}), chosen
+        places = [path / below for path in config.nvme]
+        for path in places:
+            _make(path, made)
+        if not any(_is_taken(path / own) for path in places):
+            chosen = places if below else []
+            return config.model_copy(update={"nvme": tuple(places)}), chosen
     raise PathInUseError(
         f"{_MOST_ENGINES} engines work in {config.nvme[0]} already; destroy some, or give others "
         "another nvme_path"
     )
 
 
-def _make(path: Path) -> None:
+def _make(path: Path, made: list[Path]) -> None:
     try:
+        made += [each for each in (path, *path.parents) if not each.exists()]
         path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DeepSpeedConfigError(f"nvme_path {path} cannot be made: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in it
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DeepSpeedConfigError(
+            f"nvme_path {path} cannot be made: {reason}; name a directory on the drive to be used"
+        ) from None
 
 
 def _is_taken(path: Path) -> bool:
@@ -208,8 +215,9 @@ def _is_taken(path: Path) -> bool:
 
 
 def _remove(directories: Iterable[Path]) -> None:
-    for path in directories:
-        if path.is_dir() and not any(path.iterdir()):
+    """Those that are empty, the innermost first."""
+    for path in sorted(set(directories), key=lambda each: -len(each.parts)):
+        with suppress(OSError, ValueError):
             path.rmdir()
 
 

@@ -63,6 +63,7 @@ def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Raise `ConfigError` for the first thing in `model` that cannot be managed. Floating-point
     parameters become `dtype`."""
     _check_modules(model)
+    refuse_lazy(model)
     _check_parameters(model, dtype)
     _check_memory(model)
 
@@ -84,13 +85,17 @@ def _check_modules(model: nn.Module) -> None:
             )
 
 
-def _check_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise `ConfigError` for a parameter or buffer that has no shape yet."""
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(parameter):
             raise ConfigError(
                 f"{name} has no shape yet, because its module is lazy: run the model on "
                 "one batch before infinity.wrap"
             )
+
+
+def _check_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, (ShardedParameter, GatheredParameter)):
             _refuse_managed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -89,9 +89,9 @@ def init(*, exact: bool = True) -> Iterator[None]:
     `from_pretrained` of transformers reads no weights: `wrap` streams them from their files. Import
     transformers before; otherwise the weights stay in memory until `wrap` is done.
 
-    Only for the thread that enters it; do not nest.
+    Only for the thread that enters it. Inside of another one it does nothing.
     """
-    with _building(exact, named=False):
+    with nullcontext() if is_building() else _building(exact, named=False):
         yield
 
 

@@ -429,6 +429,29 @@ def test_what_cannot_be_is_told_in_one_sentence(arguments: dict[str, Any], text:
     assert torch.equal(model.first.weight, net().first.weight)
 
 
+@pytest.mark.parametrize("there", [True, False], ids=["inside", "outside"])
+def test_a_failure_leaves_no_directory_that_was_not_there(tmp_path: Path, there: bool) -> None:
+    """`nvme_path` is made where it is missing, with what is above it."""
+    if there:
+        (tmp_path / "a").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    config = configuration(tmp_path / "a" / "b" / "c", infinity={"gpu_memory": "1KiB"})
+    with pytest.raises(infinity.BudgetError):
+        infinity.initialize(model=net(), config=config)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_path_with_a_nul(tmp_path: Path) -> None:
+    with pytest.raises(infinity.ConfigError, match="cannot be made: embedded null byte; name"):
+        infinity.initialize(model=net(), config=configuration(Path(f"{tmp_path}/a\0b")))
+
+
+def test_a_lazy_model(start: Start) -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(infinity.ConfigError, match=r"^0.weight has no shape yet, because its"):
+        start(model=model, config=configuration())
+
+
 def test_wrappers_of_an_optimizer_are_seen_through(start: Start) -> None:
     """As those of accelerate."""
 

@@ -452,6 +452,22 @@ def test_two_models_differ_as_plain_ones_do(tmp_path: Path) -> None:
         assert torch.equal(wrapped_values(model, tmp_path)["weight"], weight)
 
 
+def test_one_inside_of_another_does_nothing(tmp_path: Path) -> None:
+    """As where a function that builds a part of a model uses it, too."""
+
+    def part() -> nn.Module:
+        with infinity.init(exact=False):
+            return nn.Linear(6, 6)
+
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).state_dict()
+    torch.manual_seed(1)
+    with infinity.init():
+        model = nn.Sequential(part(), nn.Linear(6, 6))
+    values = wrapped_values(model, tmp_path)
+    assert all(torch.equal(values[name], plain[name]) for name in plain)
+
+
 # What is refused
 
 
