@@ -63,8 +63,29 @@ def main(arguments: Sequence[str]) -> int:
     if not rest or rest[0].startswith("-"):
         sys.stderr.write("infinity: run takes a script, or -m and a module; see infinity run -h\n")
         return 2
-    if not is_module and not Path(rest[0]).exists():
-        sys.stderr.write(f"infinity: {rest[0]}: no such script\n")
+    problem = _missing_module(rest[0]) if is_module else _no_script(rest[0])
+    if problem:
+        sys.stderr.write(f"infinity: {rest[0]}: {problem}\n")
         return 2
     run(rest[0], rest[1:], is_module)
     return 0
+
+
+def _no_script(path: str) -> str:
+    """Why `path` cannot be run; empty where it can."""
+    if not path or not Path(path).exists():
+        return "no such script"
+    if Path(path).is_dir() and not Path(path, "__main__.py").exists():
+        return "a directory without __main__.py; name a script in it"
+    return ""
+
+
+def _missing_module(name: str) -> str:
+    """Why there is no module `name`, or a part of it; empty where its packages can be imported."""
+    top = name.partition(".")[0]  # what is below imports the package, which is for `run`
+    before, sys.path = sys.path, [str(shim()), str(Path.cwd()), *sys.path]
+    try:
+        found = bool(top) and importlib.util.find_spec(top) is not None
+    finally:
+        sys.path = before
+    return "" if found else f"no module of the name {top!r}; it is searched in {Path.cwd()} first"

@@ -125,6 +125,9 @@ def plan(
             return
         if chart is not None:
             require_extras("matplotlib", what="--chart")
+        idle = [name for name in ("heads", "vocabulary") if _is_said(context, name)]
+        if model is not None and idle:
+            raise ValueError(f"--model says its own --{idle[0]}; that goes with --layers, --hidden")
         delivery = Delivery(as_json, None, timeline=timeline, chart=chart)
         training = Training(sequence_length, batch_size, accumulate, checkpoint_activations)
         dimensions = (layers, hidden, heads, vocabulary)

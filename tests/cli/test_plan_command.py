@@ -84,6 +84,8 @@ def test_wrong_options() -> None:
         (("--layers", 3), "give --model, or --layers and --hidden"),
         ((*DECODER, "--machine", "dgx"), "did you mean 'dgx2'"),
         (("--layers", 3, "--hidden", 100, "--heads", 3), "cannot be divided among 3 heads"),
+        (("--model", "llama-7b", "--heads", 7), "--model says its own --heads"),
+        (("--model", "llama-7b", "--vocabulary", 7), "--model says its own --vocabulary"),
     ):
         result = run(*arguments)
         assert result.exit_code == 1

@@ -264,12 +264,16 @@ def test_a_module_runs_and_its_children_find_the_package(tmp_path: Path) -> None
         (["-m"], "run takes a script, or -m and a module"),
         (["--help-me"], "run takes a script, or -m and a module"),
         (["nowhere.py"], "nowhere.py: no such script"),
+        ([""], ": no such script"),
+        ([str(Path(__file__).parent)], "a directory without __main__.py; name a script in it"),
+        (["-m", "no_such.module"], "no_such.module: no module of the name 'no_such'; it is sea"),
     ],
 )
 def test_a_command_without_a_script_is_refused(words: list[str], problem: str) -> None:
     done = run(*words)
     assert (done.returncode, done.stdout) == (2, "")
     assert problem in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_status_of_the_script_is_that_of_the_command(tmp_path: Path) -> None:
