@@ -19,7 +19,7 @@ from torch import nn
 
 from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.deepspeed.settings import LossScale, Named, Settings
-from infinity.errors import in_words
+from infinity.errors import ConfigError, in_words
 from infinity.optim.adam import Adam, AdamW
 from infinity.optim.conversion import (
     algorithm_for,
@@ -126,7 +126,13 @@ def recipe(
         return _of_client(unwrapped(client), names)
     if settings.optimizer is None:
         return None
-    return _of_configuration(settings.optimizer, list(_groups(given, names)))
+    groups = list(_groups(given, names))
+    if not any(group["params"] for group in groups):
+        raise DeepSpeedConfigError(
+            "the optimizer has no parameters: model_parameters is empty, or all of the model are "
+            "frozen; thaw some, or leave out the block optimizer for evaluation"
+        )
+    return _of_configuration(settings.optimizer, groups)
 
 
 def options(settings: Settings) -> dict[str, Any]:
@@ -208,6 +214,10 @@ def _adapting(kind: type[torch.optim.Optimizer]) -> Callable[..., Optimizer]:
     def make(groups: Any, **settings: Any) -> Optimizer:
         try:
             return adapt(kind, groups, **settings)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise DeepSpeedConfigError(f"optimizer {kind.__name__}: {error}") from None
         except TypeError as error:
             raise DeepSpeedConfigError(
                 f"optimizer {kind.__name__}: {error}. Each unit of the model gets one of its own, "

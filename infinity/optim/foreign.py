@@ -58,8 +58,8 @@ def adapt(
     parameters in bf16 or fp16 are updated in fp32. Slow: see the note in `infinity.optim.foreign`.
     Wrap with `Config(algorithm="other")`, so that no place is kept for other states.
 
-    Raises `ConfigError` for an optimizer that is infinity's own, or that needs a closure. For wrong
-    `settings`, raises the error of `optimizer` itself.
+    Raises `ConfigError` for an optimizer that is infinity's own, or that needs a closure or sparse
+    gradients. For wrong `settings`, raises the error of `optimizer` itself.
     """
     if not (
         isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
@@ -73,6 +73,11 @@ def adapt(
         raise ConfigError(
             f"{optimizer.__name__} evaluates the loss inside its step, for all parameters at once, "
             "but infinity updates unit by unit; use an optimizer whose step needs no closure"
+        )
+    if issubclass(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(
+            f"{optimizer.__name__} updates by sparse gradients alone, and gradients are dense "
+            "here; use infinity.AdamW"
         )
     return Adapted(
         optimizer, params, settings, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
@@ -181,7 +186,8 @@ class Adapted(Optimizer):
     ) -> None:
         self.kind, self.settings = kind, settings
         self._benches: dict[Unit, Workbench] = {}
-        defaults = kind([nn.Parameter(torch.zeros(2))], **settings).defaults
+        # Of two dimensions, because Muon takes no other ones.
+        defaults = kind([nn.Parameter(torch.zeros(2, 2))], **settings).defaults
         super().__init__(
             params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
         )

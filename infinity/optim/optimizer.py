@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any, ClassVar
 
 import torch
@@ -96,6 +97,11 @@ class Optimizer(torch.optim.Optimizer):
         self._check_parameters(params)
         self._check_torch_options(torch_options or {})
         self._check("max_grad_norm", max_grad_norm, lambda norm: norm is None or norm > 0)
+        if not isinstance(loss_scaler, (LossScaler, NoneType)):
+            raise ConfigError(
+                f"{type(self).__name__}: loss_scaler is {in_words(loss_scaler)}; give "
+                "infinity.LossScaler(), or leave it out"
+            )
         if skip_nonfinite and error_if_nonfinite:
             raise ConfigError(
                 f"{type(self).__name__}: a step is skipped or raises; give skip_nonfinite "
@@ -161,7 +167,7 @@ class Optimizer(torch.optim.Optimizer):
         `is_good` then cannot compare, or not good."""
         try:
             problem = "" if is_good(value) else f"={value} is out of range"
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
             problem = f" is {in_words(value)}, not {kind}"
             if _is_written_number(value):
                 problem += f"; write {name}=float({value!r})"
@@ -217,6 +223,7 @@ class Optimizer(torch.optim.Optimizer):
         """Take over the parameters of `group`, or raise before anything is changed."""
         who, taken = type(self).__name__, dict[Unit, list[int]]()
         updater = self._updater
+        seen = set[int]()
         for parameter in group["params"]:
             if not isinstance(parameter, ShardedParameter):
                 raise ConfigError(
@@ -224,6 +231,11 @@ class Optimizer(torch.optim.Optimizer):
                     "infinity.wrap(model, config), once more where parameters came later"
                 )
             unit = type(parameter).unit
+            if id(parameter) in seen:  # which torch updates twice, and warns of
+                raise ConfigError(
+                    f"{who} got {unit.name_of(parameter)} twice; give every parameter once"
+                )
+            seen.add(id(parameter))
             found = unit.listeners.updates
             if not isinstance(found, Updater) or updater not in (None, found):
                 raise ConfigError(

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import torch
 
 from infinity.backward import BackwardPass, current_pass
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, in_words
 
 FACTOR = 2.0
 HIGHEST = 2.0**24  # gradients that are all zero would otherwise raise the scale for ever
@@ -40,6 +41,10 @@ class LossScaler:
         hysteresis: int = 2,
         minimum: float | None = 1.0,
     ) -> None:
+        given = {"initial": initial, "hysteresis": hysteresis, "window": window, "minimum": minimum}
+        for name, found in given.items():
+            if not isinstance(found, (int, float, *[NoneType] * (name in ("window", "minimum")))):
+                raise ConfigError(f"LossScaler: {name} is {in_words(found)}, not a number")
         least = math.inf if minimum is None else minimum
         self.is_static = window is None and minimum is None
         """Whether the scale never changes."""

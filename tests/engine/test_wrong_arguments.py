@@ -123,6 +123,9 @@ def trains(model: nn.Module, **settings: Any) -> list[torch.Tensor]:
     return list(infinity.engine(model).state_dict().values())
 
 
+SCALER = "give infinity.LossScaler(), or leave it out"
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
@@ -141,6 +144,9 @@ def trains(model: nn.Module, **settings: Any) -> list[torch.Tensor]:
             {"max_grad_norm": "1"},
             "max_grad_norm is '1', not a number; write max_grad_norm=float('1')",
         ),
+        ({"lr": torch.ones(2)}, "lr is a value of type Tensor, not a number"),
+        ({"loss_scaler": "dynamic"}, f"loss_scaler is 'dynamic'; {SCALER}"),
+        ({"loss_scaler": infinity.LossScaler}, f"loss_scaler is the class LossScaler; {SCALER}"),
         (
             {"amsgrad": True},
             "amsgrad=True is not supported; infinity.adapt runs the optimizer of torch that has it",
@@ -180,6 +186,18 @@ def test_parameters_of_an_optimizer(wrapped: nn.Module) -> None:
         infinity.AdamW(None)  # type: ignore[arg-type]
     with refuses(f"{takes} a value of type ShardedParameter; for a single one write [parameter]"):
         infinity.AdamW(next(wrapped.parameters()))
+    with (
+        pytest.warns(UserWarning, match="duplicate"),
+        refuses(  # torch would update it twice
+            "AdamW got 0.weight twice; give every parameter once"
+        ),
+    ):
+        infinity.AdamW([*wrapped.parameters(), next(wrapped.parameters())])
+    with refuses(
+        "SparseAdam updates by sparse gradients alone, and gradients are dense here; use "
+        "infinity.AdamW"
+    ):
+        infinity.adapt(torch.optim.SparseAdam, wrapped.parameters())
     with refuses(
         "infinity.adapt takes a class of torch.optim optimizers that is not infinity's own, not a "
         "value of type SGD"

@@ -395,6 +395,14 @@ def without(*keys: str, nvme: Path | None = None, **others: Any) -> dict[str, An
             "optimizer is the class AdamW",
         ),
         ({"config": configuration(), "optimizer": 3}, "optimizer is 3"),
+        (
+            {"config": configuration(), "model_parameters": []},
+            "the optimizer has no parameters: model_parameters is empty",
+        ),
+        (
+            {"config": configuration(optimizer={"type": "RMSprop", "params": {"lr": -1.0}})},
+            "optimizer RMSprop: Invalid learning rate: -1.0",
+        ),
         ({"config": configuration(), "lr_scheduler": 3}, "lr_scheduler is 3"),
         (
             {"config": without("optimizer"), "lr_scheduler": print},

@@ -108,6 +108,16 @@ def test_each_does_what_it_does_in_torch(
     assert (report.steps, report.updates_kept, report.updates_rolled_back) == (6, 0, 0)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_one_for_matrices_alone(wrap: Callable[..., infinity.Engine]) -> None:
+    model, plain = transformer(), transformer()
+    engine = wrap(model)
+    for m, kind in ((model, infinity.adapt), (plain, lambda kind, *given: kind(*given))):
+        matrices = [p for p in m.blocks.parameters() if p.ndim == 2]
+        train(m, kind(torch.optim.Muon, matrices), range(2))
+    assert equal(engine, plain)
+
+
 @pytest.mark.parametrize("name", ["rmsprop", "adafactor"])
 def test_states_are_taken_over(name: str, wrap: Callable[..., infinity.Engine]) -> None:
     kind, settings = KINDS[name]

@@ -179,6 +179,8 @@ def test_without_hysteresis_it_is_the_scale_of_torch(window: int, steps: list[bo
             "LossScaler: window=0 must be 1 or more, or None for a scale that never grows",
         ),
         ({"hysteresis": 0}, "LossScaler: hysteresis=0 must be 1 or more"),
+        ({"initial": "dynamic"}, "LossScaler: initial is 'dynamic', not a number"),
+        ({"window": "long"}, "LossScaler: window is 'long', not a number"),
         (
             {"minimum": None},
             "LossScaler: minimum=None must be a power of two, unless window is None, too",
