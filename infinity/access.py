@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from infinity.errors import ConfigError, EngineClosedError
+from infinity.errors import ConfigError, EngineClosedError, in_words
 from infinity.optim.adam import Adam
 from infinity.optim.rules import SGD, Adagrad, Lion
 from infinity.placement.spec import Kind
@@ -59,10 +59,11 @@ def set_state(
     value, which is the master rounded. Every rank must call it: with the same `value`, or with
     `local=True` with its own part. Waits for pending updates.
 
-    Raises `ConfigError` like `infinity.get`, and for a wrong shape; `RuntimeError` inside of a
-    forward, a backward or `infinity.gathered`.
+    Raises `ConfigError` like `infinity.get`, and for a wrong shape or kind of value; `RuntimeError`
+    inside of a forward, a backward or `infinity.gathered`.
     """
     unit, index, kind = _find(parameter, name)
+    _check_value(unit.names[index], parameter, value)
     given = parameter.shape if not local else (unit.layout.overlap(index, unit.rank).length,)
     if tuple(value.shape) != tuple(given):
         raise ConfigError(
@@ -87,6 +88,20 @@ def set_state(
     after[overlap.in_shard : overlap.in_shard + overlap.length] = part
     unit.states.write(kind, after)
     unit.renew()
+
+
+def _check_value(name: str, parameter: torch.Tensor, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ConfigError(f"infinity.set: {name} is given {in_words(value)}; give a tensor")
+    kind = ""
+    if value.is_meta:
+        kind = "a tensor on the meta device"
+    elif value.layout is not torch.strided:
+        kind = f"a {str(value.layout).removeprefix('torch.')} tensor"
+    elif value.is_complex() and not parameter.is_complex():
+        kind = "a complex tensor"
+    if kind:
+        raise ConfigError(f"infinity.set: {name} is given {kind}; give a dense one of real numbers")
 
 
 def _find(parameter: torch.Tensor, name: str) -> tuple[Unit, int, Kind]:

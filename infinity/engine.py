@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import Any
 
 import torch
@@ -249,12 +250,16 @@ class Engine:
         not before. With `Tuning.update="delayed"` the last update is seen from a save on, in this
         run and in those that load it: they go on with the same bits if they save at the same steps.
 
-        Raises `CheckpointError` when it cannot be written; what was there is as it was, and
-        training can go on.
+        Raises `ConfigError` for arguments of other kinds, and `CheckpointError` when it cannot be
+        written; what was there is as it was, and training can go on.
         """
+        if not isinstance(extra, (Mapping, NoneType)):
+            raise ConfigError(
+                f"extra is {in_words(extra)}; give a dict with what load_checkpoint gives back"
+            )
         tied = {name: first for name, first in self._first_names().items() if name != first}
         self._checkpoints.save(
-            self._buffers(), tied, Path(directory), optimizer, extra or {}, trainable_only
+            self._buffers(), tied, _path_of(directory), optimizer, extra or {}, trainable_only
         )
 
     def load_checkpoint(
@@ -274,7 +279,7 @@ class Engine:
         Every item is compared with its digest as it is read: when damage shows in the middle of the
         load, the engine cannot go on. No code of the checkpoint runs.
         """
-        return self._checkpoints.load(self._buffers(), Path(directory), optimizer)
+        return self._checkpoints.load(self._buffers(), _path_of(directory), optimizer)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers, of which this rank has its part."""
@@ -365,6 +370,12 @@ class Engine:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _path_of(directory: object) -> Path:
+    if not isinstance(directory, (str, os.PathLike)):
+        raise ConfigError(f"the directory of a checkpoint is {in_words(directory)}; give a path")
+    return Path(directory)
 
 
 def is_wrapped(model: nn.Module) -> bool:

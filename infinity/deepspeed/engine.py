@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -287,6 +288,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         `client_state` may have numbers, texts and tensors in dicts, lists and tuples. With
         `exclude_frozen_parameters` a model that loads this keeps its own frozen parameters.
         """
+        if not isinstance(client_state, (Mapping, NoneType)):
+            raise DeepSpeedConfigError(f"client_state is {in_words(client_state)}; give a dict")
         return self._checkpoints.save(
             _directory(save_dir), tag, client_state or {}, save_latest, exclude_frozen_parameters
         )
@@ -327,7 +330,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         """Write the weights as `torch.save` does; all ranks call it. False at stage 3 unless the
         configuration gathers weights on save."""
         return self._checkpoints.save_weights(
-            Path(save_dir) / save_filename, exclude_frozen_parameters
+            _directory(save_dir) / save_filename, exclude_frozen_parameters
         )
 
     save_fp16_model = save_16bit_model
@@ -346,6 +349,11 @@ class DeepSpeedEngine(Answers, nn.Module):
         self, checkpoint: Mapping[str, Any], strict: bool = True, **others: Any
     ) -> None:
         """Load the weights that `checkpoint` has under "module"; all ranks call it."""
+        if not isinstance(checkpoint, Mapping) or "module" not in checkpoint:
+            raise DeepSpeedConfigError(
+                f'load_module_state_dict takes a dict with weights under "module", and this is '
+                f'{in_words(checkpoint)} without it; give {{"module": state_dict}}'
+            )
         self.module.load_state_dict(checkpoint["module"], strict=strict)
 
     def _consolidated_16bit_state_dict(

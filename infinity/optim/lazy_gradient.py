@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 
 from infinity.backward import in_backward
-from infinity.errors import ShardedParameterError
+from infinity.errors import ShardedParameterError, in_words
 from infinity.optim.norm import clip
 from infinity.optim.step import UnitShare
 from infinity.optim.updater import Updater
@@ -80,6 +80,11 @@ class LazyGradients(Grads):
             raise ShardedParameterError(
                 f"{name} was frozen (requires_grad=False) when the model was wrapped, so it has no "
                 "place for a gradient"
+            )
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"the gradient assigned to {name} is {in_words(value)}; give a tensor, or None to "
+                "forget the gradient"
             )
         if value.shape != parameter.shape:
             raise ShardedParameterError(

@@ -944,6 +944,15 @@ def test_what_could_not_be_loaded_is_not_saved(start: Start, tmp_path: Path) -> 
     ):
         training.save(tmp_path / "checkpoint", rng=object())
     assert not list(tmp_path.glob("*checkpoint*"))
+    engine, optimizer = training.engine, training.optimizer
+    for use, text in (
+        (lambda: engine.save_checkpoint(tmp_path / "checkpoint", extra=5), "^extra is 5; give a d"),
+        (lambda: engine.save_checkpoint(optimizer), "^the directory of a checkpoint is a value of"),
+        (lambda: engine.load_checkpoint(None, optimizer), "^the directory of a checkpoint is None"),
+    ):
+        with pytest.raises(infinity.ConfigError, match=text):
+            use()
+    assert not list(tmp_path.glob("*checkpoint*"))
     with pytest.raises(
         infinity.ConfigError,
         match=r"takes optimizers of infinity for the parameters of this model$",

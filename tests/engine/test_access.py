@@ -130,6 +130,16 @@ def test_what_is_refused(wrap: Wrap) -> None:
         ),
         (lambda: infinity.get(torch.ones(2)), "take a parameter of a wrapped model"),
         (lambda: infinity.set(weight, "value", torch.ones(3)), r"has shape \(64, 32\), not \(3,\)"),
+        (lambda: infinity.set(weight, "value", 3.0), r"tokens.weight is given 3.0; give a tensor"),
+        (lambda: infinity.set(weight, "grad", None), r"tokens.weight is given None; give a tensor"),
+        *(
+            (lambda value=value: infinity.set(weight, "value", value), f"is given a {kind}; give")
+            for value, kind in (
+                (torch.ones(64, 32, device="meta"), "tensor on the meta device"),
+                (torch.ones(64, 32).to_sparse(), "sparse_coo tensor"),
+                (torch.ones(64, 32, dtype=torch.complex64), "complex tensor"),
+            )
+        ),
     ):
         with pytest.raises(infinity.ConfigError, match=text):
             use()

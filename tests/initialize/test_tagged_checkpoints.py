@@ -127,6 +127,13 @@ def test_there_is_nothing_to_load(
         engine.save_checkpoint(tmp_path, tag="a/b")
     with pytest.raises(infinity.CheckpointError, match="extra"):
         engine.save_checkpoint(tmp_path, client_state={"model": object()})
+    for use, text in (
+        (lambda: engine.save_checkpoint(tmp_path, client_state=5), "client_state is 5; give a di"),
+        (lambda: engine.save_16bit_model(None), "the directory of a checkpoint is None; give a p"),
+        (lambda: engine.load_module_state_dict({}), 'a dict with weights under "module"'),
+    ):
+        with pytest.raises(infinity.ConfigError, match=text):
+            use()
     for nowhere in (None, ""):
         with pytest.raises(infinity.ConfigError, match="the directory of a checkpoint is"):
             engine.save_checkpoint(nowhere)

@@ -187,6 +187,8 @@ def test_a_gradient_may_be_set_where_there_is_none(gradients: str, tmp_path: Pat
     weight = pair.model.tokens.weight
     with pytest.raises(infinity.ShardedParameterError, match=r"has shape \(2,\), the parameter"):
         weight.grad = torch.ones(2)
+    with pytest.raises(TypeError, match=r"assigned to tokens.weight is 5; give a tensor, or None"):
+        weight.grad = 5
     pair.engine.close()
 
 
