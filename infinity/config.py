@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -53,6 +55,12 @@ def _as_paths(value: Any) -> Any:
     paths = [value] if isinstance(value, (str, Path)) else value
     if isinstance(paths, (list, tuple)) and "" in paths:
         raise ValueError("a directory is empty text; write '.' for the current one")
+    if not isinstance(paths, Iterable) or isinstance(paths, (bytes, Mapping)):
+        raise ValueError(f"{in_words(paths)} is no directory; write a path, or a list of paths")
+    paths = tuple(paths)
+    for path in paths:
+        if not isinstance(path, (str, os.PathLike)):
+            raise ValueError(f"{in_words(path)} is no directory; write a path, or a list of paths")
     return paths
 
 
@@ -110,6 +118,13 @@ class _Knobs(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError("; ".join(map(_problem, error.errors()))) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).model_fields:
+            raise ConfigError(
+                f"a {type(self).__name__} cannot be changed; make another one, with {name}=..."
+            )
+        super().__setattr__(name, value)
 
 
 def _problem(error: Any) -> str:
@@ -253,7 +268,7 @@ class Tuning(_Knobs):
     """
     instruction_set: Literal["auto", "scalar", "avx2", "avx512"] = "auto"
     """Instructions of the optimizer kernels on the CPU; "auto" is the best that it has."""
-    threads: Annotated[int, Field(ge=1)] | None = None
+    threads: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Threads of the optimizer on the CPU; by default every CPU that this process may use.
 
     The default is divided by the LOCAL_WORLD_SIZE that torchrun sets. OMP_NUM_THREADS does not

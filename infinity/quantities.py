@@ -20,7 +20,7 @@ def parse_bytes(value: str | int) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
-            raise ValueError(f"a number of bytes cannot be negative: {value}")
+            raise ValueError(f"{value} is negative; write for example 512MiB, 2GiB or 2000000000")
         return value
     match = _QUANTITY.fullmatch(value) if isinstance(value, str) else None
     factor = _FACTORS.get(match[2].upper()) if match else None

@@ -3,6 +3,7 @@ anything is changed."""
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import NoneType, SimpleNamespace
@@ -47,6 +48,8 @@ def check_arguments(model: object, config: object, units: object, seed: object) 
             )
     if not isinstance(seed, (SupportsIndex, NoneType)):
         raise ConfigError(f"seed is {in_words(seed)}; give an integer")
+    if seed is not None and not -(1 << 63) <= operator.index(seed) < 1 << 64:
+        raise ConfigError(f"seed is {in_words(seed)}; torch takes integers of 64 bits")
 
 
 def _way_to_a_config(value: object) -> str:
@@ -70,6 +73,12 @@ def check_model(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 def _check_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            raise ConfigError(
+                f"{name or 'the model'} is a {type(module).__name__}, which keeps gradients or "
+                "copies of its own; wrap the module in it (.module): the engine serves all ranks "
+                "that torchrun starts"
+            )
         if is_graphed(module):
             raise ConfigError(
                 f"the forward of {name or 'the model'} was replaced by make_graphed_callables, "
@@ -106,6 +115,11 @@ def _check_parameters(model: nn.Module, dtype: torch.dtype | None) -> None:
                 f"{name} is a {type(parameter).__name__}, a tensor made of others, which cannot be "
                 "laid out as bytes: wrap the model before that type replaces its parameters, or "
                 "register it as a buffer, which stays on the compute device"
+            )
+        if parameter.is_inference() and not parameter.is_meta:
+            raise ConfigError(
+                f"{name} was made inside of torch.inference_mode(), and autograd cannot use it: "
+                "build or load the model outside of that"
             )
         if parameter.layout is not torch.strided or parameter.is_quantized:
             kind = (

@@ -49,8 +49,13 @@ class Extent(NamedTuple):
 def check_directories(directories: Sequence[Path]) -> None:
     """Raise `ConfigError` unless all of them are there and differ."""
     for directory in directories:
-        if not directory.is_dir():
+        try:
             kind = "is not a directory" if directory.exists() else "does not exist"
+        except OSError as error:  # such as a name that is too long
+            raise ConfigError(
+                f"nvme directory {directory} cannot be used: {error.strerror}; choose another one"
+            ) from None
+        if not directory.is_dir():
             raise ConfigError(
                 f"nvme directory {directory} {kind}; create it on the drive to be "
                 f"used: mkdir -p {directory}"

@@ -71,6 +71,10 @@ WRAP: dict[str, tuple[Callable[[nn.Module], object], str]] = {
         lambda model: infinity.wrap(model, seed="1"),  # type: ignore[arg-type]
         "seed is '1'; give an integer",
     ),
+    "a seed that is too large": (
+        lambda model: infinity.wrap(model, seed=2**64),
+        "seed is 18446744073709551616; torch takes integers of 64 bits",
+    ),
 }
 
 
@@ -99,6 +103,10 @@ def test_a_config_takes_keys() -> None:
         "dict"
     ):
         infinity.Tuning("2GiB")
+    config = infinity.Config(gpu_memory="1GiB")
+    with refuses("a Config cannot be changed; make another one, with gpu_memory=..."):
+        config.gpu_memory = "2GiB"
+    assert config.gpu_memory == 1 << 30
 
 
 @pytest.fixture(scope="module")

@@ -201,6 +201,10 @@ def test_directories_that_cannot_be_used(tmp_path: Path, footprint: Callable[[],
             ),
         ),
         (["there", "link"], "the nvme directories must differ: {0}, {1}"),
+        (
+            ["a" * 300],
+            "nvme directory {0} cannot be used: File name too long; choose another one",
+        ),
     ):
         model, paths = transformer(), [tmp_path / name for name in names]
         expected = re.escape(text.format(*paths))
@@ -657,6 +661,26 @@ def test_trainable_parameters_that_no_kernel_updates(dtype: torch.dtype, tmp_pat
     model = infinity.wrap(Pair(torch.ones(8).to(dtype)), config(tmp_path, precision="fp32"))
     with infinity.engine(model) as engine:
         assert engine.state_dict()["a"].equal(torch.ones(8))
+
+
+@pytest.mark.parametrize("kind", [nn.DataParallel, nn.parallel.DistributedDataParallel])
+def test_wrappers_that_keep_gradients_or_copies(
+    kind: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if kind is not nn.DataParallel:
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        request.addfinalizer(torch.distributed.destroy_process_group)
+    text = rf"is a {kind.__name__}, which keeps gradients or copies of its own; wrap the module in"
+    refused(kind(nn.Linear(2, 2)), f"^the model {text}", tmp_path)
+    refused(nn.Sequential(kind(nn.Linear(2, 2))), f"^0 {text}", tmp_path)
+
+
+def test_parameters_of_inference_mode(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    refused(model, r"^weight was made inside of torch.inference_mode\(\), and autograd", tmp_path)
 
 
 @pytest.mark.parametrize(
