@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -23,7 +23,9 @@ def loader(
     without `data`. `options` are those of `DataLoader`."""
     if data is None:
         return None
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+    is_map = isinstance(data, Mapping) and 0 not in data  # of columns, or of splits
+    is_indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if not is_indexed or is_map or isinstance(data, (type, str, bytes)):
         raise DeepSpeedConfigError(
             f"training_data is {in_words(data)}; give a dataset with a length and an index, or "
             "build a DataLoader yourself"

@@ -200,6 +200,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         optimizer = self._trained("step")
         self._stepped = False
         if self.is_gradient_accumulation_boundary():
+            self._check_scheduler(lr_kwargs)
             if self._apart:
                 raise DeepSpeedUsageError(
                     "engine.step() is at the end of an accumulation, inside of engine.no_sync(); "
@@ -216,6 +217,18 @@ class DeepSpeedEngine(Answers, nn.Module):
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
         self.micro_steps += 1
+
+    def _check_scheduler(self, options: Mapping[str, Any] | None) -> None:
+        """Raise `ConfigError` where the scheduler could not go on after the optimizer has."""
+        if self.lr_scheduler is None:
+            return
+        try:
+            inspect.signature(self.lr_scheduler.step).bind(**(options or {}))
+        except TypeError as error:
+            raise DeepSpeedConfigError(
+                f"{type(self.lr_scheduler).__name__}.step: {error}; give it in "
+                "engine.step(lr_kwargs={...})"
+            ) from None
 
     def _refuse_unused(self) -> None:
         for name, parameter in self.module.named_parameters():

@@ -246,4 +246,12 @@ def _scheduler(settings: Settings, given: Any, optimizer: Any) -> Any:
     """That of the configuration, else that of the script."""
     if settings.scheduler is not None and optimizer is not None:
         return scheduler(settings.scheduler, optimizer)
-    return given(optimizer) if given is not None and not hasattr(given, "step") else given
+    if given is None or (hasattr(given, "step") and not isinstance(given, type)):
+        return given
+    made = given(optimizer)
+    if not hasattr(made, "step"):
+        raise DeepSpeedConfigError(
+            f"lr_scheduler gave {in_words(made)}; it must be a scheduler, or a function of an "
+            "optimizer that returns one"
+        )
+    return made

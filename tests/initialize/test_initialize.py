@@ -309,6 +309,21 @@ def test_a_scheduler_of_the_script(start: Start, as_function: bool) -> None:
 # Data, ranks, units
 
 
+def test_a_scheduler_that_needs_more_than_a_step(start: Start) -> None:
+    """It is refused before the optimizer has stepped, and gets what it needs by `lr_kwargs`."""
+    block = {"type": "ReduceLROnPlateau", "params": {"patience": 0, "factor": 0.5}}
+    engine, *_ = start(model=net(), config=configuration(scheduler=block))
+    engine.backward(engine(*batch(0)))
+    with pytest.raises(infinity.ConfigError, match=r"^ReduceLROnPlateau.step: missing .*'metrics'"):
+        engine.step()
+    assert engine.global_steps == 0
+    assert torch.equal(engine.module_state_dict()["first.weight"], net().first.weight)
+    for metrics in (1.0, 2.0):
+        engine.backward(engine(*batch(0)))
+        engine.step(lr_kwargs={"metrics": metrics})
+    assert engine.get_lr() == [5e-3]
+
+
 def test_training_data_becomes_micro_batches(start: Start) -> None:
     data = [batch(number, rows=1) for number in range(5)]
     data = [(x[0], y[0]) for x, y in data]
@@ -408,7 +423,16 @@ def without(*keys: str, nvme: Path | None = None, **others: Any) -> dict[str, An
             {"config": without("optimizer"), "lr_scheduler": print},
             "lr_scheduler needs an optimizer",
         ),
+        (
+            {"config": configuration(), "lr_scheduler": lambda optimizer: None},
+            "lr_scheduler gave None; it must be a scheduler",
+        ),
         ({"config": configuration(), "training_data": 3}, "training_data is 3"),
+        (
+            {"config": configuration(), "training_data": {"train": [1, 2]}},
+            "training_data is a value of type dict",
+        ),
+        ({"config": configuration(), "training_data": list}, "training_data is the class list"),
         ({"config": configuration(), "mpu": object()}, "mpu and mesh_param are not supported"),
         ({"config": configuration(zero_optimization={"stag": 3})}, "stag"),
         (
