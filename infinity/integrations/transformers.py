@@ -29,7 +29,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine import engine, is_wrapped
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, in_words
 from infinity.integrations.accelerate import ONE_BACKEND, adopt, is_new_optimizer
 from infinity.integrations.required import required
 from infinity.integrations.wrapping import convert, with_device, wrap_for
@@ -101,7 +101,7 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
 
     def __init__(self, *args: Any, infinity_config: Config | None = None, **kwargs: Any) -> None:
         self._infinity_config = infinity_config
-        self._given_optimizer = (kwargs.get("optimizers") or (None,))[0]
+        self._given_optimizer = optimizer_in(kwargs.get("optimizers"))
         self._given_kind = kwargs.get("optimizer_cls_and_kwargs")
         self._waited: dict[str, float] = {}
         super().__init__(*args, **kwargs)
@@ -129,6 +129,8 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
 
     def _wrap(self, model: nn.Module) -> None:
         config = self._infinity_config
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model is {in_words(model)}; give a torch.nn.Module")
         if is_wrapped(model):
             if config is not None:
                 raise ConfigError(
@@ -137,6 +139,11 @@ class InfinityTrainerMixin(Base):  # type: ignore[misc]
                 )
             return
         optimizer = self._given_optimizer
+        if optimizer is not None and not trains(optimizer, model):
+            raise ConfigError(
+                f"the {type(optimizer).__name__} in optimizers has no parameter of the model, and "
+                "would train nothing; make it of model.parameters() of this model"
+            )
         config = with_device(Config() if config is None else config, self.args.device)
         wrap_for(model, self._completed(config), () if optimizer is None else [optimizer])
 
@@ -249,6 +256,30 @@ def counterpart_of(args: Any) -> Counterpart:
             "optimizers=(infinity.adapt(...), None)"
         )
     return COUNTERPARTS[name]
+
+
+def optimizer_in(optimizers: Any) -> torch.optim.Optimizer | None:
+    """The optimizer in the argument `optimizers` of a Trainer, a pair with a scheduler."""
+    if optimizers is None:
+        return None
+    if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
+        raise ConfigError(
+            f"optimizers is {in_words(optimizers)}; give (optimizer, scheduler), either of which "
+            "may be None"
+        )
+    found = optimizers[0]
+    if found is not None and (isinstance(found, type) or not hasattr(found, "param_groups")):
+        raise ConfigError(
+            f"the optimizer in optimizers is {in_words(found)}; give one of torch or of infinity, "
+            "or the class as optimizer_cls_and_kwargs"
+        )
+    return found
+
+
+def trains(optimizer: torch.optim.Optimizer, model: nn.Module) -> bool:
+    """Whether `optimizer` has a parameter of `model`."""
+    known = {id(parameter) for parameter in model.parameters()}
+    return any(id(each) in known for group in optimizer.param_groups for each in group["params"])
 
 
 def refuse_arguments(args: Any) -> None:

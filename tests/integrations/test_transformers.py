@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,33 @@ def test_what_cannot_be_is_refused(
         InfinityTrainer(
             llama, arguments(outputs, **given), infinity_config=config(outputs / "drive")
         )
+
+
+def other_model() -> torch.optim.Optimizer:
+    return torch.optim.AdamW(nn.Linear(2, 2).parameters())
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "text"),
+    [
+        (other_model, "optimizers is a value of type AdamW; give (optimizer, scheduler), either"),
+        (
+            lambda: (other_model(), None),
+            "the AdamW in optimizers has no parameter of the model, and would train nothing",
+        ),
+        (lambda: (torch.optim.AdamW, None), "the optimizer in optimizers is the class AdamW; gi"),
+        (lambda: ("adamw", None), "the optimizer in optimizers is 'adamw'; give one of torch"),
+    ],
+)
+def test_optimizers_that_train_nothing(outputs: Path, optimizers: Any, text: str) -> None:
+    from infinity.integrations.transformers import InfinityTrainer
+
+    llama = FAMILIES["llama"].build()
+    with pytest.raises(infinity.ConfigError, match=f"^{re.escape(text)}"):
+        InfinityTrainer(model=llama, args=arguments(outputs), optimizers=optimizers())
+    assert all(type(parameter) is nn.Parameter for parameter in llama.parameters())
+    with pytest.raises(infinity.ConfigError, match=r"^model is 'llama'; give a torch\.nn\.Module$"):
+        InfinityTrainer(model="llama", args=arguments(outputs))
 
 
 def as_ranks_of_torchrun(rank: int) -> dict[str, str]:
