@@ -4,6 +4,7 @@ save."""
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -105,6 +106,12 @@ class FinetuneJob:
         if self.data is not None:
             _check_data(self.data)
         check_directories([Path(directory) for directory in config.nvme])
+        both = {os.path.realpath(each) for each in (self.output, self.checkpoint) if each}
+        if self.output and self.checkpoint and len(both) == 1:
+            raise ValueError(
+                f"--output and --checkpoint are both {self.output}; checkpoints need a directory "
+                "of their own"
+            )
         checkpoints, last = self._checkpoints(display, world)
         try:
             return self._run(display, world, config, checkpoints, last)

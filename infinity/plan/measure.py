@@ -20,6 +20,7 @@ from infinity.plan.hardware import DriveSpec, Hardware, checked
 from infinity.plan.memory import Training
 from infinity.plan.model import Dimensions, PlannedModel
 from infinity.rates import DTYPES, copies, formats_of, threads_of, updates
+from infinity.tiers.drives import check_directories
 
 ROUNDS = 3
 PROBE_BYTES = 64 << 20
@@ -48,6 +49,7 @@ def measured(
     Takes less than a minute for blocks that compute in a second, and 64 MiB of each directory.
     Raises `ConfigError` where a directory is missing or the memory is not known, and `NvmeError`.
     """
+    check_directories(directories)
     host = read_host()
     if host is None:
         raise ConfigError(
@@ -169,9 +171,6 @@ def _drives(
     """The drives, and what they and a CPU that computes keep of their speed beside each other."""
     if not directories:
         return (), 1.0
-    missing = [directory for directory in directories if not directory.is_dir()]
-    if missing:
-        raise ConfigError(f"nvme directory {missing[0]} does not exist; create it on the drive")
     say("measuring the drives")
     with limits.DriveProbe(directories, config.tuning.io_engine, 4 * PROBE_BYTES) as probe:
         rates = {

@@ -381,6 +381,8 @@ def test_a_directory_with_weights_and_a_preset_are_what_finetune_takes(tmp_path:
             "the smallest cpu_memory that works is",
         ),
         ((*IN_MEMORY, "--device", "cuda"), "torch sees no CUDA device"),
+        (("--nvme", "/no/where"), "nvme directory /no/where does not exist; create it on the dri"),
+        (("--nvme", "/dev/null"), "nvme directory /dev/null is not a directory; create it on the"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_sentence(arguments: Any, sentence: str) -> None:

@@ -67,8 +67,12 @@ def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
     config = Config(precision="fp32")
     tiny = Dimensions(1, 64, 1, vocabulary=64)
     model = of_dimensions(tiny, config)
-    with pytest.raises(ConfigError, match="does not exist; create it on the drive"):
-        measure.measured(model, tiny, TRAINING, config, [tmp_path / "no"], lambda _: None)
+    (tmp_path / "file").touch()
+    said: list[str] = []
+    for name, kind in (("no", "does not exist"), ("file", "is not a directory")):
+        with pytest.raises(ConfigError, match=f"{kind}; create it on the drive"):
+            measure.measured(model, tiny, TRAINING, config, [tmp_path / name], said.append)
+    assert not said, "nothing is measured before"
 
 
 def test_the_command_measures_this_machine() -> None:

@@ -213,6 +213,14 @@ def test_missing_data_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_output_and_checkpoints_in_one_directory_are_refused(tmp_path: Path) -> None:
+    one, same = tmp_path / "out", tmp_path / "x" / ".." / "out"
+    assert refusal("finetune", "--nvme", tmp_path, "--output", one, "--checkpoint", same) == (
+        f"--output and --checkpoint are both {one}; checkpoints need a directory of their own"
+    )
+    assert not one.exists()
+
+
 def test_an_output_that_is_not_empty_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")

@@ -27,6 +27,7 @@ from infinity.bench.summary import spread
 from infinity.device import ComputeDevice
 from infinity.rates import Formats, copies, formats_of, threads_of, updates
 from infinity.report import Report
+from infinity.tiers.drives import check_directories
 
 _KERNELS = ("adam", "adam_on_gpu")  # of the CPU, and of the compute device
 ROUNDS = 3
@@ -78,6 +79,7 @@ def measure(work: Workload, probe_bytes: int, say: Callable[[str], None]) -> dic
     raises, before anything long.
     """
     config = work.config
+    check_directories(config.nvme)
     device = ComputeDevice(config.tuning.device)
     on_nvme = "nvme" in (config.parameters, config.optimizer, config.gradients)
 
