@@ -138,6 +138,14 @@ def check_state(unit: Unit, parameter: torch.Tensor, state: Any, optimizer: Opti
     is_number = is_scalar or isinstance(step, (int, float))
     if not is_number or not (float(step) >= 0 and float(step).is_integer()):
         raise misfit(optimizer, f"the step of {name_of} is {step!r}, and no count")
+    ours = {name for name, _ in kinds(optimizer)} - {"master"}
+    others = sorted(map(str, state.keys() - {"step", "master"}))
+    if ours and others and ours.isdisjoint(others):  # which would begin anew without a word
+        raise misfit(
+            optimizer,
+            f"{name_of} has {', '.join(others)}, of another optimizer, and "
+            f"{type(optimizer).__name__} keeps {', '.join(sorted(ours))}",
+        )
     for name, kind in kinds(optimizer):
         value = state.get(name)
         if kind not in unit.blocks or value is None:

@@ -414,6 +414,7 @@ DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
     "step": lambda s: s["state"][5].update(step=torch.tensor(-1.0)),
     "no step": lambda s: s["state"][5].update(step="3"),
     "a state of nobody": lambda s: s["state"].update({99: {}}),
+    "another optimizer": lambda s: s["state"].update({5: {"momentum_buffer": torch.zeros(32)}}),
     "no mapping": lambda s: s["state"].update({5: None}),
     "group size": lambda s: s["param_groups"][0]["params"].pop(),
     "groups": lambda s: s["param_groups"].append({"params": []}),
