@@ -223,7 +223,11 @@ class DeepSpeedEngine(Answers, nn.Module):
         if self.lr_scheduler is None:
             return
         try:
-            inspect.signature(self.lr_scheduler.step).bind(**(options or {}))
+            signature = inspect.signature(self.lr_scheduler.step)
+        except ValueError:  # of compiled code, which has none
+            return
+        try:
+            signature.bind(**(options or {}))
         except TypeError as error:
             raise DeepSpeedConfigError(
                 f"{type(self.lr_scheduler).__name__}.step: {error}; give it in "

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import NoneType
 from typing import Any
 
 import torch
@@ -41,9 +40,11 @@ class LossScaler:
         hysteresis: int = 2,
         minimum: float | None = 1.0,
     ) -> None:
-        given = {"initial": initial, "hysteresis": hysteresis, "window": window, "minimum": minimum}
+        given = {"initial": initial, "hysteresis": hysteresis}
+        given |= {"window": 0 if window is None else window}
+        given |= {"minimum": 0 if minimum is None else minimum}
         for name, found in given.items():
-            if not isinstance(found, (int, float, *[NoneType] * (name in ("window", "minimum")))):
+            if not isinstance(found, (int, float)):
                 raise ConfigError(f"LossScaler: {name} is {in_words(found)}, not a number")
         least = math.inf if minimum is None else minimum
         self.is_static = window is None and minimum is None
