@@ -1,8 +1,8 @@
 """`torchrun --nproc-per-node N -m infinity finetune`: ranks do together what one would alone, speak
 in one voice, and go on after one of them was killed.
 
-torchrun starts two jobs of two ranks over gloo. Other ranks are forked, and what one rank does runs
-in this process.
+torchrun starts two ranks where it has to start them again. Other ranks are forked, and what one
+rank does runs in this process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -92,22 +92,21 @@ OPTIONS = [
 ]
 ENVIRONMENT = CHILD["env"] | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
-# The second rank is asked to stop in step 3, killed in step 6 of the second try, and its drive is
-# full in step 7 of the third.
+# What becomes of the second rank of the first try, in step AT.
 SCRIPT = """
 import errno, os, signal
 from infinity.cli import main, training
 
 real = training.Trainer._step
-plan = {"0": (3, signal.SIGTERM), "1": (6, signal.SIGKILL), "2": (7, None)}
+at, what = int(os.environ["AT"]), os.environ["WHAT"]
+met = os.environ["RANK"] == "1" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
 
 def step(self, number, batches):
-    at, what = plan.get(os.environ["TORCHELASTIC_RESTART_COUNT"], (None, None))
-    if number == at and os.environ["RANK"] == "1":
-        if what is None:
+    if met and number == at:
+        if what == "full drive":
             self.engine.io.set_faults(fail_write_at=0, fail_errno=errno.ENOSPC)
         else:
-            os.kill(os.getpid(), what)
+            os.kill(os.getpid(), getattr(signal, what))
     return real(self, number, batches)
 
 training.Trainer._step = step
@@ -115,11 +114,15 @@ main.app()
 """
 
 
-def torchrun(*command: Any, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+def torchrun(*command: Any, restarts: int, **more: str) -> subprocess.CompletedProcess[str]:
     options = ["--standalone", "--nproc-per-node", 2, "--max-restarts", restarts]
     whole = [sys.executable, "-m", "torch.distributed.run", *options, *command]
     return subprocess.run(
-        [str(word) for word in whole], capture_output=True, check=False, text=True, env=ENVIRONMENT
+        [str(word) for word in whole],
+        capture_output=True,
+        check=False,
+        text=True,
+        env=ENVIRONMENT | more,
     )
 
 
@@ -128,6 +131,24 @@ def two_ranks(port: int, **more: str) -> list[dict[str, str]]:
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     job |= {"LOCAL_WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"} | more
     return [job | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+
+
+class Said(NamedTuple):
+    """What the ranks of a job wrote."""
+
+    codes: list[int | None]
+    """The exit code of each."""
+    stdout: str
+    stderr: str
+
+
+def on_two_ranks(directory: Path, program: str | Path, arguments: list[Any], **more: str) -> Said:
+    """Let two ranks run `program` to its end. Their store is here, as it is in torchrun."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    places = two_ranks(store.port, TORCHELASTIC_USE_AGENT_STORE="True", **more)
+    ended = forked.run(directory, program, arguments, places)
+    stdout, stderr = ("".join(getattr(e, name) for e in ended) for name in ("stdout", "stderr"))
+    return Said([each.returncode for each in ended], stdout, stderr)
 
 
 def alone(*arguments: Any) -> dict[str, Any]:
@@ -191,15 +212,15 @@ def one(home: Home) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(home: Home) -> subprocess.CompletedProcess[str]:
+def two(home: Home) -> Said:
     """What two ranks do, without an interruption."""
-    done = torchrun("-m", "infinity", *home.options("two"))
-    assert done.returncode == 0, done.stderr
+    done = on_two_ranks(home.path / "said", "infinity", home.options("two"))
+    assert done.codes == [0, 0], done.stderr
     return done
 
 
 def test_two_ranks_have_the_losses_of_one_and_save_the_same_model(
-    home: Home, one: dict[str, Any], two: subprocess.CompletedProcess[str]
+    home: Home, one: dict[str, Any], two: Said
 ) -> None:
     summary = json.loads(two.stdout)
     expected, found = (steps_of(home.steps(name) / f"step-{STEPS}") for name in ("one", "two"))
@@ -217,7 +238,7 @@ def test_two_ranks_have_the_losses_of_one_and_save_the_same_model(
 
 
 def test_one_rank_speaks_and_its_report_is_of_all(
-    home: Home, one: dict[str, Any], two: subprocess.CompletedProcess[str]
+    home: Home, one: dict[str, Any], two: Said
 ) -> None:
     summary = json.loads(two.stdout)  # so there is one
     assert [
@@ -244,39 +265,51 @@ def test_one_rank_speaks_and_its_report_is_of_all(
     assert not names(home.path / "nvme")
 
 
-def test_after_a_stop_a_kill_and_a_full_drive_two_ranks_end_with_the_same_bits(
-    home: Home, two: subprocess.CompletedProcess[str], tmp_path: Path
+def going_on(stderr: str) -> list[str]:
+    """What is said of a start."""
+    begins = "going on|no checkpoint|reclaimed"
+    return [line for line in stderr.splitlines() if re.match(begins, line)]
+
+
+def test_after_a_stop_a_full_drive_and_a_kill_two_ranks_end_with_the_same_bits(
+    home: Home, two: Said, tmp_path: Path
 ) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = torchrun(tmp_path / "script.py", *home.options("killed"), "--resume", restarts=3)
-    assert done.returncode == 0, done.stderr
-    stopped, ended = (json.loads(line) for line in done.stdout.splitlines())
-    where = home.steps("killed")
-    lines = [
-        line
-        for line in done.stderr.splitlines()
-        if re.match("infinity: |going on|no checkpoint|reclaimed", line)
+    """All stop after the step in which one was asked to. The next try ends when the drive of one
+    is full, and torchrun starts both again when one is killed."""
+    script, where = tmp_path / "script.py", home.steps("killed")
+    options = [*home.options("killed"), "--resume"]
+    script.write_text(SCRIPT)
+
+    done = on_two_ranks(tmp_path / "stopped", script, options, AT="3", WHAT="SIGTERM")
+    assert done.codes == [128 + signal.SIGTERM] * 2
+    summary = json.loads(done.stdout)
+    assert (summary["steps"], summary["signal"]) == (3, signal.SIGTERM)
+    assert going_on(done.stderr) == [
+        f"no checkpoint in {where} yet: training starts from the beginning"
     ]
-    assert (stopped["steps"], stopped["signal"]) == (3, 15), (
-        "all stop after the step in which one was asked to"
-    )
-    assert lines[0] == f"no checkpoint in {where} yet: training starts from the beginning"
-    assert lines[1] == f"going on from {where}/step-3"
-    assert lines[2].startswith("infinity: rank 0: another rank is gone, or cannot be reached: ")
-    (full,) = [line for line in lines[3:] if line.startswith("infinity: ")]
+
+    done = on_two_ranks(tmp_path / "full", script, options, AT="5", WHAT="full drive")
+    assert done.codes == [1, 1]
+    assert going_on(done.stderr) == [f"going on from {where}/step-3"]
+    (full,) = [line for line in done.stderr.splitlines() if line.startswith("infinity: ")]
     assert re.fullmatch(
         r"infinity: rank (1|0: .* in vain; rank 1 failed): an update failed and the engine cannot "
         r"go on: .*write of \d+ bytes at offset \d+ stopped after \d+: No space left on device "
         rf"\(for \w+ of .*\): '{home.path}/nvme/rank1/{STATES_NAME}'",
         full,
     )
-    assert sorted(line for line in lines[3:] if line is not full) == [
+
+    job = torchrun(script, *options, restarts=1, AT="7", WHAT="SIGKILL")
+    assert job.returncode == 0, job.stderr
+    assert sorted(going_on(job.stderr)) == [
         f"going on from {where}/step-4",
         f"going on from {where}/step-6",
         f"reclaimed 12 MiB that an earlier run left in {home.path}/nvme/rank1",
     ]
-    assert "Traceback" not in done.stderr
-    assert ended["loss"] == json.loads(two.stdout)["loss"]
+    (gone,) = [line for line in job.stderr.splitlines() if line.startswith("infinity: ")]
+    assert gone.startswith("infinity: rank 0: another rank is gone, or cannot be reached: ")
+    assert "Traceback" not in job.stderr
+    assert json.loads(job.stdout)["loss"] == json.loads(two.stdout)["loss"]
     assert steps_of(where / f"step-{STEPS}") == steps_of(home.steps("two") / f"step-{STEPS}")
     there, here = home.model("two"), home.model("killed")
     assert there.keys() == here.keys()
@@ -341,12 +374,9 @@ def test_a_store_that_is_gone_is_asked_once() -> None:
 
 
 def test_a_batch_that_cannot_be_divided_is_refused_once(home: Home, tmp_path: Path) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    places = two_ranks(store.port, TORCHELASTIC_USE_AGENT_STORE="True")
-    ended = forked.run(tmp_path, "infinity", [*home.options("refused"), "--batch-size", 3], places)
-    assert [each.returncode for each in ended] == [1, 1]
-    said = ended[0].stderr + ended[1].stderr
-    (line,) = [line for line in said.splitlines() if "infinity: " in line]
+    done = on_two_ranks(tmp_path, "infinity", [*home.options("refused"), "--batch-size", 3])
+    assert done.codes == [1, 1]
+    (line,) = [line for line in done.stderr.splitlines() if "infinity: " in line]
     assert re.fullmatch(
         (
             r"infinity: rank [01]: --batch-size 3 is that of all ranks together and cannot be "
@@ -360,7 +390,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_once(home: Home, tmp_path: Pa
 
 
 def test_another_number_of_ranks_goes_on_with_the_same_data(
-    home: Home, one: dict[str, Any], two: subprocess.CompletedProcess[str]
+    home: Home, one: dict[str, Any], two: Said
 ) -> None:
     where = home.steps("fewer")
     shutil.copytree(home.steps("two") / "step-4", where / "step-4")
