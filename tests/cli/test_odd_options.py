@@ -157,7 +157,7 @@ def test_any_value_of_any_option(path: tuple[str, ...], where: Path) -> None:
     assert known
 
     @settings(
-        max_examples=30 + 2 * len(known),
+        max_examples=15 + len(known),
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
         derandomize=True,

@@ -105,8 +105,9 @@ def test_what_moves_is_what_the_planner_states_and_less_with_every_byte_kept(
         "gradients": gradients,
         "gpu_memory": "1MiB",
     }
+    whole = on_nvme(wrap(0, **options))
     for share in SHARES:
-        cache = int(share * on_nvme(wrap(0, **options)))
+        cache = int(share * whole)
         engine = wrap(cache, **options)
         optimizer = infinity.AdamW(engine.model.parameters(), max_grad_norm=LIMIT)
         for number in range(STEADY):
@@ -173,14 +174,15 @@ def test_numbers_are_the_same_whatever_is_kept_with_some_steps_clipped(
     precision: str, mode: str, wrap: Wrap
 ) -> None:
     outcomes = []
+    options = {"precision": precision, "update": mode}
+    whole = on_nvme(wrap(0, **options))
     for share in (None, *SHARES):
-        options = {"precision": precision, "update": mode}
         if share is None:
             engine = wrap(
                 0, **options | {"update": "plain", "parameters": "cpu", "optimizer": "cpu"}
             )
         else:
-            engine = wrap(int(share * on_nvme(wrap(0, **options))), **options)
+            engine = wrap(int(share * whole), **options)
         optimizer = infinity.AdamW(engine.model.parameters(), lr=1e-2, max_grad_norm=LIMIT)
         norms = []
         for number in range(9):

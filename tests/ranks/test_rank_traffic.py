@@ -3,7 +3,7 @@ four ranks.
 
 Units have sizes that every number of ranks divides without padding, so that the formulas hold
 exactly, and each its own, by which a collective is known. This file is also what each rank runs.
-The losses of the same runs, after 20 steps, are those of one rank on the whole batch. Reductions,
+The losses of the same runs, after 10 steps, are those of one rank on the whole batch. Reductions,
 which over gloo are made of single messages, are measured alone as well: what the kernel says that
 the sockets sent, the memory they take, and the bits of their sums.
 """
@@ -30,7 +30,7 @@ from support.configs import config_of
 from support.probe import Probe
 from support.rank_group import run_ranks
 
-WIDTH, WORDS, ROWS, STEPS, MAX_GRAD_NORM = 64, 384, 12, 20, 1.2
+WIDTH, WORDS, ROWS, STEPS, MAX_GRAD_NORM = 64, 384, 12, 10, 2.7
 SIZES = [4 * WIDTH * WORDS * count for count in (1, 2, 4, 6, 8, 3)]
 """Bytes of the units in their order; WIDTH * WORDS is 12 * 2048 elements, and shards are padded to
 2048."""

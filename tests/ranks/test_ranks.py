@@ -27,7 +27,7 @@ from support.configs import config_of
 from support.probe import Probe
 from support.rank_group import PATIENCE, RANKS, OnRanks
 
-STEPS, ROWS, WIDTH, WORDS = 10, 4, 32, 40
+STEPS, ROWS, WIDTH, WORDS = 6, 4, 32, 40
 ROOMY = {"gpu_memory": 4 << 20, "cpu_memory": 8 << 20, "cache": 0}
 
 
@@ -327,9 +327,9 @@ def test_ranks_compute_what_one_rank_does(values: dict[str, Any], run: Run, tmp_
     assert_same_everywhere(results)
     assert_like_one_rank(results, tmp_path, Task(**values))
     if results[0]["scale"] != (1.0, 0):
-        # Doubled after every three good steps of ten; the second step may halve it.
+        # Doubled after every three good steps of six; the second step may halve it.
         assert {result["scale"] for result in results} == {
-            (2.0**11, 1) if "spoils" in values else (2.0**13, 0)
+            (2.0**10, 1) if "spoils" in values else (2.0**12, 0)
         }
     for result in results:
         for tier, budget in result["budgets"].items():

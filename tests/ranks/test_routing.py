@@ -15,7 +15,7 @@ import infinity
 from support.configs import config_of
 from support.rank_group import RANKS, OnRanks
 
-WIDTH, EXPERTS, DEPTH, ROWS, STEPS = 32, 4, 3, 6, 8
+WIDTH, EXPERTS, DEPTH, ROWS, STEPS = 32, 4, 3, 6, 4
 
 
 class Experts(nn.Module):

@@ -21,7 +21,7 @@ from support.configs import config_of
 from support.discrete import DiscreteDevice
 from support.models import text_batch, transformer
 
-STEPS = 6
+STEPS = 4
 LEAST: dict[str, Any] = {
     "gpu_memory": 0,
     "cpu_memory": "2MiB",
