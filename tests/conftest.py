@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch._dynamo  # which engines import; see `_less_to_collect`
 from hypothesis import settings
 from torch import nn
 
 import infinity
-from support import elsewhere
+from support import elsewhere, threads
 from support.budgets import BUDGETS, ROOMY
 from support.configs import config_of
 from support.rank_group import RANKS, Group, OnRanks
-from support.threads import count_threads
 
 elsewhere.move()
 
@@ -96,13 +93,11 @@ def on_ranks(
     return both
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Keep torch on one thread: tiny tensors gain nothing from more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(name="one_thread")
+def _one_thread() -> Iterator[None]:
+    """Keep torch on one thread."""
+    with threads.one_thread():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +123,7 @@ class Footprint:
 
     def __init__(self) -> None:
         gc.collect()
-        self.threads = count_threads()
+        self.threads = threads.count_threads()
         self.python_threads = {thread.name for thread in threading.enumerate()}
         self.descriptors = sorted(
             str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
@@ -141,7 +136,7 @@ class Footprint:
         end = time.monotonic() + 60
         while self.threads > other.threads and time.monotonic() < end:
             os.sched_yield()
-            self.threads = count_threads()
+            self.threads = threads.count_threads()
         return vars(self) == vars(other)
 
     def __ne__(self, other: object) -> bool:

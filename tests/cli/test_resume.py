@@ -21,6 +21,7 @@ from infinity.cli import job, training
 from infinity.cli.main import app
 from infinity.directories.lock import lock_directory
 from infinity.errors import CheckpointError
+from support import threads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -60,12 +61,17 @@ OPTIONS = [
 ]
 
 
+def options_in(directory: Path) -> list[Any]:
+    """Options of a run whose states and data are in `directory`."""
+    (directory / "nvme").mkdir()
+    (directory / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    return [*OPTIONS, "--nvme", directory / "nvme", "--data", directory / "text.txt", "--json"]
+
+
 @pytest.fixture
 def common(tmp_path: Path) -> list[Any]:
     """Options of every run."""
-    (tmp_path / "nvme").mkdir()
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
-    return [*OPTIONS, "--nvme", tmp_path / "nvme", "--data", tmp_path / "text.txt", "--json"]
+    return options_in(tmp_path)
 
 
 def run(*arguments: Any) -> Any:
@@ -129,25 +135,24 @@ def die() -> None:
     raise Killed
 
 
-@pytest.fixture
-def expected(common: list[Any], tmp_path: Path) -> Callable[[Path, Path, dict[str, Any]], None]:
+@pytest.fixture(scope="module")
+def expected(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Path, Path, dict[str, Any]], None]:
     """`expected(output, checkpoints, summary)`: all is as without an interruption, in every bit."""
-    plain = finished(
-        *common, "--output", tmp_path / "plain", "--checkpoint", tmp_path / "plain-steps"
-    )
+    place = tmp_path_factory.mktemp("uninterrupted")
+    whole, steps = place / "out", place / "steps"
+    with threads.one_thread():
+        plain = finished(*options_in(place), "--output", whole, "--checkpoint", steps)
 
     def check(output: Path, checkpoints: Path, summary: dict[str, Any]) -> None:
-        there, here = (
-            load_file(path / "model.safetensors") for path in (tmp_path / "plain", output)
-        )
+        there, here = (load_file(path / "model.safetensors") for path in (whole, output))
         assert there.keys() == here.keys()
         assert all(torch.equal(there[name], here[name]) for name in there)
         assert [step[0] for step in losses(checkpoints / f"step-{STEPS}")] == list(
             range(1, STEPS + 1)
         )
-        assert losses(checkpoints / f"step-{STEPS}") == losses(
-            tmp_path / "plain-steps" / f"step-{STEPS}"
-        )
+        assert losses(checkpoints / f"step-{STEPS}") == losses(steps / f"step-{STEPS}")
         for key in ("loss", "steps", "signal"):
             assert summary[key] == plain[key]
 

@@ -21,7 +21,7 @@ from random_programs.ranks import TwoRanks
 from support.children import CHILD
 
 EACH = 10
-SEEDS = 3  # `make random-programs` runs thousands
+SEEDS = 2  # `make random-programs` runs thousands
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 _EXITING = 0x4  # PF_EXITING of the kernel, in field 9 of /proc/self/task/*/stat
 
@@ -22,6 +25,17 @@ def count_threads() -> int:
             continue
         count += not name.startswith("iou-") and not int(fields.split()[6]) & _EXITING
     return count
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch on one thread: tiny tensors gain nothing from more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
