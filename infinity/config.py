@@ -55,9 +55,8 @@ def _as_paths(value: Any) -> Any:
     paths = [value] if isinstance(value, (str, Path)) else value
     if isinstance(paths, (list, tuple)) and "" in paths:
         raise ValueError("a directory is empty text; write '.' for the current one")
-    if not isinstance(paths, Iterable) or isinstance(paths, (bytes, Mapping)):
-        raise ValueError(f"{in_words(paths)} is no directory; write a path, or a list of paths")
-    paths = tuple(paths)
+    several = isinstance(paths, Iterable) and not isinstance(paths, (bytes, Mapping))
+    paths = tuple(paths) if several else (paths,)
     for path in paths:
         if not isinstance(path, (str, os.PathLike)):
             raise ValueError(f"{in_words(path)} is no directory; write a path, or a list of paths")

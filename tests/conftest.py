@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch._dynamo  # noqa: F401  engines import it; see `_less_to_collect`
 from hypothesis import settings
 from torch import nn
 

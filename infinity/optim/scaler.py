@@ -40,11 +40,10 @@ class LossScaler:
         hysteresis: int = 2,
         minimum: float | None = 1.0,
     ) -> None:
-        given = {"initial": initial, "hysteresis": hysteresis}
-        given |= {"window": 0 if window is None else window}
-        given |= {"minimum": 0 if minimum is None else minimum}
+        given = {"initial": initial, "window": window, "hysteresis": hysteresis, "minimum": minimum}
         for name, found in given.items():
-            if not isinstance(found, (int, float)):
+            may_lack = name in ("window", "minimum")
+            if not isinstance(found, (int, float)) and not (found is None and may_lack):
                 raise ConfigError(f"LossScaler: {name} is {in_words(found)}, not a number")
         least = math.inf if minimum is None else minimum
         self.is_static = window is None and minimum is None

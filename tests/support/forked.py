@@ -7,7 +7,6 @@ what `atexit` was told: tests of the end of an interpreter start a real one.
 
 from __future__ import annotations
 
-import gc
 import os
 import runpy
 import sys
@@ -15,9 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
-from support.rank_group import SERVER
+from support.rank_group import SERVER, become_rank, end
 
 
 class Ended(NamedTuple):
@@ -52,23 +49,18 @@ def run(
         for process in processes:
             process.join()
     finally:
-        for process in processes:
-            if process.pid is not None:
-                process.kill()
-                process.join()
+        end(processes)
     said = [[(folder / name).read_text() for name in ("stdout", "stderr")] for folder in folders]
     return [Ended(p.exitcode, *texts) for p, texts in zip(processes, said, strict=True)]
 
 
 def _become(folder: Path, words: Sequence[str], environment: Mapping[str, str]) -> None:
-    for descriptor, name in ((1, "stdout"), (2, "stderr")):
-        with (folder / name).open("w") as file:
-            os.dup2(file.fileno(), descriptor)
+    with (folder / "stdout").open("w") as file:
+        os.dup2(file.fileno(), 1)
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = list(words)
-    gc.freeze()  # what the server imported is no garbage
-    torch.set_num_threads(1)
+    become_rank(folder / "stderr")
     if words[0].endswith(".py"):
         runpy.run_path(words[0], run_name="__main__")
     else:

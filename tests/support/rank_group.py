@@ -56,8 +56,8 @@ def load(path: str) -> Any:
     return module
 
 
-def _become_rank(errors: Path) -> None:
-    """Say on the file `errors` what a process says on its standard error."""
+def become_rank(errors: Path) -> None:
+    """Be a rank, which says on the file `errors` what a process says on its standard error."""
     with errors.open("w") as file:
         os.dup2(file.fileno(), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -66,7 +66,7 @@ def _become_rank(errors: Path) -> None:
 
 
 def _run(errors: Path, path: str, work: str, *arguments: Any) -> None:
-    _become_rank(errors)
+    become_rank(errors)
     getattr(load(path), work)(*arguments)
 
 
@@ -75,7 +75,7 @@ def _serve(errors: Path, rendezvous: Path, rank: int, tasks: Connection) -> None
 
     Sends "ready", then "done" or "failed ..." for each task.
     """
-    _become_rank(errors)
+    become_rank(errors)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{rendezvous}",
@@ -118,15 +118,16 @@ def run_ranks(path: str, directory: Path, ranks: int, work: str = "serve") -> No
                 process = running.pop(sentinel)  # type: ignore[index]
                 process.join()
                 if process.exitcode:
-                    _end(processes)
+                    end(processes)
     finally:
-        _end(processes)
+        end(processes)
     if any(process.exitcode for process in processes):
         exits = [process.exitcode for process in processes]
         raise AssertionError("\n".join([f"ranks ended with {exits}", *map(_content, said)]))
 
 
-def _end(processes: Sequence[ForkServerProcess]) -> None:
+def end(processes: Sequence[ForkServerProcess]) -> None:
+    """Kill those that run, and wait for all."""
     for process in processes:
         if process.pid is not None:
             process.kill()
@@ -177,7 +178,7 @@ class Group:
 
     def close(self) -> None:
         """End the ranks."""
-        _end(self._processes)
+        end(self._processes)
         for connection in self._tasks:
             connection.close()
 
