@@ -263,15 +263,19 @@ class Engine:
         )
 
     def load_checkpoint(
-        self, directory: str | Path, optimizer: Optimizer | Sequence[Optimizer] = ()
+        self,
+        directory: str | Path,
+        optimizer: Optimizer | Sequence[Optimizer] = (),
+        strict: bool = True,
     ) -> dict[str, Any]:
         """Go on where `save_checkpoint` was called: with any number of ranks, placement and format;
         returns what was `extra` (that of the first rank, when the number of ranks is another one;
         replicas get that of the first of them).
 
         Bits are the same, but for moments in a narrower format than they were saved in, which are
-        rounded to nearest. Without `optimizer` the weights alone are loaded. Gradients are
-        forgotten. All ranks call it.
+        rounded to nearest. Without `optimizer` the weights alone are loaded. With `strict=False`
+        parameters and buffers that the checkpoint lacks keep their values, it may have others, and
+        a warning names both. Gradients are forgotten. All ranks call it.
 
         Raises `ConfigError` when another optimizer updates parameters in the same units: load all
         of these together. Raises `CheckpointError` when the checkpoint is missing, incomplete,
@@ -279,7 +283,7 @@ class Engine:
         Every item is compared with its digest as it is read: when damage shows in the middle of the
         load, the engine cannot go on. No code of the checkpoint runs.
         """
-        return self._checkpoints.load(self._buffers(), _path_of(directory), optimizer)
+        return self._checkpoints.load(self._buffers(), _path_of(directory), optimizer, strict)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers, of which this rank has its part."""

@@ -64,7 +64,9 @@ class Checkpoints:
         state = state._replace(tied=tied, trainable_only=trainable_only)
         save(state, directory.absolute(), extra)
 
-    def load(self, buffers: Buffers, directory: Path, optimizers: Optimizers) -> dict[str, Any]:
+    def load(
+        self, buffers: Buffers, directory: Path, optimizers: Optimizers, strict: bool = True
+    ) -> dict[str, Any]:
         """See `Engine.load_checkpoint`."""
         from infinity.checkpoint.loading import load  # not at the top: see there
 
@@ -79,7 +81,7 @@ class Checkpoints:
                 "together with theirs; save and load them together: load_checkpoint(directory, "
                 "[first, second])"
             )
-        extra = load(state, directory.absolute())
+        extra = load(state, directory.absolute(), strict)
         # Of these the checkpoint may have some, of an optimizer that was not saved.
         for share, _ in shared:
             owners.forget_states(

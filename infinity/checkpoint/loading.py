@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
+import logging
 import math
 import os
 import warnings
@@ -56,18 +57,21 @@ from infinity.optim.updater import Updater
 from infinity.placement.spec import Kind
 from infinity.quantities import format_bytes
 
+log = logging.getLogger("infinity")
+
 _FRAME_BYTES = 1 << 20  # what torch.save puts around a tensor takes about a kilobyte
 
 
-def load(state: EngineState, directory: Path) -> dict[str, Any]:
+def load(state: EngineState, directory: Path, strict: bool = True) -> dict[str, Any]:
     """Fill `state` from `directory`; all ranks call it. Returns the `extra` of this rank's `save`,
-    or if the number of ranks has changed that of the first rank.
+    or if the number of ranks has changed that of the first rank. Unless `strict`, what only one of
+    the two has is left as it is.
 
     Raises `CheckpointError`; the engine is then as it was, or, if something was changed, cannot go
     on.
     """
     reader = CheckpointReader(directory)
-    planner = Loading(state, reader)
+    planner = Loading(state, reader, strict)
     try:
         with one_error(), warnings.catch_warnings(), torch.no_grad():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -238,9 +242,13 @@ def _check_tensor(found: Any, dtype: torch.dtype, sizes: tuple[int, ...] | None)
 class Loading(LoadPlanner):
     """Checks that a checkpoint fits `state`, and fills it. Lives for one load."""
 
-    def __init__(self, state: EngineState, reader: CheckpointReader) -> None:
+    def __init__(self, state: EngineState, reader: CheckpointReader, strict: bool = True) -> None:
         self._state, self._reader, self._where = state, reader, reader.directory
+        self._strict = strict
         self._saved: dict[str, Any] = {}  # the header
+        self._missing: list[str] = []  # what the model has, and the checkpoint not
+        self._unknown: list[str] = []  # and the other way round
+        self._kept: frozenset[str] = frozenset()  # what is not read
         self._series: list[Series] = []
         self._items: dict[MetadataIndex, list[ReadItem]] = {}  # by the piece that they fill
         self._pieces: dict[Series, list[ShardPiece]] = {}
@@ -285,40 +293,56 @@ class Loading(LoadPlanner):
                 self._reader.check(MetadataIndex(".".join(path)))
             rank = self._state.rank if self._saved["ranks"] == here["ranks"] else 0
             self.extra = self._reader.read(MetadataIndex(f"extra.{rank}"))
+            if self._state.rank == 0:
+                self._warn()
         return LoadPlan(items)
 
     def _check_shapes(self, here: dict[str, list[int]]) -> None:
         there = self._saved["shapes"]
+        self._missing = [name for name in here if name not in there]
+        self._unknown = [name for name in there if name not in here]
+        self._kept = frozenset(self._missing).union(self._saved.get("frozen", ()))
         for name, shape in here.items():
-            if name not in there:
+            if self._strict and name not in there:
                 raise CheckpointError(f"{self._where} belongs to another model: it has no {name}")
-            if there[name] != shape:
+            if there.get(name, shape) != shape:
                 raise CheckpointError(
                     f"{self._where} belongs to another model: {name} has shape "
                     f"{there[name]}, here {shape}"
                 )
-        for name in there:
-            if name not in here:
-                raise CheckpointError(
-                    f"{self._where} belongs to another model: it has {name}, which this one lacks"
-                )
+        if self._strict and self._unknown:
+            raise CheckpointError(
+                f"{self._where} belongs to another model: it has {self._unknown[0]}, which this "
+                "one lacks"
+            )
         for name, buffer in self._state.buffers.items():
-            self._check_dtype(f"model.{name}", buffer.dtype)
-            self._reader.check(_address(name, buffer))
+            if name in there:
+                self._check_dtype(f"model.{name}", buffer.dtype)
+                self._reader.check(_address(name, buffer))
+
+    def _warn(self) -> None:
+        """Name what only the model or only the checkpoint has."""
+        if self._missing:
+            names = ", ".join(self._missing)
+            log.warning("%s has no %s; the model keeps its own", self._where, names)
+        if self._unknown:
+            names = ", ".join(self._unknown)
+            log.warning("%s has %s, which this model lacks", self._where, names)
 
     def _in_checkpoint(self, series: Sequence[Series]) -> list[Series]:
         """Those of `series` that the checkpoint has; frozen parameters may be left out, and keep
         their values."""
-        left_out, found = set(self._saved.get("frozen", ())), []
+        found = []
         for each in series:
-            missing = [] if each.is_moment else [n for n in each.unit.names if n in left_out]
-            if missing and (each.unit.trainable or len(missing) < len(each.unit.names)):
+            missing = [] if each.is_moment else [n for n in each.unit.names if n in self._kept]
+            partly = each.unit.trainable or len(missing) < len(each.unit.names)
+            if self._strict and missing and partly:
                 raise CheckpointError(
                     f"{self._where} has no values of {missing[0]}, because it was saved with "
                     "trainable_only=True while that was frozen; freeze the same parameters, or "
                     "take a checkpoint of all"
                 )
-            if not missing:
+            if len(missing) < len(each.unit.names):
                 found.append(each)
         return found
 
@@ -351,13 +375,15 @@ class Loading(LoadPlanner):
                 )
 
     def _items_of(self, series: Series) -> list[ReadItem]:
-        """The reads that fill `series`; none for moments that are zeros."""
+        """The reads that fill `series`; none for moments that are zeros, and what is kept."""
         items: list[ReadItem] = []
         keys = [".".join((*series.prefix, name)) for name in series.unit.names]
         # Also where no part of it is on this rank.
         if not series.is_moment or any(self._reader.tensor(key) for key in keys):
             self._series.append(series)
         for number, key in enumerate(keys):
+            if series.unit.names[number] in self._kept and not series.is_moment:
+                continue
             found = self._reader.tensor(key)
             if series.is_moment and found is None:
                 absent = self._reader.manifest.absent
@@ -441,7 +467,8 @@ class Loading(LoadPlanner):
                 found = reader.read(MetadataIndex(".".join(path)))
                 optimizer.load_unit_states(unit, [found[name] for name in unit.names])
             for name, buffer in state.buffers.items():
-                buffer.copy_(reader.read(_address(name, buffer)))
+                if name not in self._kept:
+                    buffer.copy_(reader.read(_address(name, buffer)))
 
     def _count_steps(self, updater: Updater) -> None:
         """Go on with the number of the next step; version 1 has only what the parameters of each
@@ -458,9 +485,18 @@ class Loading(LoadPlanner):
         fill = functools.partial(self._fill_window, self._pieces.get(series, []))
         windows = Reblocked(range(0, end, layout.PIECE), end, dtype, fill)
         chunk = torch.empty(unit.store.chunk_elements, dtype=dtype)
-        unit.states.write_chunks(
-            series.kind, lambda begin, end: windows.read(begin, chunk[: end - begin])
-        )
+        names = () if series.is_moment else unit.names
+        kept = [number for number, name in enumerate(names) if name in self._kept]
+
+        def content(begin: int, end: int) -> torch.Tensor:
+            values = windows.read(begin, chunk[: end - begin])
+            if kept:
+                present = torch.empty_like(values)
+                unit.states.read_chunk(series.kind, begin, present)
+                unit.states.copy_parameters(kept, begin, present, values)
+            return values
+
+        unit.states.write_chunks(series.kind, content)
 
     def _fill_window(self, pieces: Sequence[ShardPiece], begin: int, values: torch.Tensor) -> None:
         """`values` is the shard from `begin` on, with zeros between the parameters; no piece lies

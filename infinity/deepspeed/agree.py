@@ -3,6 +3,7 @@ they are seeded."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from infinity.deepspeed.communication import PORT, get_world_size, init_distributed
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.sharding.collectives import reaches
 
 
@@ -18,6 +20,19 @@ def join_ranks(port: int = PORT, required: bool | None = None) -> None:
     """Initialize torch.distributed where nobody did, also for one rank: scripts ask it for theirs
     after `initialize`."""
     init_distributed(distributed_port=port, dist_init_required=required)
+
+
+def check_counts() -> None:
+    """Raise `ConfigError` where accelerate, and with it a Trainer, takes each rank for the only
+    one, as it does without a GPU: ranks would train the same data, and wait for each other."""
+    state = sys.modules.get("accelerate.state")
+    known = {} if state is None else state.PartialState._shared_state
+    drives = getattr(known.get("distributed_type"), "value", None) == "DEEPSPEED"
+    if several() and drives and known["num_processes"] == 1:
+        raise DeepSpeedConfigError(
+            f"accelerate counts 1 rank where there are {get_world_size()}, because it finds no "
+            "GPU; start one rank, or use InfinityTrainer, which several ranks can do without a GPU"
+        )
 
 
 def several() -> bool:

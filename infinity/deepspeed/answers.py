@@ -143,6 +143,11 @@ class Answers:
         """What the configuration says; nothing is printed."""
         return float(self.settings.raw.get("steps_per_print") or 10)
 
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Modules whose gradients are exchanged as sparse tensors: none."""
+        return set()
+
     # Ranks
 
     @property

@@ -101,6 +101,7 @@ class TaggedCheckpoints:
         with_optimizer: bool,
         with_scheduler: bool,
         only_weights: bool,
+        strict: bool,
     ) -> tuple[str | None, dict[str, Any] | None]:
         """See `DeepSpeedEngine.load_checkpoint`."""
         engine = self._engine
@@ -114,7 +115,9 @@ class TaggedCheckpoints:
             tag = latest.read_text().strip()
         path = directory / str(tag)
         optimizer = engine.optimizer if with_optimizer else None
-        found = engine.engine.load_checkpoint(path, [] if optimizer is None else [optimizer])
+        found = engine.engine.load_checkpoint(
+            path, [] if optimizer is None else [optimizer], strict
+        )
         engine.share_groups()  # which are new ones
         if not only_weights:
             for counter, value in found.get("counters", {}).items():

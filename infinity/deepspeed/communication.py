@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from infinity.deepspeed.errors import DeepSpeedConfigError
 from infinity.sharding.ranks import join
 
 PORT = 29500
@@ -28,13 +29,21 @@ def init_distributed(
 ) -> None:
     """Initialize torch.distributed for the ranks that a launcher has started, or for one rank.
 
-    Does nothing where it is initialized, or where `dist_init_required` is False. `verbose`,
-    `auto_mpi_discovery` and `config` change nothing.
+    Does nothing where it is initialized, or for one rank where `dist_init_required` is False; for
+    several it raises `ConfigError` then. `verbose`, `auto_mpi_discovery` and `config` change
+    nothing.
     """
-    if dist_init_required is False or dist.is_initialized():
+    if dist.is_initialized():
         return
     rank = int(os.environ.get("RANK", "0")) if rank < 0 else rank
     ranks = int(os.environ.get("WORLD_SIZE", "1")) if world_size < 0 else world_size
+    if dist_init_required is False:
+        if ranks > 1:
+            raise DeepSpeedConfigError(
+                f"dist_init_required is False, and nobody has initialized torch.distributed for "
+                f"the {ranks} ranks of WORLD_SIZE; initialize it before, or leave the option out"
+            )
+        return
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if ranks == 1 and init_method is None:
         options["store"] = dist.HashStore()  # type: ignore[attr-defined]  # needs no port
@@ -53,6 +62,11 @@ def _backend(asked: str | None) -> str:
         return "gloo"
     torch.accelerator.set_device_index(get_local_rank() % torch.accelerator.device_count())
     return "cpu:gloo,cuda:nccl" if asked in (None, "nccl") else asked
+
+
+def inference_all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
+    """`torch.distributed.all_reduce`: the sum over the ranks, in place."""
+    dist.all_reduce(tensor, dist.ReduceOp.SUM if op is None else op, group)
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None:

@@ -324,8 +324,8 @@ class DeepSpeedEngine(Answers, nn.Module):
         """Go on from `load_dir/tag`, by default what `latest` there names; all ranks call it.
 
         Returns the directory and the `client_state` that was saved; (None, None) and a warning
-        where there is no `latest`. A checkpoint always has to fit the model, whatever
-        `load_module_strict` is; frozen parameters may be left out of it.
+        where there is no `latest`. Unless `load_module_strict`, weights that only the model or only
+        the checkpoint has stay as they are; optimizer states have to fit, where they are loaded.
         """
         if custom_load_fn is not None:
             raise DeepSpeedConfigError(
@@ -335,7 +335,7 @@ class DeepSpeedEngine(Answers, nn.Module):
         optimizer = load_optimizer_states and not load_module_only
         schedule = load_lr_scheduler_states and not load_module_only
         return self._checkpoints.load(
-            _directory(load_dir), tag, optimizer, schedule, load_module_only
+            _directory(load_dir), tag, optimizer, schedule, load_module_only, load_module_strict
         )
 
     def save_16bit_model(

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from infinity.build import wrapping
 from infinity.config import Config
-from infinity.deepspeed.agree import join_ranks, take_model
+from infinity.deepspeed.agree import check_counts, join_ranks, take_model
 from infinity.deepspeed.communication import PORT, get_world_size
 from infinity.deepspeed.data import Collate, loader
 from infinity.deepspeed.engine import DeepSpeedEngine
@@ -77,6 +77,7 @@ def initialize(
         )
     plain = _checked(model)
     join_ranks(distributed_port, dist_init_required)
+    check_counts()
     settings = Settings.read(source, get_world_size(), _hidden_size(plain))
     for notice in settings.notices:
         log.info("%s", notice)

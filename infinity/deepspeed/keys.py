@@ -155,7 +155,7 @@ _GRADIENTS = (
     ignored("gradient_predivide_factor", number(), 1.0, COMMUNICATION),
     ignored("seq_parallel_communication_data_type", DTYPE, "fp32", "there is no such collective"),
     ignored("disable_allgather", FLAG, False, COMMUNICATION),
-    refused("sparse_gradients", FLAG, False, "gradients are dense here"),
+    ignored("sparse_gradients", FLAG, False, COMMUNICATION),
 )
 _PRECISION = (
     *_under(

@@ -165,7 +165,6 @@ class States:
     def restart(self, kind: Kind, positions: Sequence[int]) -> None:
         """Let the states of `kind` of these parameters begin anew: a moment is zeros, a master the
         parameter. The others stay."""
-        overlaps = [self.unit.layout.overlap(index, self.unit.rank) for index in positions]
 
         def content(begin: int, end: int) -> torch.Tensor:
             values = torch.empty(end - begin, dtype=self.dtype_of(kind))
@@ -173,15 +172,23 @@ class States:
             self.read_chunk(kind, begin, values)
             if kind is Kind.MASTER:
                 self.read_chunk(Kind.PARAM, begin, fresh)
-            for overlap in overlaps:
-                low = max(overlap.in_shard, begin) - begin
-                high = min(overlap.in_shard + overlap.length, end) - begin
-                if low < high:
-                    values[low:high].copy_(fresh[low:high])
+            self.copy_parameters(positions, begin, fresh, values)
             return values
 
         if self.unit.blocks[kind].written:
             self.write_chunks(kind, content)
+
+    def copy_parameters(
+        self, positions: Sequence[int], begin: int, source: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        """Copy what these parameters have of a chunk: `source` and `target` are it, from element
+        `begin` of the shard on."""
+        for position in positions:
+            overlap = self.unit.layout.overlap(position, self.unit.rank)
+            low = max(overlap.in_shard, begin) - begin
+            high = min(overlap.in_shard + overlap.length - begin, target.numel())
+            if low < high:
+                target[low:high].copy_(source[low:high])
 
     def dtype_of(self, kind: Kind) -> torch.dtype:
         """What `read` gives and `write` takes."""

@@ -912,6 +912,51 @@ def test_another_model_is_refused_by_the_first_parameter_that_differs(
         training.load(tmp_path / "checkpoint")
 
 
+@pytest.mark.parametrize("form", ["fp32", "bf16", "unsplit"])
+@pytest.mark.parametrize("places", PLACES[:3], ids=["gpu", "nvme", "cache0"])
+def test_a_load_that_is_not_strict_leaves_what_only_one_of_them_has(
+    form: str,
+    places: dict[str, Any],
+    start: Start,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A whole unit is missing, and a part of one. Masters are taken over with all their bits."""
+    one = start(without_norm(), **FORMATS[form], **places)
+    other = start(extended(), **FORMATS[form], **places)
+    for training in (one, other):
+        training.steps(range(2))
+    first, second = tmp_path / "first", tmp_path / "second"
+    one.save(first)
+    with refused(other, r"belongs to another model: it has no norm\.weight$"):
+        other.load(first)
+    with pytest.raises(infinity.CheckpointError, match="has other parameter groups"):
+        other.engine.load_checkpoint(first, other.optimizer, strict=False)
+    other.save(second)
+    saved, own = masters(one.model), masters(other.model)
+    other.engine.load_checkpoint(first, strict=False)
+    assert same(masters(other.model), own | saved)
+    one.engine.load_checkpoint(second, strict=False)
+    assert same(masters(one.model), {name: own[name] for name in saved})
+    names = "norm.weight, norm.bias, more.weight, more.bias"
+    assert [r.getMessage() for r in caplog.records if r.name == "infinity"] == [
+        f"{first} has no {names}; the model keeps its own",
+        f"{second} has {names}, which this model lacks",
+    ]
+
+
+def extended() -> Transformer:
+    model = transformer(1)
+    model.more = nn.Linear(32, 32)
+    head = model.head.forward
+    model.head.forward = lambda x: head(x + model.more(x))
+    return model
+
+
+def masters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: infinity.get(p, "master").clone() for name, p in model.named_parameters()}
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

@@ -36,7 +36,7 @@ initialize DeepSpeedEngine init_distributed add_config_arguments get_accelerator
 zero.Init zero.GatheredParameters zero.register_external_parameter
 zero.partition_parameters.ZeroParamStatus
 comm.get_rank comm.get_world_size comm.get_local_rank comm.is_initialized comm.init_distributed
-comm.all_reduce comm.barrier comm.broadcast comm.new_group comm.ReduceOp
+comm.all_reduce comm.barrier comm.broadcast comm.new_group comm.ReduceOp comm.inference_all_reduce
 accelerator.get_accelerator
 ops.adam.DeepSpeedCPUAdam ops.adam.FusedAdam ops.adagrad.DeepSpeedCPUAdagrad
 ops.lion.DeepSpeedCPULion ops.lion.FusedLion

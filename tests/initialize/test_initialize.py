@@ -92,6 +92,15 @@ def test_one_rank_can_ask_torch_for_its_number(start: Start, required: bool | No
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
 
 
+def test_several_ranks_cannot_do_without_a_process_group(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(infinity.ConfigError, match=r"^dist_init_required is False.* the 2 ranks"):
+        start(model=net(), config=configuration(), dist_init_required=False)
+    assert not dist.is_initialized()
+
+
 def test_backward_returns_the_loss_in_its_dtype(start: Start) -> None:
     engine, *_ = start(model=net(), config=configuration(bf16={"enabled": True}))
     loss = engine(batch(0)[0].bfloat16()).mean()

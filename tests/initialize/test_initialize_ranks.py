@@ -241,6 +241,23 @@ def test_a_failure_on_one_rank_is_one_of_all(on_ranks: OnRanks, tmp_path: Path) 
     assert second == "no schedule"
 
 
+def counts(where: Path, rank: int) -> None:
+    """What accelerate keeps on ranks without a GPU where DeepSpeed is asked for."""
+    accelerate = pytest.importorskip("accelerate.state")
+    state, deepspeed = accelerate.PartialState(), accelerate.DistributedType.DEEPSPEED
+    model = net()
+    with (
+        mock.patch.multiple(state, distributed_type=deepspeed, num_processes=1),
+        pytest.raises(infinity.ConfigError, match="counts 1 rank where there are 2, because"),
+    ):
+        infinity.initialize(model=model, config=configuration())
+    infinity.initialize(model=model, config=configuration())[0].destroy()
+
+
+def test_accelerate_counts_wrong(on_ranks: OnRanks, tmp_path: Path) -> None:
+    on_both(on_ranks, "counts", tmp_path)
+
+
 def beginnings(where: Path, rank: int) -> Any:
     """Models that each rank seeds differently, and one whose values the second rank has."""
     found = {}

@@ -188,6 +188,23 @@ def test_frozen_parameters_may_be_left_out(start: Start, tmp_path: Path) -> None
         assert torch.equal(weights[0][name], weights[1][name])
 
 
+def test_a_load_that_is_not_strict(start: Start, tmp_path: Path) -> None:
+    """A model with a new head keeps it."""
+    saved = net()
+    first, *_ = start(model=saved, config=configuration())
+    losses(first, range(2))
+    first.save_checkpoint(tmp_path)
+    grown = net(1)
+    grown.head = nn.Linear(3, 2)
+    second, *_ = start(model=grown, config=configuration())
+    with pytest.raises(infinity.CheckpointError, match=r"it has no head\.weight$"):
+        second.load_checkpoint(tmp_path, load_optimizer_states=False)
+    second.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=False)
+    weights = [engine.module_state_dict() for engine in (first, second)]
+    assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
+    assert weights[1].keys() - weights[0].keys() == {"head.weight", "head.bias"}
+
+
 def test_a_destroyed_engine_says_so(start: Start, tmp_path: Path) -> None:
     engine, *_ = start(model=net(), config=configuration())
     module = engine.module
