@@ -42,6 +42,8 @@ CASES = (
     Formats("split, int8 moments", "bf16", "bf16", "split", "int8"),
     Formats("split, to a shadow copy", "bf16", "bf16", "split", "fp32", shadow=True),
 )
+NORMS = {"gradient norm, fp32": "fp32", "gradient norm, bf16": "bf16"}
+"""The sum of squares that clipping needs, of gradients in these dtypes."""
 
 
 @dataclass
@@ -79,7 +81,7 @@ class Bench:
                 f"{available >> 20} MiB are free; measure fewer"
             )
         self._memory = HostMemory(self._most)
-        self.subjects = [self._loop(), *map(self._ours, CASES)]
+        self.subjects = [self._loop(), *map(self._ours, CASES), *map(self._norm, NORMS)]
         if peers:
             self.subjects += [self._peer(name, make) for name, make in _peers()]
         self._threads_before = torch.get_num_threads()
@@ -147,6 +149,22 @@ class Bench:
 
         return Subject(case.name, case.bytes_per_parameter, partial(self._fill, case), step)
 
+    def _norm(self, name: str) -> Subject:
+        dtype = DTYPES[NORMS[name]]
+        sizes = {"grad": dtype.itemsize * self.parameters}
+        values = pieces_of(self._memory.tensor, sizes)["grad"].view(dtype)
+        isa = self._kernels.best_isa()
+
+        def fill() -> None:
+            values.fill_(0.01)
+
+        def step() -> None:
+            self._kernels.squared_norm(
+                values.data_ptr(), NORMS[name], self.parameters, 0.0, isa, self._pool
+            )
+
+        return Subject(name, dtype.itemsize, fill, step)
+
     def _peer(self, name: str, make: Callable[[torch.nn.Parameter], Any]) -> Subject:
         pieces = {
             key: piece.view(torch.float32)
@@ -212,7 +230,7 @@ def _spread(name: str, values: list[float]) -> dict[str, float]:
 def rows(subjects: list[Subject], parameters: int) -> list[dict[str, Any]]:
     """JSON-ready, a row for each subject. Ratios are of one round each: bytes per second over the
     loop's, and for our fp32 update steps per second over each peer's, whose work it is."""
-    loop = subjects[0]
+    loop, ours = subjects[0], {*NORMS, *(case.name for case in CASES)}
     result = []
     for subject in subjects:
         bytes_moved = subject.bytes_per_parameter * parameters
@@ -239,7 +257,8 @@ def rows(subjects: list[Subject], parameters: int) -> list[dict[str, Any]]:
                         for mine, theirs in zip(subject.seconds, peer.seconds, strict=True)
                     ],
                 )
-                for peer in subjects[1 + len(CASES) :]
+                for peer in subjects[1:]
+                if peer.name not in ours
             }
         result.append(row)
     return result

@@ -1,5 +1,7 @@
 #include <immintrin.h>
 
+#include <algorithm>
+
 #include "instruction_set.h"
 
 namespace infinity::cpu_adam {
@@ -47,30 +49,71 @@ struct Avx2 {
   }
 };
 
-}  // namespace
-
-// Serves AVX-512 too: the time goes to the chain of additions into the eight lanes, and wider registers do not shorten it.
-double avx2_norm_block(const void* values, Dtype dtype, std::size_t n) {
+// The eight lanes of a norm block: four in each register.
+struct Lanes {
   __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
-  std::size_t i = 0;
-  for (; n - i >= 8; i += 8) {
-    const __m256 x = load_vector<Avx2>(values, dtype, i);
-    const __m256d x_low = _mm256_cvtps_pd(_mm256_castps256_ps128(x)), x_high = _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1));
-    low = low + x_low * x_low;
-    high = high + x_high * x_high;
+
+  // Four values at a time are converted to double straight from memory: eight, and their halves, take twice as long on Zen 4.
+  template <Dtype dtype>
+  INFINITY_INLINE void add_squares(const void* values, std::size_t i) {
+    __m128 x, y;
+    if constexpr (dtype == Dtype::fp32) {
+      const auto* const at = static_cast<const float*>(values) + i;
+      x = _mm_loadu_ps(at);
+      y = _mm_loadu_ps(at + 4);
+    } else {
+      const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const std::uint16_t*>(values) + i));
+      if constexpr (dtype == Dtype::bf16) {  // the upper halves of fp32
+        x = _mm_castsi128_ps(_mm_unpacklo_epi16(_mm_setzero_si128(), halves));
+        y = _mm_castsi128_ps(_mm_unpackhi_epi16(_mm_setzero_si128(), halves));
+      } else {
+        x = _mm_cvtph_ps(halves);
+        y = _mm_cvtph_ps(_mm_unpackhi_epi64(halves, halves));
+      }
+    }
+    const __m256d x_wide = _mm256_cvtps_pd(x), y_wide = _mm256_cvtps_pd(y);
+    low = low + x_wide * x_wide;
+    high = high + y_wide * y_wide;
   }
-  double lanes[8];
-  _mm256_storeu_pd(lanes, low);
-  _mm256_storeu_pd(lanes + 4, high);
-  for (; i < n; ++i) {
-    const double x = cpu_adam::load(values, dtype, i);
-    lanes[i % 8] += x * x;
+};
+
+template <Dtype dtype>
+void norm_blocks_of(const void* values, std::size_t n, double* sums) {
+  std::size_t begin = 0;
+  for (; n - begin >= kNormBlocksAtOnce * kNormBlock; begin += kNormBlocksAtOnce * kNormBlock) {
+    Lanes blocks[kNormBlocksAtOnce];
+    for (std::size_t i = begin; i < begin + kNormBlock; i += 8) {
+      INFINITY_UNROLL for (std::size_t k = 0; k < kNormBlocksAtOnce; ++k) blocks[k].add_squares<dtype>(values, i + k * kNormBlock);
+    }
+    for (const Lanes& block : blocks) {
+      double lanes[8];
+      _mm256_storeu_pd(lanes, block.low);
+      _mm256_storeu_pd(lanes + 4, block.high);
+      *sums++ = sum_of(lanes);
+    }
   }
-  double sum = 0;
-  for (const double lane : lanes) sum += lane;
-  return sum;
+  for (; begin < n; begin += kNormBlock) {
+    const std::size_t end = std::min(n, begin + kNormBlock), last = end - (end - begin) % 8;
+    Lanes block;
+    for (std::size_t i = begin; i < last; i += 8) block.add_squares<dtype>(values, i);
+    double lanes[8];
+    _mm256_storeu_pd(lanes, block.low);
+    _mm256_storeu_pd(lanes + 4, block.high);
+    add_squares(values, dtype, last, end, lanes);
+    *sums++ = sum_of(lanes);
+  }
 }
 
-const Kernels avx2_kernels = make_kernels<Avx2>(avx2_norm_block);
+}  // namespace
+
+void avx2_norm_blocks(const void* values, Dtype dtype, std::size_t n, double* sums) {
+  switch (dtype) {
+    case Dtype::fp32: return norm_blocks_of<Dtype::fp32>(values, n, sums);
+    case Dtype::bf16: return norm_blocks_of<Dtype::bf16>(values, n, sums);
+    case Dtype::fp16: return norm_blocks_of<Dtype::fp16>(values, n, sums);
+  }
+}
+
+const Kernels avx2_kernels = make_kernels<Avx2>(avx2_norm_blocks);
 
 }  // namespace infinity::cpu_adam

@@ -40,6 +40,6 @@ struct Avx512 {
 
 }  // namespace
 
-const Kernels avx512_kernels = make_kernels<Avx512>(avx2_norm_block);
+const Kernels avx512_kernels = make_kernels<Avx512>(avx2_norm_blocks);
 
 }  // namespace infinity::cpu_adam

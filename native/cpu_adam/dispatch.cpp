@@ -211,17 +211,15 @@ void split(const float* values, std::uint16_t* param, std::int16_t* low, std::si
 }
 
 double squared_norm(const void* values, Dtype dtype, std::size_t n, double carry, Isa isa, Pool& pool) {
-  NormKernel* const kernel = kernels(isa).norm_block;
+  NormKernel* const kernel = kernels(isa).norm_blocks;
   constexpr std::size_t kAtOnce = 2048;  // blocks: 16 KiB of sums, and 32M elements for the pool's threads
   double sums[kAtOnce];
   for (std::size_t done = 0; done < n; done += kAtOnce * kNormBlock) {
     const std::size_t count = std::min(n - done, kAtOnce * kNormBlock);
     const void* const from = offset(values, done * bytes_of(dtype));
-    // Ranges begin at multiples of the block, and all but the last end at one.
-    pool.run(count, kNormBlock, [&](std::size_t begin, std::size_t end) {
-      for (; begin < end; begin += kNormBlock) {
-        sums[begin / kNormBlock] = kernel(offset(from, begin * bytes_of(dtype)), dtype, std::min(end - begin, kNormBlock));
-      }
+    // Ranges begin at multiples of so many blocks, and all but the last end at one.
+    pool.run(count, kNormBlocksAtOnce * kNormBlock, [&](std::size_t begin, std::size_t end) {
+      kernel(offset(from, begin * bytes_of(dtype)), dtype, end - begin, sums + begin / kNormBlock);
     });
     const DefaultFloatEnvironment environment;
     for (std::size_t block = 0; block * kNormBlock < count; ++block) carry += sums[block];

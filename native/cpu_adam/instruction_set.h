@@ -47,6 +47,20 @@ void encode_run(const Moments& to, const float* from, std::size_t n) {
   }
 }
 
+// Adds the squares of values [begin, end) to the lanes of their norm block; `begin` is a multiple of 8.
+inline void add_squares(const void* values, Dtype dtype, std::size_t begin, std::size_t end, double (&lanes)[8]) {
+  for (std::size_t i = begin; i < end; ++i) {
+    const double x = load(values, dtype, i);
+    lanes[i % 8] += x * x;
+  }
+}
+
+inline double sum_of(const double (&lanes)[8]) {
+  double sum = 0;
+  for (const double lane : lanes) sum += lane;
+  return sum;
+}
+
 // The plain loop beside which an update is judged, as a compiler makes it for this instruction set.
 void in_place_run(float* __restrict a, const float* __restrict b, float* __restrict c, std::size_t n) {
   for (std::size_t i = 0; i < n; ++i) {
@@ -56,7 +70,7 @@ void in_place_run(float* __restrict a, const float* __restrict b, float* __restr
 }
 
 template <class V>
-constexpr Kernels make_kernels(NormKernel* norm_block) {
+constexpr Kernels make_kernels(NormKernel* norm_blocks) {
   constexpr Format fp32 = Format::fp32, bf16 = Format::bf16, int8 = Format::int8;
   constexpr Moment first = Moment::first, second = Moment::second;
   return {{{update_run<V, Adam, fp32>, update_run<V, Adam, bf16>, update_run<V, Adam, int8>},
@@ -70,7 +84,7 @@ constexpr Kernels make_kernels(NormKernel* norm_block) {
           {{encode_run<V, fp32, first>, encode_run<V, fp32, second>},
            {encode_run<V, bf16, first>, encode_run<V, bf16, second>},
            {encode_run<V, int8, first>, encode_run<V, int8, second>}},
-          norm_block,
+          norm_blocks,
           in_place_run};
 }
 

@@ -26,8 +26,10 @@ constexpr int kRules = 5, kFormats = 3;
 
 // Reads `run` and writes what becomes of it to where `to` lies, of which nothing else counts; `run` itself is in place.
 using UpdateKernel = void(const Run& run, const Run& to, const Constants& c);
-// The sum of one norm block: n values, at most kNormBlock of them, lane 0 first.
-using NormKernel = double(const void* values, Dtype dtype, std::size_t n);
+// The sums of the norm blocks of n values, of which the last one may be a part.
+using NormKernel = void(const void* values, Dtype dtype, std::size_t n, double* sums);
+// How many blocks take turns: an addition to a lane has to wait for the one before, which takes three or four cycles.
+constexpr std::size_t kNormBlocksAtOnce = 4;
 // Whole groups to and from fp32.
 using DecodeKernel = void(const Moments& from, float* to, std::size_t n);
 using EncodeKernel = void(const Moments& to, const float* from, std::size_t n);
@@ -37,11 +39,11 @@ struct Kernels {
   UpdateKernel* update[kRules][kFormats];  // by rule (Rule, then sgd with momentum) and Format
   DecodeKernel* decode[kFormats][2];       // by Format and Moment
   EncodeKernel* encode[kFormats][2];
-  NormKernel* norm_block;
+  NormKernel* norm_blocks;
   InPlaceKernel* in_place;
 };
 
-NormKernel scalar_norm_block, avx2_norm_block;
+NormKernel scalar_norm_blocks, avx2_norm_blocks;
 extern const Kernels scalar_kernels, avx2_kernels, avx512_kernels, neon_kernels;
 
 }  // namespace infinity::cpu_adam

@@ -41,6 +41,6 @@ struct Neon {
 
 }  // namespace
 
-const Kernels neon_kernels = make_kernels<Neon>(scalar_norm_block);
+const Kernels neon_kernels = make_kernels<Neon>(scalar_norm_blocks);
 
 }  // namespace infinity::cpu_adam

@@ -1,4 +1,5 @@
 // The specification: what every other kernel must equal bit for bit. Registers of one element.
+#include <algorithm>
 #include <cmath>
 
 #include "instruction_set.h"
@@ -34,17 +35,14 @@ struct Scalar {
 
 }  // namespace
 
-double scalar_norm_block(const void* values, Dtype dtype, std::size_t n) {
-  double lanes[8] = {};
-  for (std::size_t i = 0; i < n; ++i) {
-    const double x = load(values, dtype, i);
-    lanes[i % 8] += x * x;
+void scalar_norm_blocks(const void* values, Dtype dtype, std::size_t n, double* sums) {
+  for (std::size_t begin = 0; begin < n; begin += kNormBlock) {
+    double lanes[8] = {};
+    add_squares(values, dtype, begin, std::min(n, begin + kNormBlock), lanes);
+    *sums++ = sum_of(lanes);
   }
-  double sum = 0;
-  for (const double lane : lanes) sum += lane;
-  return sum;
 }
 
-const Kernels scalar_kernels = make_kernels<Scalar>(scalar_norm_block);
+const Kernels scalar_kernels = make_kernels<Scalar>(scalar_norm_blocks);
 
 }  // namespace infinity::cpu_adam

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from infinity.bench.adam import CASES, Bench, Subject, rows
+from infinity.bench.adam import CASES, NORMS, Bench, Subject, rows
 from infinity.cli.main import app
 from infinity.errors import ConfigError
 from infinity.rates import Formats
@@ -66,8 +66,8 @@ def test_everyone_steps_in_every_round_and_the_order_turns() -> None:
         assert all(len(subject.seconds) == 3 for subject in bench.subjects)
     finally:
         bench.close()
-    assert names[:7] == ["in-place loop", *(case.name for case in CASES)]
-    assert "torch fused AdamW" in names[7:]
+    assert names[:9] == ["in-place loop", *(case.name for case in CASES), *NORMS]
+    assert "torch fused AdamW" in names[9:]
     turns = [names[number:] + names[:number] for number in range(3)]
     assert order == [text for turn in turns for name in turn for text in (name, "step", "step")]
 
@@ -104,6 +104,7 @@ def test_without_peers_and_as_json_only() -> None:
     assert [row["name"] for row in size["rows"]] == [
         "in-place loop",
         *(case.name for case in CASES),
+        *NORMS,
     ]
 
 

@@ -112,5 +112,23 @@ int main() {
       }
     }
   }
+  // Four norm blocks take turns; here are some more, and a part of one.
+  const std::size_t n = 9 * kNormBlock + 1003;
+  std::mt19937 random(1);
+  for (const Dtype dtype : {Dtype::fp32, Dtype::bf16, Dtype::fp16}) {
+    const Bytes values = random_values(random, size_of(dtype), n * size_of(dtype));
+    Bytes finite(values.size());  // one NaN would hide the other values
+    for (std::size_t i = 0; i < finite.size(); ++i) finite[i] = values[i] & (i % size_of(dtype) == size_of(dtype) - 1 ? 0xb3 : 0xff);
+    for (const Bytes& each : {values, finite}) {
+      const double expected = squared_norm(each.data(), dtype, n, 0.5, Isa::scalar, one);
+      for (const Isa isa : {Isa::neon, Isa::avx2, Isa::avx512}) {
+        for (Pool* const pool : {&one, &two, &five}) {
+          if (!has_isa(isa) || same_bits(expected, squared_norm(each.data(), dtype, n, 0.5, isa, *pool))) continue;
+          std::printf("dtype %d, instruction set %d, %d threads: norm DIFFERS\n", static_cast<int>(dtype), static_cast<int>(isa), pool->threads());
+          return 1;
+        }
+      }
+    }
+  }
   return 0;
 }
