@@ -41,6 +41,7 @@ def finetune(
     weight_decay: o.WeightDecay = 0.1,
     warmup: o.Warmup = None,
     max_grad_norm: o.MaxGradNorm = 1.0,
+    clip: o.Clip = "global",
     skip_nonfinite: o.SkipNonfinite = False,
     eval_every: o.EvalEvery = 0,
     eval_batches: o.EvalBatches = 8,

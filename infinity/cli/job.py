@@ -65,6 +65,7 @@ class FinetuneJob:
     weight_decay: float
     warmup: int
     max_grad_norm: float
+    clip: str
     skip_nonfinite: bool
     eval_every: int
     eval_batches: int
@@ -291,6 +292,7 @@ def assemble(
             betas=(0.9, 0.95),
             weight_decay=job.weight_decay,
             max_grad_norm=job.max_grad_norm or None,
+            clip=job.clip,
             skip_nonfinite=job.skip_nonfinite,
         )
     except BaseException:

@@ -131,6 +131,14 @@ MaxGradNorm = Annotated[
         min=0.0, help="Clip the global gradient norm to this; 0: never.", rich_help_panel=_TRAINING
     ),
 ]
+Clip = Annotated[
+    Literal["global", "previous"],
+    typer.Option(
+        help="Whose norm clips a step: its own, or that of the step before. With previous, updates "
+        "of clipped steps begin in backward.",
+        rich_help_panel=_TRAINING,
+    ),
+]
 SkipNonfinite = Annotated[
     bool,
     typer.Option(

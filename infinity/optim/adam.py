@@ -29,6 +29,7 @@ class Adam(Optimizer):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
+        clip: str = "global",
         **torch_options: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -39,6 +40,7 @@ class Adam(Optimizer):
             skip_nonfinite,
             loss_scaler,
             error_if_nonfinite,
+            clip,
             torch_options,
         )
 
@@ -83,6 +85,7 @@ class AdamW(Adam):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
+        clip: str = "global",
         **torch_options: Any,
     ) -> None:
         super().__init__(
@@ -95,6 +98,7 @@ class AdamW(Adam):
             skip_nonfinite,
             loss_scaler,
             error_if_nonfinite,
+            clip,
             **torch_options,
         )
 

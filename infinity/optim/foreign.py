@@ -48,6 +48,7 @@ def adapt(
     skip_nonfinite: bool = False,
     loss_scaler: LossScaler | None = None,
     error_if_nonfinite: bool = False,
+    clip: str = "global",
     **settings: Any,
 ) -> Adapted:
     """An optimizer that updates the parameters of a wrapped model as `optimizer(params,
@@ -79,9 +80,8 @@ def adapt(
             f"{optimizer.__name__} updates by sparse gradients alone, and gradients are dense "
             "here; use infinity.AdamW"
         )
-    return Adapted(
-        optimizer, params, settings, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
-    )
+    common = (max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite, clip)
+    return Adapted(optimizer, params, settings, *common)
 
 
 class Shelf:
@@ -179,18 +179,14 @@ class Adapted(Optimizer):
         kind: type[torch.optim.Optimizer],
         params: Iterable[Any],
         settings: dict[str, Any],
-        max_grad_norm: float | None,
-        skip_nonfinite: bool,
-        loss_scaler: LossScaler | None,
-        error_if_nonfinite: bool,
+        *common: Any,
     ) -> None:
+        """`common` is what all optimizers take; see `Optimizer`."""
         self.kind, self.settings = kind, settings
         self._benches: dict[Unit, Workbench] = {}
         # Of two dimensions, because Muon takes no other ones.
         defaults = kind([nn.Parameter(torch.zeros(2, 2))], **settings).defaults
-        super().__init__(
-            params, defaults, max_grad_norm, skip_nonfinite, loss_scaler, error_if_nonfinite
-        )
+        super().__init__(params, defaults, *common)
         tier = "on nvme" if any(unit.spill for unit in self.units) else "in host memory"
         log.warning(
             "infinity has no kernels for %s: it updates one unit after the other on the host "
@@ -216,7 +212,7 @@ class Adapted(Optimizer):
     def refuse_unsupported(self, group: dict[str, Any]) -> None:
         """Nothing: whatever the torch optimizer does is supported."""
 
-    def segments(self, unit: Unit, factor: float = 1.0) -> tuple[Segment, ...]:
+    def segments(self, unit: Unit, factor: float | None = None) -> tuple[Segment, ...]:
         """None: the kernels have nothing to do."""
         return ()
 

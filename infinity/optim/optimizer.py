@@ -46,6 +46,8 @@ WITHOUT_EFFECT = ("foreach", "fused", "capturable")
 """Options by which torch chooses how to compute the same numbers."""
 UNSUPPORTED = ("amsgrad", "maximize")
 """Options by which torch computes other numbers."""
+CLIPS = ("global", "previous")
+"""Whose norm clips a step: its own, or that of the step before."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -59,6 +61,12 @@ class Optimizer(torch.optim.Optimizer):
     exact global L2 norm of the last step before clipping to `max_grad_norm`, and
     `clipped_grad_norm` after it; None where no norm was needed. With `max_grad_norm=math.inf` it is
     measured, and nothing is clipped.
+
+    With `clip="previous"` the norm of the step before clips a step, so its factor is known in its
+    backward, and the updates that begin there are final even where every step is clipped. The first
+    step is clipped by its own norm; infinite and NaN norms clip nothing later. Deterministic, and
+    the same bits in every placement, but other numbers than torch's: a step whose norm jumps is
+    clipped too late. `grad_norm` stays the step's own.
 
     The gradients stay until `zero_grad`, as in torch: another `step` applies them again, and a
     backward adds to them. Several optimizers may have parameters of one model, also of one unit:
@@ -92,6 +100,7 @@ class Optimizer(torch.optim.Optimizer):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
+        clip: str = "global",
         torch_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._check_parameters(params)
@@ -107,12 +116,17 @@ class Optimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: a step is skipped or raises; give skip_nonfinite "
                 "or error_if_nonfinite"
             )
+        if clip not in CLIPS:
+            raise ConfigError(
+                f"{type(self).__name__}: clip={in_words(clip)}; give one of {', '.join(CLIPS)}"
+            )
         self.max_grad_norm, self.skip_nonfinite = max_grad_norm, skip_nonfinite
-        self.error_if_nonfinite = error_if_nonfinite
+        self.error_if_nonfinite, self.clip = error_if_nonfinite, clip
         self.loss_scaler = loss_scaler
         """What scales the loss; None where nothing does."""
         self.grad_norm: float | None = None
         self.clipped_grad_norm: float | None = None
+        self._last_norm: float | None = None  # of the last step that had a finite one
         self.skipped_steps = 0
         self.overflow = False
         """Whether the last `step` was left out, because a gradient was not finite."""
@@ -311,6 +325,8 @@ class Optimizer(torch.optim.Optimizer):
         if step is not None:
             self._post(step)
             self._steps.update(step.counts)
+            if norm is not None and math.isfinite(norm):
+                self._last_norm = norm
             if self.loss_scaler is not None and norm is not None and math.isfinite(norm):
                 self.loss_scaler.update(finite=True)
         return loss
@@ -336,10 +352,8 @@ class Optimizer(torch.optim.Optimizer):
             self.updater.norm.take_nonfinite(
                 norm, shares, self.updater.next_number, self.error_if_nonfinite
             )
-        factor = 1.0
-        limit = self.max_grad_norm
-        if norm is not None and limit is not None and limit < math.inf:
-            factor = clip_factor(norm, limit)
+        factor = self._factor(norm)
+        if norm is not None:
             self.clipped_grad_norm = norm * factor
         apply_clips(shares, factor)
         segments = {share: self.segments(share.unit, factor) for share in shares if share.present()}
@@ -352,7 +366,18 @@ class Optimizer(torch.optim.Optimizer):
             loss_scale=self.loss_scale,
             segments=segments,
             counts={key: self._steps[key] + 1 for key in updated},
+            foreseen=self.clip == "previous" and self._last_norm is not None,
         )
+
+    def _factor(self, norm: float | None) -> float:
+        """What clips a step with the gradient norm `norm`; while that is not known (None), what
+        will clip it if anything is known of that, else 1."""
+        if self.clip == "previous" and self._last_norm is not None:
+            norm = self._last_norm
+        limit = self.max_grad_norm
+        if norm is None or limit is None or limit == math.inf:
+            return 1.0
+        return clip_factor(norm, limit)
 
     def _post(self, step: Step) -> None:
         """Phase 3. Raises before anything is changed."""
@@ -400,9 +425,11 @@ class Optimizer(torch.optim.Optimizer):
                 "loss_scaler=infinity.LossScaler(1.0, window=None)"
             )
 
-    def segments(self, unit: Unit, factor: float = 1.0) -> tuple[Segment, ...]:
+    def segments(self, unit: Unit, factor: float | None = None) -> tuple[Segment, ...]:
         """What the next step does to this rank's shard of `unit`, with the gradients and
-        hyper-parameters of now, and gradients clipped by `factor`."""
+        hyper-parameters of now, and gradients clipped by `factor`, by default as far as is known
+        before the step."""
+        factor = self._factor(None) if factor is None else factor
         hypers = [
             None if group is None else self.hyper(group, self._steps[id(p)] + 1)
             for p, group in self._updated(unit)
@@ -441,6 +468,8 @@ class Optimizer(torch.optim.Optimizer):
         add_states(packed, self, self._steps)
         if self.loss_scaler is not None:
             packed["loss_scaler"] = self.loss_scaler.state_dict()
+        if self.clip == "previous":
+            packed["last_norm"] = self._last_norm
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -486,7 +515,12 @@ class Optimizer(torch.optim.Optimizer):
         """
         groups = super().state_dict()["param_groups"]
         steps = [self._steps.get(key, 0) for key in numbers(self)]
-        header = {"param_groups": groups, "steps": steps, "skipped_steps": self.skipped_steps}
+        header = {
+            "param_groups": groups,
+            "steps": steps,
+            "skipped_steps": self.skipped_steps,
+            "last_norm": self._last_norm,
+        }
         return (
             header
             if self.loss_scaler is None
@@ -510,6 +544,7 @@ class Optimizer(torch.optim.Optimizer):
         if self.loss_scaler is not None and "loss_scaler" in header:
             self.loss_scaler.load_state_dict(header["loss_scaler"])
         self.skipped_steps = header.get("skipped_steps", self.skipped_steps)
+        self._last_norm = header.get("last_norm")
         self._steps = steps
         for share in self._shares.values():
             self.updater.owners.forget_states(

@@ -20,9 +20,9 @@ class Owner(Protocol):
     by_kernels: ClassVar[bool]
     """Whether `segments` says all that is done, so that it may begin at any time."""
 
-    def segments(self, unit: Unit, factor: float = 1.0) -> tuple[Segment, ...]:
+    def segments(self, unit: Unit, factor: float | None = None) -> tuple[Segment, ...]:
         """What the next step does to this rank's shard of `unit`, with the gradients that it has
-        now, clipped by `factor`."""
+        now, clipped by `factor`; None: as far as is known before the step."""
 
 
 class Owners:

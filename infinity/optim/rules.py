@@ -32,6 +32,7 @@ class Adagrad(Optimizer):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
+        clip: str = "global",
         **torch_options: Any,
     ) -> None:
         defaults = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
@@ -42,6 +43,7 @@ class Adagrad(Optimizer):
             skip_nonfinite,
             loss_scaler,
             error_if_nonfinite,
+            clip,
             torch_options,
         )
 
@@ -86,6 +88,7 @@ class Lion(Optimizer):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
+        clip: str = "global",
         **torch_options: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
@@ -96,6 +99,7 @@ class Lion(Optimizer):
             skip_nonfinite,
             loss_scaler,
             error_if_nonfinite,
+            clip,
             torch_options,
         )
 
@@ -143,6 +147,7 @@ class SGD(Optimizer):
         skip_nonfinite: bool = False,
         loss_scaler: LossScaler | None = None,
         error_if_nonfinite: bool = False,
+        clip: str = "global",
         **torch_options: Any,
     ) -> None:
         defaults = {
@@ -159,6 +164,7 @@ class SGD(Optimizer):
             skip_nonfinite,
             loss_scaler,
             error_if_nonfinite,
+            clip,
             torch_options,
         )
 

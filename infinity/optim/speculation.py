@@ -3,7 +3,8 @@ read ahead for them.
 
 [Note: exact although speculative]
 As soon as a unit has as many gradients as in the last step, its update may begin. It guesses that
-these are all gradients, that nothing will be clipped, and that the hyper-parameters stay. The step
+these are all gradients, that nothing will be clipped, and that the hyper-parameters stay. (With
+`clip="previous"` an optimizer knows the factor by then, and need not guess it.) The step
 keeps the update if it asks for the same one, term for term. If not, the update is rolled back and
 redone. So updates hide behind the backward, too, and the numbers are those of an update that
 waited.
@@ -60,8 +61,8 @@ class Policy:
 
     def learn(self, update_seconds: float, forward_seconds: float, held: bool) -> None:
         """A step was fixed. `update_seconds`: how long updates kept the pipeline busy since the
-        last one; `forward_seconds`: how long one forward took; `held`: nothing was clipped, and
-        nothing rolled back."""
+        last one; `forward_seconds`: how long one forward took; `held`: nothing was clipped that was
+        not foreseen, and nothing rolled back."""
         if not self._auto:
             return
         if held:
@@ -89,8 +90,8 @@ class Speculation:
         self._final: dict[Unit, None] = {}  # whose gradients are, in this step; in order
 
     def begin(self, unit: Unit, owner: Owner, places: Places) -> None:
-        """The gradients of `unit` may be final: begin the update that `owner` asks for if the next
-        step clips nothing, where that is worth it and can be rolled back; and read ahead for the
+        """The gradients of `unit` may be final: begin the update that `owner` asks for as far as it
+        knows the next step, where that is worth it and can be rolled back; and read ahead for the
         units that come next."""
         if unit in self.jobs and self.jobs[unit].is_rolled_back:
             self.rollback(unit)

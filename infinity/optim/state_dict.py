@@ -7,6 +7,7 @@ its `check_state` and `check_hyper`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -126,6 +127,9 @@ def check_header(header: Mapping[str, Any], optimizer: Optimizer) -> None:
             raise misfit(optimizer, f"a hyper-parameter has a wrong type: {error}") from error
     if optimizer.loss_scaler is not None and "loss_scaler" in header:
         optimizer.loss_scaler.check(header["loss_scaler"])
+    last_norm = header.get("last_norm")
+    if last_norm is not None and not (isinstance(last_norm, float) and 0 <= last_norm < math.inf):
+        raise misfit(optimizer, f"its last norm is {last_norm!r}, and no finite number")
 
 
 def check_state(unit: Unit, parameter: torch.Tensor, state: Any, optimizer: Optimizer) -> None:

@@ -43,6 +43,8 @@ class Step:
     """What is done to this rank's shard of every unit with a gradient."""
     counts: Mapping[int, int]
     """How many updates each parameter with a gradient has had after this step, by its id."""
+    foreseen: bool
+    """Whether `factor` was known before the gradients were."""
 
     @property
     def shares(self) -> tuple[UnitShare, ...]:

@@ -186,7 +186,7 @@ class Updater(Updates):
                 self.rollback(unit)
                 unit.gradients.spend(positions)
         self._announce()
-        self._end_step(unclipped=False)
+        self._end_step(as_guessed=False)
         self.skipped_steps += 1
 
     def post(self, step: Step) -> None:
@@ -213,7 +213,7 @@ class Updater(Updates):
             if delayed:
                 self._delayed = {job.unit: job for job in jobs}
             self._jobs.fix(jobs, updates, delayed)
-        self._end_step(step.unclipped, jobs, kept)
+        self._end_step(step.foreseen or step.unclipped, jobs, kept)
         self.posted_steps += 1
         if self.speculation.policy.waits:
             self.drain()
@@ -237,7 +237,7 @@ class Updater(Updates):
                 raise
         step.spend()
         self._announce()
-        self._end_step(unclipped=True)
+        self._end_step(as_guessed=True)
         self.posted_steps += 1
 
     def _begin_step(self, shares: Iterable[UnitShare]) -> None:
@@ -257,12 +257,12 @@ class Updater(Updates):
             self._store.activations.stepped()
         self._runtime.stepped()
 
-    def _end_step(self, unclipped: bool, jobs: Iterable[Job] = (), kept: int = 0) -> None:
+    def _end_step(self, as_guessed: bool, jobs: Iterable[Job] = (), kept: int = 0) -> None:
         """A step has been fixed: report it, and learn from it."""
         self.last = StepRun(tuple(jobs), self.speculation.end_step(), kept)
         self._recorder.count("updates kept", self.last.kept)
         self._recorder.count("updates rolled back", self.last.rollbacks)
-        held = unclipped and not self.last.rollbacks
+        held = as_guessed and not self.last.rollbacks
         self.speculation.policy.learn(
             self._pipeline.busy_since(), self._runtime.forward_since(), held=held
         )

@@ -47,6 +47,7 @@ class Workload:
     """No further step begins after so many seconds of them, when one was timed."""
     lr: float
     seed: int
+    clip: str = "global"
     max_grad_norm: float | None = 1.0
 
     @property
@@ -159,7 +160,9 @@ def train(work: Workload, say: Callable[[str], None]) -> Trained:
     shape = shape_of(model, work.source.config)
     model = infinity.wrap(model, work.config, weights=work.source.directory, seed=work.seed)
     with infinity.engine(model) as engine:
-        optimizer = infinity.AdamW(model.parameters(), lr=work.lr, max_grad_norm=work.max_grad_norm)
+        optimizer = infinity.AdamW(
+            model.parameters(), lr=work.lr, max_grad_norm=work.max_grad_norm, clip=work.clip
+        )
         scale = optimizer.scale if getattr(optimizer, "loss_scaler", None) is not None else None
         order: Any = "vertical" if work.vertical else "horizontal"
         batches = [work.batch(number, engine.device) for number in range(work.accumulate)]

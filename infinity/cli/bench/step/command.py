@@ -70,6 +70,7 @@ def step(
     accumulate: o.Accumulate = 1,
     accumulation_order: o.AccumulationOrder = "horizontal",
     lr: o.LearningRate = 1e-4,
+    clip: o.Clip = "global",
     seed: o.Seed = 0,
     steps: Steps = 5,
     discard: Discard = 2,
@@ -112,6 +113,7 @@ def step(
             most_seconds,
             lr,
             seed,
+            clip,
         )
         with interrupted_by_signals():
             summary = measure(work, probe_bytes, say)
