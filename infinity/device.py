@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import logging
 import mmap
 import os
 import platform
@@ -34,6 +35,8 @@ from infinity import native
 from infinity.errors import ConfigError
 from infinity.free_memory import Memory
 from infinity.observe import Meter, Ranges
+
+log = logging.getLogger("infinity")
 
 HUGE_PAGE = 2 << 20
 GPU_PAGE = 64 << 10  # in which a GPU shows its memory to other devices
@@ -235,6 +238,21 @@ class Copy:
             self._event.synchronize()  # sleeps: a thread that spins would keep a CPU from Adam
 
 
+def find_kernels(device: int) -> bool:
+    """Whether the kernels of `native/cuda` run on this CUDA device; a warning says why not."""
+    cuda: Any = native.cuda()
+    reason = (
+        "the package was built without nvcc" if cuda is None else cuda.unavailable_reason(device)
+    )
+    if reason:
+        log.warning(
+            "the optimizer kernels cannot run on GPU %d, so the CPU updates all states: %s",
+            device,
+            reason,
+        )
+    return not reason
+
+
 class ComputeDevice:
     """Where the model runs. With `unified_memory`, its memory is host memory: NVMe reads land in it
     without a further copy.
@@ -257,9 +275,7 @@ class ComputeDevice:
         self._host: list[HostMemory] = []
         streams: list[Any] = [torch.cuda.Stream(self.torch) if use_cuda else None for _ in range(4)]
         self._up, self._down, self._side, self._updates = streams
-        self.has_kernels = (
-            use_cuda and (cuda := native.cuda()) is not None and not cuda.unavailable_reason()
-        )
+        self.has_kernels = use_cuda and find_kernels(self.torch.index)
         """Whether the kernels of `native/cuda` can work on its memory."""
         self._marks = itertools.count()
         self.copied = Meter()

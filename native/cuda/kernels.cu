@@ -131,14 +131,19 @@ void check_launch(const char* what) {
 
 }  // namespace
 
-std::string unavailable_reason() {
-  int devices = 0;
-  const cudaError_t error = cudaGetDeviceCount(&devices);
+std::string unavailable_reason(int device) {
+  int before = 0;
+  cudaError_t error = cudaGetDevice(&before);
+  if (error == cudaSuccess) error = cudaSetDevice(device);
   if (error == cudaSuccess) {
-    return devices > 0 ? "" : "no CUDA device";
+    cudaFuncAttributes attributes;
+    error = cudaFuncGetAttributes(&attributes, add_in_order_kernel);
+    cudaSetDevice(before);
   }
+  if (error == cudaSuccess) return "";
   cudaGetLastError();  // the answer is the return value; the next launch must not find it again
-  return cudaGetErrorString(error);
+  const bool no_code = error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion;
+  return std::string(cudaGetErrorString(error)) + (no_code ? "; build the package with CUDAARCHS=native" : "");
 }
 
 void accumulate(void* dst, const void* src, Dtype dtype, std::size_t n, bool first, std::uintptr_t stream) {

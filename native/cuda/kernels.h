@@ -31,8 +31,9 @@ using cpu_adam::Dtype;
 using cpu_adam::Hyper;
 using cpu_adam::Rule;
 
-// Why kernels cannot run in this process (no driver, driver older than the toolkit, no device); empty when they can.
-std::string unavailable_reason();
+// Why kernels cannot run on this device (no driver, driver older than the toolkit, no such device, no code for it); empty when they can.
+// Loads the code for it.
+std::string unavailable_reason(int device);
 
 // dst[i] = first ? src[i] : dst[i] + src[i], added in fp32 and rounded to nearest even, which is what torch's add does.
 void accumulate(void* dst, const void* src, Dtype dtype, std::size_t n, bool first, std::uintptr_t stream);

@@ -28,8 +28,8 @@ PYBIND11_MODULE(_cuda, m) {
   using without_gil = py::call_guard<py::gil_scoped_release>;
   using py::arg;
 
-  m.def("unavailable_reason", &unavailable_reason, without_gil(),
-        "Why kernels cannot run in this process (no driver, no device); an empty string when they can.");
+  m.def("unavailable_reason", &unavailable_reason, without_gil(), arg("device") = 0,
+        "Why kernels cannot run on this device (no driver, no such device, no code for it); an empty string when they can.");
   m.def("accumulate", &py_accumulate, without_gil(), arg("dst"), arg("src"), arg("dtype"), arg("n"), py::kw_only(), arg("first"),
         arg("stream"), "dst = src when first, else dst + src rounded as torch's add; n elements at these addresses.");
   m.def("norm_blocks", &norm_blocks, arg("n"), "Doubles of device memory that squared_norm needs as block_sums.");
