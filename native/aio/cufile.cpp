@@ -39,6 +39,7 @@ constexpr int kFileNumber = 1;                                       // FileDesc
 constexpr int kNotLoaded = 5001, kCudaError = 5011, kAlreadyOpen = 5026;  // Status::code
 constexpr int kMayCopy = 1, kMustCopy = 2;                           // settings: "allow" and "force" of its compatibility mode
 constexpr unsigned kMayCopyBit = 1u << 1;                            // of Properties::controls
+constexpr std::size_t kLimit = std::size_t{32} << 30;                // of registered memory, by default
 
 std::string describe(const Status& status) {
   const auto code = " (cuFile error " + std::to_string(status.code) + ")";
@@ -72,6 +73,7 @@ struct CuFile::Functions {
     find(remove_file, "cuFileHandleDeregister");
     find(add_memory, "cuFileBufRegister");
     find(remove_memory, "cuFileBufDeregister");
+    find(limit_memory, "cuFileDriverSetMaxPinnedMemSize");
     find(read, "cuFileRead");
     find(get, "cuFileGetParameterBool");
     find(set, "cuFileSetParameterBool");
@@ -90,6 +92,7 @@ struct CuFile::Functions {
   void (*remove_file)(Handle);
   Status (*add_memory)(const void*, std::size_t, int);
   Status (*remove_memory)(const void*);
+  Status (*limit_memory)(std::size_t);  // in KiB, of all that the process registers
   ssize_t (*read)(Handle, void*, std::size_t, off_t, off_t);
   Status (*get)(int, bool*);
   Status (*set)(int, bool);
@@ -241,7 +244,12 @@ CuFile::~CuFile() {
 
 void CuFile::register_memory(void* memory, std::size_t bytes) {
   if (memory_) throw std::invalid_argument("memory is registered already");
-  check(functions_->add_memory(memory, bytes, 0), std::to_string(bytes) + " bytes on the GPU cannot be registered");
+  Status status = functions_->add_memory(memory, bytes, 0);
+  // A process may register 32 GiB in all where cufile.json says nothing else. What others registered of that stays theirs.
+  if (status.code != 0 && functions_->limit_memory && functions_->limit_memory((bytes + kLimit) / 1024).code == 0) {
+    status = functions_->add_memory(memory, bytes, 0);
+  }
+  check(status, std::to_string(bytes) + " bytes on the GPU cannot be registered");
   memory_ = memory;
   bytes_ = bytes;
 }

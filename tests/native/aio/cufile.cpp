@@ -62,7 +62,12 @@ int main(int count, char** words) {
     code("memory_code") = 5016;
     CHECK(has(refusal<std::runtime_error>([&] { cufile->register_memory(memory.data, kBytes); }), "cannot be pinned"));
     code("memory_code") = 0;
+    knob("limit_kib") = kBytes / 1024 - 4;
+    code("fixed_limit") = 1;
+    CHECK(has(refusal<std::runtime_error>([&] { cufile->register_memory(memory.data, kBytes); }), "cannot be pinned"));
+    code("fixed_limit") = 0;
     cufile->register_memory(memory.data, kBytes);
+    CHECK(knob("limit_kib") == (32l << 20) + static_cast<long>(kBytes / 1024));
     code("file_code") = 5008;
     CHECK(has(refusal<std::runtime_error>([&] { make_cufile(options, cufile, file); }), "file system is not supported"));
     code("file_code") = 0;

@@ -15,6 +15,8 @@ typedef struct {
 int open_code = 0;         // what opening the driver returns
 int file_code = 0;         // registering a file
 int memory_code = 0;       // registering memory
+long limit_kib = 33554432; // of the memory that is registered
+int fixed_limit = 0;       // which nobody may change
 int must_copy = 0;         // the user's setting "force_compat_mode"
 int stubborn = 0;          // it may copy whatever one asks for
 long fail_read_at = -1;    // this read, counted from 0, ...
@@ -80,10 +82,17 @@ void cuFileHandleDeregister(void* handle) {
 
 Status cuFileBufRegister(const void* memory, size_t bytes, int flags) {
   if (memory_code) return status(memory_code);
+  if (bytes > (size_t)limit_kib << 10) return status(5016);
   if (!drivers || flags) return status(5022);
   ++memories;
   region = (char*)memory;
   region_bytes = bytes;
+  return status(0);
+}
+
+Status cuFileDriverSetMaxPinnedMemSize(size_t kib) {
+  if (fixed_limit || kib % 4) return status(5004);
+  limit_kib = (long)kib;
   return status(0);
 }
 
