@@ -246,9 +246,7 @@ class Loading(LoadPlanner):
         self._state, self._reader, self._where = state, reader, reader.directory
         self._strict = strict
         self._saved: dict[str, Any] = {}  # the header
-        self._missing: list[str] = []  # what the model has, and the checkpoint not
-        self._unknown: list[str] = []  # and the other way round
-        self._kept: frozenset[str] = frozenset()  # what is not read
+        self._kept: frozenset[str] = frozenset()  # names of which the checkpoint has no values
         self._series: list[Series] = []
         self._items: dict[MetadataIndex, list[ReadItem]] = {}  # by the piece that they fill
         self._pieces: dict[Series, list[ShardPiece]] = {}
@@ -293,15 +291,13 @@ class Loading(LoadPlanner):
                 self._reader.check(MetadataIndex(".".join(path)))
             rank = self._state.rank if self._saved["ranks"] == here["ranks"] else 0
             self.extra = self._reader.read(MetadataIndex(f"extra.{rank}"))
-            if self._state.rank == 0:
-                self._warn()
+            if self._state.rank == 0 and not self._strict:
+                self._warn(here["shapes"])
         return LoadPlan(items)
 
     def _check_shapes(self, here: dict[str, list[int]]) -> None:
         there = self._saved["shapes"]
-        self._missing = [name for name in here if name not in there]
-        self._unknown = [name for name in there if name not in here]
-        self._kept = frozenset(self._missing).union(self._saved.get("frozen", ()))
+        self._kept = frozenset(here.keys() - there.keys()).union(self._saved.get("frozen", ()))
         for name, shape in here.items():
             if self._strict and name not in there:
                 raise CheckpointError(f"{self._where} belongs to another model: it has no {name}")
@@ -310,24 +306,22 @@ class Loading(LoadPlanner):
                     f"{self._where} belongs to another model: {name} has shape "
                     f"{there[name]}, here {shape}"
                 )
-        if self._strict and self._unknown:
-            raise CheckpointError(
-                f"{self._where} belongs to another model: it has {self._unknown[0]}, which this "
-                "one lacks"
-            )
+        for name in there if self._strict else ():
+            if name not in here:
+                raise CheckpointError(
+                    f"{self._where} belongs to another model: it has {name}, which this one lacks"
+                )
         for name, buffer in self._state.buffers.items():
             if name in there:
                 self._check_dtype(f"model.{name}", buffer.dtype)
                 self._reader.check(_address(name, buffer))
 
-    def _warn(self) -> None:
-        """Name what only the model or only the checkpoint has."""
-        if self._missing:
-            names = ", ".join(self._missing)
-            log.warning("%s has no %s; the model keeps its own", self._where, names)
-        if self._unknown:
-            names = ", ".join(self._unknown)
-            log.warning("%s has %s, which this model lacks", self._where, names)
+    def _warn(self, here: dict[str, list[int]]) -> None:
+        """Name what only the model or only the checkpoint has values of."""
+        if kept := [name for name in here if name in self._kept]:
+            log.warning("%s has no %s; the model keeps its own", self._where, ", ".join(kept))
+        if unknown := [name for name in self._saved["shapes"] if name not in here]:
+            log.warning("%s has %s, which this model lacks", self._where, ", ".join(unknown))
 
     def _in_checkpoint(self, series: Sequence[Series]) -> list[Series]:
         """Those of `series` that the checkpoint has; frozen parameters may be left out, and keep

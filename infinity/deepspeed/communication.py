@@ -64,11 +64,6 @@ def _backend(asked: str | None) -> str:
     return "cpu:gloo,cuda:nccl" if asked in (None, "nccl") else asked
 
 
-def inference_all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None) -> None:
-    """`torch.distributed.all_reduce`: the sum over the ranks, in place."""
-    dist.all_reduce(tensor, dist.ReduceOp.SUM if op is None else op, group)
-
-
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None:
     """Nothing: `engine.report()` has the bytes and times of communication."""
 

@@ -510,8 +510,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def header(self) -> dict[str, Any]:
         """What there is beside the states: `param_groups` as in `state_dict`, `steps` (the updates
-        of every parameter, in that order), `skipped_steps`, and where the loss is scaled
-        `loss_scaler`.
+        of every parameter, in that order), `skipped_steps`, `last_norm` (for `clip="previous"`),
+        and where the loss is scaled `loss_scaler`.
         """
         groups = super().state_dict()["param_groups"]
         steps = [self._steps.get(key, 0) for key in numbers(self)]

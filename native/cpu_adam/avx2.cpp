@@ -53,7 +53,7 @@ struct Avx2 {
 struct Lanes {
   __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
 
-  // Four values at a time are converted to double straight from memory: eight, and their halves, take twice as long on Zen 4.
+  // Four values at a time are converted to double straight from memory: eight, and their halves, took 1.7 times as long on Zen 4.
   template <Dtype dtype>
   INFINITY_INLINE void add_squares(const void* values, std::size_t i) {
     __m128 x, y;
@@ -75,6 +75,11 @@ struct Lanes {
     low = low + x_wide * x_wide;
     high = high + y_wide * y_wide;
   }
+
+  void store(double (&lanes)[8]) const {
+    _mm256_storeu_pd(lanes, low);
+    _mm256_storeu_pd(lanes + 4, high);
+  }
 };
 
 template <Dtype dtype>
@@ -87,8 +92,7 @@ void norm_blocks_of(const void* values, std::size_t n, double* sums) {
     }
     for (const Lanes& block : blocks) {
       double lanes[8];
-      _mm256_storeu_pd(lanes, block.low);
-      _mm256_storeu_pd(lanes + 4, block.high);
+      block.store(lanes);
       *sums++ = sum_of(lanes);
     }
   }
@@ -97,8 +101,7 @@ void norm_blocks_of(const void* values, std::size_t n, double* sums) {
     Lanes block;
     for (std::size_t i = begin; i < last; i += 8) block.add_squares<dtype>(values, i);
     double lanes[8];
-    _mm256_storeu_pd(lanes, block.low);
-    _mm256_storeu_pd(lanes + 4, block.high);
+    block.store(lanes);
     add_squares(values, dtype, last, end, lanes);
     *sums++ = sum_of(lanes);
   }

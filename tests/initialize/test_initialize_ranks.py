@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from torch import nn
 import infinity
 from infinity.deepspeed import checkpoints as tagged
 from infinity.deepspeed import fragments
+from infinity_command.run import shim
 from support.deepspeed import Net, batch, configuration, net
 from support.rank_group import RANKS, OnRanks
 
@@ -239,6 +241,22 @@ def test_a_failure_on_one_rank_is_one_of_all(on_ranks: OnRanks, tmp_path: Path) 
     first, second = on_both(on_ranks, "failures", tmp_path)
     assert "rank 1 failed: ValueError: no schedule" in first
     assert second == "no schedule"
+
+
+def sums(where: Path, rank: int) -> float:
+    """Through the package for scripts of DeepSpeed, and with a key that only changes traffic."""
+    engine, *_ = infinity.initialize(model=net(), config=configuration(sparse_gradients=True))
+    assert engine.sparse_tensor_module_names == set()
+    engine.destroy()
+    with mock.patch.object(sys, "path", [str(shim()), *sys.path]):
+        from deepspeed import comm
+    values = torch.tensor(rank + 1.0)
+    comm.inference_all_reduce(values)
+    return values.item()
+
+
+def test_ranks_add_up(on_ranks: OnRanks, tmp_path: Path) -> None:
+    assert on_both(on_ranks, "sums", tmp_path) == [3.0, 3.0]
 
 
 def counts(where: Path, rank: int) -> None:

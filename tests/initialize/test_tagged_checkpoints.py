@@ -205,6 +205,24 @@ def test_a_load_that_is_not_strict(start: Start, tmp_path: Path) -> None:
     assert weights[1].keys() - weights[0].keys() == {"head.weight", "head.bias"}
 
 
+def test_what_a_load_that_is_not_strict_keeps_is_told(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was frozen, so the checkpoint was saved without it, and is trained here."""
+    frozen = net()
+    frozen.first.requires_grad_(False)
+    first, *_ = start(model=frozen, config=configuration())
+    first.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    second, *_ = start(model=net(1), config=configuration())
+    with pytest.raises(infinity.CheckpointError, match=r"has no values of first\.weight, because"):
+        second.load_checkpoint(tmp_path, load_optimizer_states=False)
+    caplog.clear()
+    second.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=False)
+    (text,) = [r.getMessage() for r in caplog.records if r.name == "infinity"]
+    assert "has no first.weight" in text and text.endswith("; the model keeps its own")
+    assert torch.equal(second.module_state_dict()["first.weight"], net(1).first.weight)
+
+
 def test_a_destroyed_engine_says_so(start: Start, tmp_path: Path) -> None:
     engine, *_ = start(model=net(), config=configuration())
     module = engine.module

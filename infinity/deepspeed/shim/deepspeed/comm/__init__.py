@@ -8,7 +8,6 @@ from infinity.deepspeed.communication import (
     get_local_rank,
     get_rank,
     get_world_size,
-    inference_all_reduce,
     init_distributed,
     is_initialized,
     log_summary,
@@ -23,6 +22,8 @@ __all__ = [
     "is_initialized",
     "log_summary",
 ]
+
+inference_all_reduce = torch.distributed.all_reduce
 
 
 def __getattr__(name: str) -> Any:
