@@ -41,7 +41,8 @@ def _required(name: str) -> Any:
     if module is None:
         raise InfinityError(
             f"the compiled module infinity.{name} is missing; install the package with "
-            "`pip install .`"
+            "`pip install .`; where it is installed, start Python outside of "
+            f"{Path(__file__).parents[1]}, whose sources hide it"
         )
     return cast(Any, module)
 

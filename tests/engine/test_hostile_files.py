@@ -51,7 +51,9 @@ def test_a_module_that_is_not_there_is_called_missing(loading: Any) -> None:
     loading(ModuleNotFoundError("No module named 'infinity._aio'", name="infinity._aio"))
     with pytest.raises(
         InfinityError,
-        match=r"^the compiled module infinity\._aio is missing; install the package with",
+        match=r"^the compiled module infinity\._aio is missing; install the package with "
+        r"`pip install \.`; where it is installed, start Python outside of /.*, "
+        r"whose sources hide it$",
     ):
         native.aio()
 
